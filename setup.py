@@ -60,7 +60,7 @@ setup(
     package_dir={"": "."},
     package_data={
         "": ["*.md", "py.typed"],
-        "megarl.rollout": ["cpu_stubs/*.py", "cpu_stubs/*/*.py"],
+        "megarl.cpu": ["stubs/*.py", "stubs/*/*.py"],
         "megarl.view": ["static/*"],
     },
     install_requires=imported(),

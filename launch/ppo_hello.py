@@ -6,7 +6,7 @@
 import sys
 
 from megarl.flow import HybridFlow
-from megarl.launching.ending import one_line
+from megarl.launch.exit_status import one_line
 
 with one_line():  # whatever ends it; not needed
     flow = HybridFlow("configs/quickstart.yaml", sys.argv[1:] or ["run.dir=runs/hello"])

@@ -6,10 +6,10 @@ ranks_here() {
 import os
 import sys
 
-from megarl.launching import ending
+from megarl.launch import exit_status as ending
 from megarl.config import ConfigError, load_config
-from megarl.checking.dry_run import validate
-from megarl.parallel.meeting import check_meeting
+from megarl.dry_run.plan import validate
+from megarl.parallel.rendezvous import check_meeting
 
 try:
     nodes = sys.argv[1]

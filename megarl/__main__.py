@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl import __version__
-from megarl.command_line import INSTALL, WRONG, Parser, ends_in_a_line, missing_package
+from megarl.config.command_line import INSTALL, WRONG, Parser, ends_in_a_line, missing_package
 
 NEEDED = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
 PROGRAMS = ("train", "eval", "chat", "torchrun")

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl import train
-from megarl.command_line import Parser, amount, count, ends_in_a_line, folder_to_write, path_text, to_paste
 from megarl.config import Config, ConfigError
-from megarl.launching import ending
-from megarl.processes.scratch import Scratch
+from megarl.config.command_line import Parser, amount, count, ends_in_a_line, folder_to_write, path_text, to_paste
+from megarl.launch import exit_status
+from megarl.processes.temp_folders import Scratch
 
 SAMPLES = 100_000
 
@@ -52,11 +52,11 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
 
 
 def evaluate(options: Namespace) -> int:
-    from megarl import targets
+    from megarl import model_sources
     from megarl.observe.run_folder import look
-    from megarl.parallel import meeting
+    from megarl.parallel import rendezvous
 
-    if meeting.place().launched:
+    if rendezvous.place().launched:
         raise ConfigError("start megarl.eval without torchrun: it starts as many ranks itself as engines need")
     samples = options.samples or max(options.k)
     if max(options.k) > samples:
@@ -64,7 +64,7 @@ def evaluate(options: Namespace) -> int:
     for path in options.data:
         if not path.exists():
             raise ConfigError(f"--data {path}: there is no such file; correct the path")
-    target = targets.find(options.target)
+    target = model_sources.find(options.target)
     out: Path = options.out or Path("runs/eval", f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     folder_to_write(out, "--out")
     own: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ def evaluate(options: Namespace) -> int:
         "options": {"whole": True},
     }
     taken = {
-        **targets.TAKEN,
+        **model_sources.TAKEN,
         "run.dir": "--out says it",
         "run.num_rollout": "there is one step",
         "data.train": "--data says it",
@@ -83,7 +83,7 @@ def evaluate(options: Namespace) -> int:
     }
     with Scratch("megarl-eval-") as place:
         file = Path(place, "eval.yaml")
-        config = targets.configured(target, own, options.overrides, file, taken)
+        config = model_sources.configured(target, own, options.overrides, file, taken)
         if samples > 1 and config.rollout.held_out.temperature == 0:
             raise ConfigError(
                 f"rollout.temperature=0 gives a prompt the same answer {samples} times; set it above 0, or --k and "
@@ -92,7 +92,7 @@ def evaluate(options: Namespace) -> int:
         look(config)
         problems = check_truths(config)
         ready = target.ready(out / "model")
-        config = targets.configured(ready, own, options.overrides, file, taken)
+        config = model_sources.configured(ready, own, options.overrides, file, taken)
         began = time.monotonic()
         status = train.main([str(file), *options.overrides])
         if status:
@@ -104,7 +104,7 @@ def evaluate(options: Namespace) -> int:
 def check_truths(config: Config) -> int:
     """How many prompts there are. Raises ConfigError for a row of which a reward function says that it cannot judge an
     answer to it, and for files without rows."""
-    from megarl.data.prompts import each_prompt
+    from megarl.data.prompt_data import each_prompt
     from megarl.rewards.functions import load_functions
 
     functions = load_functions(config.reward.functions)
@@ -128,11 +128,10 @@ def check_truths(config: Config) -> int:
 
 def report(options: Namespace, config: Config, target: Any, samples: int, problems: int, seconds: float) -> int:
     """Print the table, and write eval.json and answers.jsonl."""
-    from megarl.checkpoint.origin import code_revision
-    from megarl.evaluation.figures import figures_of, scored, table
-    from megarl.evaluation.lines import as_lines
-    from megarl.observe import exact_json
+    from megarl.checkpoint.provenance import code_revision
+    from megarl.observe.eval_metrics import as_lines, figures_of, scored, table
     from megarl.observe.rollout_log import read_rollouts
+    from megarl.utils import exact_json
 
     out = Path(config.run.dir)
     rollouts = read_rollouts(out, 1)
@@ -186,4 +185,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    ending.exit_with(main)
+    exit_status.exit_with(main)

@@ -15,45 +15,44 @@ from typing import Any
 
 import torch
 
-from megarl.checking.dry_run import validate
-from megarl.checking.items import check_offered, offers_all, read_chat
-from megarl.checking.named_models import vocabulary_hash
-from megarl.checkpoint import room
-from megarl.command_line import to_paste
+from megarl.batch_items import Items
+from megarl.checkpoint import disk_space
+from megarl.checkpointing import Keeping
 from megarl.config import Config, ConfigError, load_config
-from megarl.controllers.base import StepResult
-from megarl.controllers.registry import declare, make_controller
-from megarl.data.prompts import PromptLoader
-from megarl.evaluating import Evaluating
-from megarl.items import Items
-from megarl.keeping import Keeping
-from megarl.launching import ending
-from megarl.launching.ending import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
+from megarl.config.command_line import to_paste
+from megarl.config.paths import with_expanded_paths
+from megarl.controllers.controller import StepResult
+from megarl.controllers.lookup import declare, make_controller
+from megarl.data.prompt_data import PromptLoader
+from megarl.dry_run.data_and_tools import check_offered, offers_all, read_chat
+from megarl.dry_run.model_folders import vocabulary_hash
+from megarl.dry_run.plan import validate
+from megarl.dry_run.rollout_checks import check_enough_prompts
+from megarl.evaluator import Evaluating
+from megarl.launch import exit_status
+from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
-from megarl.observe.hangs import Lookout
-from megarl.observe.meter import Gpu, clocks_of, speed
-from megarl.observe.metrics import batch_metrics, rollout_metrics
-from megarl.observe.profile import Profile
+from megarl.observe.hang_watchdog import Lookout
+from megarl.observe.metrics import Spread, batch_metrics, rollout_metrics
+from megarl.observe.mfu import Gpu, clocks_of, speed
+from megarl.observe.profiler import Profile
 from megarl.observe.run_log import RunLog
-from megarl.observe.spread import Spread
-from megarl.parallel import device, everyone, last_words, ranks, watching
-from megarl.parallel.layouts import lay_out
+from megarl.parallel import device, last_words, ranks, row_exchange, wait_listeners
 from megarl.parallel.placement import placement_of
-from megarl.parallel.roles import with_role
-from megarl.paths import with_expanded_paths
-from megarl.rollout.beforehand import check_enough_prompts
+from megarl.parallel.ranks import lay_out
+from megarl.parallel.role_settings import with_role
 from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
-from megarl.workers.model import ModelWorker
+from megarl.workers.model_worker import ModelWorker
 from megarl.workers.reference import ReferenceWorker
-from megarl.workers.registry import Registered, find_workers
 from megarl.workers.reward import RewardWorker
-from megarl.workers.reward_model import RewardModelWorker
+from megarl.workers.reward_training import RewardModelWorker
+from megarl.workers.role_workers import Registered, find_workers
 from megarl.workers.rollout import RolloutWorker
 
 
@@ -127,16 +126,16 @@ class HybridFlow(Items, Evaluating, Keeping):
         last. Call once per process. Raises ConfigError for a user's mistake, Stopped where
         it was asked to stop and has saved, and Ended where a signal ends it; `ending.one_line` tells them apart.
         """
-        ending.catch_signals()
+        exit_status.catch_signals()
         self.config = with_expanded_paths(self.config)  # of one that was made in Python
         run = self.config.run
         run = dataclasses.replace(
             run,
             num_rollout=run.num_rollout if num_rollout is None else num_rollout,
             num_update=run.num_update if num_update is None else num_update,
-            resume="auto" if ending.restarted() and not run.goes_on else run.resume,
+            resume="auto" if exit_status.restarted() and not run.goes_on else run.resume,
         )
-        ending.introduce(
+        exit_status.introduce(
             run_dir=run.dir, save_every=run.save_every, max_restarts=run.max_restarts, timeout_s=run.timeout_s
         )
         self.config = dataclasses.replace(self.config, run=run)
@@ -171,14 +170,14 @@ class HybridFlow(Items, Evaluating, Keeping):
                     self.log.say(command)
             return metrics
         except BaseException as error:
-            ending.begin()
+            exit_status.begin()
             if isinstance(error, Exception):
                 self._finish_together(error)
             self.log.failed(self.step, self._made())
             if self.lookout is not None:
                 self.lookout.settle()
-            cause = last_words.exchanged(error, ending.describe(error)[0])
-            self.log.ended(error, isinstance(error, ending.ORDERLY), cause)
+            cause = last_words.exchanged(error, exit_status.describe(error)[0])
+            self.log.ended(error, isinstance(error, exit_status.ORDERLY), cause)
             raise
         finally:
             gc.unfreeze()  # what is left at a program's end is taken for lost, and said, by libraries
@@ -190,13 +189,13 @@ class HybridFlow(Items, Evaluating, Keeping):
             if self.gpu is not None:
                 self.gpu.close()
             if hasattr(self, "clock"):
-                watching.watch(None)
-                watching.tell_share(None)
+                wait_listeners.watch(None)
+                wait_listeners.tell_share(None)
                 self.profile.close()
                 self.log.spans(self.clock.spans())
             self.log.close()
             if finished:
-                everyone.close_post()
+                row_exchange.close_post()
                 ranks.shutdown()
 
     # --- the loop ---------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ class HybridFlow(Items, Evaluating, Keeping):
         run = self.config.run
         metrics: dict[str, float] = {}
         if run.save_every:
-            ending.answer_by_saving()
+            exit_status.answer_by_saving()
         while self.step < self.until:
             if self._eval_due(first=0):
                 self._evaluate()
@@ -222,7 +221,7 @@ class HybridFlow(Items, Evaluating, Keeping):
                 self._go_back()
             if self._keep():
                 self._leave_evaluation()
-                raise ending.Stopped(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
+                raise exit_status.Stopped(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
         if self._eval_due(first=1):
             metrics |= self._evaluate()
         metrics |= self._look_at_evaluation(wait=True)
@@ -294,8 +293,8 @@ class HybridFlow(Items, Evaluating, Keeping):
     def _start(self) -> None:
         config = self.config
         self.clock = Clock(self.log.phase)
-        watching.watch(self.clock.span)
-        watching.tell_share(self.log.share if self.log.writes else None)
+        wait_listeners.watch(self.clock.span)
+        wait_listeners.tell_share(self.log.share if self.log.writes else None)
         self.profile = Profile(
             *(config.track.profile, self.clock, self.log.run_dir / "profile", self.job.rank), self.log.say
         )
@@ -303,14 +302,14 @@ class HybridFlow(Items, Evaluating, Keeping):
             self.lookout = Lookout(
                 *(self.job, self.log.run_dir, self.clock, self.layouts.keys()),
                 alarm=self.log.alarm_from_any,
-                tell=lambda rank, text: ending.tell_launcher("late", text, rank),
+                tell=lambda rank, text: exit_status.tell_launcher("late", text, rank),
             )
             self.lookout.start()
         if self.log.writes:
             self.gpu = Gpu(device.gpu_load)
         newest = self._find_checkpoint()
         critic = config.critic.path or config.model.path if "critic" in self.declared.roles else None
-        self.needs = room.needs(self.hf_config, load_hf_config(critic) if critic else None, config, self.declared)
+        self.needs = disk_space.needs(self.hf_config, load_hf_config(critic) if critic else None, config, self.declared)
         for note in self._notes:
             self.log.say(note)
         context = Context(

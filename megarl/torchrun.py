@@ -2,8 +2,8 @@
 
 Torch's agent turns a signal into a traceback, ends ranks 30 seconds after it, reports every failure as status 1 in
 dozens of lines, and leaves a folder in /tmp. Here ranks may take their time to save, the run starts again where
-`restarts.py` says so, on all nodes (`nodes.py`), and the end is that of `ending.py`: one line on each node, one of the
-documented exit statuses.
+`launch/restarts.py` says so, on all nodes (`launch/nodes.py`), and the end is that of `launch/exit_status.py`: one
+line on each node, one of the documented exit statuses.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl import __version__
-from megarl.launching import launcher
-from megarl.launching.ending import RESTARTED, SAME_S, name_of
-from megarl.launching.nodes import Alone, Report, Several, own_name
-from megarl.launching.restarts import note
-from megarl.launching.stopped import Stopped
-from megarl.parallel.secret import SealedPickle, of_launchers
-from megarl.processes.family import children, end_orphans
-from megarl.processes.parent import inherit_orphans
-from megarl.processes.scratch import Scratch
+from megarl.launch import launcher
+from megarl.launch.exit_status import RESTARTED, SAME_S, name_of
+from megarl.launch.launcher import Stopped
+from megarl.launch.nodes import Alone, Report, Several, own_name
+from megarl.launch.restarts import note
+from megarl.parallel.job_secret import SealedPickle, of_launchers
+from megarl.processes.children import children, end_orphans, inherit_orphans
+from megarl.processes.temp_folders import Scratch
 
 _LOOK_S = 1.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -180,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _until_it_ends(options: argparse.Namespace, watch: _Watch) -> int:
     """As `launcher.until_it_ends`, on each node."""
-    from megarl.parallel.meeting import keep_store
+    from megarl.parallel.rendezvous import keep_store
 
     nodes, static = _nodes(options), options.rdzv_backend == "static" or options.standalone
     number, attempt = int(options.node_rank), 0

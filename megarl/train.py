@@ -4,7 +4,7 @@
 
 A configuration that needs more ranks than one starts them itself, as long as they fit on one machine. Under torchrun
 (`megarl.torchrun`, which launch/ and slurm/ use, or torch's own) every rank runs this file. How it ends, and with which
-exit status, is in `ending.py`.
+exit status, is in `launch/exit_status.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from megarl.command_line import Parser
 from megarl.config import Config, ConfigError, describe_keys, describe_meanings, describe_ranges, load_config
-from megarl.launching import ending
-from megarl.processes.parent import inherit_orphans
+from megarl.config.command_line import Parser
+from megarl.launch import exit_status
+from megarl.processes.children import inherit_orphans
 
 
 class _Parser(Parser):
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.config is None and not options.keys:
             parser.error("name a configuration, for example configs/quickstart.yaml")
     except ConfigError as error:
-        return ending.tell(error)
+        return exit_status.tell(error)
     try:
         if options.keys:
             words = [options.config, *options.overrides] if options.config else []
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = load_config(options.config, options.overrides)
         if options.dry_run:
-            from megarl.checking.dry_run import render, validate
+            from megarl.dry_run.plan import render, validate
             from megarl.observe import run_folder
 
             report = validate(config, dry_run=True)
@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             except ConfigError as error:
                 _say(f"warning: a run would be refused: {error}")
             return 0
-        from megarl.parallel import meeting
+        from megarl.parallel import rendezvous
 
-        if not meeting.place().launched and config.parallel.world_size > 1:
+        if not rendezvous.place().launched and config.parallel.world_size > 1:
             inherit_orphans()
             return start_ranks(config, arguments)
         from megarl.flow import HybridFlow
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         HybridFlow(config).run()
         return 0
     except BaseException as error:  # noqa: B036  the end of the program
-        return ending.tell(error)
+        return exit_status.tell(error)
 
 
 def listed_keys(words: Sequence[str] = ()) -> list[str]:
@@ -101,14 +101,14 @@ def _say(text: str) -> None:
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
-    from megarl.checking.dry_run import validate
-    from megarl.controllers.registry import declare
-    from megarl.launching import launcher, restarts
+    from megarl.controllers.lookup import declare
+    from megarl.dry_run.plan import validate
+    from megarl.engine.engine_host_client import SHARED
+    from megarl.engine.sglang_engine import start_host
+    from megarl.launch import launcher, restarts
     from megarl.observe import run_folder
-    from megarl.parallel.meeting import keep_store
     from megarl.parallel.placement import roles_of_ranks
-    from megarl.rollout.engine import start_host
-    from megarl.rollout.hosting import SHARED
+    from megarl.parallel.rendezvous import keep_store
 
     validate(config).raise_errors()
     run_folder.look(config)
@@ -124,7 +124,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     command = (sys.executable, "-m", "megarl.train", *arguments)
     pending: list[int] = []
 
-    def attempt(environment: Mapping[str, str]) -> tuple[ending.Verdict, restarts.Rules | None]:
+    def attempt(environment: Mapping[str, str]) -> tuple[exit_status.Verdict, restarts.Rules | None]:
         ranks = launcher.Launch(command, world, saves=config.run.save_every > 0, roles=roles, pending=pending)
         host = None
         if declared.generates and not config.rollout.replay and SHARED not in os.environ:
@@ -143,4 +143,4 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    ending.exit_with(main)
+    exit_status.exit_with(main)

@@ -63,7 +63,7 @@ while kill -0 $step 2>/dev/null; do
     wait $step && status=0 || status=$?  # a trapped signal ends `wait` early
 done
 
-case $status in  # of megarl/launching/ending.py
+case $status in  # of megarl/launch/exit_status.py
 0 | 2 | 86) exit "$status" ;;  # done; a mistake; what would come again
 85 | 130 | 143) [ -n "$asked" ] || exit "$status" ;;  # somebody wanted it so
 *) [ -n "$asked" ] || [ "$count" -lt "${MEGARL_REQUEUES:-20}" ] || { echo "job $SLURM_JOB_ID: was requeued $count times" && exit "$status"; } ;;

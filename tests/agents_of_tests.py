@@ -10,7 +10,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from megarl.rollout.calculator import calculate
+from megarl.environments.ready.calculator import calculate
 
 TOOL = {
     "type": "function",

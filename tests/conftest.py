@@ -31,13 +31,12 @@ ALONE_FILES = {
     "tools": "bench_scale compare_algorithms compare_corrections environment_rows faults make_quickstart plan_reshard "
     "report timeline",
     "workers": "oversampling",
-    "checking": "checks dry_run",
+    "dry_run": "checks dry_run",
     "": "config episodes expected forks imports items recipes trust types",
 }
 """Further ones, in folders of which others are not."""
 WAITING_FILES = {
-    "launch": "nodes",
-    "launching": "hanging_ranks launcher",
+    "launch": "hanging_ranks launcher nodes",
     "slurm": "slurm",
     "tools": "fault_matrix",
     "": "full_disk_end_to_end placement_ending",
@@ -128,7 +127,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 def host() -> Iterator[str]:
     """Where engines can be started that need not import SGLang, for ten seconds of a core: its socket."""
     from megarl.config import Config
-    from megarl.rollout.engine import start_host
+    from megarl.engine.sglang_engine import start_host
 
     host = start_host(Config(), threads=1)
     yield host.path

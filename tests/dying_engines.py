@@ -57,7 +57,7 @@ def host_of_engines() -> psutil.Process:
     """The one that the launcher of this rank has started."""
     launcher = psutil.Process(os.getppid())
     living = [one for one in launcher.children() if one.status() != psutil.STATUS_ZOMBIE]
-    (found,) = [one for one in living if "megarl.rollout.engine_host" in one.cmdline()]
+    (found,) = [one for one in living if "megarl.engine.engine_host" in one.cmdline()]
     return found
 
 

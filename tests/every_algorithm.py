@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config import Config, from_dict, to_dict
-from megarl.controllers.base import StepResult
-from megarl.controllers.policy import PolicyController
-from megarl.controllers.registry import make_controller
-from megarl.recipes import RECIPES
+from megarl.config.recipes import RECIPES
+from megarl.controllers.controller import StepResult
+from megarl.controllers.lookup import make_controller
+from megarl.controllers.policy_gradient import PolicyController
 from megarl.types import Prompt
 
 STEPS = 2
@@ -19,7 +19,7 @@ STEPS = 2
 
 def names() -> list[str]:
     """The recipes that learn from rewards with a policy, a critic and a reference at most."""
-    from megarl.controllers.registry import declare
+    from megarl.controllers.lookup import declare
 
     ours = {"rollout", "actor", "critic", "reference", "reward"}
     found = {name: declare(from_dict({"algorithm": name})) for name in RECIPES}

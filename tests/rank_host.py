@@ -22,7 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megarl.processes.parent import die_with_parent
+from megarl.processes.children import die_with_parent
 
 warnings.filterwarnings("ignore")
 
@@ -33,7 +33,7 @@ def preload() -> None:
         return
     import wires  # noqa: F401
 
-    import megarl.checkpoint.sharded
+    import megarl.megatron.dist_checkpoint
     import megarl.workers.actor  # noqa: F401
 
     sys.path.insert(0, str(Path(__file__).parent / "megatron"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.checking.named_models import vocabulary_hash
+from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import part_file, write_part

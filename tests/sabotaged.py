@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 import torch
 
+from megarl.engine.sglang_engine import allocate
+from megarl.engine.weight_sender import HandOff
 from megarl.flow import HybridFlow
-from megarl.launching.ending import one_line
-from megarl.rollout.engine import allocate
-from megarl.rollout.handoff import HandOff
-from megarl.workers.push import WeightPush
+from megarl.launch.exit_status import one_line
+from megarl.workers.weight_sync import WeightPush
 
 LOST = "model.layers.1.self_attn.o_proj.weight"
 push = WeightPush.push

@@ -87,7 +87,7 @@ def test_a_recorded_step_is_taken_again_in_a_debugger_bit_for_bit(trained: Path)
     """From the checkpoint before it; the run stays as it was."""
     before = {path: path.stat().st_mtime_ns for name in RESULTS for path in (trained / name).rglob("*")}
     command = [sys.executable, "tools/replay_step.py", str(trained), "--step", "3"]
-    command += ["--break", "megarl.controllers.policy:policy_loss"]
+    command += ["--break", "megarl.controllers.policy_gradient:policy_loss"]
     talk = "p ('asked', batch.num_sequences, config.rollout.replay)\n" + "c\n" * 8
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, input=talk, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -10,7 +10,7 @@ import pytest
 from whole_run import make_folder
 
 from megarl import chat as program
-from megarl.rollout.engine import Engine
+from megarl.engine.sglang_engine import Engine
 
 pytestmark = pytest.mark.alone
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl import command_line
-from megarl.command_line import file_beside, to_paste
+from megarl.config import command_line
+from megarl.config.command_line import file_beside, to_paste
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 import megarl.config
-from megarl import strict
-from megarl.config import Config, ConfigError, describe_keys, from_dict, load_config, to_dict
+from megarl.config import Config, ConfigError, describe_keys, from_dict, load_config, strict, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -38,11 +38,11 @@ sys.path.insert(0, str(Path(__file__).parent / "rewards"))
 from judging_server import Judging
 
 from megarl.config import LoraConfig, ParallelConfig
+from megarl.environments.ready.calculator import calculator
 from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
 from megarl.observe.rollout_log import read_rollouts
-from megarl.rollout.kept import read_groups
-from megarl.rollout.tools import calculator
+from megarl.rollout.partial_store import read_groups
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from whole_run import ENVIRONMENT, ROOT, make_folder, with_host
 
-from megarl.checkpoint.hf import open_hf
+from megarl.models.hf_folder import open_hf
 from megarl.observe.rollout_log import read_rollouts
 
 ONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
 WRITES = ["rollout.max_new_tokens=40", "rollout.max_context=192", "rollout.tool_call_parser=qwen25"]
-TOOL = "rollout.tools=[megarl.rollout.tools:calculator]"
+TOOL = "rollout.tools=[megarl.environments.ready.calculator:calculator]"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,14 @@ def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path,
 
 def test_somebody_talks_to_it(run: Path, host: str) -> None:
     """To what the run has exported, in two conversations. It has learned to write, so a tool may be called or not."""
-    command = [sys.executable, "-m", "megarl.chat", str(run), "--tools", "megarl.rollout.tools:calculator"]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.chat",
+        str(run),
+        "--tools",
+        "megarl.environments.ready.calculator:calculator",
+    ]
     said = "What is 12+7?\n/nothing\n/reset\nWhat is 3*4?\n/quit\nnever read\n"
     done = subprocess.run(
         command, cwd=ROOT, env=with_host(host), input=said, capture_output=True, text=True, timeout=500

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.evaluating import Evaluating
+from megarl.evaluator import Evaluating
 
 pytestmark = pytest.mark.alone
 

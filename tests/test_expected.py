@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.expected import Expected, expectations, reached
+from megarl.dry_run.plan import Expected, expectations, reached
 
 
 def read(**expect: Any) -> dict[str, Expected]:

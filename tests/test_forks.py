@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl import forks
-from megarl.config import ConfigError, from_dict
-from megarl.controllers.registry import declare
+from megarl.config import ConfigError, from_dict, plugins
+from megarl.controllers.lookup import declare
 from megarl.models import dense
 from megarl.models.registry import family_of
 from megarl.parallel.placement import role_parallel
-from megarl.parallel.roles import role_settings, with_role
-from megarl.workers.registry import Registered, check_roles, find_worker, options_of, who_plays
+from megarl.parallel.role_settings import role_settings, with_role
+from megarl.workers.role_workers import Registered, check_roles, find_worker, options_of, who_plays
 
 ROOT = Path(__file__).resolve().parent.parent
 MINE = '''
@@ -26,7 +25,7 @@ MINE = '''
 
 import torch
 
-from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.controllers.controller import MeanOf, StepResult, mini_batches
 from megarl.controllers.sft import SFTController
 from megarl.types import TokenLoss, TrainBatch
 
@@ -251,7 +250,7 @@ def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -
         "LabForCausalLM": EntryPoint("LabForCausalLM", "megarl.models.dense:QWEN3", "megarl.families"),
         "OddForCausalLM": EntryPoint("OddForCausalLM", "megarl.models.dense:partial", "megarl.families"),
     }
-    monkeypatch.setattr(forks, "entries", lambda group: own if group == "megarl.families" else {})
+    monkeypatch.setattr(plugins, "entries", lambda group: own if group == "megarl.families" else {})
     assert family_of({"architectures": ["LabForCausalLM"]}) is dense.QWEN3
     assert family_of({"architectures": ["LabForSequenceClassification"]}) is dense.QWEN3
     with pytest.raises(ConfigError, match=r"known: Qwen2ForCausalLM, .*, LabForCausalLM, OddForCausalLM$"):
@@ -262,6 +261,6 @@ def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_worker_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"judge": EntryPoint("judge", "lab.judge:Judge", "megarl.workers")}
-    monkeypatch.setattr(forks, "entries", lambda group: own if group == "megarl.workers" else {})
+    monkeypatch.setattr(plugins, "entries", lambda group: own if group == "megarl.workers" else {})
     config = from_dict({})
     assert who_plays(config, declare(config), "judge", Registered()) == "lab.judge:Judge"

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.batch_items import Items, _share
 from megarl.config import ConfigError, from_dict
-from megarl.data.prompts import PromptLoader
-from megarl.items import Items, _share
+from megarl.data.prompt_data import PromptLoader
 from megarl.models.registry import load_hf_config
 from megarl.parallel import ranks
 

@@ -19,7 +19,7 @@ from whole_run import ENVIRONMENT, ROOT, command_of, make_folder
 pytestmark = needs_root
 
 LISTENS = 0x10000  # the flag of /proc/net/unix
-RANK, SERVER, SCHEDULER = "megarl.train", "megarl.rollout.engine_host", "sglang::scheduler"
+RANK, SERVER, SCHEDULER = "megarl.train", "megarl.engine.engine_host", "sglang::scheduler"
 KNOWN = ("megarl.torchrun", SERVER, SCHEDULER, "sglang::detokenizer", "torch_shm_manager", RANK)
 # For each line on stdin, `tcp PORT` or `unix NAME`: connects with all of these, and goes on with some of them.
 INTRUDER = """
@@ -160,7 +160,12 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     (place / "scratch").mkdir()
     harm = place / "harm"
     intruder = start_as_other_user(INTRUDER, pickle.dumps(Harm(harm)).hex())
-    options = ("algorithm=grpo", "run.num_rollout=3", "rollout.tp=2", "rollout.tools=[megarl.rollout.tools:calculator]")
+    options = (
+        "algorithm=grpo",
+        "run.num_rollout=3",
+        "rollout.tp=2",
+        "rollout.tools=[megarl.environments.ready.calculator:calculator]",
+    )
     command = command_of(folder, place / "run", *options)
     if request.param == "torchrun":
         python, _, program, *rest = command

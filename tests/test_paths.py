@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from megarl.command_line import Parser, path_text
 from megarl.config import Config, ConfigError, RunConfig, from_dict, load_config, to_dict
-from megarl.data.rows import open_parquet
-from megarl.paths import expand, expand_spec, with_expanded_paths
-from megarl.strict import is_path, keys_of, kinds_of
+from megarl.config.command_line import Parser, path_text
+from megarl.config.paths import expand, expand_spec, with_expanded_paths
+from megarl.config.strict import is_path, keys_of, kinds_of
+from megarl.data.table import open_parquet
 
 pytestmark = pytest.mark.alone
 

@@ -5,7 +5,7 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.types import Prompt, Rollout, TrainBatch, Turn, reads
-from megarl.types.reads import named_by, read_by
+from megarl.types.batch import named_by, read_by
 
 PACKED = TrainBatch.from_rollouts([Rollout(Prompt("p", ()), (Turn((1, 2)), Turn((3,), (-0.5,), True)))])
 

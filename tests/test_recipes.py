@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict, load_config
-from megarl.config.learning import KLConfig
-from megarl.controllers.registry import declare, find_controller
-from megarl.recipes import RECIPES, Recipe, with_recipe
+from megarl.config.keys import KLConfig
+from megarl.config.recipes import RECIPES, Recipe, with_recipe
+from megarl.controllers.lookup import declare, find_controller
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -47,7 +47,7 @@ def test_the_given_tree_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fork_has_recipes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lab_recipes.py").write_text(
-        "from megarl.recipes import GRPO, Recipe\nmine = Recipe(GRPO, {'advantage.group_std': False})\n"
+        "from megarl.config.recipes import GRPO, Recipe\nmine = Recipe(GRPO, {'advantage.group_std': False})\n"
     )
     try:
         config = from_dict({"algorithm": "lab_recipes:mine"})

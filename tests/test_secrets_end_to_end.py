@@ -117,7 +117,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             run_dir,
             *("algorithm=grpo", "run.num_rollout=2", "track.webhook=env:HOOK_OF_OURS"),
             *("roles={reward: {backend: http, options: " + options + "}}", "guards.alarms=true"),
-            "rollout.tools=[megarl.rollout.tools:calculator]",
+            "rollout.tools=[megarl.environments.ready.calculator:calculator]",
         )
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -151,7 +151,7 @@ def test_no_file_has_one(ran: dict[str, Any]) -> None:
 
 def test_no_command_line_has_one_and_no_environment_but_that_of_the_ranks(ran: dict[str, Any]) -> None:
     kinds = " ".join(ran["watch"].kinds)
-    assert "megarl.rollout.engine_host" in kinds and "megarl.processes" in kinds, kinds  # engines are forks of the host
+    assert "megarl.engine.engine_host" in kinds and "megarl.processes" in kinds, kinds  # engines are forks of the host
     assert "torch_shm_manager" not in kinds, "torch starts it where a tensor is shared by a name, without being asked"
     assert sorted(ran["watch"].leaks) == []
 

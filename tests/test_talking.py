@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from scripted import CHAT, CONFIG, TOKENIZER, Fails, Script, call, parse  # noqa: E402
 
+from megarl.chat import Talk, Words, known_here, printable
+from megarl.chat_format.chat_template import Chat
 from megarl.config import Config
-from megarl.environments.describing import known_of
+from megarl.engine.generation import RequestFailed
+from megarl.environments.catalog import known_of
 from megarl.environments.protocol import ToolResult
-from megarl.rollout.chat import Chat
-from megarl.rollout.policy import RequestFailed
-from megarl.talking import Talk, Words, known_here, printable
 from megarl.types import ids_of
 
 pytestmark = pytest.mark.alone

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.checking import dry_run
 from megarl.config import load_config
-from megarl.launching import launcher
-from megarl.launching.ending import Verdict
-from megarl.rollout import engine, hosting
+from megarl.dry_run import plan
+from megarl.engine import engine_host_client, sglang_engine
+from megarl.launch import launcher
+from megarl.launch.exit_status import Verdict
 from megarl.train import main, start_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +60,7 @@ CASES = {
     "missing model folder": (["model.path=nowhere"], ["nowhere"]),
     "missing data": (["data.train=nowhere.jsonl"], ["data.train", "nowhere.jsonl"]),
     "unknown reward": (["reward.functions=[megarl.rewards.gsm8k:gold]"], ["gold"]),
-    "unknown tool": (["rollout.tools=[megarl.rollout.tools:slide_rule]"], ["slide_rule"]),
+    "unknown tool": (["rollout.tools=[megarl.environments.ready.calculator:slide_rule]"], ["slide_rule"]),
     "unknown name for Megatron": (["model.megatron.moe_router_topq=3"], ["moe_router_topq", "moe_router_topk"]),
     "unknown name for SGLang": (["rollout.sglang.max_total_token=3"], ["max_total_token", "max_total_tokens"]),
     "more machines than one": (["parallel.world_size=16", "parallel.ranks_per_node=8"], ["slurm/ppo_moe.sh"]),
@@ -143,22 +143,22 @@ def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run_dir = f"run.dir={tmp_path}/run"
-    monkeypatch.delenv(hosting.SHARED, raising=False)
+    monkeypatch.delenv(engine_host_client.SHARED, raising=False)
     seen: list[str | None] = []
     closed: list[bool] = []
     host = SimpleNamespace(path="/the/socket", close=lambda: closed.append(True))
-    monkeypatch.setattr(engine, "start_host", lambda config: host)
-    monkeypatch.setattr(dry_run, "validate", lambda config: dry_run.Report([], [], {}, []))
+    monkeypatch.setattr(sglang_engine, "start_host", lambda config: host)
+    monkeypatch.setattr(plan, "validate", lambda config: plan.Report([], [], {}, []))
 
     def run(self: launcher.Launch, environment: dict[str, str]) -> tuple[Verdict, None]:
-        seen.append(environment.get(hosting.SHARED, os.environ.get(hosting.SHARED)))
+        seen.append(environment.get(engine_host_client.SHARED, os.environ.get(engine_host_client.SHARED)))
         return Verdict(0, "", "done"), None
 
     monkeypatch.setattr(launcher.Launch, "run", run)
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
-    assert (seen, closed, os.environ.get(hosting.SHARED)) == (["/the/socket"], [True], None)
+    assert (seen, closed, os.environ.get(engine_host_client.SHARED)) == (["/the/socket"], [True], None)
     assert start_ranks(load_config(QUICKSTART, [run_dir, "rollout.replay=elsewhere"]), [QUICKSTART]) == 0
     assert seen == ["/the/socket", None] and closed == [True]
-    monkeypatch.setenv(hosting.SHARED, "/of/somebody/else")
+    monkeypatch.setenv(engine_host_client.SHARED, "/of/somebody/else")
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
-    assert seen[2:] == [os.environ[hosting.SHARED]] == ["/of/somebody/else"] and closed == [True]
+    assert seen[2:] == [os.environ[engine_host_client.SHARED]] == ["/of/somebody/else"] and closed == [True]

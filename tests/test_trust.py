@@ -26,13 +26,13 @@ COLLECTIVES = {
 }
 
 ALLOWED = {
-    ("megarl/parallel/secret.py", "pickle.loads"): (1, "behind a keyed hash that only ranks of the job can make"),
-    ("megarl/rewards/calls.py", "pickle.loads"): (
+    ("megarl/parallel/job_secret.py", "pickle.loads"): (1, "behind a keyed hash that only ranks of the job can make"),
+    ("megarl/rewards/reward_process.py", "pickle.loads"): (
         1,
         "what a rank hands to its own child by an inherited socket; answers are JSON",
     ),
-    ("megarl/environments/serving.py", "pickle.loads"): (2, "what a rank hands to its own child, likewise"),
-    ("megarl/checkpoint/plain_pickles.py", "pickle.Unpickler"): (1, "finds no class but those that it lists"),
+    ("megarl/environments/environment_process.py", "pickle.loads"): (2, "what a rank hands to its own child, likewise"),
+    ("megarl/checkpoint/dist_checkpoint_reader.py", "pickle.Unpickler"): (1, "finds no class but those that it lists"),
     ("megarl/rewards/code/answering.py", "exec"): (4, "a policy's program, in the sandbox"),
     ("megarl/rewards/code/answering.py", "eval"): (1, "a test of a data set, in the sandbox"),
     ("megarl/rewards/code/judging.py", "exec"): (2, "tests of a data set, in a sandbox of their own"),

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl import train
-from megarl.launching import ending, launcher
-from megarl.parallel import meeting
+from megarl.launch import exit_status, launcher
+from megarl.parallel import rendezvous
 
 
 class Launch(launcher.Launch):
@@ -28,7 +28,7 @@ class Launch(launcher.Launch):
 
 def main() -> int:
     launcher.Launch = Launch  # type: ignore[misc]
-    here = meeting.place()
+    here = rendezvous.place()
     if not here.launched:
         return train.main()
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
@@ -44,4 +44,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent))
-    ending.exit_with(main)
+    exit_status.exit_with(main)

@@ -13,7 +13,7 @@ from typing import Any
 import nccl_order
 import wires
 
-from megarl.rollout.hosting import SHARED
+from megarl.engine.engine_host_client import SHARED
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -19,11 +19,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ConfigError, load_config
+from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.engine.engine_host_client import SHARED
+from megarl.engine.sglang_engine import start_host
 from megarl.observe.tracker import read_metrics
-from megarl.rollout.engine import start_host
-from megarl.rollout.hosting import SHARED
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM = 2

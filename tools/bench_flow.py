@@ -20,7 +20,6 @@ import json
 import os
 import shutil
 import statistics
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,8 +37,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, count, ends_in_a_line, file_to_write
-from megarl.strict import ConfigError
+from megarl.config.command_line import Parser, count, ends_in_a_line, file_to_write
+from megarl.config.strict import ConfigError
 
 PLAYED = "model"
 EVERY_S = 0.03

@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import RolloutConfig
-from megarl.environments.describing import Known
+from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.engine.generation import Generation
+from megarl.engine.tool_calls import Call, Reply
+from megarl.environments.catalog import Known
+from megarl.environments.process_sessions import Sessions
 from megarl.environments.protocol import ToolResult
-from megarl.environments.sessions import Sessions
 from megarl.environments.tools import Tool
-from megarl.rollout.gathering import Group, gather_rollouts
-from megarl.rollout.multi_turn import Surroundings
-from megarl.rollout.policy import Generation
-from megarl.rollout.queue import Counts, Tickets
-from megarl.rollout.tool_calls import Call, Reply
+from megarl.rollout.conversation import Surroundings
+from megarl.rollout.group_queue import Counts, Tickets
+from megarl.rollout.scheduler import Group, gather_rollouts
 from megarl.types import Ids, Message, Prompt, ids_of
 
 END, WORD, CALL = 1, 2, 3

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from megarl.command_line import Parser, amount, count, ends_in_a_line
 from megarl.config import ConfigError
+from megarl.config.command_line import Parser, amount, count, ends_in_a_line
 from megarl.models.fp8 import BLOCK, grid_shape
-from megarl.reshard.copies import Box, Scaled, pack, pack_fp8, unpack
+from megarl.reshard.run.copies import Box, Scaled, pack, pack_fp8, unpack
 
 ROWS, COLUMNS = 7168, 2048  # DeepSeek-V3's w2 of one expert
 GOALS = {

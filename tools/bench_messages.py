@@ -24,10 +24,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ParallelConfig
+from megarl.config.command_line import Parser, count, ends_in_a_line
 from megarl.parallel import ranks
-from megarl.parallel.delivery import Post
+from megarl.parallel.row_exchange import Post
 
 SHARES = (("1 of 100 bytes each", 0, 100), ("one rank 8 MB", 1, 8 << 20), ("two ranks 4 MB", 2, 4 << 20))
 

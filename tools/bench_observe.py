@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ConfigError, load_config
+from megarl.config.command_line import Parser, count, ends_in_a_line
 from megarl.observe.clock import Clock
 from megarl.observe.tracker import Tracker
-from megarl.observe.trackers.known import KNOWN, check_trackers
+from megarl.observe.trackers.names import KNOWN, check_trackers
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("nothing", "trackers", "ranges", "nothing again")

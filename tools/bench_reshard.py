@@ -29,14 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.command_line import Parser, amount, count, ends_in_a_line, file_to_write
 from megarl.config import ConfigError, ParallelConfig
-from megarl.models.cuts import Param, cut_pieces
+from megarl.config.command_line import Parser, amount, count, ends_in_a_line, file_to_write
+from megarl.models.layout_algebra import Param, cut_pieces
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
-from megarl.reshard.executor import Executor
-from megarl.reshard.layout import EngineLayout, Held, TrainLayout, engine_shapes, even_stages
-from megarl.reshard.planner import Plan
+from megarl.reshard.plan.layout import EngineLayout, Held, TrainLayout, engine_shapes, even_stages
+from megarl.reshard.plan.planner import Plan
+from megarl.reshard.run.executor import Executor
 
 Tensors = dict[str, torch.Tensor]
 TIMEOUT_S = 90.0
@@ -149,7 +149,7 @@ class Gather:
                     self.where.setdefault(param.hf[held.source].name, []).append((target, held))
 
     def __call__(self) -> None:
-        from megarl.checkpoint.gather import gather_hf
+        from megarl.checkpoint.export import gather_hf
 
         for name, full in gather_hf(self.case.local, self.case.params, self.case.ranks, bucket_bytes=32 << 20):
             for target, (_, dim, start, stop, offset) in self.where.get(name, ()):

@@ -24,9 +24,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megarl import plain_yaml
-from megarl.command_line import Parser, count, ends_in_a_line
-from megarl.config import ConfigError, from_dict
+from megarl.config import ConfigError, from_dict, plain_yaml
+from megarl.config.command_line import Parser, count, ends_in_a_line
 from megarl.sandbox.box import Sandbox
 from megarl.sandbox.mounts import SITE_PACKAGES, inherit_orphans
 

@@ -26,7 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, count, ends_in_a_line
 
 WAYS = ("no save", "asynchronous", "waited for")
 STEPS = 4
@@ -58,12 +58,12 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
     """As a rank."""
     import torch
 
-    from megarl.checkpoint.sharded import WRITERS, Staged
-    from megarl.checkpoint.staging import Staging
     from megarl.checkpoint.store import CheckpointStore, Part
     from megarl.config import from_dict
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.dist_checkpoint import WRITERS, Staged
+    from megarl.megatron.trainer_model import MegatronModel
     from megarl.parallel import ranks
+    from megarl.parallel.host_copy import Staging
     from megarl.types import TokenLoss, TrainBatch
 
     config = from_dict({"model": {"dtype": "bfloat16"}, "parallel": {"world_size": 2}})

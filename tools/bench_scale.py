@@ -10,7 +10,7 @@ On a rank they are the sum of
 - its plans: who computes what, who needs what of whom. They grow with all sequences and with the ranks of a machine;
   nothing is assumed of that: this process makes them, as that rank, from the lengths of all sequences;
 - exchanges that say figures of sequences everywhere, as many in every step: a number of seconds, and some for each
-  round, of which twice as many ranks need one more (`parallel/exact.py`);
+  round, of which twice as many ranks need one more (`parallel/collectives.py`);
 - bytes that it sends to other machines, which this process counts in the plans, at the speed of gloo.
 
 The seconds of the first two are a processor's, measured in steps of `bench_flow.py` at 2 and 4 ranks; so are the
@@ -37,12 +37,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import Config, load_config
-from megarl.models.cost import quadratic_cost
+from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.models.flops import quadratic_cost
+from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config
 from megarl.models.routing import routing_shape
-from megarl.models.stages import stage_layers
 
 if TYPE_CHECKING:
     from flow.paper import Paper

@@ -42,18 +42,18 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.chat_format.chat_template import Chat
 from megarl.config import Config, RolloutConfig, from_dict
+from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.engine.client import Client
+from megarl.engine.engine_host_client import SHARED
+from megarl.engine.generation import Generation, Policy
+from megarl.engine.sglang_engine import Engine, start_host
+from megarl.engine.tool_calls import Reply
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import routing_shape
-from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client
-from megarl.rollout.engine import Engine, start_host
-from megarl.rollout.hosting import SHARED
-from megarl.rollout.multi_turn import sampling_params
-from megarl.rollout.policy import Generation, Policy
-from megarl.rollout.tool_calls import Reply
-from megarl.sessions import Recording, SessionServer
+from megarl.rollout.conversation import sampling_params
+from megarl.rollout.session_server import Recording, SessionServer
 from megarl.types import Ids, Message, Prompt, ids_of
 
 LOOP, CLIENTS, SERVER = WAYS = ("by the loop", "by the clients", "by the server")

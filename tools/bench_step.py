@@ -28,11 +28,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ConfigError
+from megarl.config.command_line import Parser, count, ends_in_a_line
 from megarl.data.packing import plan_micro_batches
-from megarl.data.rows import read_rows
-from megarl.models.cost import quadratic_cost
+from megarl.data.table import read_rows
+from megarl.models.flops import quadratic_cost
 from megarl.models.registry import load_hf_config
 from megarl.observe.tracker import read_metrics
 
@@ -117,10 +117,10 @@ def measure(lengths: list[int], budget: int) -> None:
     """As a rank: seconds of a training step each way, and the share that is neither model nor optimizer."""
     import torch
 
-    import megarl.megatron.model as model_file
+    import megarl.megatron.trainer_model as model_file
     from megarl.config import from_dict
     from megarl.megatron.distribution import Distribution
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
     from megarl.parallel import ranks
     from megarl.types import TokenLoss, TrainBatch
 

@@ -157,9 +157,9 @@ class Side:
 
 
 def be_megarl(options: argparse.Namespace) -> None:
-    from megarl.controllers.base import StepResult
+    from megarl.controllers.controller import StepResult
     from megarl.flow import HybridFlow
-    from megarl.launching.ending import one_line
+    from megarl.launch.exit_status import one_line
     from megarl.parallel import ranks
 
     class InTurn(HybridFlow):
@@ -344,7 +344,8 @@ def show(work: str, found: dict[str, list[dict[str, float]]]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """As that of `megarl.command_line`, which TRL's environment has not: a mistake is one line and exit status 2."""
+    """As that of `megarl.config.command_line`, which TRL's environment has not: a mistake is one line and exit status
+    2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; --help lists what there is\n")

@@ -35,19 +35,19 @@ from typing import Any
 
 import numpy as np
 
-from megarl.command_line import Parser, count, ends_in_a_line
+from megarl.chat_format.chat_template import Chat
 from megarl.config import from_dict
-from megarl.environments.describing import load_tools
+from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.engine.client import Client
+from megarl.engine.engine_host_client import SHARED
+from megarl.engine.generation import Generation, Policy
+from megarl.engine.sglang_engine import Engine, start_host
+from megarl.engine.tool_calls import Call, Reply
+from megarl.environments.catalog import load_tools
 from megarl.environments.protocol import ToolResult
-from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client
-from megarl.rollout.engine import Engine, start_host
-from megarl.rollout.gathering import gather_rollouts
-from megarl.rollout.hosting import SHARED
-from megarl.rollout.multi_turn import Surroundings
-from megarl.rollout.policy import Generation, Policy
-from megarl.rollout.queue import Tickets
-from megarl.rollout.tool_calls import Call, Reply
+from megarl.rollout.conversation import Surroundings
+from megarl.rollout.group_queue import Tickets
+from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Ids, Message, Prompt, ids_of
 
 TURNS, LOOP = "turn by turn", "by the loop"
@@ -199,7 +199,7 @@ def settings(options: argparse.Namespace, concurrency: int) -> dict[str, Any]:
         "max_new_tokens": LONGEST * options.tokens,
         "max_context": 2048,
         "concurrency": concurrency,
-        "tools": ["megarl.rollout.tools:calculator"],
+        "tools": ["megarl.environments.ready.calculator:calculator"],
         "tool_call_parser": "qwen25",
     }
     return {

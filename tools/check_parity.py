@@ -26,8 +26,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, ends_in_a_line, file_to_write
 from megarl.config import ConfigError
+from megarl.config.command_line import Parser, ends_in_a_line, file_to_write
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests/megatron/ranks_layout.py"
@@ -132,7 +132,7 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
     import torch
 
     from megarl.config import from_dict
-    from megarl.rollout.engine import Engine
+    from megarl.engine.sglang_engine import Engine
 
     batch, model = tiny.batch(), tiny.hf_model(family)
     sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}

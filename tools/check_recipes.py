@@ -21,9 +21,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, ends_in_a_line, path_text
 from megarl.config import Config, ConfigError, load_config
-from megarl.expected import expectations, reached
+from megarl.config.command_line import Parser, ends_in_a_line, path_text
+from megarl.dry_run.plan import expectations, reached
 
 TASK = "runs/quickstart/"
 """Where recipes of the quickstart's task look for what launch/quickstart.sh has made."""

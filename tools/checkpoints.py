@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import manifest
-from megarl.checkpoint.finding import chosen, fault_in, folders_of, models_in
-from megarl.checkpoint.manifest import Entry
-from megarl.checkpoint.origin import config_hash
-from megarl.checkpoint.room import gigabytes
-from megarl.command_line import Parser, ends_in_a_line
+from megarl.checkpoint.disk_space import gigabytes
+from megarl.checkpoint.manifest import Entry, chosen, fault_in, folders_of, models_in
+from megarl.checkpoint.provenance import config_hash
 from megarl.config import Config, ConfigError, load_config
+from megarl.config.command_line import Parser, ends_in_a_line
 
 PARTS = ("world", "tp", "cp", "pp", "vpp", "ep", "etp")
 """What the numbers of a manifest's layout are."""
@@ -148,7 +147,7 @@ def contents(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def model_in(folder: Path) -> str:
     """Sizes and types of a model in a checkpoint, and whether there is an optimizer with it."""
-    from megarl.checkpoint.pieces import Pieces
+    from megarl.checkpoint.dist_checkpoint_reader import Pieces
 
     found = Pieces(folder)
     weights = {name: whole for name, whole in found.items() if not name.startswith("optimizer.")}
@@ -202,12 +201,12 @@ def configured(folder: Path, options: Namespace) -> Config:
 
 
 def converted(path: Path, options: Namespace) -> int:
-    from megarl.checkpoint.converting import convert, convert_adapter
-    from megarl.controllers.registry import declare
-    from megarl.models.classifier import classifier_config, padding_of
+    from megarl.chat_format.chat_template import Chat
+    from megarl.checkpoint.to_hf import convert, convert_adapter
+    from megarl.controllers.lookup import declare
     from megarl.models.memory import critic_params
     from megarl.models.registry import family_of, load_hf_config, trained_mtp
-    from megarl.rollout.chat import Chat
+    from megarl.models.scalar_head import classifier_config, padding_of
 
     folder, out = chosen(path), options.out
     if out.exists() or out.is_symlink():

@@ -28,11 +28,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, ends_in_a_line
 from megarl.config import ConfigError, from_dict, load_config
-from megarl.controllers.registry import declare
-from megarl.recipes import RECIPES
-from megarl.rollout.engine import start_host
+from megarl.config.command_line import Parser, ends_in_a_line
+from megarl.config.recipes import RECIPES
+from megarl.controllers.lookup import declare
+from megarl.engine.sglang_engine import start_host
 
 matplotlib.use("Agg")
 CONFIG = "configs/quickstart.yaml"

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import trials
 
-from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ConfigError, load_config
-from megarl.rollout.engine import start_host
+from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.engine.sglang_engine import start_host
 
 CONFIG = "configs/quickstart_async.yaml"
 CORRECTIONS: dict[str, tuple[str, ...]] = {

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.command_line import Parser, ends_in_a_line
 from megarl.config import ConfigError
+from megarl.config.command_line import Parser, ends_in_a_line
+from megarl.config.paths import expand_spec
 from megarl.environments import harbor, verifiers
-from megarl.paths import expand_spec
 
 
 def rows_of(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:

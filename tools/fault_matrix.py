@@ -32,8 +32,8 @@ from faults.seen import Seen, as_json, table, total
 from faults.workshop import Workshop
 from rich.console import Console
 
-from megarl.command_line import Parser, amount, ends_in_a_line, file_to_write, folder_to_write
-from megarl.strict import ConfigError
+from megarl.config.command_line import Parser, amount, ends_in_a_line, file_to_write, folder_to_write
+from megarl.config.strict import ConfigError
 
 
 def tried(shop: Workshop, numbers: list[int]) -> dict[int, Seen]:

@@ -4,7 +4,7 @@ import sys
 
 from flow.ranks import main
 
-from megarl.command_line import Parser, ends_in_a_line
+from megarl.config.command_line import Parser, ends_in_a_line
 
 
 def run() -> int:

@@ -25,7 +25,7 @@ from gpu.found import Found, judged, status, table
 from gpu.rows import ROWS, chosen, reason_against
 from rich.console import Console
 
-from megarl.command_line import Parser, ends_in_a_line, file_to_write
+from megarl.config.command_line import Parser, ends_in_a_line, file_to_write
 
 TOOLS = Path(__file__).resolve().parent
 RESULT = "GPU-CHECK "

@@ -23,9 +23,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megarl.command_line import Parser, count, ends_in_a_line, folder_to_write
 from megarl.config import ConfigError
-from megarl.rollout.tools import calculator
+from megarl.config.command_line import Parser, count, ends_in_a_line, folder_to_write
+from megarl.environments.ready.calculator import calculator
 
 VOCABULARY = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

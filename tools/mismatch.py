@@ -7,8 +7,8 @@ Of one step (by default the last one in which the trainer has looked: `rollout.v
 where its loss does not need these log-probs anyway). The table has a line for each cause: tokens, |gap| in nats as
 mean, 99th percentile and largest, and the share of all that is apart. Below it stands how far the engine's own
 log-probs of the same token behind the same tokens are apart, with and without something in its cache; then the worst
-tokens, with what comes before them. megarl/observe/mismatch.py says how causes are told apart, and what of them cannot
-be told.
+tokens, with what comes before them. megarl/observe/logprob_gap.py says how causes are told apart, and what of them
+cannot be told.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 import yaml
 
-from megarl.command_line import Parser, count, ends_in_a_line
 from megarl.config import ConfigError
-from megarl.observe.mismatch import Gaps, causes_of, gaps_of, twins_of, worst_of
+from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.observe.logprob_gap import Gaps, causes_of, gaps_of, twins_of, worst_of
 from megarl.observe.rollout_log import is_whole, parts_of, read_records, recorded_steps, rows_of
 from megarl.observe.rollout_table import Record
 

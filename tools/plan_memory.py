@@ -24,11 +24,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.checking.dry_run import memory_table, verdict
-from megarl.checking.suggest import RULE, WAYS, Judged, Search, best, check
-from megarl.command_line import Parser, amount, count, ends_in_a_line, path_text
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict
-from megarl.controllers.registry import declare
+from megarl.config.command_line import Parser, amount, count, ends_in_a_line, path_text
+from megarl.controllers.lookup import declare
+from megarl.dry_run.plan import memory_table, verdict
+from megarl.dry_run.suggest_layout import RULE, WAYS, Judged, Search, best, check
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
@@ -244,8 +244,8 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 
     os.environ.setdefault("MASTER_PORT", str(parallel_ranks.free_port()))
     mine = parallel_ranks.initialize(config.parallel)
-    from megarl.megatron.held import held_bytes
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.memory_stats import held_bytes
+    from megarl.megatron.trainer_model import MegatronModel
 
     found: dict[str, int] = {}
     for role in ("actor", "critic")[: 2 if critic else 1]:

@@ -23,21 +23,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.checking.suggest import check, deal_out
-from megarl.command_line import Parser, amount, count, ends_in_a_line, file_to_write, path_text
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.registry import declare
+from megarl.config.command_line import Parser, amount, count, ends_in_a_line, file_to_write, path_text
+from megarl.controllers.lookup import declare
+from megarl.dry_run.suggest_layout import check, deal_out
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK
+from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config
-from megarl.models.stages import stage_layers
 from megarl.parallel.placement import spans
-from megarl.reshard.advice import Advice, better_split
-from megarl.reshard.bound import Bound, bound
-from megarl.reshard.configured import planned_push
-from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
-from megarl.reshard.paper import Links, draw_up, figures, gigabytes, sentences
-from megarl.reshard.picture import page
+from megarl.reshard.plan.bound import Bound, bound
+from megarl.reshard.plan.cost_report import Links, draw_up, figures, gigabytes, sentences
+from megarl.reshard.plan.from_config import Advice, better_split, planned_push
+from megarl.reshard.plan.html_page import page
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
 MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}

@@ -26,9 +26,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from megarl.command_line import Parser, ends_in_a_line, folder_to_write
 from megarl.config import ConfigError
-from megarl.data.rows import read_rows
+from megarl.config.command_line import Parser, ends_in_a_line, folder_to_write
+from megarl.data.table import read_rows
 from megarl.rewards.by_source import by_source
 from megarl.types import Prompt
 

@@ -30,9 +30,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from megarl import forks, plain_yaml
-from megarl.command_line import Parser, count, ends_in_a_line
-from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
+from megarl.config import Config, ConfigError, from_dict, load_config, plain_yaml, plugins, to_dict
+from megarl.config.command_line import Parser, count, ends_in_a_line
 from megarl.observe.rollout_log import recorded_steps
 from megarl.observe.tracker import read_metrics
 
@@ -163,7 +162,7 @@ class Debugger(pdb.Pdb):
         else:
             module, _, name = place.partition(":")
             first, *rest = name.split(".")
-            found = reduce(lambda of, part: getattr(of, part, None), rest, forks.load(f"{module}:{first}", "--break"))
+            found = reduce(lambda of, part: getattr(of, part, None), rest, plugins.load(f"{module}:{first}", "--break"))
             code = getattr(unwrap(found), "__code__", None) if callable(found) else None
             if code is None:
                 raise ConfigError(f"--break {place} is no function that is written in Python")
@@ -195,10 +194,10 @@ def nowhere() -> None:
 def take(order: Order) -> int:
     """As one of the ranks, or the only one."""
     from megarl.flow import HybridFlow
-    from megarl.launching import ending
-    from megarl.parallel import meeting
+    from megarl.launch import exit_status
+    from megarl.parallel import rendezvous
 
-    looks = meeting.place().rank == 0
+    looks = rendezvous.place().rank == 0
     debugger = Debugger()
     if order.stop_at:
         debugger.stop_at(order.stop_at)  # on all ranks: a mistake is everybody's
@@ -218,7 +217,7 @@ def take(order: Order) -> int:
     except BaseException as error:  # noqa: B036  the end of the program
         sys.settrace(None)
         status = _after(order, error, looks)
-        return ending.tell(error) if status is None else status
+        return exit_status.tell(error) if status is None else status
     finally:
         sys.settrace(None)
         if looks:
@@ -230,9 +229,9 @@ def take(order: Order) -> int:
 
 def _after(order: Order, error: BaseException, looks: bool) -> int | None:
     """Look at an error; on the other ranks wait until somebody has. The exit status, None where the error says it."""
-    from megarl.launching import ending
+    from megarl.launch import exit_status
 
-    if isinstance(error, ending.ORDERLY):
+    if isinstance(error, exit_status.ORDERLY):
         return None
     if looks:
         if order.looks:
@@ -282,8 +281,8 @@ def figures(run: Path, step: int) -> dict[str, Any] | None:
 
 def launch(order: Order, config: Config) -> int:
     """The same program as all of its ranks, on this machine."""
-    from megarl.launching import launcher
-    from megarl.parallel.meeting import keep_store
+    from megarl.launch import launcher
+    from megarl.parallel.rendezvous import keep_store
 
     world = config.parallel.world_size
     if world > config.parallel.ranks_per_node:
@@ -321,7 +320,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)
     if chosen.folder is not None:
         return take(Order(*asked, chosen.folder))
-    from megarl.checking.dry_run import validate
+    from megarl.dry_run.plan import validate
 
     if chosen.stop_at:
         Debugger().stop_at(chosen.stop_at)

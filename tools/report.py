@@ -22,8 +22,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.command_line import Parser, ends_in_a_line, file_beside, file_to_write
 from megarl.config import ConfigError
+from megarl.config.command_line import Parser, ends_in_a_line, file_beside, file_to_write
 from megarl.observe.tracker import read_metrics
 
 matplotlib.use("Agg")

@@ -29,8 +29,8 @@ from rich.table import Table
 from rich.text import Text
 from stretches import Times, common, seconds, union, without
 
-from megarl.command_line import Parser, ends_in_a_line, file_to_write
 from megarl.config import ConfigError
+from megarl.config.command_line import Parser, ends_in_a_line, file_to_write
 from megarl.observe.clock import DATA, ELSEWHERE, STEP, WAIT, Span
 
 SHOWN = 3

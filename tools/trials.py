@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import ConfigError
+from megarl.engine.engine_host_client import SHARED
 from megarl.observe.tracker import read_metrics
-from megarl.rollout.hosting import SHARED
 
 ROOT = Path(__file__).resolve().parents[1]
 DONE = "finished"

@@ -22,11 +22,11 @@ from typing import Any
 
 import timeline
 
-from megarl.command_line import Parser, count, ends_in_a_line, file_beside, file_to_write, folder_to_write
 from megarl.config import ConfigError
+from megarl.config.command_line import Parser, count, ends_in_a_line, file_beside, file_to_write, folder_to_write
 from megarl.observe.clock import Span
 from megarl.view.page import DETAILS, load, write_page
-from megarl.view.serving import Server
+from megarl.view.page_server import Server
 
 SHOWN_STEPS, MOST_ROWS, MOST_SPANS = 3, 64, 20_000
 """Of the timeline: the last steps, the first ranks' threads, the longest spans."""

@@ -31,13 +31,13 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from megarl.command_line import Parser, count, ends_in_a_line, file_to_write
 from megarl.config import ConfigError
+from megarl.config.command_line import Parser, count, ends_in_a_line, file_to_write
 from megarl.observe.rollout_log import is_whole, read_records, recorded_steps
 from megarl.observe.rollout_table import Record
 from megarl.types import Turn
 from megarl.view.query import COLUMNS, TEXTS, Value, condition, known_column
-from megarl.view.words import Decode, Words, find_tokenizer, tokenizer_of
+from megarl.view.rollout_details import Decode, Words, find_tokenizer, tokenizer_of
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }

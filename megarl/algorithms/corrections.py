@@ -16,9 +16,9 @@ from typing import Literal
 
 import torch
 
-from megarl.algorithms.policy_loss import MAX_LOG_RATIO
-from megarl.algorithms.rewards import sequence_sums
-from megarl.algorithms.totals import kth_values_of, picked
+from megarl.algorithms.policy_losses import MAX_LOG_RATIO
+from megarl.algorithms.token_rewards import sequence_sums
+from megarl.algorithms.token_stats import kth_values_of, picked
 from megarl.types import Total, alone
 
 Kind = Literal["none", "tis", "icepop", "mis", "reject"]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from megarl.algorithms.policy_loss import MAX_LOG_RATIO
+from megarl.algorithms.policy_losses import MAX_LOG_RATIO
 
 
 def kl_estimate(

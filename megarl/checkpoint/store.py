@@ -10,6 +10,10 @@
 
 A folder counts only once it has its final name, and it gets that after everything in it is on disk. Nobody hashes
 alone: a file is hashed by the rank that writes it, as it does, and on the way back each rank verifies its share.
+
+A thread of a rank that writes its part of a checkpoint while the rank trains. It talks to no other rank.
+
+The random states of a rank: Python's, numpy's, torch's and Megatron's.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import re
 import shutil
 import threading
@@ -24,14 +29,99 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from megarl.checkpoint import manifest, random_states, room
-from megarl.checkpoint.background import Work, Writing
+from megarl.checkpoint import disk_space, manifest
 from megarl.checkpoint.manifest import Entry, sync
-from megarl.checkpoint.origin import differs
+from megarl.checkpoint.provenance import differs
 from megarl.config import ConfigError
 from megarl.parallel import ranks
+
+NICENESS = 10
+"""By which the thread stands back where cores are scarce: training waits for its ranks, and nobody for a checkpoint."""
+LEAVING_S = 30.0
+"""How long a run that ends waits for the thread to leave its work."""
+
+Work = Callable[[Callable[[], bool]], Mapping[Path, Entry]]
+"""Given a function that says whether to leave it; returns the files that it wrote."""
+
+
+class Writing:
+    """One piece of work, begun. A daemon: a run that dies does not wait for it."""
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._leave = work, threading.Event()
+        self._written: Mapping[Path, Entry] | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + NICENESS))
+        try:
+            self._written = self._work(self._leave.is_set)
+        except BaseException as error:  # noqa: B036  whatever it is, `result` says it
+            self._error = error
+
+    def over(self) -> bool:
+        """Whether it has been done, or has failed."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Mapping[Path, Entry]:
+        """What was written, once it is. Raises OSError where it could not be."""
+        self._thread.join()
+        if self._written is not None:
+            return self._written
+        error = self._error
+        raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+
+    def leave(self) -> None:
+        """Stop at the next occasion, and wait for that."""
+        self._leave.set()
+        self._thread.join(LEAVING_S)
+
+
+def file_name() -> str:
+    """Of this rank, in a checkpoint."""
+    return f"rng_{torch.distributed.get_rank():05d}.pt"
+
+
+def current() -> dict[str, Any]:
+    """As they are, in what `torch.load(weights_only=True)` reads."""
+    from megatron.core import tensor_parallel
+
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Go on from what `current` returned."""
+    from megatron.core import tensor_parallel
+
+    name, keys, position, has_gauss, cached = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def draw_anew(step: int) -> None:
+    """As the start of a run, but from `step`: equal on all ranks, but for Megatron's, which knows what must differ."""
+    from megatron.core import tensor_parallel
+
+    random.seed(step)
+    np.random.seed(step % 2**32)
+    torch.manual_seed(step)
+    if tensor_parallel.get_cuda_rng_tracker().get_states():  # a rank without a model has none
+        tensor_parallel.model_parallel_cuda_manual_seed(step + 1)
+
 
 STEP = re.compile(r"step_(\d{6,})")
 
@@ -61,7 +151,7 @@ class CheckpointStore:
     slowest, but for those that say otherwise.
 
     layout: numbers that say who has which part of the models; the random states of another layout mean nothing in
-    this one. say: where lines for people go. origin: on the lead, what else goes into manifests, see `origin.py`.
+    this one. say: where lines for people go. origin: on the lead, what else goes into manifests, see `provenance.py`.
     """
 
     def __init__(
@@ -103,10 +193,10 @@ class CheckpointStore:
         final = self.folder / f"step_{step:06d}"
         partial = final.with_suffix(".tmp")
         text, states = json.dumps(host), io.BytesIO()
-        torch.save(random_states.current(), states)
+        torch.save(current(), states)
 
         def small_files() -> dict[Path, Entry]:
-            found = partial / random_states.file_name()
+            found = partial / file_name()
             if ranks.is_lead():
                 (partial / "host.json").write_text(text)
             return {found: manifest.write_hashed(found, lambda stream: stream.write(states.getbuffer()))[1]}
@@ -207,15 +297,15 @@ class CheckpointStore:
 
         In another layout than the checkpoint's the random states are drawn anew, from its step.
         """
-        found, host, name = manifest.read(folder), _host(folder), random_states.file_name()
+        found, host, name = manifest.read(folder), _host(folder), file_name()
         if isinstance(found, str):
             raise ConfigError(f"checkpoint {folder} has changed meanwhile: {found}")
         tree, files = found
         world = torch.distributed.get_world_size()
         if (tree.get("world_size"), tree.get("layout")) == (world, self.layout) and name in files:
-            random_states.restore(torch.load(folder / name, weights_only=True))
+            restore(torch.load(folder / name, weights_only=True))
         else:
-            random_states.draw_anew(host["step"])
+            draw_anew(host["step"])
             self._say(f"{folder.name} was written in another layout: random states are drawn anew, from its step")
         return host
 
@@ -262,7 +352,7 @@ class CheckpointStore:
 
     def _make_room(self, partial: Path, needed: int) -> None:
         self._remove_partial()
-        room.demand(self.folder, needed)
+        disk_space.demand(self.folder, needed)
         partial.mkdir(parents=True)
 
     def _await_removal(self) -> None:

@@ -3,10 +3,10 @@
 What Megatron or SGLang already names is not named again: `model.megatron` and `rollout.sglang` pass through, checked
 against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
 
-Keys that are paths are of the type `PathStr`: `~` and `$NAME` in them are expanded (`megarl/paths.py`).
+Keys that are paths are of the type `PathStr`: `~` and `$NAME` in them are expanded (`megarl/config/paths.py`).
 
-`job.py` has the run, its models, ranks and optimizers; `generation.py` data and sampling; `learning.py` rewards,
-advantages and losses; `sandbox.py` where code runs. What the name of an algorithm sets of them, where the user does
+`keys.py` has the run, its models, ranks and optimizers; `keys.py` data and sampling; `keys.py` rewards,
+advantages and losses; `keys.py` where code runs. What the name of an algorithm sets of them, where the user does
 not, is in `recipes.py`.
 """
 
@@ -18,27 +18,35 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megarl import plain_yaml, strict
-from megarl.config.generation import Batch, DataConfig, OnPush, RolloutConfig
+from megarl.config import plain_yaml, strict
 from megarl.config.hub import folder_of
-from megarl.config.job import (
+from megarl.config.keys import (
+    AdvantageConfig,
+    Batch,
+    CorrectionConfig,
     CriticConfig,
+    DataConfig,
+    GuardsConfig,
+    KLConfig,
     LoraConfig,
+    LossConfig,
     ModelConfig,
+    OnPush,
     OptimizerConfig,
     ParallelConfig,
     Ranks,
     Rate,
+    RewardConfig,
+    RolloutConfig,
     RunConfig,
+    SandboxConfig,
     TrackConfig,
     TrainConfig,
     Weight,
 )
-from megarl.config.learning import AdvantageConfig, CorrectionConfig, GuardsConfig, KLConfig, LossConfig, RewardConfig
-from megarl.config.sandbox import SandboxConfig
-from megarl.paths import expand, with_expanded_paths
-from megarl.recipes import with_recipe
-from megarl.strict import ConfigError, Range, to_dict
+from megarl.config.paths import expand, with_expanded_paths
+from megarl.config.recipes import with_recipe
+from megarl.config.strict import ConfigError, Range, to_dict
 
 __all__ = [
     "AdvantageConfig",
@@ -182,9 +190,9 @@ class Config:
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.
 
-    Paths in it, and the file's own, are expanded (`megarl/paths.py`). Models that are named as on the Hub are the
-    copies in this machine's cache. Raises ConfigError, naming the key and the nearest known one, for anything unknown,
-    of the wrong type, out of range or given twice.
+    Paths in it, and the file's own, are expanded (`megarl/config/paths.py`). Models that are named as on the Hub are
+    the copies in this machine's cache. Raises ConfigError, naming the key and the nearest known one, for anything
+    unknown, of the wrong type, out of range or given twice.
     """
     file = Path(expand(str(path), "the configuration file"))
     try:

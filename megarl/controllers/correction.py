@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from megarl.algorithms.corrections import correction, correction_figures, log_ratios
 from megarl.config import Config, ConfigError
-from megarl.controllers.policy import drawn_by, looked_at
-from megarl.controllers.same_policy import check_same_policy
+from megarl.controllers.logprob_check import check_same_policy
+from megarl.controllers.policy_gradient import drawn_by, looked_at
 from megarl.types import ModelOutput, TrainBatch
-from megarl.types.declared import Declared
+from megarl.types.requirements import Declared
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow

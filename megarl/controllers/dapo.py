@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 
-from megarl.algorithms.rewards import overlong_penalty
+from megarl.algorithms.token_rewards import overlong_penalty
 from megarl.config import ConfigError, Range
+from megarl.config.strict import Share
+from megarl.controllers.choose_loss import mean_length
 from megarl.controllers.grpo import Experience, GRPOController
-from megarl.controllers.losses import mean_length
-from megarl.controllers.policy import trained
-from megarl.strict import Share
+from megarl.controllers.policy_gradient import trained
 from megarl.types import Prompt, Rollouts
 
 if TYPE_CHECKING:

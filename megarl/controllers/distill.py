@@ -19,17 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.algorithms.advantages import spread_to_tokens
-from megarl.algorithms.baselines import group_advantages
-from megarl.algorithms.totals import token_mean
+from megarl.algorithms.advantages import group_advantages, spread_to_tokens
+from megarl.algorithms.token_stats import token_mean
 from megarl.config import Config, ConfigError, Weight
-from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.config.strict import Positive
+from megarl.controllers.controller import MeanOf, StepResult, mini_batches
 from megarl.controllers.correction import before_updates, corrected
-from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
-from megarl.controllers.quarantine import added, quarantined
-from megarl.strict import Positive
+from megarl.controllers.mask_nonfinite import added, quarantined
+from megarl.controllers.policy_gradient import PolicyController, masked, policy_loss, policy_reads, trained
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
-from megarl.types.declared import Declared
+from megarl.types.requirements import Declared
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.config import Config
-from megarl.controllers.base import StepResult
-from megarl.controllers.policy import PolicyController
+from megarl.controllers.controller import StepResult
+from megarl.controllers.policy_gradient import PolicyController
 from megarl.types import Prompt
 
 if TYPE_CHECKING:

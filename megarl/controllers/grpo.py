@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.algorithms.advantages import rewards_to_go, spread_to_tokens, whiten
-from megarl.algorithms.baselines import penalised_rewards, sequence_advantages
+from megarl.algorithms.advantages import penalised_rewards, rewards_to_go, sequence_advantages, spread_to_tokens, whiten
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
-from megarl.algorithms.rewards import sequence_sums, token_rewards
-from megarl.algorithms.totals import token_mean
+from megarl.algorithms.token_rewards import sequence_sums, token_rewards
+from megarl.algorithms.token_stats import token_mean
 from megarl.config import Config
-from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.controllers.choose_loss import needs_old_logprobs
+from megarl.controllers.controller import MeanOf, StepResult, mini_batches
 from megarl.controllers.correction import before_updates, corrected
-from megarl.controllers.losses import needs_old_logprobs
-from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
-from megarl.controllers.quarantine import added, quarantined
+from megarl.controllers.mask_nonfinite import added, quarantined
+from megarl.controllers.policy_gradient import PolicyController, masked, policy_loss, policy_reads, trained
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
-from megarl.types.declared import Declared
+from megarl.types.requirements import Declared
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 
 from megarl.algorithms.advantages import decoupled_gae, gae, length_adaptive_lam, whiten
-from megarl.algorithms.imitation import positive_nll
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
-from megarl.algorithms.rewards import token_rewards
-from megarl.algorithms.totals import token_mean
-from megarl.algorithms.value_loss import explained_variance, value_loss
+from megarl.algorithms.losses import explained_variance, positive_nll, value_loss
+from megarl.algorithms.token_rewards import token_rewards
+from megarl.algorithms.token_stats import token_mean
 from megarl.config import Config, Range, Weight
-from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.config.strict import Share
+from megarl.controllers.controller import MeanOf, StepResult, mini_batches
 from megarl.controllers.correction import before_updates, corrected
-from megarl.controllers.policy import PolicyController, masked, policy_loss, policy_reads, trained
-from megarl.controllers.quarantine import added, quarantined
-from megarl.strict import Share
+from megarl.controllers.mask_nonfinite import added, quarantined
+from megarl.controllers.policy_gradient import PolicyController, masked, policy_loss, policy_reads, trained
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.algorithms.preference_loss import bradley_terry
-from megarl.algorithms.rewards import sequence_sums
-from megarl.algorithms.weights import pair_mean_weights
+from megarl.algorithms.losses import bradley_terry, pair_mean_weights
+from megarl.algorithms.token_rewards import sequence_sums
 from megarl.config import Config
-from megarl.controllers.base import Controller, MeanOf, StepResult, parts_of
-from megarl.data.preferences import Pair
+from megarl.controllers.controller import Controller, MeanOf, StepResult, parts_of
+from megarl.data.preference_data import Pair
 from megarl.observe.metrics import SourceMeans
 from megarl.types import ModelOutput, Rollouts, TokenLoss, TrainBatch, reads
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.algorithms.rewards import sequence_sums
+from megarl.algorithms.token_rewards import sequence_sums
 from megarl.config import Config
-from megarl.controllers.base import Controller, MeanOf, StepResult, mini_batches
+from megarl.controllers.controller import Controller, MeanOf, StepResult, mini_batches
 from megarl.observe.metrics import SourceMeans
 from megarl.types import ModelOutput, Rollout, TokenLoss, TrainBatch, reads
 

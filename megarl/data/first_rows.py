@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config import Config, ConfigError, DataConfig
-from megarl.data.order import Keys
-from megarl.data.preferences import check_pair
-from megarl.data.prompts import read_prompts
-from megarl.data.rows import read_rows
-from megarl.data.sft import sft_rollouts
-from megarl.types.declared import ItemKind
+from megarl.data.curriculum import Keys
+from megarl.data.preference_data import check_pair
+from megarl.data.prompt_data import read_prompts
+from megarl.data.sft_data import sft_rollouts
+from megarl.data.table import read_rows
+from megarl.types.requirements import ItemKind
 
 MOST = 1000
 """Rows: milliseconds of a file of any size. The others are read as soon as the ranks are there."""

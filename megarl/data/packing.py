@@ -10,8 +10,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from megarl.data.homes import near_home
-from megarl.data.partition import partition
+from megarl.data.partition import near_home, partition
 
 FINENESS = 64  # the number of micro-batches is found to one in so many
 SLACK = 1.015  # by so much a plan may take longer so that sequences stay where they are, see `homes`

@@ -1,20 +1,205 @@
-"""Rows of a file that are read when they are asked for: what stays in memory of a row is its place."""
+"""Rows of a file that are read when they are asked for: what stays in memory of a row is its place.
+
+Rows of a data file, .jsonl or .parquet: read by everybody who reads data.
+
+What cannot be meant is a ConfigError that names the file and the line. What stands for nothing, or for a letter that
+got lost, is set right: NaN, as pandas writes what is missing, becomes null, and half a surrogate pair (a truncated
+emoji) U+FFFD, as in what a tool says. Parquet's further types become what JSON has: a map an object, a decimal a
+number, a date or a time text in ISO 8601, a duration seconds.
+
+A row that is read again is found by its place: the byte at which its line begins, or its number in a parquet file.
+"""
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import json
+import math
 import os
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 
 from megarl.config import ConfigError
-from megarl.data.rows import dicts, is_parquet, not_parquet, open_parquet, parsed, plain_row, scan
+from megarl.config.strict import LFS, LFS_REMEDY, lfs_pointer
+
+LONGEST_LINE = 64 << 20
+"""Bytes. Longer is no conversation, but a file of another form, or a device."""
+DEEPEST = 64
+"""Objects and lists in each other, in a row."""
+_MAGIC = {
+    b"\x1f\x8b": "is compressed: gunzip it",
+    b"BZh": "is compressed: bunzip2 it",
+    b"\xfd7zXZ": "is compressed: unxz it",
+    b"\x28\xb5\x2f\xfd": "is compressed: unzstd it",
+    b"PK\x03\x04": "is an archive: unzip it",
+    b"PAR1": "is parquet: give it the suffix .parquet",
+    LFS: LFS_REMEDY,
+    b"\xff\xfe": "is UTF-16: convert it, by iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "is UTF-16: convert it, by iconv -f UTF-16 -t UTF-8",
+}
+"""How files begin that are no JSON in UTF-8, whatever they are called."""
+_MARK = b"\xef\xbb\xbf"
+"""UTF-8's byte order mark, as editors put it before the first line."""
+
+
+def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) for each row of a .parquet or .jsonl file, one after the other, of which only a few are in memory;
+    `where` names it in messages. Raises ConfigError."""
+    return ((where, row) for _, where, row in scan(file))
+
+
+def scan(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(place, where, row), as `read_rows`."""
+    kinds = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
+    try:
+        if not file.exists():
+            raise ConfigError(f"there is no data file {file}; check data.train and data.eval")
+        if file.is_dir():
+            raise ConfigError(f"{file} is a folder; name a .parquet or .jsonl file")
+        if not file.is_file():  # to read from a pipe or a device may never end
+            raise ConfigError(f"{file} is no regular file; name a .parquet or .jsonl file")
+    except OSError as error:
+        raise ConfigError(f"there is no data file {str(file)[:200]}: {error.strerror}") from None
+    if file.suffix.lower() not in kinds:
+        raise ConfigError(f"{file}: the suffix {file.suffix!r} is not known; data files are .parquet or .jsonl")
+    return kinds[file.suffix.lower()](file)
+
+
+def is_parquet(file: Path) -> bool:
+    return file.suffix.lower() == ".parquet"
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    try:
+        with file.open("rb") as lines:
+            number = place = 0
+            while line := lines.readline(LONGEST_LINE + 1):
+                number, begin, place = number + 1, place, place + len(line)
+                where = f"{file}:{number}"
+                if number == 1:
+                    for magic, problem in _MAGIC.items():
+                        if line.removeprefix(_MARK).startswith(magic):
+                            raise ConfigError(f"{file} {problem}")
+                if len(line) > LONGEST_LINE:
+                    raise ConfigError(f"{where}: more than {LONGEST_LINE >> 20} MiB; a line is to hold one row")
+                if line.removeprefix(_MARK if number == 1 else b"").strip():
+                    yield begin, where, parsed(line, where, first=number == 1)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def parsed(line: bytes, where: str, first: bool) -> dict[str, Any]:
+    """A line of a .jsonl file, which is the first of it or not."""
+    try:
+        text = line.removeprefix(_MARK if first else b"").rstrip(b"\r\n").decode("utf-8")
+        row = json.loads(text, object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where}: not UTF-8 at byte {error.start}; convert the file, by iconv -f LATIN1 -t UTF-8 or what it is in"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply; {DEEPEST} levels are the most") from None
+    except json.JSONDecodeError as error:
+        problem = "a NUL byte" if b"\0" in line else error.msg
+        raise ConfigError(
+            f"{where}: not JSON: {problem} (column {error.pos + 1}); a line is to hold one whole object"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {str(error).split(';')[0]}") from None  # a number of thousands of digits
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: a {type(row).__name__}, not an object of named columns")
+    plain: dict[str, Any] = _plain(row, where)
+    return plain
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    number = 0
+    try:
+        with open_parquet(file) as table:
+            for batch in table.iter_batches(batch_size=1000, use_threads=False):  # not the whole table at once
+                for row in dicts(batch):
+                    where = f"{file}, row {number}"
+                    yield number, where, plain_row(row, where)
+                    number += 1
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise not_parquet(file, error) from None
+
+
+def open_parquet(file: Path) -> pyarrow.parquet.ParquetFile:
+    table = pyarrow.parquet.ParquetFile(file.absolute())  # of ~x it would make a user's home
+    names = table.schema_arrow.names
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{file} has two columns {min(twice)!r}; rename one")
+    return table
+
+
+def not_parquet(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(lfs_pointer(file) or f"{file} cannot be read as parquet: {str(error).splitlines()[0]}")
+
+
+def dicts(rows: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any]]:
+    """Of values of Python, with maps as objects; of a key that a map has twice the last."""
+    found: list[dict[str, Any]] = rows.to_pylist(maps_as_pydicts="lossy")
+    return found
+
+
+def plain_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row of a parquet file as a .jsonl would hold it."""
+    columns = _plain(row, where).items()
+    return {name: _filled(value) if isinstance(value, list) else value for name, value in columns}
+
+
+def _filled(value: Any) -> Any:
+    """Without the fields that are null: a column of structs gives each of them every field that one of them has."""
+    if isinstance(value, dict):
+        return {name: _filled(item) for name, item in value.items() if item is not None}
+    return [_filled(item) for item in value] if isinstance(value, list) else value
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """As the head of this file says."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+            return value
+        except UnicodeEncodeError:  # whole pairs become what they mean
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, dict | list) and depth == DEEPEST:
+        raise ConfigError(f"{where}: nested too deeply; {DEEPEST} levels are the most")
+    if isinstance(value, dict):
+        return {_plain(name, where): _plain(item, where, depth + 1) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item, where, depth + 1) for item in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return value.total_seconds() if isinstance(value, datetime.timedelta) else value
+
 
 KEPT = 256 << 20
 """Bytes of a parquet file's row groups, as Arrow has them, that stay in memory: all of a file that is not larger. Of a

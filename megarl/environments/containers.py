@@ -17,9 +17,9 @@ import uuid
 from pathlib import Path
 
 from megarl.config import ConfigError
+from megarl.config.paths import filled
 from megarl.environments.harbor_tasks import MOST_REWARD_BYTES, REWARD_FILES, Task
 from megarl.environments.protocol import SessionLost
-from megarl.environments.templates import filled
 
 ENGINES = ("docker", "podman")
 _ASK_S = 20.0

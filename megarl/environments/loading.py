@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.config.plugins import is_async
+from megarl.config.strict import ConfigError
 from megarl.environments.protocol import OF_REWARD, PREFIXES, RESERVED, Described, Kind
 from megarl.environments.schemas import parameters_of, schema_of
 from megarl.environments.tools import Tool, check_function, check_schema, worded
-from megarl.forks import is_async
-from megarl.strict import ConfigError
 
 TOOLS, ENVIRONMENTS = "rollout.tools", "rollout.environments"
 
@@ -40,7 +40,8 @@ def load(spec: str, key: str) -> Loaded:
             made = Tool(schema_of(made, where), made, spec)
         if not isinstance(made, Tool):
             raise ConfigError(
-                f"{where} is a {type(made).__name__}, not a megarl.environments.tools.Tool or a function with type hints"
+                f"{where} is a {type(made).__name__}, not a megarl.environments.tools.Tool or a function "
+                "with type hints"
             )
         check_schema(made.schema, spec)
         check_function(made, spec)

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.config import ConfigError
+from megarl.config.paths import filled
 from megarl.environments.protocol import SessionLost
-from megarl.environments.templates import filled
 
 START_LIMIT_S = 60.0
 """How long a server may take to say which tools it has."""

@@ -14,7 +14,7 @@ import shlex
 import shutil
 from typing import Any
 
-from megarl.strict import ConfigError
+from megarl.config.strict import ConfigError
 
 MODEL = "policy"
 MOST = 1 << 20

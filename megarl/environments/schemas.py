@@ -9,8 +9,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megarl.forks import worded
-from megarl.strict import ConfigError
+from megarl.config.plugins import worded
+from megarl.config.strict import ConfigError
 
 _PLAIN: dict[Any, str] = {
     str: "string",

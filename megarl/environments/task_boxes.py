@@ -13,9 +13,9 @@ import tarfile
 from pathlib import Path
 
 from megarl.config import ConfigError
+from megarl.config.paths import filled
 from megarl.environments.harbor_tasks import REWARD_FILES, Task
 from megarl.environments.protocol import SessionLost
-from megarl.environments.templates import filled
 from megarl.sandbox.box import Interpreter, Sandbox
 from megarl.sandbox.results import Limits
 

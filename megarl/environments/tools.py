@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.forks import is_generator
-from megarl.strict import ConfigError
+from megarl.config.plugins import is_generator
+from megarl.config.strict import ConfigError
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 

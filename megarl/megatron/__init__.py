@@ -9,7 +9,7 @@ import warnings
 # Their warnings are advice to the authors of trainers. Before the first import, which warns of missing packages.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
-from megarl.megatron import cpu_platform  # noqa: E402
+from megarl.cpu import megatron_platform  # noqa: E402
 from megarl.parallel import device  # noqa: E402
 
 
@@ -22,7 +22,7 @@ def _import_core() -> None:
         sys.modules["wandb"] = None  # type: ignore[assignment]  # `import wandb` raises ImportError
     try:
         if not device.has_cuda():
-            cpu_platform.install()
+            megatron_platform.install()
         import megatron.core  # noqa: F401
         import megatron.core.inference.contexts  # noqa: F401
     finally:

@@ -1,8 +1,13 @@
 """From an HF config to Megatron's `GPTModel`, wrapped for data parallelism.
 
-Transformer Engine's layer spec on CUDA, the local spec with `cpu_modules.py` elsewhere. What the model computes comes
-from its family's table; how it is spread out and in which type, from our configuration; `model.megatron` has the last
-word on everything that neither of them owns.
+Transformer Engine's layer spec on CUDA, the local spec with `cpu/megatron_modules.py` elsewhere. What the model
+computes comes from its family's table; how it is spread out and in which type, from our configuration;
+`model.megatron` has the last word on everything that neither of them owns.
+
+Which of Megatron's fused kernels are there, and are on: those of Apex. Transformer Engine's are on with its modules.
+
+Megatron looks for each where it is used, and fails there if its field is on without it. So it is asked here what it has
+found, and each is on where that is something. `model.megatron` has the last word, as with all fields.
 """
 
 from __future__ import annotations
@@ -10,32 +15,55 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions import fused_layer_norm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import Config, ConfigError
-from megarl.megatron.fusions import fused
-from megarl.megatron.gemma import CappedAttention, PostNormLayer, scale_embedding
-from megarl.megatron.group_limited import GroupLimitedRouter
-from megarl.megatron.heads import DeferredLogits, ValueHead
+from megarl.megatron.gemma_layers import CappedAttention, PostNormLayer, scale_embedding
 from megarl.megatron.lora import add_adapters
-from megarl.megatron.mtp import MTPModel
-from megarl.megatron.names import named_params
-from megarl.models import counted
+from megarl.megatron.output_layers import DeferredLogits, MTPModel, ValueHead
+from megarl.megatron.parameter_names import named_params
+from megarl.megatron.router import GroupLimitedRouter
 from megarl.models import megatron_fields as fields
-from megarl.models.cuts import padded_vocab
+from megarl.models import norm_counting
 from megarl.models.family import Extras
+from megarl.models.layout_algebra import padded_vocab
+from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of
-from megarl.models.stages import stage_layers
 from megarl.parallel import device
+
+_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda"
+"""Apex's modules that Megatron's FusedScaleMaskSoftmax imports when it is first called."""
+
+
+def fused(values: Mapping[str, Any]) -> dict[str, bool]:
+    """These fields of TransformerConfig, given the others. All are off without a GPU, where no test could try them.
+
+    gradient_accumulation_fusion: a layer's product for its weights' gradient adds to the fp32 buffer, which saves a
+    copy of the gradient; of the layers by Transformer Engine's own kernels, of the output layer by Apex's
+    `fused_weight_gradient_mlp_cuda`, which Megatron asks for wherever the field is on.
+    masked_softmax_fusion: in attention that is not Transformer Engine's, and not capped.
+    persist_layer_norm: for LayerNorm, as Apex's is; Megatron's torch norm refuses the field. All families have RMSNorm.
+    """
+    there = device.has_cuda()
+    plain = values.get("normalization") == "LayerNorm" and bool(fused_layer_norm.HAVE_PERSIST_LAYER_NORM)
+    return {
+        "gradient_accumulation_fusion": there and bool(layers._grad_accum_fusion_available),
+        "masked_softmax_fusion": there and all(find_spec(name) is not None for name in _SOFTMAX),
+        "persist_layer_norm": there and plain,
+    }
+
 
 Role = Literal["actor", "critic", "reward_model"]
 
@@ -121,7 +149,7 @@ def build_chunks(
         router._maintain_float32_expert_bias()
     if not trains:
         return [chunk.requires_grad_(False) for chunk in chunks]
-    counted.check_experts(chunks)
+    norm_counting.check_experts(chunks)
     fields.check_ddp(config.train.ddp)
     ddp = DistributedDataParallelConfig(
         **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
@@ -171,7 +199,7 @@ def _build_chunk(
     named = named_params([model], parallel_state.get_expert_model_parallel_rank())
     if role != "actor":
         named.pop("output_layer.weight", None)  # a head of one value, which the table does not speak of
-    counted.mark(named, table)
+    norm_counting.mark(named, table)
     if config.lora.rank:
         add_adapters(model, hf, config)
     return model.to(device.device())
@@ -181,7 +209,7 @@ def _mtp_spec(settings: TransformerConfig, decoder: Any, vp_stage: int | None) -
     """None where the stage has no such layers."""
     if device.has_cuda():
         return get_gpt_mtp_block_spec(settings, decoder, use_transformer_engine=True, vp_stage=vp_stage)
-    from megarl.megatron.cpu_modules import adapt_local_spec
+    from megarl.cpu.megatron_modules import adapt_local_spec
 
     return adapt_local_spec(get_gpt_mtp_block_spec(settings, decoder, use_transformer_engine=False, vp_stage=vp_stage))
 
@@ -192,8 +220,8 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
 
         spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
     else:
-        from megarl.megatron.cpu_modules import RMSNorm as norm
-        from megarl.megatron.cpu_modules import adapt_local_spec
+        from megarl.cpu.megatron_modules import RMSNorm as norm
+        from megarl.cpu.megatron_modules import adapt_local_spec
 
         spec = adapt_local_spec(
             get_gpt_decoder_block_spec(

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.data.packing import plan_micro_batches
-from megarl.megatron.replay import check_shape
+from megarl.megatron.routing_replay import check_shape
 from megarl.models.routing import RoutingShape
-from megarl.parallel import everyone, ranks
-from megarl.parallel.delivery_plan import Kind
+from megarl.parallel import ranks, row_exchange
 from megarl.parallel.ranks import Ranks
+from megarl.parallel.row_exchange_plan import Kind
 from megarl.types import Support, TrainBatch
 
 Plan = Sequence[Sequence[Sequence[int]]]
@@ -148,7 +148,7 @@ class Distribution:
                 continue
             sent = {name: getattr(batch, name) for name in own}
             kinds: dict[str, Kind] = {name: (column.dtype, ()) for name, column in sent.items()}
-            arrived = everyone.post().deliver(sent, kinds, shares.lengths, shares.home, wants)
+            arrived = row_exchange.post().deliver(sent, kinds, shares.lengths, shares.home, wants)
             if wanting.get(dist.get_rank()):
                 found |= {name: dict(zip(mine, arrived.rows(name), strict=True)) for name in own}
         records = self._give_records(batch, needs) if replays else None
@@ -171,7 +171,7 @@ class Distribution:
         packed = torch.cat(own) if own else torch.zeros((0, *kind[1]), dtype=kind[0])
         mine = needs.get(dist.get_rank(), [])
         world = range(dist.get_world_size())
-        arrived = everyone.post().deliver(
+        arrived = row_exchange.post().deliver(
             {"routing": packed},
             {"routing": kind},
             batch.shares.routed,
@@ -188,7 +188,7 @@ class Distribution:
         assert batch.shares is not None and batch.support is not None and batch.shares.supported is not None
         own = Support.joined([Support.whole(0), *batch.support])
         kind: Kind = torch.int32, ()
-        arrived = everyone.post().deliver(
+        arrived = row_exchange.post().deliver(
             {"counts": own.counts, "ids": own.ids},
             {"counts": kind, "ids": kind},
             {"counts": batch.shares.lengths, "ids": batch.shares.supported},
@@ -224,7 +224,7 @@ class Distribution:
         for number, rank in enumerate(batch.shares.home.tolist()):
             wanting.setdefault(rank, []).append(number)
         kinds: dict[str, Kind] = {name: (torch.float32, ()) for name in names}
-        arrived = everyone.post().deliver(columns, kinds, lengths, homes, self._by_rank(wanting))
+        arrived = row_exchange.post().deliver(columns, kinds, lengths, homes, self._by_rank(wanting))
         return lambda: {name: torch.cat([torch.zeros(0), *arrived.rows(name)]) for name in names}
 
     def _members(self) -> dist.ProcessGroup:

@@ -14,17 +14,115 @@ gradient. A rank takes part with those of them that it has, which may be none.
 Both passes make the logits of some tokens, use them and drop them; the backward pass makes them again, a third more
 work for this one layer. Only numbers per token travel between ranks, never logits, and the backward pass needs no
 communication of its own, since every rank has z and H. Logits are made in the weight's type and used in fp32.
+
+Which logits are made at a time: of some tokens over this rank's part of the vocabulary, or, where sampling was cut
+off, of each token over those ids of it that it could have had, which are few: rows of the output layer's weight are
+looked up for them, and no logits of others are made.
+
+What a model's last stage emits for a micro-batch, read as numbers per token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from megarl.megatron.pieces import NOTHING, pieces_of
-from megarl.types import Support
+from megarl.megatron.micro_batch import MicroBatch
+from megarl.parallel.context_parallel import gather_context
+from megarl.types import ModelOutput, Support
+
+NOTHING = -1e30
+"""The logit of no token: far below any, and finite, so that 0 times it is 0."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens, and the logits that are made of them."""
+
+    rows: slice | torch.Tensor  # [n] which tokens
+    target: torch.Tensor  # [n] int64, at which of a token's logits its target is; any where it is not here
+    here: torch.Tensor  # [n] bool, whether it is
+    ids: torch.Tensor | None  # [n, K] int64 rows of the weight for each token, -1 for none; None for all `columns`
+    columns: int
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
+        """[n, columns] or [n, K] fp32, `NOTHING` where there is none."""
+        states = hidden[self.rows]
+        if self.ids is None:
+            return make_logits(states, weight[: self.columns], scale, cap)
+        found = torch.matmul(weight[self.ids.clamp(min=0)], states[:, :, None])[..., 0].float()
+        return squashed(found, scale, cap).masked_fill_(self.ids < 0, NOTHING)
+
+    def to_hidden(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[n, hidden]: the gradient of the states, of that of the logits, in the weight's type."""
+        if self.ids is None:
+            return grad @ weight[: self.columns]
+        return torch.matmul(grad[:, None], weight[self.ids.clamp(min=0)])[:, 0]
+
+    def add_to_weight(self, total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add the gradient of the weight to [columns, hidden] fp32, of that of the logits, in the weight's type."""
+        states = hidden[self.rows]
+        if self.ids is None:
+            total += grad.T @ states
+            return
+        parts = grad[:, :, None].float() * states[:, None].float()  # where there is no logit there is no gradient
+        total.index_add_(0, self.ids.clamp(min=0).flatten(), parts.flatten(0, 1))
+
+
+def make_logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
+    """[rows, columns] fp32."""
+    return squashed(torch.matmul(hidden, weight.T).float(), scale, cap)
+
+
+def squashed(logits: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
+    """In place, as the model caps its logits, and divided by the temperature."""
+    return logits.div_(cap).tanh_().mul_(cap * scale) if cap else logits.mul_(scale)
+
+
+def pieces_of(
+    targets: torch.Tensor, support: Support | None, first: int, columns: int, at_once: int, width: int
+) -> Iterator[Piece]:
+    """What this rank makes of each token's logits.
+
+    targets: [T] int64 on the device. support: of these T tokens, on the host. The rank has the `columns` ids from
+    `first` on, without padding, and the logits of `at_once` tokens at a time, or weights of `width` numbers for as many
+    numbers at a time.
+    """
+    if not columns:
+        return
+    if support is None:
+        for start in range(0, len(targets), at_once):
+            yield _over_all(targets, slice(start, start + at_once), first, columns)
+        return
+    for rows in (support.counts == 0).nonzero()[:, 0].split(at_once):
+        yield _over_all(targets, rows.to(targets.device), first, columns)
+    own = (support.ids >= first) & (support.ids < first + columns)
+    owner = torch.repeat_interleave(torch.arange(len(support)), support.counts)[own]
+    ids = support.ids[own].long() - first
+    counts = owner.bincount(minlength=len(support))
+    starts = counts.cumsum(0) - counts
+    order = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]  # those alike together
+    place = 0
+    while place < len(order):
+        most = int(counts[order[place]])
+        rows = order[place : place + max(1, min(at_once, at_once * columns // (most * width)))]
+        place += len(rows)
+        column = torch.arange(most)
+        there = column < counts[rows][:, None]
+        chosen = torch.where(there, ids[(starts[rows][:, None] + column).clamp(max=len(ids) - 1)], -1)
+        chosen, rows = chosen.to(targets.device), rows.to(targets.device)
+        found = chosen == (targets[rows] - first)[:, None]
+        yield Piece(rows, found.int().argmax(1), found.any(1), chosen, columns)
+
+
+def _over_all(targets: torch.Tensor, rows: slice | torch.Tensor, first: int, columns: int) -> Piece:
+    at = targets[rows] - first
+    return Piece(rows, at.clamp(0, columns - 1), (at >= 0) & (at < columns), None, columns)
 
 
 def vocab_parallel_logprobs(
@@ -150,3 +248,67 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(values, op=operation, group=group)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """model: the GPTModel of the last stage. role: of the model. vocab_size: without padding. at_once: tokens whose
+    logits exist at the same time. cap: above 0, the soft cap of the logits."""
+
+    model: Any
+    role: str
+    vocab_size: int
+    at_once: int
+    cap: float
+
+    def read(
+        self, micro: MicroBatch, emitted: torch.Tensor, temperature: float, with_entropy: bool = True
+    ) -> ModelOutput:
+        """[1, P / cp, hidden] states or [1, P / cp, 1] values, as emitted -> [T], shifted but for scores.
+
+        Every context parallel rank has all of a micro-batch's numbers and computes the same loss of them.
+        """
+        if self.role == "reward_model":
+            return ModelOutput(scores=micro.unshifted(_gathered(micro, emitted[0, :, 0].float())))
+        if self.role == "critic":
+            return ModelOutput(values=micro.align(_gathered(micro, emitted[0, :, 0].float())))
+        weight = self._output_weight()
+        states = emitted[0, :, : weight.shape[1]]
+        found = self._logprobs(states, weight, micro.ahead[0], temperature, with_entropy, micro.support)
+        logprobs, entropy = (None if x is None else micro.align(_gathered(micro, x)) for x in found)
+        return ModelOutput(logprobs=logprobs, entropy=entropy)
+
+    def mtp_loss(self, micro: MicroBatch, emitted: torch.Tensor) -> torch.Tensor:
+        """Of states [1, P / cp, (1 + layers) hidden]: the mean over MTP layers of the cross-entropy of what each
+        predicts, weighted as the batch weights these tokens; a number, without a gradient for the output layer."""
+        weight = self._output_weight().detach()
+        assert micro.batch.loss_weights is not None
+        losses = []
+        for number, states in enumerate(emitted[0].split(weight.shape[1], dim=1)[1:], 1):
+            logprobs, _ = self._logprobs(states, weight, micro.ahead[number], 1.0, False)
+            losses.append(-(micro.batch.loss_weights * micro.align(_gathered(micro, logprobs), number + 1)).sum())
+        return torch.stack(losses).mean()
+
+    def _output_weight(self) -> torch.Tensor:
+        tied = self.model.share_embeddings_and_output_weights
+        weight: torch.Tensor = (
+            self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight
+        )
+        return weight
+
+    def _logprobs(
+        self,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        with_entropy: bool,
+        support: Support | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        settings = self.vocab_size, group, temperature, self.at_once, self.cap
+        return vocab_parallel_logprobs(states, weight, targets, *settings, with_entropy, support)
+
+
+def _gathered(micro: MicroBatch, local: torch.Tensor) -> torch.Tensor:
+    return gather_context(local, micro.places, parallel_state.get_context_parallel_group(), same_gradient=True)

@@ -1,7 +1,7 @@
 """LoRA on Megatron's linear layers: y = W x + alpha / rank * B (A x), with W and everything else frozen.
 
-Which weights have adapters, and how A and B are cut, says `models/adapters.py`. The adapters are modules of their own
-in `GPTModel.adapters`, and a hook on the linear layer adds what they give; so the layers, their names and their
+Which weights have adapters, and how A and B are cut, says `models/lora_tables.py`. The adapters are modules of their
+own in `GPTModel.adapters`, and a hook on the linear layer adds what they give; so the layers, their names and their
 checkpoints stay Megatron's, and Transformer Engine's layers are treated as the local ones are. x [s / tp, b, in] and y
 are the rank's parts; communication is of [s, b, rank], beside the layer's own of [s, b, hidden]:
 
@@ -34,10 +34,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megarl.config import Config
-from megarl.megatron.heads import ValueHead
-from megarl.megatron.names import named_params, unwrap
-from megarl.models.adapters import A, B, adapted_weights, factor_names, factors, merge
-from megarl.models.cuts import Columns, GateUp, Param, Replicated, cut_pieces, shard
+from megarl.megatron.output_layers import ValueHead
+from megarl.megatron.parameter_names import named_params, unwrap
+from megarl.models.layout_algebra import Columns, GateUp, Param, Replicated, cut_pieces, shard
+from megarl.models.lora_tables import A, B, adapted_weights, factor_names, factors, merge
 from megarl.models.registry import family_of
 
 

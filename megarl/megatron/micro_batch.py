@@ -1,7 +1,8 @@
 """One micro-batch as Megatron takes it, and the shift between what a model emits and the token that it is about.
 
 Sequences are laid end to end. Where padding is needed it follows a sequence, which a causal model does not notice, or
-all of them, as a sequence of its own: P tokens, of which a context parallel rank has the P / cp that `context.py` says.
+all of them, as a sequence of its own: P tokens, of which a context parallel rank has the P / cp that
+`parallel/context_parallel.py` says.
 
 A micro-batch is made on the host when Megatron's schedule comes to it, and of its tensors those go to the device that
 are asked for there: a stage in the middle has none of the loss's, a loss those that it reads.
@@ -17,11 +18,11 @@ from typing import Any, Self
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megarl.megatron.context import zigzag
-from megarl.megatron.replay import Share
-from megarl.strict import ConfigError
+from megarl.config.strict import ConfigError
+from megarl.megatron.routing_replay import Share
+from megarl.parallel.context_parallel import zigzag
 from megarl.types import COLUMNS, Support, TrainBatch
-from megarl.types.reads import ALWAYS, named_by
+from megarl.types.batch import ALWAYS, named_by
 
 
 class Arriving:

@@ -8,7 +8,8 @@ from typing import Any
 from torch.nn.functional import silu
 
 from megarl.config import ConfigError
-from megarl.models.cuts import (
+from megarl.models.config_json import need, read, rope, tied
+from megarl.models.layout_algebra import (
     Columns,
     Cut,
     EngineGrid,
@@ -24,7 +25,6 @@ from megarl.models.cuts import (
     Vocab,
     pieces,
 )
-from megarl.models.options import need, read, rope, tied
 
 
 def checked(params: list[Param], tp: int, etp: int) -> list[Param]:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
+from megarl.config.strict import Positive
 from megarl.models import blocks
-from megarl.models.cuts import Columns, HFConfig, HFTensor, Param, Replicated, Rows, Slot
-from megarl.models.family import Extras, Family
-from megarl.models.options import (
+from megarl.models.config_json import (
     Experts,
     Few,
     Size,
@@ -31,7 +30,8 @@ from megarl.models.options import (
     require_types,
     rope,
 )
-from megarl.strict import Positive
+from megarl.models.family import Extras, Family
+from megarl.models.layout_algebra import Columns, HFConfig, HFTensor, Param, Replicated, Rows, Slot
 
 HEADS = "num_attention_heads"
 FIELDS: dict[str, Any] = {

@@ -12,9 +12,9 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.cuts import HFConfig, Param
+from megarl.models.config_json import Size, need, require, require_common, require_default_rope, require_types, rope
 from megarl.models.family import Family
-from megarl.models.options import Size, need, require, require_common, require_default_rope, require_types, rope
+from megarl.models.layout_algebra import HFConfig, Param
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of rope_type llama3: Megatron has these built in."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.models import blocks
-from megarl.models.cuts import HFConfig, Param
-from megarl.models.options import need
+from megarl.models.config_json import need
+from megarl.models.layout_algebra import HFConfig, Param
 
 
 @dataclass(frozen=True)

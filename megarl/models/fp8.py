@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from megarl import strict
-from megarl.config import ConfigError
-from megarl.models.cuts import Param
+from megarl.config import ConfigError, strict
+from megarl.models.layout_algebra import Param
 
 BLOCK = 128
 """Side of the blocks that share a scale."""

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch.nn.functional import gelu
 
+from megarl.config.strict import Count, Positive
 from megarl.models import blocks
-from megarl.models.cuts import HFConfig, Param
-from megarl.models.family import Extras, Family
-from megarl.models.options import (
+from megarl.models.config_json import (
     Heads,
     Size,
     need,
@@ -25,7 +24,8 @@ from megarl.models.options import (
     require_given,
     require_types,
 )
-from megarl.strict import Count, Positive
+from megarl.models.family import Extras, Family
+from megarl.models.layout_algebra import HFConfig, Param
 
 GELU_TANH = partial(gelu, approximate="tanh")
 SLIDING, FULL = "sliding_attention", "full_attention"

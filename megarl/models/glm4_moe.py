@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megarl.models import blocks, deepseek
-from megarl.models.cuts import HFConfig, Param
+from megarl.models.config_json import Heads, need, require_common, require_default_rope, require_types, rope
 from megarl.models.family import Family
-from megarl.models.options import Heads, need, require_common, require_default_rope, require_types, rope
+from megarl.models.layout_algebra import HFConfig, Param
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from math import ceil
 
 from megarl.config import Config
 from megarl.models.routing import RoutingShape
-from megarl.types.declared import Declared
+from megarl.types.requirements import Declared
 
 TOKEN, NUMBER, FLAG, INDEX = 4, 4, 1, 8
 """Bytes of a token's id, of a number about a token, of whether it is trained on, and of where it is."""

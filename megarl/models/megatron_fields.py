@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl import annotated
-from megarl.config import ConfigError
-from megarl.models.activations import RECOMPUTE_MODULES
+from megarl.config import ConfigError, foreign_dataclasses
+from megarl.models.activation_memory import RECOMPUTE_MODULES
 from megarl.models.family import PLAIN, Extras
 
 OURS = {
@@ -101,16 +100,16 @@ def _fields(*classes: tuple[str, str]) -> frozenset[str]:
 
 
 @functools.cache
-def _described(*classes: tuple[str, str]) -> dict[str, annotated.Field]:
+def _described(*classes: tuple[str, str]) -> dict[str, foreign_dataclasses.Field]:
     """The fields of dataclasses, by name; of those that two have, the later one's."""
     spec = importlib.util.find_spec("megatron.core")  # finds the package without running it
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("Megatron-Core is not installed; run `bash launch/install.sh`")
-    found: dict[str, annotated.Field] = {}
+    found: dict[str, foreign_dataclasses.Field] = {}
     for file, name in classes:
         source = Path(spec.submodule_search_locations[0], file).read_text()
         body = next(n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
-        found |= annotated.fields_of(body)
+        found |= foreign_dataclasses.fields_of(body)
     return found
 
 
@@ -145,7 +144,7 @@ def _check_recompute(settings: Mapping[str, Any]) -> None:
     section, way = "model.megatron.", settings.get("recompute_granularity")
     for name in settings.get("recompute_modules") or ():
         if name not in RECOMPUTE_MODULES:
-            hint = annotated.near(name, RECOMPUTE_MODULES)
+            hint = foreign_dataclasses.near(name, RECOMPUTE_MODULES)
             raise ConfigError(f"{section}recompute_modules: {name} is none of {', '.join(RECOMPUTE_MODULES)}{hint}")
     given = [name for name in ("recompute_method", "recompute_num_layers") if settings.get(name) is not None]
     if way == "full" and len(given) < 2:
@@ -160,7 +159,7 @@ def check_types(section: str, settings: Mapping[str, Any], *classes: tuple[str, 
     """Raise ConfigError for a value that does not fit its field of these classes, or that no model could have."""
     for name, value in settings.items():
         where = f"{section}.{name}"
-        annotated.check(where, value, _described(*classes)[name])
+        foreign_dataclasses.check(where, value, _described(*classes)[name])
         numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
         if name.endswith("dropout") and any(not 0 <= number < 1 for number in numbers):
             raise ConfigError(f"{where} is a share: it must be at least 0 and below 1, not {value}")
@@ -181,4 +180,4 @@ def check_ddp(settings: Mapping[str, Any]) -> None:
 
 
 def _unknown(section: str, name: str, kind: str, known: frozenset[str]) -> str:
-    return f"{section}.{name} is not a field of Megatron's {kind}{annotated.near(name, known)}"
+    return f"{section}.{name} is not a field of Megatron's {kind}{foreign_dataclasses.near(name, known)}"

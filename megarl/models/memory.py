@@ -15,23 +15,23 @@ from math import ceil, prod
 from typing import Any, NamedTuple, TypeVar
 
 from megarl.config import Config, LoraConfig, ParallelConfig
-from megarl.models.activations import (
+from megarl.models.activation_memory import (
     activation_elements,
     layer_elements,
     logits_bytes,
     micro_batch_bytes,
     micro_batches_in_flight,
 )
-from megarl.models.adapters import adapter_params
 from megarl.models.blocks import embedding, final
-from megarl.models.cuts import HFTensor, Param, Qkv, Replicated, local_shape
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
+from megarl.models.layout_algebra import HFTensor, Param, Qkv, Replicated, local_shape
+from megarl.models.lora_tables import adapter_params
+from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, trained_mtp
-from megarl.models.stages import stage_layers
 from megarl.parallel.placement import placement_of, role_config
-from megarl.types.declared import Declared
+from megarl.types.requirements import Declared
 
 BYTES = {"float32": 4, "bfloat16": 2}
 Stage = TypeVar("Stage")

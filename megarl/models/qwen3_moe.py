@@ -7,9 +7,7 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.cuts import HFConfig, Param
-from megarl.models.family import Family
-from megarl.models.options import (
+from megarl.models.config_json import (
     Experts,
     Heads,
     Size,
@@ -21,6 +19,8 @@ from megarl.models.options import (
     require_same,
     require_types,
 )
+from megarl.models.family import Family
+from megarl.models.layout_algebra import HFConfig, Param
 
 
 def megatron_config(hf: HFConfig) -> dict[str, Any]:

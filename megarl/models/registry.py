@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl import forks, strict
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, plugins, strict
 from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
-from megarl.models.classifier import CLASSIFIER, POLICY
-from megarl.models.cuts import Param
+from megarl.models.config_json import tied
 from megarl.models.family import Family, HFConfig
-from megarl.models.options import tied
+from megarl.models.layout_algebra import Param
+from megarl.models.scalar_head import CLASSIFIER, POLICY
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -44,9 +43,9 @@ def family_of(hf: HFConfig) -> Family:
                 "SGLang read the other keys; set the right model_type"
             )
         return FAMILIES[policy]
-    declared = forks.entries(GROUP)
+    declared = plugins.entries(GROUP)
     if policy in declared:
-        found = forks.load(declared[policy].value, f"the family of {policy}")
+        found = plugins.load(declared[policy].value, f"the family of {policy}")
         if not isinstance(found, Family):
             raise ConfigError(f"the family of {policy}: {declared[policy].value} is no megarl.models.family.Family")
         return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
-from megarl.models.cuts import HFConfig
+from megarl.models.layout_algebra import HFConfig
 from megarl.models.registry import family_of
 
 

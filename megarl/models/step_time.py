@@ -14,12 +14,12 @@ from math import ceil
 from typing import Any
 
 from megarl.config import Config
-from megarl.models.activations import is_moe
-from megarl.models.cost import met_experts, met_weights, quadratic_cost
+from megarl.models.activation_memory import is_moe
 from megarl.models.family import HFConfig
+from megarl.models.flops import met_experts, met_weights, quadratic_cost
 from megarl.models.memory import BYTES, stage_elements
+from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of
-from megarl.models.stages import stage_layers
 
 
 @dataclass(frozen=True)

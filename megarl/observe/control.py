@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megarl import plain_yaml
-from megarl.config import ConfigError
+from megarl.config import ConfigError, plain_yaml
 
 FILE = "control.yaml"
 

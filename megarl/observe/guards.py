@@ -1,7 +1,7 @@
 """What the guards of a run have done so far: counted, said once, kept by checkpoints. `README.md` explains them.
 
-They act elsewhere: `workers/going_back.py`, `keeping.py`, `algorithms/kl.py`, `megatron/fitting.py`. Here their traces
-in a step's metrics are read, which all ranks have alike.
+They act elsewhere: `workers/model_worker.py`, `checkpointing.py`, `algorithms/kl.py`, `megatron/oom_retry.py`. Here
+their traces in a step's metrics are read, which all ranks have alike.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.config import Config, ConfigError, GuardsConfig
-from megarl.observe.bands import bands_of
-from megarl.types.declared import Declared
+from megarl.observe.health_bands import bands_of
+from megarl.types.requirements import Declared
 
 IN_A_ROW = 3
 """Steps that may end in going back, one after another; the run ends with the last."""

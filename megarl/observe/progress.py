@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megarl.observe.bands import Band
+from megarl.observe.health_bands import Band
 
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("reward", "rollout/reward_mean", ".3f"),

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from megarl.observe import exact_json
 from megarl.observe.rollout_columns import ORDER, SCHEMA, TYPES
 from megarl.types import Branch, Prompt, Rollout, Status, Support, Turn, no_logprobs
+from megarl.utils import exact_json
 
 
 class TrainerSays(NamedTuple):

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 
 from megarl.config import Config, ConfigError
-from megarl.observe.bands import bands_of
 from megarl.observe.clock import Span
 from megarl.observe.guards import Guards
+from megarl.observe.health_bands import bands_of
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, remove_after
 from megarl.observe.rollout_table import TrainerSays
 from megarl.observe.run_folder import Change, RunFolder, claim, without_secrets
 from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
-from megarl.observe.trackers.tables import rows_of
+from megarl.observe.trackers.adapter import rows_of
 from megarl.observe.webhook import Webhook, url_of
 from megarl.parallel import ranks
-from megarl.rewards.unscored import unscored_reasons
+from megarl.rewards.failed_rewards import unscored_reasons
 from megarl.rollout.aborted import abort_reasons
 from megarl.types import Rollouts, TrainBatch
 

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.observe import exact_json
-from megarl.observe.trackers.known import KNOWN, opened
-from megarl.observe.trackers.outlet import Outlet
-from megarl.observe.trackers.sink import Row, Standing, Told
+from megarl.observe.trackers.adapter import Outlet, Row, Standing, Told
+from megarl.observe.trackers.names import KNOWN, opened
+from megarl.utils import exact_json
 
 
 class Tracker:

@@ -2,7 +2,7 @@
 
 They are the modules that the configuration names as `module:name`, what these import, and the script that builds the
 flow. Nothing is imported to find them. Installed packages and MegaRL itself are left out: a checkpoint's manifest has
-MegaRL's revision (`checkpoint/origin.py`).
+MegaRL's revision (`checkpoint/provenance.py`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from megarl.config import ConfigError
-from megarl.parallel.addresses import is_public, plainly_private
+from megarl.utils.addresses import is_public, plainly_private
 
 KEY = "track.webhook"
 PRIVATE = "MEGARL_WEBHOOK_PRIVATE"

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megarl.parallel.secret import seal, unseal
+from megarl.parallel.job_secret import seal, unseal
 
 _KEY = "megarl/last words"
 

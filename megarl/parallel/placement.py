@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megarl import strict
-from megarl.config import Config, ConfigError, ParallelConfig, to_dict
-from megarl.parallel.roles import has_model, on_megatron, role_settings
-from megarl.strict import nearest
+from megarl.config import Config, ConfigError, ParallelConfig, strict, to_dict
+from megarl.config.strict import nearest
+from megarl.parallel.role_settings import has_model, on_megatron, role_settings
 
 ALL, HOST = "all", "cpu"
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")

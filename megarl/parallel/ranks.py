@@ -1,10 +1,13 @@
-"""Who sits where: torch.distributed, Megatron's process groups, and this rank's coordinates in them."""
+"""Who sits where: torch.distributed, Megatron's process groups, and this rank's coordinates in them.
+
+The layouts of a configuration's roles, each on its own ranks.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,12 +16,13 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from megarl.config import ConfigError, ParallelConfig
-from megarl.parallel import device, exact, meeting, secret, stores
+from megarl.config import Config, ConfigError, ParallelConfig
+from megarl.parallel import collectives, device, job_secret, rendezvous
 from megarl.parallel.encoding import decode, encode
-from megarl.parallel.placement import check_layout
-from megarl.parallel.subset import groups_among
-from megarl.parallel.watching import watched
+from megarl.parallel.placement import check_layout, placement_of, role_parallel
+from megarl.parallel.rank_subset import groups_among
+from megarl.parallel.role_settings import on_megatron
+from megarl.parallel.wait_listeners import watched
 
 T = TypeVar("T")
 
@@ -101,7 +105,7 @@ def join(world_size: int, timeout_s: float = 1800.0) -> Job:
     weights or a pipeline's exchange, in which not all of its ranks may take part.
     """
     global _host_group, _timeout_s
-    here = meeting.place()
+    here = rendezvous.place()
     if here.world != world_size:
         raise ConfigError(
             f"{here.world} ranks were started but parallel.world_size={world_size}: start as many, with "
@@ -110,14 +114,14 @@ def join(world_size: int, timeout_s: float = 1800.0) -> Job:
     import megarl.megatron  # noqa: F401  fits Megatron-Core to a machine without GPU, so it comes first
 
     device.select()
-    secret.seal_object_collectives()
+    job_secret.seal_object_collectives()
     if not here.launched:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
     timeout, _timeout_s = timedelta(seconds=timeout_s), timeout_s
     # Not `device_id`, by which NCCL's groups are made at once: with it, torch 2.13 has the ranks outside of a gloo
     # group take part in a split of NCCL's world that those in it know nothing of.
     dist.init_process_group(
-        device.backend(), store=meeting.store(here, timeout), rank=here.rank, world_size=here.world, timeout=timeout
+        device.backend(), store=rendezvous.store(here, timeout), rank=here.rank, world_size=here.world, timeout=timeout
     )
     meet()
     _host_group = _hosts[tuple(range(here.world))] = dist.new_group(backend="gloo", timeout=timeout)
@@ -308,7 +312,7 @@ def own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # UDP: nothing is sent
         address = str(probe.getsockname()[0])
-    stores.check_private("this node's address towards MASTER_ADDR", address)
+    rendezvous.check_private("this node's address towards MASTER_ADDR", address)
     return address
 
 
@@ -328,17 +332,17 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     one does not come from a rank of this job."""
     group = group or host_group()
     data = _sealed(value, group.rank())
-    shares = exact.all_gather(data, group, _timeout_s)
+    shares = collectives.all_gather(data, group, _timeout_s)
     return [_unsealed(share, rank) for rank, share in enumerate(shares)]
 
 
 def _sealed(value: Any, rank: int) -> torch.Tensor:
     """[bytes] uint8."""
-    return torch.frombuffer(bytearray(secret.seal(encode(value), f"rank {rank}")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(job_secret.seal(encode(value), f"rank {rank}")), dtype=torch.uint8)
 
 
 def _unsealed(data: torch.Tensor, rank: int) -> Any:
-    return decode(secret.unseal(data.numpy().data, f"rank {rank}"))
+    return decode(job_secret.unseal(data.numpy().data, f"rank {rank}"))
 
 
 def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -413,3 +417,13 @@ def shutdown() -> None:
         _layouts.clear()
         _hosts.clear()
     _host_group = None
+
+
+def lay_out(config: Config, roles: Collection[str]) -> dict[str, Ranks | None]:
+    """This rank's place in the layout of each role with a model on Megatron. Collective over the job."""
+    placement = placement_of(config)
+    return {
+        role: layout(role_parallel(config, role), config.run.timeout_s, placement.of(role))
+        for role in roles
+        if on_megatron(config, role)
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.rewards.numbers import as_number, numbers_in
+from megarl.rewards.stated_answer import as_number, numbers_in
 from megarl.types import Rollout
 
 

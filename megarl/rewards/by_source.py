@@ -10,9 +10,9 @@ from typing import Any
 
 from megarl.rewards.choice import choice
 from megarl.rewards.code import hidden_tests
-from megarl.rewards.dapo import math_dapo
 from megarl.rewards.functions import RewardFunction
 from megarl.rewards.gsm8k import gsm8k
+from megarl.rewards.math_dapo import math_dapo
 from megarl.rewards.math_verify import math_verify
 from megarl.rewards.squad import exact_match, f1
 from megarl.types import Prompt, Rollout

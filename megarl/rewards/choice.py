@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megarl.rewards.stated import box_start, boxed, final_part
-from megarl.rewards.truths import checking
+from megarl.rewards.ground_truths import checking
+from megarl.rewards.stated_answer import box_start, boxed, final_part
 from megarl.types import Prompt, Rollout
 
 _MARK = re.compile(r"\b(?:answer|choice|option)\b", re.IGNORECASE)

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl import forks
-from megarl.config import ConfigError
+from megarl.config import ConfigError, plugins
 from megarl.types import Rollout
 
 RewardFunction = Callable[[Rollout], Any]
@@ -26,7 +25,7 @@ def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
     for name in names:
         if list(names).count(name) > 1:
             raise ConfigError(f"reward.functions: {name} is listed twice")
-        function, attribute = forks.load(name, "reward.functions"), name.partition(":")[2]
+        function, attribute = plugins.load(name, "reward.functions"), name.partition(":")[2]
         functions[attribute if attribute not in functions else name] = checked(function, f"reward.functions: {name}")
     return functions
 
@@ -37,7 +36,7 @@ def checked(function: Any, what: str) -> RewardFunction:
         raise ConfigError(f"{what} is a {type(function).__name__}, not a function of a Rollout")
     if isinstance(function, type):
         raise ConfigError(f"{what} is a class, and calling it gives an object, not a number; name a function")
-    if forks.is_generator(function):
+    if plugins.is_generator(function):
         raise ConfigError(f"{what} is a generator; it must return a number when it is called")
     try:
         inspect.signature(function).bind(None)

@@ -5,9 +5,17 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from megarl.rewards.numbers import as_number, has_false_equation, join_thousands, numbers_in
-from megarl.rewards.stated import box_start, boxed, final_part, tagged
-from megarl.rewards.truths import checking
+from megarl.rewards.ground_truths import checking
+from megarl.rewards.stated_answer import (
+    as_number,
+    box_start,
+    boxed,
+    final_part,
+    has_false_equation,
+    join_thousands,
+    numbers_in,
+    tagged,
+)
 from megarl.types import Prompt, Rollout
 
 _NOT_THE_NUMBER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\^\s*(?:\{[^{}]*\}|\w)")  # units and their exponents

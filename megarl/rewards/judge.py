@@ -21,12 +21,11 @@ from urllib.parse import urlsplit
 import orjson
 import regex
 
-from megarl import forks, strict
-from megarl.config import ConfigError
-from megarl.rewards.asking import WHERE, Answer, Asker, AskingOptions, shown
-from megarl.rewards.unscored import NOT_JUDGED
+from megarl.config import ConfigError, plugins, strict
+from megarl.rewards.failed_rewards import NOT_JUDGED
+from megarl.rewards.http_requests import WHERE, Answer, Asker, AskingOptions, shown
 from megarl.types import Message, Rollout
-from megarl.types.verdicts import LARGEST, Failed, Parts
+from megarl.types.reward_values import LARGEST, Failed, Parts
 
 PART = "judge"
 """Name of its part of a reward."""
@@ -203,7 +202,7 @@ def said(data: bytes) -> str:
         (first, *_) = orjson.loads(data)["choices"]
         text, ended = first["message"]["content"], first.get("finish_reason")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"its answer is no completion ({forks.worded(error)}): {shown(data)}") from None
+        raise ValueError(f"its answer is no completion ({plugins.worded(error)}): {shown(data)}") from None
     if not isinstance(text, str):
         raise ValueError(f"it said nothing, but {strict.shown(text)}")
     if ended == "length":

@@ -4,24 +4,154 @@ By the library math-verify (Hugging Face, Apache 2.0), which reads LaTeX and pla
 and \frac{2}{4}, 50\% too, x+1 is 1+x, {1,2} is {2,1}. MATH is Hendrycks et al., arXiv:2103.03874.
 
 Its time limits are signals, which only a main thread can have. They are off; instead it is given only what is little
-work (`rewards/evaluated.py`), and what sympy does then is under `reward.timeout`, as every function is.
+work (`math_verify.py`), and what sympy does then is under `reward.timeout`, as every function is.
+
+What may be worked out of an answer that a policy wrote, so that no short text is much work.
+
+`9^{9^{9}}` has 370 million digits and `\binom{10^9}{10^8}` as many; sympy would begin with either. Right answers are of
+no such size. What is refused here counts as wrong.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import re
 from functools import lru_cache
 from typing import Any
 
 import math_verify as library
 import sympy
+from latex2sympy2_extended.logic import And
 
-from megarl.rewards.evaluated import LONGEST, contradicts, differ, small, tame
-from megarl.rewards.numbers import join_thousands
-from megarl.rewards.stated import boxed, final_part
-from megarl.rewards.truths import checking
+from megarl.rewards.ground_truths import checking
+from megarl.rewards.stated_answer import boxed, final_part, join_thousands
 from megarl.types import Prompt, Rollout
+
+LONGEST = 300
+"""Characters; the longest answer in MATH-500 has 159."""
+DEEPEST = 6
+"""Brackets within each other; the parser's work may double with each."""
+MOST_BITS = 2.0**20
+"""Of a number, a million of which multiply in milliseconds."""
+MOST_TERMS = 1000.0
+"""Of an expression, multiplied out."""
+
+_BRACKETS = {"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}
+_WORK = re.compile(
+    r"\\(?:i{1,3}nt|oint|sum|prod|coprod|lim|limsup|liminf|det|rank|nullity|trace|tr|adj|rref|gcd|lcm|choose)(?![a-zA-Z])"
+    r"|\\begin\{[vV]matrix\}|\\operatorname|\\[a-z]?binom|\\frac\{(?:d|\\partial)"
+)
+_SMALL_BINOMIAL = re.compile(r"\\[dt]?binom\{(?:\d{1,4}|[a-z])\}\{(?:\d{1,4}|[a-z])\}")
+
+
+def small(text: str) -> bool:
+    """Whether a text may be parsed: short, not deep, nothing that stands for many operations. Linear."""
+    if len(text) > LONGEST:
+        return False
+    depth = deepest = 0
+    for sign in text:
+        depth += _BRACKETS.get(sign, 0)
+        deepest = max(deepest, depth)
+    many = _WORK.search(_SMALL_BINOMIAL.sub("", text))
+    return deepest <= DEEPEST and not many and not ("matrix}" in text and "^" in text)
+
+
+def tame(expression: Any) -> bool:
+    """Whether what the parser made of it may be evaluated and compared: neither a number in it nor the sum that it
+    comes to is long."""
+    if isinstance(expression, str):
+        return True
+    parts = list(expression) if isinstance(expression, sympy.MatrixBase) else [expression]
+    try:
+        return all(_bits(part) <= MOST_BITS and _terms(part) <= MOST_TERMS for part in parts)
+    except (TypeError, ValueError, OverflowError, RecursionError, AttributeError):  # of a number that is none
+        return False
+
+
+def differ(one: Any, other: Any, within: float = 1e-4) -> bool:
+    """Whether two expressions have clearly different values where their variables are some numbers, or one is a set or
+    tuple of several and the other is none. Then they are not equal, and need not be simplified to know that, which may
+    take minutes. False also where this says nothing: of two sets, equations, texts, products of variables that may be
+    words, and percentages, which count as their numbers, too. within: relative to the larger, and to 1."""
+    several = [isinstance(part, sympy.Set | sympy.Tuple) and len(part.args) > 1 for part in (one, other)]
+    if any(several) and any(isinstance(part, sympy.Expr) for part in (one, other)):
+        return True
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return False
+    if any(
+        isinstance(part, sympy.MatrixExpr) or _a_word(part) or part.has(sympy.UnevaluatedExpr) for part in (one, other)
+    ):
+        return False
+    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    values = {symbol: sympy.Float(0.37 + 0.59 * number) for number, symbol in enumerate(symbols)}
+    try:
+        first, second = (part.evalf(15, subs=values)._to_mpmath(53) for part in (one, other))  # beyond any exponent
+    except Exception:  # sympy has many for what is no number
+        return False
+    return bool(abs(first - second) > within * max(1.0, abs(first), abs(second)))
+
+
+def contradicts(expression: Any) -> bool:
+    """Whether it is an equation, or a chain of them, with different numbers on two sides. A decimal may be rounded, by
+    up to 5 %."""
+    chain = expression.args if isinstance(expression, And) else (expression,)
+    if not all(isinstance(part, sympy.Eq) for part in chain):
+        return False
+    sides = [side for part in chain for side in part.args if isinstance(side, sympy.Expr) and not side.free_symbols]
+    return any(
+        differ(one, other, within=0.05 if one.has(sympy.Float) or other.has(sympy.Float) else 1e-4)
+        for one, other in itertools.combinations(sides, 2)
+    )
+
+
+def _a_word(expression: Any) -> bool:
+    """Whether it may be letters that math-verify compares as such: AB is read as A times B."""
+    parts = expression.args if isinstance(expression, sympy.Mul) else (expression,)
+    return all(isinstance(part, sympy.Symbol) for part in parts)
+
+
+def _bits(node: Any) -> float:
+    """So many bits has the largest number in it at most, before or behind the point; infinite for what is endless."""
+    if isinstance(node, sympy.Rational):
+        return float(max(abs(int(node.p)).bit_length(), int(node.q).bit_length()))
+    if isinstance(node, sympy.Float):
+        _, _, exponent, digits = node._mpf_
+        return max(1.0, abs(float(exponent + digits)))
+    if isinstance(node, sympy.Pow | sympy.exp):
+        base, exponent = (sympy.E, node.args[0]) if isinstance(node, sympy.exp) else node.args
+        bits, size = _bits(base), _bits(exponent)
+        return bits + size if exponent.free_symbols else bits * _times(exponent, size)
+    inner = [_bits(part) for part in node.args]
+    if isinstance(node, sympy.factorial | sympy.gamma):
+        return max(inner[0], 1.0) * _times(node.args[0], inner[0])
+    return max(1.0, sum(inner)) + len(inner)
+
+
+def _times(exponent: Any, size: float) -> float:
+    """No less than a number of so many bits, in absolute value."""
+    if isinstance(exponent, sympy.Rational):
+        return float(abs(exponent)) if size < 1000 else math.inf
+    return 2.0**size if size < 1000 else math.inf
+
+
+def _terms(node: Any) -> float:
+    """So many terms it has at most, multiplied out. Of n factors of k terms, C(n + k - 1, k - 1)."""
+    inner = [_terms(part) for part in node.args]
+    if isinstance(node, sympy.Mul):
+        return math.prod(inner)
+    if isinstance(node, sympy.Pow) and inner[0] > 1 and not node.args[1].free_symbols:
+        times = _times(node.args[1], _bits(node.args[1]))
+        if isinstance(node.args[1], sympy.Rational):
+            times = float(abs(node.args[1].p))
+        if times > MOST_TERMS or inner[0] > MOST_TERMS:
+            return math.inf
+        return float(math.comb(math.ceil(times) + int(inner[0]) - 1, int(inner[0]) - 1))
+    if isinstance(node, sympy.MatPow):
+        return math.inf
+    return max(1.0, sum(inner))
+
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of time limits that are off
 

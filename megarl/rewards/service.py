@@ -9,7 +9,7 @@ The protocol, all of it. To each URL go requests `POST`, `Content-Type: applicat
 `messages` is the whole conversation, `prompt` what it began with, `answer` what the policy said last; `status`, why it
 ended; the others are of the data set's row. The answer is `200` with a JSON list, one entry for each in their order: a
 number, or `{"reward": 0.5, "parts": {"style": 0.2}}`, whose parts are recorded beside it and not added. What is tried
-again is said in `asking.py`; before the first step each URL is asked by `GET`, and may answer that as it likes.
+again is said in `http_requests.py`; before the first step each URL is asked by `GET`, and may answer that as it likes.
 
 An entry that is neither fails its rollout, an answer that is no such list those of its request.
 """
@@ -24,12 +24,12 @@ from typing import Any
 
 import orjson
 
-from megarl import strict
-from megarl.rewards.asking import Answer, Asker, AskingOptions, shown
-from megarl.rewards.unscored import NOT_JUDGED
-from megarl.strict import Count
+from megarl.config import strict
+from megarl.config.strict import Count
+from megarl.rewards.failed_rewards import NOT_JUDGED
+from megarl.rewards.http_requests import Answer, Asker, AskingOptions, shown
 from megarl.types import Rollout
-from megarl.types.verdicts import Failed, Parts, RewardError, number_of
+from megarl.types.reward_values import Failed, Parts, RewardError, number_of
 
 PART = "service"
 """Name of its part of a reward."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rewards.stated import stated
-from megarl.rewards.truths import checking
+from megarl.rewards.ground_truths import checking
+from megarl.rewards.stated_answer import stated
 from megarl.types import Rollout
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")

@@ -19,14 +19,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from megarl import strict
-from megarl.config import ConfigError, SandboxConfig
+from megarl.config import ConfigError, SandboxConfig, strict
 from megarl.sandbox import channel, probing
-from megarl.sandbox.frames import Frame
-from megarl.sandbox.fusion import Fusion
-from megarl.sandbox.given import checked, spoken
-from megarl.sandbox.link import REMEDY, Link, SandboxError
+from megarl.sandbox.file_transfer import checked, spoken
 from megarl.sandbox.results import Collected, Limits, Output, Probe, Result
+from megarl.sandbox.runner_client import REMEDY, Link, SandboxError
+from megarl.sandbox.runner_messages import Frame
+from megarl.sandbox.sandbox_fusion import Fusion
 
 VARIABLE = "MEGARL_SANDBOX"
 """Of the environment: the section `sandbox` of the configuration, as JSON."""

@@ -2,7 +2,7 @@
 
 They are made below our own cgroup, so that what a batch system or a container gave us still holds for all of it; of
 version 2 also beside it, where the folder above belongs to our own user. Most machines lend none, and then
-`watching.py` stands in.
+`memory_watch.py` stands in.
 """
 
 from __future__ import annotations

@@ -1,20 +1,24 @@
 """The process that starts boxes, holds nothing worth stealing, and ends with the one that has started it.
 
-    python -I -S -c "..." FD PARENT, as `link.py` starts it
+    python -I -S -c "..." FD PARENT, as `runner_client.py` starts it
 
 Its environment is empty, its only open file the socket FD, on which the first message says what to be; the answer is
 what it has become, or why it cannot. Orders follow.
+
+So many boxes at once on a machine: locks on the bytes of a file, which the kernel takes back from who has died.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import resource
 import shutil
 import signal
 import socket
+import struct
 import tempfile
 import time
 from collections import deque
@@ -22,14 +26,46 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.sandbox import mounts
+from megarl.sandbox.box_process import Box
 from megarl.sandbox.cgroups import Cgroups
-from megarl.sandbox.ends import Ends
-from megarl.sandbox.frames import Frame, Unpacker, packed
-from megarl.sandbox.life import Box
-from megarl.sandbox.nest import Nest
-from megarl.sandbox.nests import Nests
+from megarl.sandbox.namespace import Nest
+from megarl.sandbox.poller import Ends
+from megarl.sandbox.runner_messages import Frame, Unpacker, packed
 from megarl.sandbox.spawning import Bare, Spawner, counts_by_box
-from megarl.sandbox.turns import Turns
+from megarl.sandbox.warm_pool import Nests
+
+
+class Turns:
+    """Of all processes that have the same file open."""
+
+    def __init__(self, path: str, count: int) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._free = set(range(count))
+        self._last = os.getpid() % count  # not all begin at the same
+        self._count = count
+
+    def take(self) -> int | None:
+        """A turn, to be given back; None where all are taken."""
+        for i in range(self._count):
+            number = (self._last + i) % self._count
+            if number in self._free and self._lock(number, fcntl.F_WRLCK):
+                self._free.remove(number)
+                self._last = number
+                return number
+        return None
+
+    def give_back(self, number: int) -> None:
+        self._lock(number, fcntl.F_UNLCK)
+        self._free.add(number)
+
+    def _lock(self, number: int, kind: int) -> bool:
+        """Of the open file, not of the process: two of one process stand in each other's way as well."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0))
+        except OSError:
+            return False
+        return True
+
 
 _LATEST_S = 3600.0
 _TRY_AGAIN_S = 0.002

@@ -43,20 +43,18 @@ record covers those before it.
 `support[t]`, where sampling was cut off, are the ids that token t could have had: log-probs and entropies are of the
 distribution over these.
 
-`rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `support.py` and `everyone.py` what they
+`rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `sampling_mask.py` and `comm.py` what they
 are made of. Where an agent's conversation became several sequences, these are one episode: `episodes.py`; what its
-session saw of each is `branches.py`.
+session saw of each is `episodes.py`.
 """
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, no_logprobs
-from megarl.types.batch import COLUMNS, Counts, ModelOutput, Shares, TokenLoss, TrainBatch
-from megarl.types.branches import Branch
-from megarl.types.episodes import Episodes
-from megarl.types.everyone import ALONE, Alone, Everyone, Total, alone
-from megarl.types.reads import reads
+from megarl.types.batch import COLUMNS, Counts, ModelOutput, Shares, TokenLoss, TrainBatch, reads
+from megarl.types.comm import ALONE, Alone, Everyone, Total, alone
+from megarl.types.episodes import Branch, Episodes
+from megarl.types.reward_values import Failed, Reward, Verdict
 from megarl.types.rollouts import FIGURES, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn, as_branches
-from megarl.types.support import Support
-from megarl.types.verdicts import Failed, Reward, Verdict
+from megarl.types.sampling_mask import Support
 
 __all__ = [
     "ALONE",

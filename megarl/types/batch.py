@@ -1,19 +1,23 @@
-"""Training side: packed batches, what a model says of one, and what a loss makes of it, aligned as `types` says."""
+"""Training side: packed batches, what a model says of one, and what a loss makes of it, aligned as `types` says.
+
+Which columns of a batch a loss reads. It says so itself, and no others are sent to the model that it updates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from megarl.config.strict import ConfigError
 from megarl.types.arrays import joined
+from megarl.types.comm import ALONE, Alone, Everyone
 from megarl.types.episodes import Episodes
-from megarl.types.everyone import ALONE, Alone, Everyone
 from megarl.types.rollouts import Rollout, Rollouts
-from megarl.types.support import Support
+from megarl.types.sampling_mask import Support
 
 
 @dataclass(frozen=True)
@@ -287,3 +291,39 @@ class TokenLoss:
             assert counts is not None, f"{name} is a mean over sequences, of which the batch has no counts"
             found[name] = (metric.sum() / max(counts.sequences, 1)).detach()
         return found
+
+
+Loss = TypeVar("Loss", bound=Callable[..., Any])
+
+ALWAYS = ("tokens", "loss_mask", "loss_weights")
+"""What every loss is given; what is of a sequence, such as `group`, is everywhere."""
+
+
+def reads(*columns: str) -> Callable[[Loss], Loss]:
+    """Name the columns that a loss reads beside ALWAYS:
+
+        @reads("values", "returns")
+        def critic_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss: ...
+
+    Another column of its `part` cannot be read then. A loss that says nothing is given all that there are. Raises
+    ConfigError for a name that is no column.
+    """
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        raise ConfigError(f"@reads: {unknown[0]!r} is no column of a batch; there are {', '.join(COLUMNS)}")
+
+    def mark(loss: Loss) -> Loss:
+        loss.reads = columns  # type: ignore[attr-defined]
+        return loss
+
+    return mark
+
+
+def named_by(loss: Callable[..., Any]) -> tuple[str, ...] | None:
+    """What a loss has named; None where it has said nothing."""
+    return getattr(loss, "reads", None)
+
+
+def read_by(loss: Callable[..., Any], batch: TrainBatch) -> tuple[str, ...]:
+    """The columns of a batch that a loss is given, of those that there are."""
+    named = named_by(loss)
+    return tuple(name for name in batch.columns() if named is None or name in named or name in ALWAYS)

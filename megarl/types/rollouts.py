@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, joined, no_ids, no_logprobs, read_only, same
-from megarl.types.branches import Branch
-from megarl.types.episodes import Episodes, numbered
-from megarl.types.everyone import ALONE, Everyone
-from megarl.types.support import Support
-from megarl.types.verdicts import Verdict
+from megarl.types.comm import ALONE, Everyone
+from megarl.types.episodes import Branch, Episodes, numbered
+from megarl.types.reward_values import Verdict
+from megarl.types.sampling_mask import Support
 
 Message = dict[str, Any]
 """One chat message in the OpenAI form: role, content, and tool_calls where there are some."""

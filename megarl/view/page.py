@@ -19,13 +19,12 @@ from urllib.parse import quote
 
 import numpy as np
 
-from megarl.view.details import Detail, read_details
-from megarl.view.packing import to_json
-from megarl.view.parting import parting
-from megarl.view.parts import Notes
+from megarl.view.column_codec import to_json
+from megarl.view.divergence import parting
+from megarl.view.rollout_details import Detail, Words, read_details, tokenizer_folders, tokenizer_of
+from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import Index, IndexReader, read_index
 from megarl.view.run_data import RunData, read_run
-from megarl.view.words import Words, tokenizer_folders, tokenizer_of
 
 SCRIPTS = ("blocks", "query", "curves", "phases", "table", "tokens", "prompts", "compare", "main")
 """Ours, in their order."""

@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
-from megarl.strict import ConfigError
+from megarl.config.strict import ConfigError
 
 Value = float | str | None
 Condition = Callable[[Mapping[str, Value]], bool]

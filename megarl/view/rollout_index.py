@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megarl.observe import exact_json
 from megarl.observe.rollout_log import step_folder
 from megarl.types import STATUSES
-from megarl.view.packing import pack
-from megarl.view.parts import BROKEN, Notes, groups_of, lists_of, one_line, open_parts, steps_of, sums
+from megarl.utils import exact_json
+from megarl.view.column_codec import pack
+from megarl.view.rollout_files import BROKEN, Notes, groups_of, lists_of, one_line, open_parts, steps_of, sums
 
 _NEEDED: tuple[str, ...] = (
     "number",

@@ -17,9 +17,9 @@ import numpy as np
 import yaml
 
 from megarl.config import ConfigError, load_config
-from megarl.observe import exact_json
-from megarl.observe.bands import BANDS, Band, bands_of
-from megarl.view.packing import pack
+from megarl.observe.health_bands import BANDS, Band, bands_of
+from megarl.utils import exact_json
+from megarl.view.column_codec import pack
 
 _ALARM = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ALARM: (.*)")
 _STEP = re.compile(r"\bstep (\d{1,12})\b")

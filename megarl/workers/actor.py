@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoint.gather import gather_hf
-from megarl.checkpoint.hf import save_adapter, save_hf
-from megarl.models.adapters import adapted_weights, peft_config, peft_tensors
+from megarl.checkpoint.export import gather_hf
+from megarl.models.hf_folder import save_adapter, save_hf
+from megarl.models.lora_tables import adapted_weights, peft_config, peft_tensors
 from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import together
-from megarl.parallel.watching import counted
+from megarl.parallel.wait_listeners import counted
 from megarl.types import ModelOutput, TrainBatch
-from megarl.workers.training import TrainingWorker
+from megarl.workers.model_worker import TrainingWorker
 
 
 class ActorWorker(TrainingWorker):

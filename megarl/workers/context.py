@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.chat_format.chat_template import Chat
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Job, Ranks
-from megarl.rollout.chat import Chat
 from megarl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
-    from megarl.data.prompts import PromptLoader
+    from megarl.data.prompt_data import PromptLoader
 
 
 class Parked(Protocol):

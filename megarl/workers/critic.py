@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import role_config
 from megarl.types import ModelOutput, TrainBatch
-from megarl.workers.training import TrainingWorker
+from megarl.workers.model_worker import TrainingWorker
 
 
 class CriticWorker(TrainingWorker):

@@ -8,16 +8,16 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from megarl.config import ConfigError
+from megarl.engine.engine_loss import EngineError
+from megarl.engine.restart import Revival
+from megarl.engine.sglang_engine import Engine
 from megarl.observe.clock import ELSEWHERE
 from megarl.parallel import device, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
-from megarl.rollout.engine import Engine
-from megarl.rollout.faults import EngineError
-from megarl.rollout.revival import Revival
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context
-from megarl.workers.push import WeightPush
 from megarl.workers.recovery import Recovery
+from megarl.workers.weight_sync import WeightPush
 
 Party = TypeVar("Party")
 Result = TypeVar("Result")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.config import Config, ConfigError
+from megarl.engine.restart import Revival
 from megarl.parallel import ranks
-from megarl.rollout.revival import Revival
 
 _REMEDIES = {
     "died": "see why in its log; where memory was short, lower rollout.sglang.mem_fraction_static, "

@@ -2,36 +2,71 @@
 
 The numbers go everywhere, the texts nowhere. What computes a model is a backend of its own, which adds a part to those
 of the functions, the environments and the service.
+
+Rewards that are begun as soon as a conversation has ended, and found again when they are asked for.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from megarl.config import ConfigError
-from megarl.parallel import everyone
+from megarl.parallel import row_exchange
 from megarl.parallel.placement import engine_ranks
 from megarl.parallel.ranks import patient, together
-from megarl.processes.limits import Limits
-from megarl.rewards import by_environment
-from megarl.rewards.ahead import Ahead
-from megarl.rewards.backends import check_names, service_of
-from megarl.rewards.deadline import GRACE_S
+from megarl.processes.process_limits import Limits
+from megarl.rewards import composite
+from megarl.rewards.composite import checked_weights, fused_episodes
+from megarl.rewards.failed_rewards import check_unscored, given_up, has_failed, too_many
 from megarl.rewards.functions import checked, load_functions
-from megarl.rewards.fusion import checked_weights, fused_episodes
-from megarl.rewards.in_process import score
-from megarl.rewards.pool import AT_ONCE, Judging, Pool, Verdicts
-from megarl.rewards.unscored import check_unscored, given_up, has_failed, too_many
-from megarl.types import Failed, Reward, Rollout, Rollouts, Verdict
+from megarl.rewards.reward_pool import AT_ONCE, Judging, Pool, Verdicts
+from megarl.rewards.reward_process import GRACE_S, score
+from megarl.rewards.reward_settings import check_names, service_of
+from megarl.types import Failed, Reward, Rollout, Rollouts, Turn, Verdict
 from megarl.workers.context import Context, Worker
+
+
+class _Begun(Protocol):
+    def done(self) -> bool: ...
+
+
+Begun = TypeVar("Begun", bound=_Begun)
+
+
+class Ahead(Generic[Begun]):
+    """begin: what is to be begun, from the thread in which conversations end.
+
+    A conversation is known again by its last turn, which nobody else has: later it may be of another group, or step.
+    """
+
+    def __init__(self, begin: Callable[[Rollout], Begun]) -> None:
+        self._begin = begin
+        self._begun: dict[int, tuple[weakref.ref[Turn], Begun]] = {}
+
+    def ended(self, rollout: Rollout) -> None:
+        """Is told of a conversation that has ended."""
+        turn, begun = rollout.turns[-1], self._begun
+        number = id(turn)
+        # Nobody asks for one that is dropped.
+        begun[number] = weakref.ref(turn, lambda _: begun.pop(number, None)), self._begin(rollout)
+
+    def take(self, rollout: Rollout) -> tuple[Begun, bool]:
+        """What is said of a rollout, begun now where it was not; and whether it was there already."""
+        turn = rollout.turns[-1]
+        known = self._begun.pop(id(turn), None)
+        if known is None or known[0]() is not turn:
+            return self._begin(rollout), False
+        return known[1], known[1].done()
+
 
 _A_DAY_S = 86400.0
 _LOOK_S = 1.0
@@ -64,9 +99,9 @@ class RewardWorker(Worker):
             self.functions = {getattr(reward_fn, "__name__", "reward_fn"): checked(reward_fn, "reward_fn")}
         else:
             self.functions = load_functions(config.functions)
-        self._post = everyone.post()
+        self._post = row_exchange.post()
         self._here = min(self.job.world, self.config.parallel.ranks_per_node)
-        self._by_environments = by_environment.is_part(self.config.rollout, bool(self.functions or self.judges))
+        self._by_environments = composite.is_part(self.config.rollout, bool(self.functions or self.judges))
         if not self.parts:
             raise ConfigError(
                 "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass "
@@ -96,7 +131,7 @@ class RewardWorker(Worker):
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts of a reward, each of which may have a weight."""
-        own = (by_environment.PART,) if self._by_environments else ()
+        own = (composite.PART,) if self._by_environments else ()
         return (*self.functions, *own, *self.judges)
 
     def begin_step(self, step: int) -> None:
@@ -131,7 +166,7 @@ class RewardWorker(Worker):
             for verdicts, rollout in zip(found, whole.here, strict=True):
                 verdicts |= self._by_environment(rollout)
                 if not verdicts and not self.judges:
-                    verdicts[by_environment.PART] = by_environment.NOBODY
+                    verdicts[composite.PART] = composite.NOBODY
             if self.judges and len(whole):
                 together(lambda: None)  # who judges has a patience of its own, which begins when all are there
                 for place, part in enumerate(self.judges):
@@ -148,9 +183,9 @@ class RewardWorker(Worker):
     def _by_environment(self, rollout: Rollout) -> dict[str, Verdict]:
         """What came with it; of a recorded one the figure that it had."""
         if rollout.verdict is not None:
-            return {by_environment.PART: rollout.verdict}
-        if self.config.rollout.replay and by_environment.PART in rollout.reward_parts:
-            return {by_environment.PART: Reward(rollout.reward_parts[by_environment.PART])}
+            return {composite.PART: rollout.verdict}
+        if self.config.rollout.replay and composite.PART in rollout.reward_parts:
+            return {composite.PART: Reward(rollout.reward_parts[composite.PART])}
         return {}
 
     def judged(self, whole: Rollouts, part: str) -> Sequence[Verdict]:

@@ -13,18 +13,18 @@ from megarl.data.partition import partition
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import placement_of
 from megarl.parallel.ranks import together
-from megarl.parallel.roles import backends_of
-from megarl.rewards.backends import options_for_model
-from megarl.rewards.classifier import Classifier, ClassifierOptions, Reader, label_of
+from megarl.parallel.role_settings import backends_of
+from megarl.rewards.reward_settings import options_for_model
+from megarl.rewards.sequence_classifier import Classifier, ClassifierOptions, Reader, label_of
 from megarl.types import Rollout, Rollouts
-from megarl.types.verdicts import Verdict, of_model
+from megarl.types.reward_values import Verdict, of_model
 from megarl.workers.context import Context
 from megarl.workers.reward import RewardWorker
 
 
 class ClassifierRewardWorker(RewardWorker):
     """The backend `transformers` of the role: `reward.model` whole on each of its ranks, of which each scores a share
-    of all conversations, about equally many tokens. Options are those of `rewards/classifier.py`."""
+    of all conversations, about equally many tokens. Options are those of `rewards/sequence_classifier.py`."""
 
     model_part = "model"
 

@@ -10,27 +10,25 @@ import torch
 
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import ConfigError
+from megarl.engine.engine_loss import EngineLost
+from megarl.engine.tool_calls import rehearse
 from megarl.models.routing import routing_shape
 from megarl.observe.clock import ELSEWHERE, WAIT
-from megarl.observe.recorded import Recorded, needs_records
+from megarl.observe.replayed_rollouts import Recorded, needs_records
 from megarl.observe.rollout_log import read_records
-from megarl.parallel import everyone, ranks
-from megarl.parallel.board import Board
+from megarl.parallel import ranks, row_exchange
+from megarl.parallel.kv_store import Board
 from megarl.rollout.aborted import TooManyAborted, check_aborted, complaint
-from megarl.rollout.conversations import Conversations
-from megarl.rollout.faults import EngineLost
-from megarl.rollout.gathering import Gathered, Group, Returned, at_their_beginning
-from megarl.rollout.queue import Tickets
-from megarl.rollout.tool_calls import rehearse
+from megarl.rollout.group_queue import Tickets
+from megarl.rollout.rollout_context import Conversations
+from megarl.rollout.scheduler import Gathered, Group, Returned, at_their_beginning
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
-from megarl.workers.agents import Agents
-from megarl.workers.beside import Generation
+from megarl.workers.async_rollout import NAME, Generation, Streaming
 from megarl.workers.context import Context, Worker
 from megarl.workers.engines import Engines, on_any
-from megarl.workers.oversampling import Oversampling
-from megarl.workers.streaming import NAME, Streaming
-from megarl.workers.tools import ToolCalls
+from megarl.workers.staleness import Oversampling
+from megarl.workers.tool_stats import Agents, ToolCalls
 
 
 class RolloutWorker(Worker):
@@ -63,17 +61,17 @@ class RolloutWorker(Worker):
                 lead, context.chat, self.config.rollout, routing, context.ended, self.engines.revival.lost
             )
         agents = any(one.kind == "agent" for one in context.chat.known.environments.values())
-        self._agents = Agents(agents, everyone.AllRanks(), self._talks)
+        self._agents = Agents(agents, row_exchange.AllRanks(), self._talks)
         known = context.chat.known
         self._tool_calls = ToolCalls(
             bool(known.tools or known.environments),
-            *(self.config.rollout, everyone.AllRanks(), self._talks, context.say, context.alarm),
+            *(self.config.rollout, row_exchange.AllRanks(), self._talks, context.say, context.alarm),
         )
         number = None if lead is None else self.engines.index
         self._surplus = Oversampling(
             self.config.rollout,
             context.source,
-            everyone.AllRanks(),
+            row_exchange.AllRanks(),
             number,
             count,
             self.config.train.replay_routing and "actor" in context.updates,
@@ -81,7 +79,7 @@ class RolloutWorker(Worker):
         self._stream = Streaming(
             self.config,
             context.upcoming,
-            everyone.AllRanks(),
+            row_exchange.AllRanks(),
             self._talks,
             count,
             Board(),
@@ -189,7 +187,10 @@ class RolloutWorker(Worker):
                 held_out=held_out,
             )
         return Generation(
-            *(mine, tickets, everyone.AllRanks()), begun=self.version, now=lambda: self.version, waiting=self._waiting
+            *(mine, tickets, row_exchange.AllRanks()),
+            begun=self.version,
+            now=lambda: self.version,
+            waiting=self._waiting,
         )
 
     @contextmanager
@@ -243,7 +244,7 @@ class RolloutWorker(Worker):
             while mine is not None and (back := tickets.take_back()) is not None:
                 mine.partials.append(back.group)  # nobody needs it now: it goes on in a later step
             counts = torch.tensor([mine.gone, mine.again] if mine else [0, 0])
-            self._count_lost(everyone.total(counts).tolist())
+            self._count_lost(row_exchange.total(counts).tolist())
         rollouts = _gathered(mine.rollouts if mine else [], self.version)
         self._surplus.keep(plan, mine, tickets.taken(), rollouts)
         return rollouts
@@ -410,7 +411,7 @@ class RolloutWorker(Worker):
         mine = [one for one in recorded if one.rollout.group in groups]
         # By their numbers, since files of several ranks may be one rank's now, or the other way round.
         found = Rollouts.of(
-            [one.rollout for one in mine], [one.number for one in mine], everyone.AllRanks(), self.version
+            [one.rollout for one in mine], [one.number for one in mine], row_exchange.AllRanks(), self.version
         )
         if groups and not len(found):
             raise ConfigError(
@@ -421,7 +422,7 @@ class RolloutWorker(Worker):
 
 
 def _gathered(mine: Sequence[Rollout], version: int) -> Rollouts:
-    return Rollouts.of(mine, [rollout.group for rollout in mine], everyone.AllRanks(), version)
+    return Rollouts.of(mine, [rollout.group for rollout in mine], row_exchange.AllRanks(), version)
 
 
 class _Stopped(RuntimeError):

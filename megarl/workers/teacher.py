@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from megarl.config import ConfigError, LoraConfig
-from megarl.models.classifier import is_classifier
 from megarl.models.registry import load_hf_config
+from megarl.models.scalar_head import is_classifier
 from megarl.parallel.placement import role_config
-from megarl.parallel.roles import role_settings
+from megarl.parallel.role_settings import role_settings
 from megarl.types import ModelOutput, TrainBatch
-from megarl.workers.model import ModelWorker
+from megarl.workers.model_worker import ModelWorker
 
 
 class TeacherWorker(ModelWorker):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from megarl.algorithms import advantages, totals
+from megarl.algorithms import advantages, token_stats
 from megarl.algorithms.advantages import (
     decoupled_gae,
     gae,
@@ -209,10 +209,10 @@ def plain_whiten(x, mask):
     return torch.zeros_like(x).masked_scatter(mask, (centred * (centred.square().mean() + 1e-8).rsqrt()).to(x.dtype))
 
 
-@pytest.mark.parametrize("block", [16, totals.BLOCK])
+@pytest.mark.parametrize("block", [16, token_stats.BLOCK])
 @pytest.mark.parametrize("seed", range(5))
 def test_whiten_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed, block, monkeypatch):
-    monkeypatch.setattr(totals, "BLOCK", block)
+    monkeypatch.setattr(token_stats, "BLOCK", block)
     mask, cu = random_mask(seed, longest=200)
     x = (torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)) * 3 + 50).where(mask, float("nan"))
     whole = whiten(x, mask)

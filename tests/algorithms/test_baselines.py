@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from megarl.algorithms.advantages import spread_to_tokens, whiten
-from megarl.algorithms.baselines import (
+from megarl.algorithms.advantages import (
     group_advantages,
     opo_advantages,
     penalised_rewards,
     rloo_advantages,
     sequence_advantages,
+    spread_to_tokens,
+    whiten,
     whiten_sequences,
 )
 

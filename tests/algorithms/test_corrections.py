@@ -13,7 +13,7 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.algorithms.corrections import Correction, at_level, correction, correction_figures, log_ratios
-from megarl.algorithms.policy_loss import ppo_policy_loss
+from megarl.algorithms.policy_losses import ppo_policy_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from megarl.algorithms.covariance import ClipCovOptions, KLCovOptions, mark_in_range, mark_largest
+from megarl.algorithms.policy_losses import ClipCovOptions, KLCovOptions, mark_in_range, mark_largest
 from megarl.types import Shares, TrainBatch
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megarl.algorithms.imitation import positive_nll
-from megarl.algorithms.weights import constant_weights, sequence_mean_weights, token_mean_weights
+from megarl.algorithms.losses import constant_weights, positive_nll, sequence_mean_weights, token_mean_weights
 from megarl.types import Counts, TrainBatch
 
 CU = torch.tensor([0, 3, 5, 9, 10])

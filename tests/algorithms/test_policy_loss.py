@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.policy_loss import ppo_policy_loss
-from megarl.algorithms.weights import token_mean_weights
+from megarl.algorithms.losses import token_mean_weights
+from megarl.algorithms.policy_losses import ppo_policy_loss
 
 F64 = torch.float64
 # case: ratio, advantage -> loss, clipped, dual-clipped, gradient with respect to the ratio (clip 0.2, dual clip 3)

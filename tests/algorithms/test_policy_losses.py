@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.policy_loss import Clip, Sampled
-from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.weights import constant_weights, sequence_mean_weights, token_mean_weights
+from megarl.algorithms.losses import constant_weights, sequence_mean_weights, token_mean_weights
+from megarl.algorithms.policy_losses import POLICY_LOSSES, Clip, Sampled
 from megarl.types import Counts, TrainBatch
 
 sys.path.insert(0, str(Path(__file__).parent))

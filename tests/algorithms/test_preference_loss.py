@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.preference_loss import bradley_terry
-from megarl.algorithms.weights import pair_mean_weights
+from megarl.algorithms.losses import bradley_terry, pair_mean_weights
 
 F64 = torch.float64
 STARTS = torch.tensor([0, 2, 3, 5, 8])  # two pairs, of 2 and 1 and of 2 and 3 tokens

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.algorithms.rewards import last_action, overlong_penalty, sequence_sums, token_rewards
+from megarl.algorithms.token_rewards import last_action, overlong_penalty, sequence_sums, token_rewards
 
 sys.path.insert(0, str(Path(__file__).parent))
 

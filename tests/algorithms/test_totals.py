@@ -9,8 +9,8 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from megarl.algorithms import totals
-from megarl.algorithms.totals import Gap, action_tokens, gap, kth_values, picked, token_mean
+from megarl.algorithms import token_stats
+from megarl.algorithms.token_stats import Gap, action_tokens, gap, kth_values, picked, token_mean
 from megarl.types import alone
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shares import deal, random_batch  # noqa: E402
 
 
-@pytest.fixture(params=[totals.BLOCK, 16])
+@pytest.fixture(params=[token_stats.BLOCK, 16])
 def block(request, monkeypatch) -> int:
-    monkeypatch.setattr(totals, "BLOCK", request.param)
+    monkeypatch.setattr(token_stats, "BLOCK", request.param)
     return request.param
 
 

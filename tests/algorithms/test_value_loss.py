@@ -5,7 +5,7 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from megarl.algorithms.value_loss import explained_variance, value_loss
+from megarl.algorithms.losses import explained_variance, value_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 

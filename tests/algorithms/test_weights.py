@@ -5,7 +5,7 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from megarl.algorithms.weights import constant_weights, pair_mean_weights, sequence_mean_weights, token_mean_weights
+from megarl.algorithms.losses import constant_weights, pair_mean_weights, sequence_mean_weights, token_mean_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 

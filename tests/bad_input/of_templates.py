@@ -9,7 +9,7 @@ from typing import Any
 
 from case import Case
 
-TOOLS = ("rollout.tools=[megarl.rollout.tools:calculator]",)
+TOOLS = ("rollout.tools=[megarl.environments.ready.calculator:calculator]",)
 TEMPLATE = "model/chat_template.jinja"
 
 

@@ -64,7 +64,7 @@ def reward(name: str, text: str, *says: str, specs: str = "mine:f") -> Case:
 
 
 TAKES_X = described('"parameters": {"properties": {"x": {"type": "number"}}, "required": ["x"]}')
-CALCULATOR = "megarl.rollout.tools:calculator"
+CALCULATOR = "megarl.environments.ready.calculator:calculator"
 
 CASES = [
     tool("raises", "raise RuntimeError('no licence\\nhere')", "cannot import mine", "RuntimeError: no licence here"),
@@ -102,11 +102,12 @@ CASES = [
     tool("relative", "", "is not of the form module:name", spec='".mine:f"'),
     tool("a path", "", "cannot import", spec='"some/mine.py:f"'),
     tool("missing module", "", "cannot import no_such_module", spec="no_such_module:f"),
-    tool("another name", "", "has no slide_rule", spec="megarl.rollout.tools:slide_rule"),
+    tool("another name", "", "has no slide_rule", spec="megarl.environments.ready.calculator:slide_rule"),
     tool("twice", "", "both called calculator", spec=f"{CALCULATOR},{CALCULATOR}"),
     tool(
         "two of one name",
-        f"{HEAD}from megarl.rollout.tools import calculator\nf = Tool(calculator.schema, lambda expression: '1')",
+        f"{HEAD}from megarl.environments.ready.calculator import calculator\n"
+        "f = Tool(calculator.schema, lambda expression: '1')",
         "both called calculator",
         spec=f"{CALCULATOR},mine:f",
     ),
@@ -156,7 +157,7 @@ CASES = [
     environment(
         "like a tool",
         "class Own:\n    def calculator(self, x: int):\n        'It.'",
-        "mine:Own has a tool calculator, and so has rollout.tools, megarl.rollout.tools:calculator",
+        "mine:Own has a tool calculator, and so has rollout.tools, megarl.environments.ready.calculator:calculator",
         given=(f"rollout.tools=[{CALCULATOR}]",),
     ),
     environment(

@@ -8,7 +8,7 @@ GRPO = "algorithm=grpo"
 REPLAY = "train.replay_routing=true"
 SFT = ("algorithm=sft", "data.train=FOLDER/sft.jsonl")
 HALF = """
-from megarl.controllers.base import Controller
+from megarl.controllers.controller import Controller
 
 class Half(Controller):
     item = "prompts"

@@ -16,10 +16,10 @@ from typing import Any
 
 from megarl import train
 from megarl.checkpoint import manifest, store
-from megarl.checkpoint.sharded import Staged
 from megarl.checkpoint.store import CheckpointStore
-from megarl.megatron.model import MegatronModel
-from megarl.processes.parent import die_with_parent
+from megarl.megatron.dist_checkpoint import Staged
+from megarl.megatron.trainer_model import MegatronModel
+from megarl.processes.children import die_with_parent
 
 LAST = int(os.environ["WORLD_SIZE"]) - 1
 RANK = int(os.environ["RANK"])

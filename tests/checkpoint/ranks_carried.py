@@ -20,9 +20,9 @@ torch.set_num_threads(1)
 import reference  # noqa: E402
 import tiny  # noqa: E402
 
-from megarl.checkpoint.sharded import restore_model, save_model  # noqa: E402
-from megarl.megatron.model import MegatronModel  # noqa: E402
-from megarl.models.cuts import shard  # noqa: E402
+from megarl.megatron.dist_checkpoint import restore_model, save_model  # noqa: E402
+from megarl.megatron.trainer_model import MegatronModel  # noqa: E402
+from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint.gather import gather_hf, owners
+from megarl.checkpoint.export import gather_hf, owners
 from megarl.config import ParallelConfig
-from megarl.models.cuts import Param, shard
+from megarl.models.layout_algebra import Param, shard
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
 

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megarl import keeping, train
-from megarl.checkpoint import manifest, room, tensor_files
+from megarl import checkpointing, train
+from megarl.checkpoint import disk_space, manifest
+from megarl.models import hf_folder
 from megarl.parallel import ranks
 
 calls: dict[str, int] = {}
@@ -43,31 +44,31 @@ def full_at_rank_0s() -> None:
     """Of the second checkpoint, a file that Megatron's rank 0 writes between two collectives."""
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from megarl.checkpoint import sharded
+    from megarl.megatron import dist_checkpoint
 
     def finish(self: Any, *arguments: Any) -> None:
         if count("finish") == 2:
             raise OSError(28, "No space left on device")
         FileSystemWriter.finish(self, *arguments)
 
-    sharded.filesystem_async.FileSystemWriterAsync.finish = sharded._not_alone(finish)
+    dist_checkpoint.filesystem_async.FileSystemWriterAsync.finish = dist_checkpoint._not_alone(finish)
 
 
 def no_room_for_the_last() -> None:
     """By the first look at each save."""
-    demand = room.demand
+    demand = disk_space.demand
 
     def demanding(folder: Any, needed: int) -> None:
         if folder.name == "checkpoints" and count("saves") == 2:
             raise OSError(28, "about 5.0 MB are needed, and 1.0 MB are free")
         demand(folder, needed)
 
-    room.demand = demanding
+    disk_space.demand = demanding
 
 
 def no_room_for_the_export_at_first() -> None:
     """Then room, which a quota takes away in the middle of the file, then room indeed."""
-    free, write_file = room.free, tensor_files.write_file
+    free, write_file = disk_space.free, hf_folder.write_file
 
     def found(folder: Any) -> int:
         return 1000 if folder.name == "export" and count("looks") == 1 else free(folder)
@@ -77,14 +78,14 @@ def no_room_for_the_export_at_first() -> None:
             raise OSError(122, "Disk quota exceeded")
         write_file(*arguments, **named)
 
-    room.free, tensor_files.write_file = found, writing
-    keeping.LOOK_FOR_ROOM_S = 0.05
+    disk_space.free, hf_folder.write_file = found, writing
+    checkpointing.LOOK_FOR_ROOM_S = 0.05
 
 
 def no_room_for_the_export() -> None:
-    free = room.free
-    room.free = lambda folder: 1000 if folder.name == "export" else free(folder)
-    keeping.LOOK_FOR_ROOM_S = 0.05
+    free = disk_space.free
+    disk_space.free = lambda folder: 1000 if folder.name == "export" else free(folder)
+    checkpointing.LOOK_FOR_ROOM_S = 0.05
 
 
 DISKS: dict[str, Callable[[], None]] = {

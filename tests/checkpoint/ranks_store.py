@@ -177,9 +177,9 @@ def slow(folder: Path) -> dict[str, object]:
     """Collectives wait half a second, and every part of a checkpoint takes one on one of the ranks."""
     import tiny
 
-    from megarl.checkpoint.sharded import Staged, restore_model
     from megarl.megatron import optimizer
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.dist_checkpoint import Staged, restore_model
+    from megarl.megatron.trainer_model import MegatronModel
 
     chosen = tiny.config(world=2, ep=2)
     place = ranks.initialize(chosen.parallel, timeout_s=60)

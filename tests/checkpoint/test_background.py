@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.checkpoint.background import Writing
 from megarl.checkpoint.manifest import Entry
-from megarl.checkpoint.staging import Staging
+from megarl.checkpoint.store import Writing
+from megarl.parallel.host_copy import Staging
 
 ENTRY = {Path("a"): Entry(1, "x")}
 

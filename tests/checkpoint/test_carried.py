@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint.pieces import Pieces
+from megarl.checkpoint.dist_checkpoint_reader import Pieces
 
 Run = Callable[..., list[dict[str, Any]]]
 VOCABULARY = 200  # padded to 256 over one or two tensor parallel ranks, to 512 over four

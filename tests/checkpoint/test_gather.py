@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.gather import Owner, owners
+from megarl.checkpoint.export import Owner, owners
 from megarl.config import ConfigError
-from megarl.models.cuts import HFTensor, Param, Replicated
+from megarl.models.layout_algebra import HFTensor, Param, Replicated
 
 SCRIPT = "tests/checkpoint/ranks_gather.py"
 Run = Callable[..., list[dict[str, Any]]]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint.hf import open_hf, save_hf
 from megarl.config import ConfigError
-from megarl.models.classifier import classifier_config
-from megarl.models.cuts import shard
+from megarl.models.hf_folder import open_hf, save_hf
+from megarl.models.layout_algebra import shard
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
+from megarl.models.scalar_head import classifier_config
 
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.origin import code_revision, config_hash, differs
+from megarl.checkpoint.provenance import code_revision, config_hash, differs
 from megarl.config import from_dict
 
 

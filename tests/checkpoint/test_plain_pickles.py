@@ -15,7 +15,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.checkpoint import plain_pickles
+from megarl.checkpoint import dist_checkpoint_reader
 
 
 class Bad:
@@ -55,7 +55,7 @@ def test_a_table_that_would_do_something_is_refused(tmp_path: Path) -> None:
 def test_a_table_may_not_call_into_torch(name: str) -> None:
     data = b"\x80\x04" + b"\x8c\x05torch" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
     with pytest.raises(pickle.UnpicklingError, match="it asks for torch"):
-        plain_pickles.read_table(io.BytesIO(data))
+        dist_checkpoint_reader.read_table(io.BytesIO(data))
 
 
 def test_what_is_no_tensor_is_refused_where_it_is_no_plain_value(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_what_is_no_tensor_is_refused_where_it_is_no_plain_value(tmp_path: Path)
 def test_no_variable_of_the_environment_undoes_it(tmp_path: Path) -> None:
     trap, file = tmp_path / "trap", tmp_path / "common.pt"
     torch.save(Bad(trap), file)
-    program = f"import torch, megarl.checkpoint.plain_pickles; torch.load({str(file)!r})"
+    program = f"import torch, megarl.checkpoint.dist_checkpoint_reader; torch.load({str(file)!r})"
     environment = dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode and "weights_only" in done.stderr and not trap.exists()

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.checkpoint.disk_space import needs
 from megarl.checkpoint.manifest import hash_file
-from megarl.checkpoint.room import needs
 from megarl.config import load_config
-from megarl.controllers.registry import declare
+from megarl.controllers.lookup import declare
 from megarl.models.registry import load_hf_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint.room import free_memory, kept_conversations, without_copies
+from megarl.checkpoint.disk_space import free_memory, kept_conversations, without_copies
 from megarl.config import Config, from_dict
-from megarl.rollout.kept import write_groups
-from megarl.rollout.partial import Partial
+from megarl.rollout.partial_rollouts import Partial
+from megarl.rollout.partial_store import write_groups
 from megarl.types import Prompt, Turn
 
 HF: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint.tensor_files import _KINDS, ShardWriter, Unread, write_file
+from megarl.models.hf_folder import _KINDS, ShardWriter, Unread, write_file
 
 KINDS = list(_KINDS)
 

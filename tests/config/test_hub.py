@@ -7,9 +7,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from megarl.checking.named_models import folder_config
 from megarl.config import ConfigError, load_config
 from megarl.config.hub import folder_of, is_name
+from megarl.dry_run.model_folders import folder_config
 
 NAME = "someone/Tiny-1B"
 

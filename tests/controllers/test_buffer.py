@@ -9,7 +9,7 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.config import ConfigError
-from megarl.controllers.buffer import Buffer
+from megarl.controllers.pf_ppo import Buffer
 from megarl.observe.rollout_log import part_file
 from megarl.types import Everyone, Prompt, Rollout, Rollouts, Turn
 

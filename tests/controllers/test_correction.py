@@ -13,10 +13,10 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.base import mini_batches
+from megarl.controllers.controller import mini_batches
 from megarl.controllers.correction import before_updates, check_correction, corrected
-from megarl.controllers.policy import masked, policy_loss, policy_reads
-from megarl.controllers.registry import declare, make_controller
+from megarl.controllers.lookup import declare, make_controller
+from megarl.controllers.policy_gradient import masked, policy_loss, policy_reads
 from megarl.types import ALONE, Everyone, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))

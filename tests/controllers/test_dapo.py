@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from played import Played  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
-from megarl.controllers.registry import make_controller  # noqa: E402
+from megarl.controllers.lookup import make_controller  # noqa: E402
 from megarl.types import Prompt  # noqa: E402
 
 SOME, RIGHT, WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]

@@ -12,7 +12,7 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.registry import declare, make_controller
+from megarl.controllers.lookup import declare, make_controller
 from megarl.types import ALONE, Everyone, ModelOutput, Prompt, TrainBatch
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -20,13 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from played import Played  # noqa: E402
 
 from megarl.algorithms.advantages import gae  # noqa: E402
-from megarl.algorithms.rewards import token_rewards  # noqa: E402
+from megarl.algorithms.token_rewards import token_rewards  # noqa: E402
 from megarl.config import Config, from_dict  # noqa: E402
-from megarl.controllers.base import mini_batches  # noqa: E402
-from megarl.controllers.buffer import Buffer  # noqa: E402
-from megarl.controllers.losses import weighted  # noqa: E402
-from megarl.controllers.pf_ppo import reliable  # noqa: E402
-from megarl.controllers.registry import make_controller  # noqa: E402
+from megarl.controllers.choose_loss import weighted  # noqa: E402
+from megarl.controllers.controller import mini_batches  # noqa: E402
+from megarl.controllers.lookup import make_controller  # noqa: E402
+from megarl.controllers.pf_ppo import (
+    Buffer,  # noqa: E402
+    reliable,  # noqa: E402
+)
 from megarl.types import (  # noqa: E402
     ALONE,
     Counts,

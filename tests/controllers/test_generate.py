@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.controllers.registry import declare, make_controller
-from megarl.rollout.beforehand import check_asynchronous
+from megarl.controllers.lookup import declare, make_controller
+from megarl.dry_run.rollout_checks import check_asynchronous
 from megarl.types import Prompt, Rollouts
 
 

@@ -14,9 +14,9 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.config import Config, from_dict
-from megarl.controllers.base import Controller, MeanOf, mini_batches
-from megarl.controllers.registry import declare, make_controller
-from megarl.recipes import RECIPES
+from megarl.config.recipes import RECIPES
+from megarl.controllers.controller import Controller, MeanOf, mini_batches
+from megarl.controllers.lookup import declare, make_controller
 from megarl.types import ALONE, Everyone, ModelOutput, Prompt, Rollout, Rollouts, Status, TokenLoss, TrainBatch, Turn
 
 ACTIONS = 6

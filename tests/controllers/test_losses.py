@@ -12,14 +12,20 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from megarl.algorithms.policy_loss import Clip, Sampled, ppo_policy_loss
-from megarl.algorithms.policy_losses import POLICY_LOSSES, NoOptions, PolicyLoss
-from megarl.algorithms.sequence_losses import GSPOOptions
+from megarl.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    Clip,
+    GSPOOptions,
+    NoOptions,
+    PolicyLoss,
+    Sampled,
+    ppo_policy_loss,
+)
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.base import mini_batches
-from megarl.controllers.losses import chosen_loss, mean_length, needs_old_logprobs
-from megarl.controllers.policy import policy_loss, policy_reads
-from megarl.controllers.registry import make_controller
+from megarl.controllers.choose_loss import chosen_loss, mean_length, needs_old_logprobs
+from megarl.controllers.controller import mini_batches
+from megarl.controllers.lookup import make_controller
+from megarl.controllers.policy_gradient import policy_loss, policy_reads
 from megarl.types import ALONE, Counts, Everyone, ModelOutput, Prompt, Shares, TokenLoss, TrainBatch
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,9 +11,9 @@ import torch
 
 from megarl.algorithms.advantages import spread_to_tokens
 from megarl.config import Config, from_dict
-from megarl.controllers.base import MeanOf, StepResult, mini_batches
+from megarl.controllers.controller import MeanOf, StepResult, mini_batches
 from megarl.controllers.grpo import GRPOController
-from megarl.controllers.policy import policy_loss
+from megarl.controllers.policy_gradient import policy_loss
 from megarl.controllers.ppo import PPOController
 from megarl.controllers.sft import SFTController
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TokenLoss, TrainBatch, Turn

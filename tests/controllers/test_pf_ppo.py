@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from played import Played, one  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
+from megarl.controllers.lookup import declare, make_controller  # noqa: E402
 from megarl.controllers.pf_ppo import reliable  # noqa: E402
-from megarl.controllers.registry import declare, make_controller  # noqa: E402
 from megarl.types import ALONE, Prompt, Rollouts  # noqa: E402
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megarl.config import Config, from_dict
-from megarl.controllers.base import StepResult, mini_batches
-from megarl.controllers.held_out import passed
-from megarl.controllers.policy import masked, sampling_metrics, trained
-from megarl.controllers.registry import make_controller
-from megarl.recipes import RECIPES
+from megarl.config.recipes import RECIPES
+from megarl.controllers.controller import StepResult, mini_batches
+from megarl.controllers.evaluate import passed
+from megarl.controllers.lookup import make_controller
+from megarl.controllers.policy_gradient import masked, sampling_metrics, trained
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))

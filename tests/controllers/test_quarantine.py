@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megarl.config import Config, from_dict
-from megarl.controllers.quarantine import METRIC, added, quarantined
-from megarl.controllers.registry import make_controller
+from megarl.controllers.lookup import make_controller
+from megarl.controllers.mask_nonfinite import METRIC, added, quarantined
 from megarl.observe.run_log import RunLog
 from megarl.parallel.ranks import Job
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_learning import TableFlow  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
-from megarl.controllers.registry import make_controller  # noqa: E402
-from megarl.recipes import RECIPES  # noqa: E402
+from megarl.config.recipes import RECIPES  # noqa: E402
+from megarl.controllers.lookup import make_controller  # noqa: E402
 from megarl.types import Prompt  # noqa: E402
 
 PAGE = (Path(__file__).resolve().parents[2] / "megarl/controllers/README.md").read_text(encoding="utf-8")

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from megarl import forks
-from megarl.config import ConfigError, from_dict
+from megarl.config import ConfigError, from_dict, plugins
 from megarl.controllers.grpo import GRPOController
-from megarl.controllers.registry import declare, find_controller, make_controller
-from megarl.types.declared import Declared
+from megarl.controllers.lookup import declare, find_controller, make_controller
+from megarl.types.requirements import Declared
 
-HEAD = "from megarl.controllers.base import Controller\nfrom megarl.controllers.sft import SFTController\n"
+HEAD = "from megarl.controllers.controller import Controller\nfrom megarl.controllers.sft import SFTController\n"
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def test_a_fork_is_found_by_module_and_name(lab: Any) -> None:
 
 def test_a_fork_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("lab_po", "megarl.controllers.grpo:GRPOController", "megarl.controllers")
-    monkeypatch.setattr(forks, "entries", lambda group: {"lab_po": point} if group == point.group else {})
+    monkeypatch.setattr(plugins, "entries", lambda group: {"lab_po": point} if group == point.group else {})
     assert find_controller("lab_po") is GRPOController and declared("lab_po").name == "lab_po"
     with pytest.raises(
         ConfigError, match=r"one of ppo, .*, reward_model, generate, lab_po, or .*did you mean lab_po\?"
@@ -68,7 +67,7 @@ def test_a_fork_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_entries_are_those_of_the_group() -> None:
-    assert "pytest" in forks.entries("console_scripts") and forks.entries("megarl.nothing") == {}
+    assert "pytest" in plugins.entries("console_scripts") and plugins.entries("megarl.nothing") == {}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_mistakes_of_a_fork(lab: Any, name: str, text: str, complaint: str) -> N
 OPTIONS = """
 from dataclasses import dataclass
 from typing import Annotated
-from megarl.strict import Range
+from megarl.config.strict import Range
 @dataclass(frozen=True)
 class Own:
     share: Annotated[float, Range(0, 1)] = 0.5

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from played import Played  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
-from megarl.controllers.registry import declare, make_controller  # noqa: E402
+from megarl.controllers.lookup import declare, make_controller  # noqa: E402
 from megarl.types import Prompt, Rollouts  # noqa: E402
 
 CONFIG = from_dict({"algorithm": "remax", "kl": {"place": "none"}})

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megarl.config import from_dict
-from megarl.controllers.registry import make_controller
+from megarl.controllers.lookup import make_controller
 from megarl.controllers.reward_model import pair_batch
-from megarl.data.preferences import Pair
+from megarl.data.preference_data import Pair
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 
 

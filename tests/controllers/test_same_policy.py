@@ -15,9 +15,9 @@ from test_correction import AgedFlow, config_of, prompts  # noqa: E402
 from test_learning import TableFlow  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
-from megarl.controllers.registry import make_controller  # noqa: E402
-from megarl.controllers.same_policy import EPISODES, check_same_policy, compared, layers_of, most  # noqa: E402
-from megarl.observe.bands import SAME_POLICY, bands_of  # noqa: E402
+from megarl.controllers.logprob_check import EPISODES, check_same_policy, compared, layers_of, most  # noqa: E402
+from megarl.controllers.lookup import make_controller  # noqa: E402
+from megarl.observe.health_bands import SAME_POLICY, bands_of  # noqa: E402
 from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn  # noqa: E402
 
 pytestmark = pytest.mark.alone

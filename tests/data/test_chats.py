@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.chats import chat_messages, tool_names, tool_schemas
+from megarl.data.chat_columns import chat_messages, tool_names, tool_schemas
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}

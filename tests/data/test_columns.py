@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.columns import answer_messages, check_text_only, conversation_messages, row_id, row_source
+from megarl.data.conversation_columns import answer_messages, check_text_only, conversation_messages, row_id, row_source
 
 QUESTION, ANSWER = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
 SAID = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megarl.data import packing
-from megarl.data.homes import near_home
 from megarl.data.packing import SLACK, plan_micro_batches
+from megarl.data.partition import near_home
 
 KINDS = {
     "even": lambda rng, n: rng.integers(2000, 8000, n),

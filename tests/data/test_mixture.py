@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.config import ConfigError
 from megarl.data.mixture import FINEST, Chosen, Joined, Stream, names_of, pattern, whole_shares
-from megarl.data.prompts import PromptLoader
+from megarl.data.prompt_data import PromptLoader
 
 SETS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=2, max_size=6)
 """(items, weight) of each."""

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError
+from megarl.data.curriculum import Keys, ascending, check_known, check_no_nan, key_of
 from megarl.data.mixture import Joined
-from megarl.data.order import Keys, ascending, check_known, check_no_nan, key_of
-from megarl.data.prompts import PromptLoader
+from megarl.data.prompt_data import PromptLoader
 
 NAN = math.nan
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.preferences import Preferences, read_preferences
+from megarl.data.preference_data import Preferences, read_preferences
 from megarl.types import Rollout
 
 

@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.prompts import PromptLoader, read_prompts, render_prompts
+from megarl.data.prompt_data import PromptLoader, read_prompts, render_prompts
 from megarl.types import Prompt
 
 USER = ({"role": "user", "content": "hi"},)

@@ -11,11 +11,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.data.columns import conversation_messages
-from megarl.data.preferences import check_pair
-from megarl.data.prompts import read_prompts
-from megarl.data.rows import read_rows
-from megarl.data.sft import sft_rollouts
+from megarl.data.conversation_columns import conversation_messages
+from megarl.data.preference_data import check_pair
+from megarl.data.prompt_data import read_prompts
+from megarl.data.sft_data import sft_rollouts
+from megarl.data.table import read_rows
 
 TEXT = (Path(__file__).resolve().parents[2] / "megarl/data/README.md").read_text()
 ROWS = {

@@ -17,8 +17,8 @@ import pyarrow.parquet
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data import rows
-from megarl.data.rows import read_rows
+from megarl.data import table as rows
+from megarl.data.table import read_rows
 
 
 def read(path: Path, content: bytes | str) -> list[dict[str, Any]]:

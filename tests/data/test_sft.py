@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.sft import sft_rollouts
+from megarl.data.sft_data import sft_rollouts
 
 
 class Letters:

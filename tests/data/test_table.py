@@ -14,8 +14,7 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.data import table as table_module
-from megarl.data.rows import read_rows
-from megarl.data.table import Table
+from megarl.data.table import Table, read_rows
 
 ROWS = [
     {"n": n, "messages": [{"role": "user", "content": f"é{n}"}], "x": {"y": None if n % 2 else n}} for n in range(23)

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from megarl.data.text import media
+from megarl.utils.text import media
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from test_harbor import SOLUTION, task_folder
 
 from megarl.config import ConfigError, RolloutConfig, from_dict
 from megarl.environments import mcp
-from megarl.environments.describing import known_of
+from megarl.environments.catalog import known_of
+from megarl.environments.process_sessions import Session, Sessions
 from megarl.environments.protocol import SessionLost
-from megarl.environments.sessions import Session, Sessions
 from megarl.types import Prompt, Reward
 
 USER = {"role": "user", "content": "Go."}

@@ -9,9 +9,9 @@ from typing import Any
 import odd_worlds
 import pytest
 
+from megarl.config.strict import ConfigError
 from megarl.environments.loading import ENVIRONMENTS, TOOLS, load
 from megarl.environments.protocol import Described
-from megarl.strict import ConfigError
 
 
 def described(name: str) -> Described:

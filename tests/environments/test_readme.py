@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megarl.config import RolloutConfig
-from megarl.environments.describing import known_of
-from megarl.environments.sessions import Sessions
+from megarl.environments.catalog import known_of
+from megarl.environments.process_sessions import Sessions
 from megarl.types import Prompt, Reward
 
 sys.path.append(str(Path(__file__).parent))

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Optional
 import odd_worlds
 import pytest
 
+from megarl.config.strict import ConfigError
 from megarl.environments.schemas import of_hint, parsed, schema_of
 from megarl.environments.tools import argument_error, coerced, declared_types
-from megarl.strict import ConfigError
 
 PICK = {
     "type": "function",

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import pytest
 
 from megarl.config import ConfigError, RolloutConfig
-from megarl.environments.describing import known_of
+from megarl.environments.catalog import known_of
+from megarl.environments.process_sessions import Session, Sessions
 from megarl.environments.protocol import SessionLost, ToolResult
-from megarl.environments.sessions import Session, Sessions
-from megarl.processes.limits import Limits
+from megarl.processes.process_limits import Limits
 from megarl.types import Failed, Prompt, Reward
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ def test_environments_and_tools_together() -> None:
         names = [schema["function"]["name"] for schema in session.schemas]
         return names, await session.call(0, "calculator", {"expression": "1+2"}), await session.call(1, "guess", {})
 
-    names, three, refused = within(play, "Plain", "Guess", tools=("megarl.rollout.tools:calculator",))
+    names, three, refused = within(play, "Plain", "Guess", tools=("megarl.environments.ready.calculator:calculator",))
     assert names == ["guess", "calculator"] and three == ToolResult("3", True)
     assert refused == ToolResult("Error: argument number is missing", False)
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.environments.describing import Known, load_tools
+from megarl.environments.catalog import Known, load_tools
+from megarl.environments.environment_process import OUTPUT_LIMIT
 from megarl.environments.loading import TOOLS, load
+from megarl.environments.process_sessions import Sessions
 from megarl.environments.protocol import ToolResult
-from megarl.environments.serving import OUTPUT_LIMIT
-from megarl.environments.sessions import Sessions
 from megarl.environments.tools import Tool, check_function, check_schema
-from megarl.processes import process
-from megarl.processes.nursery import PRINTED
+from megarl.processes import worker_process
+from megarl.processes.forkserver import PRINTED
 from megarl.types import Prompt
 
 PROMPT = Prompt("p", ({"role": "user", "content": "x"},))
@@ -167,8 +167,8 @@ def test_nothing_is_left_when_the_rank_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
     script = f"""
 import asyncio, os, signal
-from megarl.environments.describing import Known, load_tools
-from megarl.environments.sessions import Sessions
+from megarl.environments.catalog import Known, load_tools
+from megarl.environments.process_sessions import Sessions
 async def leave():
     pool = Sessions(Known(load_tools(["odd_tools:leaves"])), 60.0, 1)
     await pool.call_tool("leaves", {{"mark": {str(mark)!r}, "how": "wait"}})
@@ -349,7 +349,7 @@ def test_modules_of_tools_are_loaded_in_a_process_of_their_own() -> None:
 def test_a_module_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(process, "LOAD_LIMIT_S", 2.0)
+    monkeypatch.setattr(worker_process, "LOAD_LIMIT_S", 2.0)
     with pytest.raises(ConfigError, match="rollout.tools: slow_module:f was not loaded in another process after 2 s"):
         load_tools(["slow_module:f"])
 

@@ -15,12 +15,12 @@ import openai_stub
 import pytest
 
 from megarl.config import ConfigError, RolloutConfig
-from megarl.data.prompts import read_prompts
+from megarl.data.prompt_data import read_prompts
 from megarl.environments import verifiers as adapter
-from megarl.environments.describing import known_of, row_of
+from megarl.environments.catalog import known_of, row_of
+from megarl.environments.process_sessions import Sessions
 from megarl.environments.protocol import SessionLost
-from megarl.environments.sessions import Sessions
-from megarl.processes.limits import Limits
+from megarl.processes.process_limits import Limits
 from megarl.types import Prompt
 
 pytest.importorskip("verifiers", reason="the package verifiers is not installed, see launch/requirements-verifiers.txt")

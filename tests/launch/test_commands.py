@@ -52,8 +52,8 @@ def file_of(program: str) -> Path:
 
 
 INNER = (
-    "-m megarl.rollout.engine_host",
-    "-m megarl.processes.nursery",
+    "-m megarl.engine.engine_host",
+    "-m megarl.processes.forkserver",
 )  # not for people
 OUTSIDE = ("-m venv",)  # by the machine's own Python
 

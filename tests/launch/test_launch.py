@@ -268,7 +268,7 @@ def test_torchrun_ends_as_documented(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, time
-from megarl.launching import ending
+from megarl.launch import exit_status as ending
 with ending.one_line():
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -276,7 +276,7 @@ with ending.one_line():
 """
 SAVES = """
 import os, pathlib, time
-from megarl.launching import ending
+from megarl.launch import exit_status as ending
 with ending.one_line():
     ending.answer_by_saving()
     pathlib.Path("there_" + os.environ["RANK"]).touch()

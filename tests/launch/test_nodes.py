@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megarl.launching.launcher import Word
-from megarl.launching.nodes import Report, Several, combined
-from megarl.parallel.secret import ForgedError
+from megarl.launch.launcher import Word
+from megarl.launch.nodes import Report, Several, combined
+from megarl.parallel.job_secret import ForgedError
 
 ROOT = Path(__file__).resolve().parents[2]
 LOST = Word(0, "lost", "error: rank 0 lost another rank")
@@ -23,7 +23,7 @@ RANK = """
 import os, pathlib, signal, time
 from datetime import timedelta
 import torch.distributed as dist
-from megarl.launching import ending
+from megarl.launch import exit_status as ending
 from megarl.config import ConfigError
 rank = int(os.environ["RANK"])
 def body():

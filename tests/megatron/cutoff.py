@@ -10,7 +10,7 @@ import reference
 import tiny
 import torch
 
-from megarl.models.cuts import shard
+from megarl.models.layout_algebra import shard
 from megarl.types import ModelOutput, Support, TokenLoss, TrainBatch
 
 FAMILIES = ("qwen3_moe", "qwen2", "gemma2")
@@ -30,7 +30,7 @@ def check(
     gradients: Callable[[Any], dict[str, torch.Tensor]],
 ) -> dict[str, float]:
     """The largest differences."""
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
 
     hf, plain = tiny.HF[family], tiny.batch()
     batch = plain.with_(support=tiny.supports(plain))
@@ -76,8 +76,7 @@ def check(
 def cut_logprobs() -> dict[str, dict[str, float]]:
     """Over a set of ids for each token, one, some, all of them or no set, against log_softmax in fp64 of masked logits,
     with gradients of both outputs; and how many numbers of the weight were looked up at a time."""
-    from megarl.megatron.logprobs import vocab_parallel_logprobs
-    from megarl.megatron.pieces import pieces_of
+    from megarl.megatron.logprobs import pieces_of, vocab_parallel_logprobs
 
     result = {}
     for name, cap, sizes in (("plain", 0.0, (0, 1, 3, 13, 2, 0, 5, 1)), ("capped", 3.0, (4, 13, 0, 1, 1, 7, 2, 5))):

@@ -24,8 +24,8 @@ torch.set_num_threads(1)
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
-from megarl.models.cuts import shard  # noqa: E402
-from megarl.models.working import working_bytes  # noqa: E402
+from megarl.models.activation_memory import working_bytes  # noqa: E402
+from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import device  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
@@ -44,7 +44,7 @@ def loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
 
 
 def preference(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
-    from megarl.algorithms.preference_loss import bradley_terry
+    from megarl.algorithms.losses import bradley_terry
 
     assert output.scores is not None
     return bradley_terry(output.scores, batch.cu_seqlens, batch.group)
@@ -52,7 +52,7 @@ def preference(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
 
 def build(guarded: bool, role: str = "actor", aux: bool = False, **train: Any) -> Any:
     """aux: with losses of the router, which are of a micro-batch, and so are others where these are cut otherwise."""
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
 
     sections: dict[str, Any] = {"guards": {"memory": guarded}, "actor_optimizer": ADAM, "train": train}
     sections["model"] = {"megatron": tiny.AUX_LOSSES if aux else {}}

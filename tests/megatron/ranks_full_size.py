@@ -16,7 +16,7 @@ from fake_world import one_of, shapes_only  # noqa: E402
 from megarl.config import load_config  # noqa: E402
 from megarl.megatron import optimizer  # noqa: E402
 from megarl.megatron.build import build_chunks  # noqa: E402
-from megarl.megatron.names import named_params  # noqa: E402
+from megarl.megatron.parameter_names import named_params  # noqa: E402
 from megarl.models.registry import load_hf_config  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
 

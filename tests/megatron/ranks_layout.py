@@ -28,10 +28,10 @@ import reference  # noqa: E402
 import replay  # noqa: E402
 import tiny  # noqa: E402
 
-from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
-from megarl.controllers.registry import declare  # noqa: E402
-from megarl.models.activations import micro_batches_in_flight  # noqa: E402
-from megarl.models.cuts import shard, unshard  # noqa: E402
+from megarl.algorithms.losses import bradley_terry  # noqa: E402
+from megarl.controllers.lookup import declare  # noqa: E402
+from megarl.models.activation_memory import micro_batches_in_flight  # noqa: E402
+from megarl.models.layout_algebra import shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, Support, TokenLoss, TrainBatch  # noqa: E402
@@ -58,7 +58,7 @@ LOSSES = {"actor": policy_loss, "critic": value_loss, "reward_model": preference
 
 def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
     """This rank's gradients by canonical name, zero where the distributed optimizer keeps them on another rank."""
-    from megarl.megatron.names import named_params
+    from megarl.megatron.parameter_names import named_params
 
     result = {}
     for name, tensor in named_params(model.chunks, model.ranks.ep_rank).items():
@@ -102,8 +102,8 @@ def largest_difference(found: dict[str, torch.Tensor], truth: dict[str, torch.Te
 
 
 def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
-    from megarl.megatron.held import held_bytes
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.memory_stats import held_bytes
+    from megarl.megatron.trainer_model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
     train: dict[str, Any] = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 10_000}} if "overlap" in WORDS else {}
@@ -237,7 +237,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
 def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict[str, float]:
     """What is logged of a step with auxiliary losses; no sequence needs padding, which would be in them."""
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
 
     budget = {"token_budget": 26 // layout.get("cp", 1)}  # the same micro-batches in every layout
     config = tiny.config(**layout, model={"megatron": tiny.AUX_LOSSES}, train=budget)
@@ -283,7 +283,7 @@ def vocabulary(real: int, cut: bool = False) -> float:
 @contextmanager
 def watched(model: Any) -> Iterator[list[int]]:
     """By how many the micro-batches of which this rank still has something ever surpass those in flight."""
-    from megarl.megatron import model as module
+    from megarl.megatron import trainer_model as module
 
     parallel, make = model.config.parallel, module.make_micro_batch
     allowed = round(micro_batches_in_flight(parallel.pp, model.ranks.pp_rank, parallel.vpp) * parallel.vpp)
@@ -339,7 +339,7 @@ def spoilt(result: TokenLoss) -> TokenLoss:
 
 def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str) -> bool:
     """Save, step; load into a fresh model, step: equal bits."""
-    from megarl.checkpoint.sharded import restore_model, save_model
+    from megarl.megatron.dist_checkpoint import restore_model, save_model
 
     save_model(model, Path(folder))
     first = model.train_step(batch, loss_fn)
@@ -374,9 +374,9 @@ def as_transformer_engine_marks(mark: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from megarl.models import counted
+    from megarl.models import norm_counting
 
-    counted.mark = as_transformer_engine_marks(counted.mark)
+    norm_counting.mark = as_transformer_engine_marks(norm_counting.mark)
     layout, WORDS = sizes(sys.argv[1]), sys.argv[1].split(",")
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}

@@ -21,7 +21,7 @@ import reference  # noqa: E402
 import tiny  # noqa: E402
 from ranks_layout import ADAM, policy_loss, value_loss  # noqa: E402
 
-from megarl.models.cuts import shard, unshard  # noqa: E402
+from megarl.models.layout_algebra import shard, unshard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import TrainBatch  # noqa: E402
 
@@ -185,10 +185,10 @@ def largest(found: Tensors, truth: Tensors) -> float:
 
 
 def check(family: str, role: str, targets: list[str], layout: dict[str, int], folder: str) -> dict[str, float]:
-    from megarl.checkpoint.gather import gather_hf
-    from megarl.checkpoint.sharded import restore_model, save_model
-    from megarl.megatron.model import MegatronModel
-    from megarl.models.adapters import adapted_weights, peft_tensors
+    from megarl.checkpoint.export import gather_hf
+    from megarl.megatron.dist_checkpoint import restore_model, save_model
+    from megarl.megatron.trainer_model import MegatronModel
+    from megarl.models.lora_tables import adapted_weights, peft_tensors
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
     megatron: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
@@ -335,7 +335,7 @@ def stand_ins() -> dict[str, float]:
     from torch.nn import Module, ModuleList
 
     from megarl.megatron.build import transformer_config
-    from megarl.megatron.names import named_params
+    from megarl.megatron.parameter_names import named_params
 
     torch.manual_seed(0)
     hf, settings = tiny.HF["qwen3_moe"], tiny.config(lora={"rank": RANK, "alpha": ALPHA})

@@ -20,12 +20,12 @@ import reference  # noqa: E402
 import tiny  # noqa: E402
 from ranks_layout import gather, shard_of_gradient, sizes  # noqa: E402
 
-from megarl.algorithms.imitation import positive_nll  # noqa: E402
+from megarl.algorithms.losses import positive_nll  # noqa: E402
 from megarl.algorithms.policy_losses import POLICY_LOSSES  # noqa: E402
 from megarl.config import Config  # noqa: E402
-from megarl.controllers.base import mini_batches  # noqa: E402
-from megarl.controllers.policy import policy_loss, policy_reads  # noqa: E402
-from megarl.models.cuts import shard  # noqa: E402
+from megarl.controllers.controller import mini_batches  # noqa: E402
+from megarl.controllers.policy_gradient import policy_loss, policy_reads  # noqa: E402
+from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads  # noqa: E402
 
@@ -62,7 +62,7 @@ def batches(logprobs: torch.Tensor) -> dict[str, TrainBatch]:
 
 
 def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
 
     trainer = reference.Trainer(FAMILY, "actor")
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}

@@ -11,11 +11,13 @@ from megarl.parallel import device
 device.has_cuda = lambda: True  # type: ignore[assignment]
 before = (torch.zeros, torch.Tensor.to, torch.cuda.current_device)
 
-from megarl.megatron import cpu_platform  # noqa: E402
+from megarl.cpu import megatron_platform  # noqa: E402
 
-installed = cpu_platform.install()
+installed = megatron_platform.install()
 after = (torch.zeros, torch.Tensor.to, torch.cuda.current_device)
 print(
     "RESULT "
-    + json.dumps({"installed": installed, "patched": len(cpu_platform.PATCHED), "torch_is_untouched": before == after})
+    + json.dumps(
+        {"installed": installed, "patched": len(megatron_platform.PATCHED), "torch_is_untouched": before == after}
+    )
 )

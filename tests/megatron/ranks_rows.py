@@ -22,9 +22,9 @@ torch.set_num_threads(1)
 from megarl.config import ParallelConfig  # noqa: E402
 from megarl.data.packing import plan_micro_batches  # noqa: E402
 from megarl.megatron.distribution import Distribution, Place, Plan  # noqa: E402
-from megarl.parallel import everyone, ranks  # noqa: E402
+from megarl.parallel import ranks, row_exchange  # noqa: E402
 from megarl.types import Shares, TokenLoss, TrainBatch, reads  # noqa: E402
-from megarl.types.reads import read_by  # noqa: E402
+from megarl.types.batch import read_by  # noqa: E402
 
 BUDGET = 400
 
@@ -51,7 +51,7 @@ def whole_batch(holders: list[int]) -> TrainBatch:
         loss_mask=torch.rand(total, generator=draw) < 0.5,
         group=own // 8,
         sequence_reward=torch.zeros(256),
-        shares=Shares(lengths, torch.zeros_like(lengths), home, own, everyone.AllRanks()),
+        shares=Shares(lengths, torch.zeros_like(lengths), home, own, row_exchange.AllRanks()),
         **column,
     )
 
@@ -77,7 +77,7 @@ def crossing(batch: TrainBatch, plan: Plan, places: dict[int, Place]) -> int:
 def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     ranks.initialize(ParallelConfig(world_size=world), timeout_s=60.0)
-    rank, post = dist.get_rank(), everyone.post()
+    rank, post = dist.get_rank(), row_exchange.post()
     size = 2 if sys.argv[1] == "replicas" else 1
     members = list(range(world))[-2:] if sys.argv[1] == "apart" else list(range(world))
     places = {member: Place(n // size, True, True, n % size == 0, ()) for n, member in enumerate(members)}
@@ -87,7 +87,7 @@ def main() -> None:
     found: dict[str, Any] = {"wrong": []}
 
     def sent() -> int:
-        return int(everyone.total(torch.tensor(post.sent["machine"])))
+        return int(row_exchange.total(torch.tensor(post.sent["machine"])))
 
     def right(rows: Any, plan: Plan, names: tuple[str, ...]) -> None:
         for indices in plan[here.dp_rank] if here else ():
@@ -125,7 +125,7 @@ def main() -> None:
         found[f"{what} sent"], found[what] = sent() - before, given
     print("RESULT " + json.dumps(found), flush=True)
     ranks.barrier()
-    everyone.close_post()
+    row_exchange.close_post()
     ranks.shutdown()
 
 

@@ -21,20 +21,20 @@ import reference  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
-from megarl.megatron import cpu_platform  # noqa: E402
-from megarl.models.cuts import shard  # noqa: E402
+from megarl.cpu import megatron_platform  # noqa: E402
+from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
 
 
 def platform() -> dict[str, Any]:
     before = torch.zeros
-    again = cpu_platform.install()
-    return {"patched": cpu_platform.PATCHED, "again": again, "same": torch.zeros is before}
+    again = megatron_platform.install()
+    return {"patched": megatron_platform.PATCHED, "again": again, "same": torch.zeros is before}
 
 
 def names() -> dict[str, str]:
-    from megarl.megatron.names import canonical_name
+    from megarl.megatron.parameter_names import canonical_name
 
     layer = "decoder.layers.1."
     local = [
@@ -65,7 +65,7 @@ def logprobs() -> dict[str, dict[str, float]]:
 def logprobs_with(cap: float) -> dict[str, float]:
     """Against log_softmax in fp64, with gradients of both outputs, more rows than one slice, and padded columns."""
     from megarl.megatron import logprobs as module
-    from megarl.megatron import pieces
+    from megarl.megatron import logprobs as pieces
 
     generator = torch.Generator().manual_seed(0)
     rows, real, padded, temperature = 11, 13, 16, 0.7
@@ -130,7 +130,7 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
 def micro_batch() -> dict[str, Any]:
     """Sequences [1 2 3], [4], [5 6] of which the first and last are taken, padded to a multiple of 4."""
     from megarl.megatron.micro_batch import make_micro_batch
-    from megarl.megatron.replay import Share
+    from megarl.megatron.routing_replay import Share
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
     recorded = batch.with_(routing=tiny.records(batch, torch.arange(12).view(6, 1, 2)))
@@ -158,7 +158,7 @@ def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
     """Three layers, of which a chunk has the first and the last; over two ranks of sequence parallelism, of context
     parallelism, and for a model that does not replay."""
     from megarl.megatron.micro_batch import make_micro_batch
-    from megarl.megatron.replay import Share
+    from megarl.megatron.routing_replay import Share
 
     recorded = batch.with_(routing=tiny.records(batch, torch.arange(18).view(6, 3, 1)))
 
@@ -180,7 +180,7 @@ def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
     from dataclasses import fields
 
     from megarl.megatron.micro_batch import make_micro_batch
-    from megarl.megatron.replay import Share
+    from megarl.megatron.routing_replay import Share
 
     micro = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("meta"), replayed=Share((0,), 1, 0))
     raw = object.__getattribute__
@@ -248,8 +248,8 @@ def attention() -> dict[str, float]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
+    from megarl.cpu.megatron_modules import PackedAttention
     from megarl.megatron.build import transformer_config
-    from megarl.megatron.cpu_modules import PackedAttention
 
     settings = transformer_config(tiny.HF["qwen3_moe"], tiny.config())
     core = PackedAttention(settings, 1, AttnMaskType.causal, "self")
@@ -295,14 +295,16 @@ def capped_attention() -> dict[str, float]:
     """Output and gradients against the formula in fp64: with a window and without, all queries and the last ones."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megarl.megatron import gemma
+    from megarl.megatron import gemma_layers
     from megarl.megatron.build import transformer_config
 
     settings = transformer_config(tiny.HF["gemma2"], tiny.config())
-    gemma.QUERIES_AT_ONCE, all_at_once = 4, gemma.QUERIES_AT_ONCE
+    gemma_layers.QUERIES_AT_ONCE, all_at_once = 4, gemma_layers.QUERIES_AT_ONCE
     generator, keys, result = torch.Generator().manual_seed(0), 19, {}
     for layer, queries in ((1, 19), (2, 19), (1, 7), (2, 7)):
-        core = gemma.CappedAttention(settings, layer, AttnMaskType.causal, "self", softmax_scale=12**-0.5, cap=1.5)
+        core = gemma_layers.CappedAttention(
+            settings, layer, AttnMaskType.causal, "self", softmax_scale=12**-0.5, cap=1.5
+        )
         mine = [torch.randn(n, 2, heads, 16, generator=generator) for n, heads in ((queries, 4), (keys, 2), (keys, 2))]
         exact = [x.double() for x in mine]
         for x in (*mine, *exact):
@@ -318,7 +320,7 @@ def capped_attention() -> dict[str, float]:
         (truth * direction).sum().backward()
         gaps = [found - truth, *(x.grad - y.grad for x, y in zip(mine, exact, strict=True))]  # type: ignore[operator]
         result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
-    gemma.QUERIES_AT_ONCE = all_at_once
+    gemma_layers.QUERIES_AT_ONCE = all_at_once
     return result
 
 
@@ -332,7 +334,7 @@ def scaled_embedding() -> float:
 
 
 def unwrapped(model: Any) -> Any:
-    from megarl.megatron.names import unwrap
+    from megarl.megatron.parameter_names import unwrap
 
     return unwrap(model.chunks[0])
 
@@ -368,7 +370,7 @@ def refusals() -> dict[str, str]:
 
 
 def build(family: str, role: str = "actor", updates: int = 10, **sections: Any) -> Any:
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
 
     weights = tiny.hf_tensors(tiny.hf_model(family))
     model = MegatronModel(tiny.HF[family], tiny.config(**sections), RANKS, role, updates)  # type: ignore[arg-type]
@@ -386,7 +388,7 @@ def routing() -> dict[str, Any]:
     """Megatron's weights of given experts and their gradient, against fp64; every second token chooses for itself."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from megarl.megatron.replay import ReplayedTopK, check, check_shape
+    from megarl.megatron.routing_replay import ReplayedTopK, check, check_shape
     from megarl.models.routing import RoutingShape
 
     generator = torch.Generator().manual_seed(4)
@@ -440,7 +442,7 @@ def routing() -> dict[str, Any]:
 
 def who_gets_routing() -> dict[str, list[Any]]:
     """Shapes of the routing of each micro-batch, by role, of a batch with a record, and with train.replay_routing."""
-    from megarl.megatron import model as module
+    from megarl.megatron import trainer_model as module
     from megarl.models.routing import routing_shape
 
     shape, batch, make = routing_shape(tiny.HF["deepseek_v3"], {}), tiny.batch(), module.make_micro_batch
@@ -470,7 +472,7 @@ def folder() -> dict[str, Any]:
     """Folders as transformers writes them, for each family; and a critic's with and without a head."""
     from safetensors.torch import load_file, save_file
 
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
 
     batch, result = tiny.batch(), {}
     with tempfile.TemporaryDirectory() as place:
@@ -505,8 +507,8 @@ def absent() -> dict[str, float]:
     """Largest gaps to transformers of models whose config.json has none of the keys that have a default."""
     import transformers
 
-    from megarl.megatron.model import MegatronModel
-    from megarl.models.options import DEFAULTS
+    from megarl.megatron.trainer_model import MegatronModel
+    from megarl.models.config_json import DEFAULTS
 
     larger = {"deepseek_v3": {"num_hidden_layers": 4, "n_routed_experts": 32, "num_experts_per_tok": 8}}
     families = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
@@ -766,10 +768,10 @@ def repeating() -> list[str]:
     from types import SimpleNamespace
 
     from megarl.config import from_dict
-    from megarl.controllers.base import StepResult
-    from megarl.controllers.registry import declare
+    from megarl.controllers.controller import StepResult
+    from megarl.controllers.lookup import declare
     from megarl.flow import HybridFlow
-    from megarl.observe.spread import Spread
+    from megarl.observe.metrics import Spread
 
     flow: Any = HybridFlow(from_dict({"algorithm": "grpo"}))
     flow.spread, flow.workers, flow.job = Spread(declare(flow.config)), [], SimpleNamespace(world=1)

@@ -11,7 +11,7 @@ import reference
 import tiny
 import torch
 
-from megarl.models.cuts import shard
+from megarl.models.layout_algebra import shard
 from megarl.models.routing import routing_shape
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 
@@ -75,7 +75,7 @@ def check(
 ) -> dict[str, float]:
     """The largest differences. In a pipeline the second step is repeated with recomputation, which must use each
     micro-batch's own experts, although the next ones have begun meanwhile."""
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
 
     hf, batch = tiny.HF[family], tiny.batch()
     trainer = reference.Trainer(family, "actor")

@@ -67,7 +67,7 @@ def test_megatron_core_comes_without_wandb_and_without_its_advice(tmp_path: Path
     (tmp_path / "wandb.py").write_text("import tempfile\nMEDIA = tempfile.mkdtemp()\n")
     (tmp_path / "made").mkdir()
     code = (
-        "import os, sys; import megarl.megatron.model\n"
+        "import os, sys; import megarl.megatron.trainer_model\n"
         "assert 'wandb' not in sys.modules and not os.listdir(os.environ['TMPDIR']), os.listdir(os.environ['TMPDIR'])\n"
         "import wandb; assert wandb.MEDIA.startswith(os.environ['TMPDIR'])"
     )

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megarl.config import load_config
-from megarl.models.cuts import local_shape
+from megarl.models.layout_algebra import local_shape
 from megarl.models.memory import stage_elements, state_bytes
 from megarl.models.registry import family_of, load_hf_config
-from megarl.reshard.configured import train_layout
+from megarl.reshard.plan.from_config import train_layout
 
 CASES: list[list[Any]] = [
     *(["configs/deepseek_v3_671b.yaml", rank] for rank in (0, 37, 511)),  # a first, a middle and the last stage

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.alone
 ASKED = """
 import json, sys
 from types import ModuleType
-from megarl.megatron import fusions
+from megarl.megatron import build as fusions
 
 found = []
 def ask(**values):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from megarl.algorithms.weights import pair_mean_weights
+from megarl.algorithms.losses import pair_mean_weights
 from megarl.config import Config, from_dict
-from megarl.parallel import everyone
+from megarl.parallel import row_exchange
 from megarl.types import Shares, Support, TrainBatch
 
 COMMON: dict[str, Any] = dict(
@@ -235,7 +235,7 @@ def supports(batch: TrainBatch, vocab: int = 200) -> tuple[Support, ...]:
 
 def in_shares(batch: TrainBatch) -> TrainBatch:
     """The same, of which each rank has some sequences: of two ranks or more the second has none."""
-    all_ranks, world = everyone.AllRanks(), torch.distributed.get_world_size()
+    all_ranks, world = row_exchange.AllRanks(), torch.distributed.get_world_size()
     homes = [rank for rank in range(world) if world == 1 or rank != 1]
     home = torch.tensor([homes[number * number % len(homes)] for number in range(batch.num_sequences)])
     own = (home == all_ranks.rank).nonzero().squeeze(1)

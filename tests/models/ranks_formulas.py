@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megarl.megatron import cpu_platform
+from megarl.cpu import megatron_platform
 from megarl.models.registry import FAMILIES
 from megarl.parallel import device
 
@@ -103,7 +103,7 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
     """Largest difference of the experts' weights, zeros for those not chosen, over random tokens; and of gradients."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from megarl.megatron.group_limited import BestOfGroups
+    from megarl.megatron.router import BestOfGroups
 
     torch.nn.init.normal_(router.weight)
     bias = getattr(router, "e_score_correction_bias", None)
@@ -133,7 +133,7 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
 
 def main() -> None:
     if not device.has_cuda():
-        cpu_platform.install()
+        megatron_platform.install()
     from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter

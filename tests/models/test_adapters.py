@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError, LoraConfig
-from megarl.models.adapters import adapted_weights, adapter_params, factors, merge, peft_config, peft_tensors
-from megarl.models.cuts import Param, local_shape, shard, unshard
+from megarl.models.layout_algebra import Param, local_shape, shard, unshard
+from megarl.models.lora_tables import adapted_weights, adapter_params, factors, merge, peft_config, peft_tensors
 from megarl.models.registry import family_of
 
 

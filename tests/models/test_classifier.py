@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError
-from megarl.models.classifier import classifier_config, is_classifier
 from megarl.models.registry import family_of, load_hf_config
+from megarl.models.scalar_head import classifier_config, is_classifier
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs/models").glob("*.json"))
 

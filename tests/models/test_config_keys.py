@@ -18,7 +18,7 @@ import pytest
 import transformers
 
 from megarl.config import ConfigError
-from megarl.models.options import DEFAULTS
+from megarl.models.config_json import DEFAULTS
 from megarl.models.registry import FAMILIES, family_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))

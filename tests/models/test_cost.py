@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.models.cost import quadratic_cost
+from megarl.models.flops import quadratic_cost
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/models"
 TINY = {

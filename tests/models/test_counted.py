@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.models import counted
-from megarl.models.cuts import Columns, Cut, HFTensor, Param, Replicated
+from megarl.models import norm_counting
+from megarl.models.layout_algebra import Columns, Cut, HFTensor, Param, Replicated
 
 pytestmark = pytest.mark.alone
 
@@ -23,10 +23,10 @@ def test_marks_are_the_tables_whatever_a_layer_has_set() -> None:
     table = [param("expert", cut, 3), param("down", whole), param("cut", cut), param("norm", whole)]
     buffer = {"bias": torch.zeros(4)}
     named = {**tensors, **buffer}
-    assert counted.mark(named, [*table, param("bias", whole), param("elsewhere", cut)]) == ["expert", "down"]
+    assert norm_counting.mark(named, [*table, param("bias", whole), param("elsewhere", cut)]) == ["expert", "down"]
     marks = {name: tensor.tensor_model_parallel for name, tensor in tensors.items()}  # type: ignore[attr-defined]
     assert marks == {"expert": True, "down": False, "cut": True, "norm": False}
-    assert counted.mark(named, table) == []
+    assert norm_counting.mark(named, table) == []
 
 
 class Grouped(torch.nn.Module):
@@ -52,11 +52,11 @@ def test_an_expert_that_would_drop_out_of_the_norm_stops_the_build() -> None:
     model = chunk()
     weights = list(model.parameters())
     with pytest.raises(RuntimeError, match="linear_fc1.weight0 is not marked tensor_model_parallel"):
-        counted.check_experts([model])
+        norm_counting.check_experts([model])
     for weight in weights:
         weight.tensor_model_parallel = True  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="weight0 is marked as a dense parameter"):
-        counted.check_experts([model])
+        norm_counting.check_experts([model])
     weights[0].allreduce = False  # type: ignore[attr-defined]
     weights[1].requires_grad_(False)
-    counted.check_experts([model])
+    norm_counting.check_experts([model])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError
-from megarl.models.cuts import (
+from megarl.models.layout_algebra import (
     PADDING,
     Columns,
     Cut,

@@ -10,7 +10,7 @@ import torch
 
 from megarl.algorithms import advantages
 from megarl.config import from_dict
-from megarl.controllers.registry import declare
+from megarl.controllers.lookup import declare
 from megarl.models.host_memory import RECTANGLE, Batch, column_bytes, moments, recording, step_bytes
 from megarl.models.routing import RoutingShape
 from megarl.observe import rollout_log

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import annotated
-from megarl.config import ConfigError
+from megarl.config import ConfigError, foreign_dataclasses
 from megarl.models.megatron_fields import (
     _CLASSES,
     _DDP,
@@ -115,4 +114,4 @@ def test_every_default_fits_its_own_field() -> None:
     """So that what is refused is not what Megatron takes by itself."""
     for name, field in {**_described(*_CLASSES, _MLA), **_described(_DDP)}.items():
         if field.default is not ...:
-            annotated.check(name, field.default, field)
+            foreign_dataclasses.check(name, field.default, field)

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict, load_config
-from megarl.controllers.registry import declare
-from megarl.models.activations import activation_elements, logits_bytes, micro_batch_bytes, micro_batches_in_flight
+from megarl.controllers.lookup import declare
+from megarl.models.activation_memory import (
+    activation_elements,
+    logits_bytes,
+    micro_batch_bytes,
+    micro_batches_in_flight,
+)
 from megarl.models.memory import (
     Elements,
     StageMemory,
@@ -24,8 +29,8 @@ from megarl.models.memory import (
     staging_bytes,
     state_bytes,
 )
+from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config, param_count
-from megarl.models.stages import stage_layers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ROOT / "configs" / "models"

@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from megarl.models.runs import Box, boxes
+from megarl.models.flat_runs import Box, boxes
 
 
 def test_by_hand() -> None:

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from megarl.config import ConfigError
-from megarl.models.stages import FIRST, LAST, stage_layers
+from megarl.models.pipeline_stages import FIRST, LAST, stage_layers
 
 
 def test_stages_as_megatron_deals_them_out() -> None:

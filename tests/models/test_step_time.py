@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.models.cost import met_weights
+from megarl.models.flops import met_weights
 from megarl.models.registry import family_of, load_hf_config
 from megarl.models.step_time import Machine, StepTime, recomputed_share, sent_on
 

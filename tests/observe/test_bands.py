@@ -10,7 +10,7 @@ import pytest
 
 import megarl.observe
 from megarl.config import ConfigError, from_dict
-from megarl.observe.bands import BANDS, Band, bands_of
+from megarl.observe.health_bands import BANDS, Band, bands_of
 
 PAGE = (Path(megarl.observe.__file__).parent / "README.md").read_text(encoding="utf-8")
 

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.observe.control import Control
-from megarl.rewards.fusion import checked_weights
+from megarl.rewards.composite import checked_weights
 
 
 class Lab:

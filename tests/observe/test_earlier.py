@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe.earlier import afresh, last_step
+from megarl.observe.run_folder import afresh, last_step
 
 pytestmark = pytest.mark.alone
 

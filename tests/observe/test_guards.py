@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.registry import declare
+from megarl.controllers.lookup import declare
 from megarl.observe.guards import Guards, check_guards
 
 

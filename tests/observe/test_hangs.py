@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.observe.clock import WAIT, Clock
-from megarl.observe.hangs import margin, summary
-from megarl.observe.standing import standing
+from megarl.observe.hang_watchdog import margin, standing, summary
 
 LOGS = Path("runs/x/logs")
 

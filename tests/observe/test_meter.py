@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from megarl.models.flops import Flops
-from megarl.observe import meter
-from megarl.observe.meter import Gpu, Work, clocks_of, speed
+from megarl.observe import mfu
+from megarl.observe.mfu import Gpu, Work, clocks_of, speed
 
 pytestmark = pytest.mark.alone
 
@@ -53,7 +53,7 @@ def test_without_a_gpu_there_is_no_share_of_it() -> None:
 
 
 def test_a_gpu_is_looked_at_until_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "EVERY_S", 0.001)
+    monkeypatch.setattr(mfu, "EVERY_S", 0.001)
     seen, asked = iter([(0.5, 2**30), (1.0, 2**31)]), threading.Event()
 
     def look() -> tuple[float, int] | None:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from megarl.observe.mismatch import RESTS, ROUTING, TWINS, causes_of, gaps_of, twins_of, worst_of
+from megarl.observe.logprob_gap import RESTS, ROUTING, TWINS, causes_of, gaps_of, twins_of, worst_of
 from megarl.observe.rollout_table import Record, TrainerSays
 from megarl.types import Prompt, Rollout, Support, Turn
 

@@ -11,7 +11,7 @@ import torch
 
 from megarl.config import ConfigError, from_dict
 from megarl.observe.clock import WAIT, Clock
-from megarl.observe.profile import CudaWindow, Profile, check_profile
+from megarl.observe.profiler import CudaWindow, Profile, check_profile
 from megarl.parallel import device
 
 pytestmark = pytest.mark.alone

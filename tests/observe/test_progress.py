@@ -7,7 +7,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from megarl.observe.bands import Band
+from megarl.observe.health_bands import Band
 from megarl.observe.progress import Progress, clock, dominating
 
 METRICS = {"rollout/reward_mean": 0.5, "actor/kl_to_reference": 0.0123, "time/step": 2.0, "other": 1.0}

@@ -11,7 +11,7 @@ import torch
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.models.registry import load_hf_config
-from megarl.observe.recorded import Recorded, check_replay, needs_records
+from megarl.observe.replayed_rollouts import Recorded, check_replay, needs_records
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.types import Prompt, Rollout, Support, Turn
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megarl.config import ConfigError
-from megarl.observe import exact_json, rollout_log
+from megarl.observe import rollout_log
 from megarl.observe.rollout_columns import LATER, SCHEMA
 from megarl.observe.rollout_log import (
     RolloutLog,
@@ -34,6 +34,7 @@ from megarl.observe.rollout_log import (
 from megarl.observe.rollout_table import TrainerSays
 from megarl.observe.run_log import advantages_of, trainer_of
 from megarl.types import Branch, Prompt, Rollout, Rollouts, Support, TrainBatch, Turn
+from megarl.utils import exact_json
 
 NAN = math.nan
 

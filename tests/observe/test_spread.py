@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.controllers.registry import declare
-from megarl.observe.spread import Spread
+from megarl.controllers.lookup import declare
+from megarl.observe.metrics import Spread
 
 pytestmark = pytest.mark.alone
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.observe.stragglers import Stragglers, slowest
+from megarl.observe.hang_watchdog import Stragglers, slowest
 
 
 def test_the_slowest_is_compared_with_the_median_of_the_others_in_the_same_phase() -> None:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 from megarl.config import ParallelConfig  # noqa: E402
-from megarl.parallel import everyone, ranks, shared_memory  # noqa: E402
-from megarl.parallel.delivery import Delivery, Post  # noqa: E402
+from megarl.parallel import ranks, row_exchange, shared_memory  # noqa: E402
+from megarl.parallel.row_exchange import Delivery, Post  # noqa: E402
 
 KINDS: dict[str, Any] = {
     "flags": (torch.bool, ()),
@@ -126,7 +126,7 @@ def gathers(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
         draw = [torch.randint(0, 99, (size, 1), generator=torch.Generator().manual_seed(size)) for size in share]
         if [len(value) for value in ranks.all_gather_objects(bytes(share[rank]))] != share:
             wrong.append(f"objects, {name}")
-        if not torch.equal(everyone.gather_rows(draw[rank]), torch.cat(draw)):
+        if not torch.equal(row_exchange.gather_rows(draw[rank]), torch.cat(draw)):
             wrong.append(f"rows, {name}")
     for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
         parts = [
@@ -136,9 +136,9 @@ def gathers(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
         for part in parts[1:]:
             expected += part
         given = parts[rank].clone()
-        if not torch.equal(everyone.total(given), expected) or not torch.equal(given, parts[rank]):
+        if not torch.equal(row_exchange.total(given), expected) or not torch.equal(given, parts[rank]):
             wrong.append(f"total of {dtype}")
-    if everyone.total(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
+    if row_exchange.total(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
         wrong.append("total of a number")
     chance = random.Random(seed)
     for _ in range(20):

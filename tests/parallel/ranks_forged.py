@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megarl.config import ParallelConfig
 from megarl.parallel import last_words, ranks
-from megarl.parallel.board import Board
-from megarl.parallel.secret import ForgedError
-from megarl.rollout.queue import Tickets
+from megarl.parallel.job_secret import ForgedError
+from megarl.parallel.kv_store import Board
+from megarl.rollout.group_queue import Tickets
 
 harm = Path(sys.argv[1], "harm")
 SOMEBODY = """

@@ -25,8 +25,8 @@ import reference  # noqa: E402
 import tiny  # noqa: E402
 from ranks_layout import ADAM, LOSSES  # noqa: E402
 
-from megarl.models.cuts import shard  # noqa: E402
-from megarl.parallel import meeting, ranks  # noqa: E402
+from megarl.models.layout_algebra import shard  # noqa: E402
+from megarl.parallel import ranks, rendezvous  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
 
@@ -39,7 +39,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
 
     family, role, layout = part["family"], part["role"], part["layout"]
     megatron: dict[str, Any] = dict(tiny.AUX_LOSSES) if "moe_intermediate_size" in tiny.HF[family] else {}
@@ -54,8 +54,8 @@ def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
 
 
 def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
-    from megarl.checkpoint.gather import gather_hf
-    from megarl.checkpoint.sharded import restore_model, save_model
+    from megarl.checkpoint.export import gather_hf
+    from megarl.megatron.dist_checkpoint import restore_model, save_model
     from megarl.megatron.optimizer import state_tensors
 
     while "after" in part and not (FOLDER / part["after"] / "done").exists():
@@ -75,7 +75,7 @@ def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
 
 def main() -> None:
     parts = [json.loads(text) for text in sys.argv[2:]]
-    job = ranks.join(meeting.place().world, timeout_s=60)
+    job = ranks.join(rendezvous.place().world, timeout_s=60)
     places = [
         ranks.layout(tiny.config(world=len(part["members"]), **part["layout"]).parallel, 60, part["members"])
         for part in parts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.parallel.meeting import check_meeting, place
+from megarl.parallel.rendezvous import check_meeting, place
 
 Run = Callable[..., list[dict[str, Any]]]
 

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from megarl.config import ConfigError
-from megarl.parallel import secret
-from megarl.parallel.secret import ForgedError, SealedPickle, seal, unseal
+from megarl.parallel import job_secret
+from megarl.parallel.job_secret import ForgedError, SealedPickle, seal, unseal
 
 KEY = bytes(32)
 
@@ -23,11 +23,11 @@ KEY = bytes(32)
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for name in (secret.VARIABLE, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED"):
+    for name in (job_secret.VARIABLE, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED"):
         monkeypatch.delenv(name, raising=False)
-    secret.of_job.cache_clear()
+    job_secret.of_job.cache_clear()
     yield
-    secret.of_job.cache_clear()
+    job_secret.of_job.cache_clear()
 
 
 class Harm:
@@ -71,7 +71,7 @@ def test_collectives_of_objects_are_sealed(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setitem(torch_own, name, torch_own[name])
     cpu, plain = "cpu", io.BytesIO()
     pickle.Pickler(plain).dump(Harm(tmp_path / "harm"))
-    secret.seal_object_collectives(KEY)
+    job_secret.seal_object_collectives(KEY)
     data, size = torch_own["_object_to_tensor"]({"a": 1}, cpu, None)
     assert torch_own["_tensor_to_object"](data, size, None) == {"a": 1}
     data[40] += 1
@@ -87,37 +87,37 @@ def test_collectives_of_objects_are_sealed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_secret_is_that_of_the_environment_and_another_in_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv(secret.VARIABLE, "a" * 32)
-    keys = [secret.of_job()]
-    for name, text in (("MEGARL_RESTARTED", "1"), ("MASTER_PORT", "5"), (secret.VARIABLE, "b" * 32)):
+    monkeypatch.setenv(job_secret.VARIABLE, "a" * 32)
+    keys = [job_secret.of_job()]
+    for name, text in (("MEGARL_RESTARTED", "1"), ("MASTER_PORT", "5"), (job_secret.VARIABLE, "b" * 32)):
         monkeypatch.setenv(name, text)
-        secret.of_job.cache_clear()
-        keys.append(secret.of_job())
-    assert len({*keys, secret.of_launchers()}) == 5 and all(len(key) == 32 for key in keys)
-    monkeypatch.setenv(secret.VARIABLE, "short")
-    secret.of_job.cache_clear()
+        job_secret.of_job.cache_clear()
+        keys.append(job_secret.of_job())
+    assert len({*keys, job_secret.of_launchers()}) == 5 and all(len(key) == 32 for key in keys)
+    monkeypatch.setenv(job_secret.VARIABLE, "short")
+    job_secret.of_job.cache_clear()
     with pytest.raises(ConfigError, match="MEGARL_SECRET has 5 characters: set it to 16"):
-        secret.of_job()
+        job_secret.of_job()
 
 
 def test_without_one_it_is_this_users_and_nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     file = tmp_path / "state/megarl/secret"
-    key = secret.of_job()
+    key = job_secret.of_job()
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in file.parent.iterdir()] == ["secret"]
-    secret.of_job.cache_clear()
-    assert secret.of_job() == key
+    job_secret.of_job.cache_clear()
+    assert job_secret.of_job() == key
     file.chmod(0o644)
-    secret.of_job.cache_clear()
+    job_secret.of_job.cache_clear()
     with pytest.raises(ConfigError, match="secret can be read by others, or is not yours: remove it"):
-        secret.of_job()
+        job_secret.of_job()
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
     with pytest.raises(ConfigError, match="cannot be read or written .*: set MEGARL_SECRET to the same"):
-        secret.of_job()
+        job_secret.of_job()
 
 
 def test_a_rank_that_is_alone_needs_none(tmp_path: Path) -> None:
-    assert len(secret.of_job()) == 32
+    assert len(job_secret.of_job()) == 32
     assert not (tmp_path / "state").exists()
-    assert sys.modules["megarl.parallel.secret"] is secret
+    assert sys.modules["megarl.parallel.job_secret"] is job_secret

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from other_user import as_other_user, needs_root
 
 from megarl.config import ConfigError
-from megarl.parallel import stores
-from megarl.parallel.meeting import FILE, Place, further_connection, keep_store, store
+from megarl.parallel import rendezvous
+from megarl.parallel.rendezvous import FILE, Place, further_connection, keep_store, store
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -82,12 +82,12 @@ def test_a_port_that_is_taken_is_an_error_as_ever() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(dist.DistNetworkError, match="EADDRINUSE|in use"):
-            stores.keep("127.0.0.1", taken.getsockname()[1], 1, timedelta(seconds=5))
+            rendezvous.keep("127.0.0.1", taken.getsockname()[1], 1, timedelta(seconds=5))
 
 
 def test_what_meets_by_an_address_keeps_its_store_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores._rendezvous, "TCPStore", dist.TCPStore)
-    stores.keep_near()
+    monkeypatch.setattr(rendezvous._rendezvous, "TCPStore", dist.TCPStore)
+    rendezvous.keep_near()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -99,11 +99,11 @@ def test_what_meets_by_an_address_keeps_its_store_there(monkeypatch: pytest.Monk
 
 
 def test_public_addresses_are_refused_unless_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(stores.ALLOWS, raising=False)
+    monkeypatch.delenv(rendezvous.ALLOWS, raising=False)
     for address in ("127.0.0.1", "localhost", "10.1.2.3", "192.168.1.1", "172.20.0.1", "fd00::1", "100.64.0.1"):
-        stores.check_private("MASTER_ADDR", address)
+        rendezvous.check_private("MASTER_ADDR", address)
     for address in ("8.8.8.8", "2001:4860:4860::8888"):
-        with pytest.raises(ConfigError, match=f"MASTER_ADDR={address} is .*public internet.*{stores.ALLOWS}=1"):
-            stores.check_private("MASTER_ADDR", address)
-    monkeypatch.setenv(stores.ALLOWS, "1")
-    stores.check_private("MASTER_ADDR", "8.8.8.8")
+        with pytest.raises(ConfigError, match=f"MASTER_ADDR={address} is .*public internet.*{rendezvous.ALLOWS}=1"):
+            rendezvous.check_private("MASTER_ADDR", address)
+    monkeypatch.setenv(rendezvous.ALLOWS, "1")
+    rendezvous.check_private("MASTER_ADDR", "8.8.8.8")

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from megarl.parallel import watching
-from megarl.parallel.watching import watch, watched
+from megarl.parallel import wait_listeners
+from megarl.parallel.wait_listeners import watch, watched
 
 told: list[str] = []
 
@@ -60,10 +60,10 @@ def test_an_error_ends_it() -> None:
 
 def test_how_far_work_is_goes_to_whoever_is_told() -> None:
     told: list[tuple[int, int]] = []
-    assert list(watching.counted("ab", 2)) == ["a", "b"], "nobody is told"
-    watching.tell_share(lambda done, total: told.append((done, total)))
+    assert list(wait_listeners.counted("ab", 2)) == ["a", "b"], "nobody is told"
+    wait_listeners.tell_share(lambda done, total: told.append((done, total)))
     try:
-        assert list(watching.counted("ab", 2)) == ["a", "b"]
+        assert list(wait_listeners.counted("ab", 2)) == ["a", "b"]
     finally:
-        watching.tell_share(None)
+        wait_listeners.tell_share(None)
     assert told == [(0, 2), (1, 2)]

@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, subprocess, sys, time
-from megarl.processes.family import children, end_orphans
-from megarl.processes.parent import inherit_orphans
+from megarl.processes.children import children, end_orphans
+from megarl.processes.children import inherit_orphans
 inherit_orphans()
 assert children() == [] and end_orphans((), 0.0) == []
 spared = subprocess.Popen(["sleep", "600"])

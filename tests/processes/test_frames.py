@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from megarl.processes.frames import frame, order_frame, orders, read_frame, read_order
+from megarl.processes.messages import frame, order_frame, orders, read_frame, read_order
 
 
 def read(sent: bytes, most: int | None = None) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from megarl.processes.limits import clean_environment
+from megarl.processes.process_limits import clean_environment
 
 
 def test_what_is_named_and_nothing_else() -> None:

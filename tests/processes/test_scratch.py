@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.processes import scratch
-from megarl.processes.scratch import Scratch
+from megarl.processes import temp_folders
+from megarl.processes.temp_folders import Scratch
 
 MAKES = """
 import os, sys, time
-from megarl.processes.scratch import Scratch
+from megarl.processes.temp_folders import Scratch
 folder = Scratch("megarl-test-")
 if os.fork():
     print(folder.path, flush=True)
@@ -26,11 +26,15 @@ time.sleep(600)
 def test_what_nobody_holds_is_removed_by_the_next_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch, "_LONGEST", 1000)
-    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(temp_folders, "_LONGEST", 1000)
+    monkeypatch.setattr(temp_folders.tempfile, "gettempdir", lambda: str(tmp_path))
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", f"from megarl.processes import scratch; scratch._LONGEST = 1000\n{MAKES}"],
+        [
+            sys.executable,
+            "-c",
+            f"from megarl.processes import temp_folders as scratch; scratch._LONGEST = 1000\n{MAKES}",
+        ],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
@@ -43,7 +47,7 @@ def test_what_nobody_holds_is_removed_by_the_next_and_nothing_else(
         others.mkdir(mode=0o755)
         (tmp_path / "megarl-test-link").symlink_to(theirs)
         Scratch("megarl-test-").close()
-        monkeypatch.setattr(scratch, "_YOUNG_S", -1.0)
+        monkeypatch.setattr(temp_folders, "_YOUNG_S", -1.0)
         os.kill(maker.pid, signal.SIGKILL)
         maker.wait()
         Scratch("megarl-test-").close()

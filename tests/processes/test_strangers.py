@@ -7,8 +7,8 @@ import time
 
 from other_user import needs_root, start_as_other_user
 
-from megarl.launching import ending
-from megarl.processes.strangers import connected_users
+from megarl.launch import exit_status
+from megarl.processes.children import connected_users
 
 
 def test_this_user_is_no_stranger() -> None:
@@ -34,13 +34,13 @@ sys.stdin.read()
             with near:
                 assert other.stdout is not None and other.stdout.readline() == "connected\n"
                 assert connected_users() == [65534]
-                _, _, line = ending.describe(lost)
+                _, _, line = exit_status.describe(lost)
                 assert (
                     "; user 65534 of this machine is connected to its ports (SECURITY.md, What is not closed)" in line
                 )
                 other.communicate("")
                 time.sleep(0.1)
                 assert connected_users() == []
-                assert "65534" not in ending.describe(lost)[2]
+                assert "65534" not in exit_status.describe(lost)[2]
         finally:
             other.kill()

@@ -7,7 +7,7 @@ import random
 import torch
 
 from megarl.models.fp8 import BLOCK, block_amax, grid_shape, scales
-from megarl.reshard.copies import Box, Scaled
+from megarl.reshard.run.copies import Box, Scaled
 
 TYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8)
 

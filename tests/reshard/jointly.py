@@ -1,6 +1,7 @@
 """How little a plan's busiest rank can send, by linear programming: for tests.
 
-Who may do what is as in `reshard/bound.py`, whose sets of ranks it judges; whoever may do a job may do any part of it.
+Who may do what is as in `reshard/plan/bound.py`, whose sets of ranks it judges; whoever may do a job may do any part
+of it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from megarl.models.cuts import HFConfig
-from megarl.reshard.bound import Bools, Ints, members, whole
-from megarl.reshard.layout import EngineLayout, TrainLayout
-from megarl.reshard.sides import sides_of
+from megarl.models.layout_algebra import HFConfig
+from megarl.reshard.plan.bound import Bools, Ints, members, whole
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, sides_of
 
 
 def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int, within: float) -> float:

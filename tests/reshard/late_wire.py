@@ -17,7 +17,7 @@ import pytest
 import ranks_executor
 import torch
 
-from megarl.reshard import executor
+from megarl.reshard.run import executor
 
 Sent = tuple[torch.Tensor, threading.Event]
 PATIENCE = 60.0  # seconds; a rank that waits longer waits for ever

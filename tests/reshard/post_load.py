@@ -28,7 +28,7 @@ from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend, get_fla
 from sglang.srt.layers.quantization import fp8, fp8_utils, unquant  # noqa: E402
 from sglang.srt.model_loader import utils as loading  # noqa: E402
 
-from megarl.rollout.loader import oddities  # noqa: E402
+from megarl.engine.weight_loader import oddities  # noqa: E402
 
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 256, 128
 

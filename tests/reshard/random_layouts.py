@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
-from megarl.reshard.layout import EngineLayout, TrainLayout
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 
 WORLDS = (1, 2, 2, 3, 4, 4, 4, 6, 8, 8, 8, 8, 12, 16, 16, 16, 24, 32, 64)
 

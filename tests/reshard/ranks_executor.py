@@ -14,16 +14,16 @@ import torch.distributed as dist
 from random_layouts import Case, random_case
 
 from megarl.config import ConfigError
+from megarl.engine import weight_loader
 from megarl.models import blocks
-from megarl.models.cuts import Param
 from megarl.models.fp8 import BLOCK, SCALE, is_quantised
+from megarl.models.layout_algebra import Param
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
-from megarl.reshard.executor import Executor, PushError
-from megarl.reshard.layout import Held, engine_shapes
-from megarl.reshard.planner import Plan
-from megarl.reshard.quantise import straddles
-from megarl.rollout import loader
+from megarl.reshard.plan.layout import Held, engine_shapes
+from megarl.reshard.plan.planner import Plan
+from megarl.reshard.run.executor import Executor, PushError
+from megarl.reshard.run.scale_grids import straddles
 
 Tensors = dict[str, torch.Tensor]
 
@@ -80,7 +80,7 @@ def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
 
 
 def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole matrix in FP8, and its scales; written apart from megarl.reshard.quantise."""
+    """A whole matrix in FP8, and its scales; written apart from megarl.reshard.run.scale_grids."""
     grid = torch.empty(-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK))
     quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     for row in range(grid.shape[0]):
@@ -201,7 +201,7 @@ class Run:
         self.drafts.append(draft)
         if os.environ.get("FLIP") and self.rank == 0 and order["slices"]:
             buffer[order["slices"][0][6]] ^= 1
-        self.answers.append(loader._obey(self.models[draft], order, buffer))
+        self.answers.append(weight_loader._obey(self.models[draft], order, buffer))
 
     def push(self, number: int) -> Tensors:
         """The weights that were pushed."""

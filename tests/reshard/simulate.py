@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.models import blocks
-from megarl.models.cuts import PADDING, Cut, HFConfig, Param, cut_pieces
 from megarl.models.fp8 import is_quantised
+from megarl.models.layout_algebra import PADDING, Cut, HFConfig, Param, cut_pieces
 from megarl.models.registry import family_of
-from megarl.reshard.layout import EngineLayout, Held, TrainLayout
-from megarl.reshard.planner import ALIGN, Message, Piece, Plan, Round
+from megarl.reshard.plan.layout import EngineLayout, Held, TrainLayout
+from megarl.reshard.plan.planner import ALIGN, Message, Piece, Plan, Round
 
 EMPTY = -1  # of the engine's tensors: padding, or not written yet
 BLOCK = 128

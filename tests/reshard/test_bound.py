@@ -14,11 +14,11 @@ from random_layouts import Case, apart, random_case
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.cuts import PADDING, Cut, Param, cut_pieces
 from megarl.models.fp8 import is_quantised
+from megarl.models.layout_algebra import PADDING, Cut, Param, cut_pieces
 from megarl.models.registry import family_of
-from megarl.reshard.bound import BLOCK, SLACK, Bound, Jobs, bound
-from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
+from megarl.reshard.plan.bound import BLOCK, SLACK, Bound, Jobs, bound
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
 
 Element = tuple[str, int, int]
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
@@ -248,7 +248,7 @@ def brute_force(case: Case, table: list[Param], found: Bound) -> None:
 def check_best_set(
     found: float, own: Counter[frozenset[int]], capped: Counter[frozenset[int]], cap: float, world: int, name: str
 ) -> None:
-    """Every way to choose a set U, and where jobs are `capped` a set V besides: see `reshard/bound.py`."""
+    """Every way to choose a set U, and where jobs are `capped` a set V besides: see `reshard/plan/bound.py`."""
     best = 0.0
     for part in itertools.product((0, 1, 2) if capped else (0, 1), repeat=world):
         u = frozenset(rank for rank in range(world) if part[rank] == 1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.models.registry import family_of
-from megarl.reshard.check import digest, digest_problem, engine_problems, layout_problems, shard_problems
-from megarl.reshard.layout import EngineLayout, TrainLayout, engine_shapes
+from megarl.reshard.plan.checks import digest, digest_problem, engine_problems, layout_problems, shard_problems
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, engine_shapes
 
 HF: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

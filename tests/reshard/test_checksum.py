@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.reshard import checksum
-from megarl.reshard.checksum import device_hash, device_hashes, slice_hash
+from megarl.reshard.run import checksum
+from megarl.reshard.run.checksum import device_hash, device_hashes, slice_hash
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.float64, torch.int64]
 

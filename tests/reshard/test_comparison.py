@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megarl.config import from_dict
-from megarl.models.cuts import shard
+from megarl.engine import weight_loader
 from megarl.models.fp8 import SCALE, grid_shape, is_quantised
+from megarl.models.layout_algebra import shard
 from megarl.models.registry import family_of
-from megarl.reshard.configured import engine_layout, push_plan
-from megarl.reshard.executor import Executor, is_full
-from megarl.reshard.layout import engine_shapes
-from megarl.rollout import loader
+from megarl.reshard.plan.from_config import engine_layout, push_plan
+from megarl.reshard.plan.layout import engine_shapes
+from megarl.reshard.run.executor import Executor, is_full
 
 pytestmark = pytest.mark.alone
 
@@ -61,7 +61,7 @@ def test_a_flipped_bit_after_a_push_is_named_and_nothing_is_written(hf: dict[str
     seen: list[tuple[str, bool, list[str]]] = []
 
     def hand_over(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
-        found = loader._write(tensors, order, buffer, writes=order["do"] == "write")
+        found = weight_loader._write(tensors, order, buffer, writes=order["do"] == "write")
         seen.append((order["do"], all(entry[-1] != -1 for entry in order["slices"]), found))
 
     executor = Executor(push_plan(hf, config, layout), 0, 3, lambda size: torch.empty(size, dtype=torch.uint8))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.reshard.configured import engine_layout, push_plan, train_layout
-from megarl.reshard.layout import EngineLayout, TrainLayout
+from megarl.reshard.plan.from_config import engine_layout, push_plan, train_layout
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],

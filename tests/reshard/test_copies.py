@@ -13,7 +13,7 @@ import torch
 from boxes import noise, random_boxes, random_fp8, weights
 
 from megarl.models.fp8 import block_amax, grid_shape, quantise, scales
-from megarl.reshard.copies import Scaled, pack, pack_fp8, unpack
+from megarl.reshard.run.copies import Scaled, pack, pack_fp8, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
 
 
 def test_triton_is_not_imported_without_a_gpu() -> None:
-    code = "import sys, megarl.reshard.executor; sys.exit('triton' in sys.modules)"
+    code = "import sys, megarl.reshard.run.executor; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

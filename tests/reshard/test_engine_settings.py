@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from megarl.config import ConfigError
-from megarl.reshard import engine_settings
-from megarl.reshard.engine_settings import check, safe_runner
-from megarl.rollout import server_args
+from megarl.config import ConfigError, server_args
+from megarl.reshard.plan import engine_settings
+from megarl.reshard.plan.engine_settings import check, safe_runner
 
 RUNNERS = server_args.fields()["moe_runner_backend"].choices
 A2A = server_args.fields()["moe_a2a_backend"].choices

@@ -13,9 +13,9 @@ import ranks_executor
 import torch
 from late_wire import push_as_threads
 
-from megarl.reshard.executor import Executor
-from megarl.reshard.layout import EngineLayout, TrainLayout
-from megarl.reshard.planner import Plan
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout
+from megarl.reshard.plan.planner import Plan
+from megarl.reshard.run.executor import Executor
 
 SEEDS = (*(str(seed) for seed in range(20)), "40", "43", "50", "58")
 """The last ones are FP8: blocks on several ranks, of dense weights and of experts; experts; DeepSeek."""

@@ -16,10 +16,10 @@ from random_layouts import Case, apart, random_case
 from simulate import simulate, staged
 
 from megarl.config import ConfigError
-from megarl.reshard.bound import SLACK, Bound, bound
-from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
-from megarl.reshard.paper import Messages, messages_of
-from megarl.reshard.planner import Plan
+from megarl.reshard.plan.bound import SLACK, Bound, bound
+from megarl.reshard.plan.cost_report import Messages, messages_of
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
+from megarl.reshard.plan.planner import Plan
 
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 DEEPSEEK = json.loads((MODELS / "deepseek_v3.json").read_text())

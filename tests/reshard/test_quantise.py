@@ -15,8 +15,8 @@ from boxes import weights
 
 from megarl.models.fp8 import FP8, block_amax, dequantise, grid_shape, is_quantised, quantise, scales
 from megarl.models.registry import family_of
-from megarl.reshard.layout import TrainLayout
-from megarl.reshard.quantise import scale_grids, straddles
+from megarl.reshard.plan.layout import TrainLayout
+from megarl.reshard.run.scale_grids import scale_grids, straddles
 
 SHAPES = ((128, 128), (1, 1), (127, 129), (256, 384), (300, 200), (576, 130), (64, 1000))
 

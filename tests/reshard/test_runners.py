@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl import annotated
-from megarl.config import ConfigError
-from megarl.reshard import engine_settings, runners
-from megarl.rollout import server_args
+from megarl.config import ConfigError, foreign_dataclasses, server_args
+from megarl.reshard.plan import engine_settings
+from megarl.reshard.plan import engine_settings as runners
 
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
-CHOICES = annotated.constants(ast.parse((server_args._source() / "arg_groups/choices.py").read_text()))
+CHOICES = foreign_dataclasses.constants(ast.parse((server_args._source() / "arg_groups/choices.py").read_text()))
 
 
 def members(file: str, name: str) -> set[str]:
@@ -111,7 +110,7 @@ HIDDEN_BY = {
 def test_sglang_leaves_in_place_what_is_carried_and_marks_the_rest() -> None:
     """Its own code, that runs when weights are loaded, as on Hopper and on Blackwell; see `post_load.py`."""
     choices = [*runners.carried("moe_runner_backend"), *(choice for choice, _ in HIDDEN_BY)]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "megarl/rollout/cpu_stubs"), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "megarl/cpu/stubs"), str(ROOT / "tests")])
     command = [sys.executable, "-W", "ignore", "tests/reshard/post_load.py", ",".join(choices)]
     environment = {**os.environ, "PYTHONPATH": path, **engine_settings.ENVIRONMENT}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -138,5 +137,5 @@ def test_the_experts_of_every_family_are_the_same_kind_of_layer(model: str) -> N
 
 def test_the_readme_has_the_table() -> None:
     text = (ROOT / "megarl/reshard/README.md").read_text()
-    begin, end = "<!-- runners: megarl/reshard/runners.py -->\n", "\n<!-- /runners -->"
+    begin, end = "<!-- runners: megarl/reshard/plan/engine_settings.py -->\n", "\n<!-- /runners -->"
     assert text[text.index(begin) + len(begin) : text.index(end)] == runners.as_markdown()

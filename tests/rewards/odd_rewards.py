@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.types import Prompt, Rollout
-from megarl.types.verdicts import Reward
+from megarl.types.reward_values import Reward
 
 HERE = f"calls of the process {os.getpid()}"
 
@@ -126,5 +126,5 @@ def breaks_elsewhere(rollout: Rollout) -> float:
     return 1.0
 
 
-if os.environ.get("REWARDS_BREAK") and "megarl.processes.nursery" in " ".join(sys.orig_argv):
+if os.environ.get("REWARDS_BREAK") and "megarl.processes.forkserver" in " ".join(sys.orig_argv):
     raise RuntimeError("no licence in another process")

@@ -6,8 +6,8 @@ import gc
 from concurrent.futures import Future
 from dataclasses import replace
 
-from megarl.rewards.ahead import Ahead
 from megarl.types import Prompt, Rollout, Turn
+from megarl.workers.reward import Ahead
 
 
 def test_found_by_the_conversation_whatever_became_of_it() -> None:

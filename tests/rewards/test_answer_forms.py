@@ -9,9 +9,9 @@ import pytest
 
 from megarl.rewards.arithmetic import arithmetic
 from megarl.rewards.choice import choice
-from megarl.rewards.code.answers import code_of
-from megarl.rewards.dapo import math_dapo
+from megarl.rewards.code.scorer import code_of
 from megarl.rewards.gsm8k import gsm8k, gsm8k_strict
+from megarl.rewards.math_dapo import math_dapo
 from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.squad import exact_match
 

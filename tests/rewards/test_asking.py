@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 
 from megarl.config import ConfigError
-from megarl.parallel.addresses import is_public
-from megarl.rewards import asking as module
-from megarl.rewards.asking import Answer, Asker, AskingOptions, shown
-from megarl.types.verdicts import Failed
+from megarl.rewards import http_requests as module
+from megarl.rewards.http_requests import Answer, Asker, AskingOptions, shown
+from megarl.types.reward_values import Failed
+from megarl.utils.addresses import is_public
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging  # noqa: E402

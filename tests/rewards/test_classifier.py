@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.classifier import ClassifierOptions, batches, label_of, positions
+from megarl.rewards.sequence_classifier import ClassifierOptions, batches, label_of, positions
 
 ONE = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 THREE = ONE | {"id2label": {"0": "bad", "1": "good", "2": "0"}}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.dapo import math_dapo
+from megarl.rewards.math_dapo import math_dapo
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402

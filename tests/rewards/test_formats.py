@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.formats import format_reward, format_reward_opened, in_tags
+from megarl.rewards.format_reward import format_reward, format_reward_opened, in_tags
 from megarl.rewards.functions import checked
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megarl.config import ConfigError
-from megarl.forks import is_async
+from megarl.config.plugins import is_async
 from megarl.rewards.functions import checked, load_functions
 from megarl.rewards.gsm8k import gsm8k
-from megarl.types.verdicts import Failed, Reward, RewardError, of_model, reward_of, worth
+from megarl.types.reward_values import Failed, Reward, RewardError, of_model, reward_of, worth
 
 
 class Unshown:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.fusion import checked_weights, fused, fused_episodes, unfused
+from megarl.rewards.composite import checked_weights, fused, fused_episodes, unfused
 from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
-from megarl.types.verdicts import Failed, Reward, Verdict
+from megarl.types.reward_values import Failed, Reward, Verdict
 
 ROLLOUT = Rollout(
     Prompt("p", ()),

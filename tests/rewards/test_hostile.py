@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.rewards.choice import choice
-from megarl.rewards.dapo import math_dapo
-from megarl.rewards.formats import format_reward, format_reward_opened
+from megarl.rewards.format_reward import format_reward, format_reward_opened
 from megarl.rewards.gsm8k import gsm8k, gsm8k_strict
+from megarl.rewards.math_dapo import math_dapo
 from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.squad import exact_match, f1
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.rewards import deadline
-from megarl.rewards.in_process import score
-from megarl.rewards.unscored import NOT_JUDGED
+from megarl.rewards import reward_process
+from megarl.rewards.failed_rewards import NOT_JUDGED
+from megarl.rewards.reward_process import score
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.verdicts import Failed, Reward
+from megarl.types.reward_values import Failed, Reward
 
 ROOT = Path(__file__).parents[2]
 ROLLOUTS = [
@@ -163,10 +163,10 @@ def renames(rollout):
 
 @pytest.mark.parametrize("function", [sleeps, spins, swallows, renames, waits])
 def test_a_function_that_hangs_is_interrupted(function):
-    before = signal.getsignal(deadline.LATE)
+    before = signal.getsignal(reward_process.LATE)
     (why,) = failed(function, timeout=0.2)
     assert why == "it took longer than reward.timeout=0.2 s; make it faster or raise that"
-    assert signal.getsignal(deadline.LATE) == before
+    assert signal.getsignal(reward_process.LATE) == before
     assert not [thread for thread in threading.enumerate() if thread.name == "reward deadline"]
 
 
@@ -204,7 +204,7 @@ def stubborn(rollout):
 
 
 def test_a_function_that_cannot_be_interrupted_ends_the_process_with_a_line(monkeypatch):
-    monkeypatch.setattr(deadline, "GRACE_S", 0.3)
+    monkeypatch.setattr(reward_process, "GRACE_S", 0.3)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

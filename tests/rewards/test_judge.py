@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.config import ConfigError
 from megarl.rewards.judge import PROMPT, Judge, JudgeOptions, filled, question
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.verdicts import Failed
+from megarl.types.reward_values import Failed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging, says  # noqa: E402

@@ -17,9 +17,8 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards.evaluated import LONGEST, MOST_BITS, differ, small, tame
-from megarl.rewards.math_verify import math_verify, math_verify_strict
-from megarl.rewards.stated import boxed
+from megarl.rewards.math_verify import LONGEST, MOST_BITS, differ, math_verify, math_verify_strict, small, tame
+from megarl.rewards.stated_answer import boxed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402

@@ -2,7 +2,7 @@ from decimal import Decimal
 
 import pytest
 
-from megarl.rewards.numbers import as_number, numbers_in
+from megarl.rewards.stated_answer import as_number, numbers_in
 
 
 @pytest.mark.parametrize(

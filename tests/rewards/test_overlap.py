@@ -14,16 +14,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
 from scripted import CHAT, CONFIG, PROMPT, Script, parse  # noqa: E402
 
-from megarl.environments.sessions import Sessions  # noqa: E402
-from megarl.rewards.ahead import Ahead  # noqa: E402
+from megarl.engine.generation import Generation  # noqa: E402
+from megarl.environments.process_sessions import Sessions  # noqa: E402
 from megarl.rewards.functions import load_functions  # noqa: E402
-from megarl.rewards.pool import Pool  # noqa: E402
-from megarl.rollout.gathering import Gathered, gather_rollouts  # noqa: E402
-from megarl.rollout.multi_turn import Surroundings  # noqa: E402
-from megarl.rollout.policy import Generation  # noqa: E402
-from megarl.rollout.queue import Tickets  # noqa: E402
+from megarl.rewards.reward_pool import Pool  # noqa: E402
+from megarl.rollout.conversation import Surroundings  # noqa: E402
+from megarl.rollout.group_queue import Tickets  # noqa: E402
+from megarl.rollout.scheduler import Gathered, gather_rollouts  # noqa: E402
 from megarl.types import Prompt  # noqa: E402
-from megarl.types.verdicts import Reward  # noqa: E402
+from megarl.types.reward_values import Reward  # noqa: E402
+from megarl.workers.reward import Ahead  # noqa: E402
 
 
 class AfterTheReward(Script):

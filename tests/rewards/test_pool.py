@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.processes.limits import NO_LIMITS, Limits
+from megarl.processes.process_limits import NO_LIMITS, Limits
 from megarl.rewards.functions import load_functions
-from megarl.rewards.pool import Pool
+from megarl.rewards.reward_pool import Pool
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.verdicts import Failed, Reward, Verdict
+from megarl.types.reward_values import Failed, Reward, Verdict
 
 HERE = Path(__file__).parent
 Made = Callable[..., Pool]
@@ -132,7 +132,7 @@ def test_a_coroutine_that_takes_its_process_with_it_fails_alone(
     made: Made, monkeypatch: pytest.MonkeyPatch, how: str, complaint: str
 ) -> None:
     """The others of the process are called again, one by one."""
-    monkeypatch.setattr("megarl.rewards.pool.GRACE_S", 1.0)
+    monkeypatch.setattr("megarl.rewards.reward_pool.GRACE_S", 1.0)
     said = verdicts(made("aodd", limit=1.0), "fine", how, "fine", "turns", "fine", name="aodd")
     assert [one == Reward(1.0) for one in said] == [True, False, True, False, True]
     assert isinstance(said[1], Failed) and complaint in said[1].why
@@ -172,7 +172,7 @@ def test_nothing_outlives_a_rank_that_is_killed(tmp_path: Path, victim: str) -> 
 import sys, time
 from pathlib import Path
 from megarl.rewards.functions import load_functions
-from megarl.rewards.pool import Pool
+from megarl.rewards.reward_pool import Pool
 from megarl.types import Prompt, Rollout, Turn
 specs = ["odd_rewards:odd"]
 pool = Pool(load_functions(specs), specs, 600.0, 1, Path({str(log)!r}))

@@ -18,13 +18,13 @@ import yaml
 
 from megarl.config import Config, from_dict
 from megarl.observe.control import Control
-from megarl.rewards.backends import check_reward
+from megarl.rewards.composite import checked_weights, fused
 from megarl.rewards.functions import load_functions
-from megarl.rewards.fusion import checked_weights, fused
-from megarl.rewards.pool import Pool
+from megarl.rewards.reward_pool import Pool
+from megarl.rewards.reward_settings import check_reward
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.declared import Declared
-from megarl.types.verdicts import Reward
+from megarl.types.requirements import Declared
+from megarl.types.reward_values import Reward
 
 README = Path(__file__).parents[2] / "megarl/rewards/README.md"
 EXAMPLES = re.findall(r"^```(\w+) ([\w.]+)\n(.*?)^```$", README.read_text(), re.M | re.S)

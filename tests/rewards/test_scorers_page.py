@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from megarl.config import from_dict
-from megarl.parallel.roles import role_settings
+from megarl.parallel.role_settings import role_settings
 from megarl.rewards.by_source import SOURCES
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import JudgeOptions

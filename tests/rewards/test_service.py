@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megarl.config import ConfigError
+from megarl.rewards.failed_rewards import NOT_JUDGED
 from megarl.rewards.service import Service, ServiceOptions
-from megarl.rewards.unscored import NOT_JUDGED
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.verdicts import Failed
+from megarl.types.reward_values import Failed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging  # noqa: E402

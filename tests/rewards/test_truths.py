@@ -13,11 +13,11 @@ from megarl.config import ConfigError, from_dict
 from megarl.rewards.by_source import by_source
 from megarl.rewards.choice import choice
 from megarl.rewards.code import hidden_tests
-from megarl.rewards.dapo import math_dapo
+from megarl.rewards.ground_truths import check_truths, look_at_truths
 from megarl.rewards.gsm8k import gsm8k
+from megarl.rewards.math_dapo import math_dapo
 from megarl.rewards.math_verify import math_verify
 from megarl.rewards.squad import exact_match, f1
-from megarl.rewards.truths import check_truths, look_at_truths
 from megarl.types import Prompt
 
 GOOD = "assert f(1) == 2"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import ConfigError, RewardConfig
-from megarl.rewards.unscored import check_unscored, unscored_reasons
+from megarl.rewards.failed_rewards import check_unscored, unscored_reasons
 from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
 
 

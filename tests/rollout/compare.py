@@ -8,11 +8,11 @@ import tiny_models
 import torch
 from transformers import PreTrainedModel
 
+from megarl.engine.client import Client
+from megarl.engine.generation import Generation
+from megarl.engine.sglang_engine import Engine
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import RoutingShape, routing_shape
-from megarl.rollout.client import Client
-from megarl.rollout.engine import Engine
-from megarl.rollout.policy import Generation
 
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 17, 40)]
 TOKENS = 8

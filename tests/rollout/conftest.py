@@ -18,8 +18,8 @@ from engine_config import make_config  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from megarl.config import Config  # noqa: E402
-from megarl.rollout.engine import Engine  # noqa: E402
-from megarl.rollout.hosting import SHARED  # noqa: E402
+from megarl.engine.engine_host_client import SHARED  # noqa: E402
+from megarl.engine.sglang_engine import Engine  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def make_config(model: Path, run: Path, **rollout: Any) -> Config:
                 "max_new_tokens": 12,
                 "concurrency": 16,
                 "start_timeout": 600,
-                "tools": ["megarl.rollout.tools:calculator"],
+                "tools": ["megarl.environments.ready.calculator:calculator"],
                 **rollout,
             },
         }

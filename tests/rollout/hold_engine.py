@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine_config import make_config
 
-from megarl.rollout.engine import Engine
+from megarl.engine.sglang_engine import Engine
 
 if __name__ == "__main__":
     engine = Engine(make_config(Path(sys.argv[1]), Path(sys.argv[2])), threads=1)

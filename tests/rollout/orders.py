@@ -13,12 +13,12 @@ from conftest import Running
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from megarl.models.cuts import Param
+from megarl.engine.sglang_engine import Engine, allocate
+from megarl.engine.weight_sender import Mailbox
+from megarl.models.layout_algebra import Param
 from megarl.models.registry import family_of, load_hf_config
-from megarl.reshard.checksum import slice_hash
-from megarl.reshard.layout import EngineLayout, engine_shapes
-from megarl.rollout.engine import Engine, allocate
-from megarl.rollout.mailbox import Mailbox
+from megarl.reshard.plan.layout import EngineLayout, engine_shapes
+from megarl.reshard.run.checksum import slice_hash
 
 
 def check_orders(running: Running, layout: EngineLayout, new: PreTrainedModel, folder: Path) -> None:

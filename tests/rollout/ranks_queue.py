@@ -7,8 +7,8 @@ import json
 
 from megarl.config import ParallelConfig
 from megarl.parallel import ranks
-from megarl.parallel.board import Board
-from megarl.rollout.queue import Tickets
+from megarl.parallel.kv_store import Board
+from megarl.rollout.group_queue import Tickets
 
 
 def main() -> None:

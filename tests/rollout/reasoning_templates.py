@@ -1,5 +1,5 @@
 """More chat templates in miniature, written for these tests: of families that reason, and of other formats of calls, in
-the manner of the published ones. See `templates.py`."""
+the manner of the published ones. See `config/paths.py`."""
 
 from __future__ import annotations
 

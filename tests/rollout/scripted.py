@@ -14,17 +14,17 @@ import numpy as np
 import tiny_models
 import torch
 
+from megarl.chat_format.chat_template import Chat
 from megarl.config import RolloutConfig
-from megarl.environments.describing import load_tools
-from megarl.rollout.chat import Chat
-from megarl.rollout.faults import EngineLost
-from megarl.rollout.partial import Partial
-from megarl.rollout.policy import Generation
-from megarl.rollout.tool_calls import Call, Reply
+from megarl.engine.engine_loss import EngineLost
+from megarl.engine.generation import Generation
+from megarl.engine.tool_calls import Call, Reply
+from megarl.environments.catalog import load_tools
+from megarl.rollout.partial_rollouts import Partial
 from megarl.types import Ids, Prompt, Turn, ids_of
 
 TOKENIZER = tiny_models.tokenizer()
-CHAT = Chat(TOKENIZER, load_tools(["megarl.rollout.tools:calculator"]))
+CHAT = Chat(TOKENIZER, load_tools(["megarl.environments.ready.calculator:calculator"]))
 END = CHAT.end_of_turn
 CONFIG = RolloutConfig(max_turns=3, max_new_tokens=100, max_context=1000, concurrency=4, tool_timeout=60.0)
 PROMPT = Prompt(id="p", messages=({"role": "user", "content": "What is 1+2?"},))

@@ -13,8 +13,8 @@ from typing import Any
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-from megarl.rollout.call_formats import guard
-from megarl.rollout.engine_server import tool_call_marker
+from megarl.engine.engine_server import tool_call_marker
+from megarl.engine.tool_calls import guard
 
 
 def answer(parser: str, text: str, schemas: list[dict[str, Any]]) -> Any:

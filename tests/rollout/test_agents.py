@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from scripted import CONFIG, PROMPT, TOKENIZER, Script, call, parse
 
+from megarl.chat_format.chat_template import Chat
 from megarl.config import RolloutConfig
-from megarl.environments.describing import known_of
-from megarl.environments.sessions import Sessions
-from megarl.rollout.chat import Chat
-from megarl.rollout.gathering import gather_rollouts
-from megarl.rollout.multi_turn import Surroundings
-from megarl.rollout.queue import Tickets
-from megarl.sessions import SessionServer
+from megarl.environments.catalog import known_of
+from megarl.environments.process_sessions import Sessions
+from megarl.rollout.conversation import Surroundings
+from megarl.rollout.group_queue import Tickets
+from megarl.rollout.scheduler import gather_rollouts
+from megarl.rollout.session_server import SessionServer
 from megarl.types import Failed, Prompt, Reward, Rollout, Rollouts
 
 BLACK_BOX = f"{sys.executable} {Path(__file__).parent.parent / 'black_box.py'}"

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rollout import engine_cuda
-from megarl.rollout.allocator import VARIABLES, check_allocator
+from megarl.engine import engine_cuda
+from megarl.engine.engine_cuda import VARIABLES, check_allocator
 
 pytestmark = pytest.mark.alone
 

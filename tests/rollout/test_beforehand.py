@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.registry import declare
-from megarl.rollout.beforehand import (
+from megarl.controllers.lookup import declare
+from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,
     check_oversampling,
     check_replayed_prefixes,
 )
-from megarl.types.declared import Declared
+from megarl.types.requirements import Declared
 
 
 def uncorrected(config: Config) -> Declared:

@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rollout.calculator import calculate
+from megarl.environments.ready.calculator import calculate
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import templates
 import tiny_models
 from templates import Published
 
+from megarl.chat_format.chat_messages import call_id
+from megarl.chat_format.chat_template import Chat
 from megarl.config import ConfigError
-from megarl.rollout.chat import Chat
-from megarl.rollout.messages import call_id
-from megarl.rollout.tools import calculator
+from megarl.environments.ready.calculator import calculator
 from megarl.types import Prompt
 
 SCHEMA = calculator.schema

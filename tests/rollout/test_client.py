@@ -14,11 +14,11 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from megarl.engine import client as module
+from megarl.engine.client import Client, cuts, decode_routing
+from megarl.engine.engine_loss import EngineLost
+from megarl.engine.generation import Generation, RequestFailed
 from megarl.models.routing import RoutingShape
-from megarl.rollout import client as module
-from megarl.rollout.client import Client, cuts, decode_routing
-from megarl.rollout.faults import EngineLost
-from megarl.rollout.policy import Generation, RequestFailed
 
 SHAPE = RoutingShape(layers=3, moe_layers=(1, 2), topk=2, experts=400)
 

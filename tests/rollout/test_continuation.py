@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from reasoning_templates import OTHERS, REASONING, reasoning_tokenizer
 from tokenizers import AddedToken, normalizers
 
+from megarl.chat_format.chat_messages import call_id, plain
+from megarl.chat_format.chat_template import Chat
 from megarl.config import ConfigError
-from megarl.rollout.chat import Chat
-from megarl.rollout.messages import call_id, plain
 from megarl.types import Message
 
 FAMILIES = {name: Chat(family.tokenizer()) for name, family in {**templates.PUBLISHED, **OTHERS}.items()}

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from scripted import CHAT, CONFIG, PROMPT, TOKENIZER, Fails, Script, Writer, parse
 
+from megarl.chat_format.chat_template import Chat
 from megarl.config import OnPush
-from megarl.environments.describing import load_tools
-from megarl.rollout import conversations
-from megarl.rollout.chat import Chat
-from megarl.rollout.conversations import Conversations
-from megarl.rollout.faults import EngineLost
-from megarl.rollout.gathering import Gathered
-from megarl.rollout.multi_turn import Surroundings, sampling_params
-from megarl.rollout.policy import RequestFailed
-from megarl.rollout.queue import Tickets
+from megarl.engine.engine_loss import EngineLost
+from megarl.engine.generation import RequestFailed
+from megarl.environments.catalog import load_tools
+from megarl.rollout import rollout_context
+from megarl.rollout.conversation import Surroundings, sampling_params
+from megarl.rollout.group_queue import Tickets
+from megarl.rollout.rollout_context import Conversations
+from megarl.rollout.scheduler import Gathered
 from megarl.types import Rollout, Status
 
 
@@ -44,8 +44,8 @@ def test_the_engine_lets_go_of_what_was_aborted_and_others_are_looked_at_meanwhi
             await asyncio.sleep(3600)
         return Gathered([Rollout(PROMPT, (), endings.pop(0))], [])
 
-    monkeypatch.setattr(conversations, "gather_rollouts", gathered)
-    monkeypatch.setattr(conversations, "_LOOK_S", 0.01)
+    monkeypatch.setattr(rollout_context, "gather_rollouts", gathered)
+    monkeypatch.setattr(rollout_context, "_LOOK_S", 0.01)
     talks = Conversations(engine, CHAT, CONFIG)
     talks.generate([])
     assert said_to == []
@@ -85,7 +85,7 @@ def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
         text = (await around.sessions.call_tool("pid", {})).text
         return Gathered([Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))], [])
 
-    monkeypatch.setattr(conversations, "gather_rollouts", only_call)
+    monkeypatch.setattr(rollout_context, "gather_rollouts", only_call)
     talks = Conversations(engine, Chat(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
     first, second = talks.generate([]).rollouts, talks.generate([]).rollouts
     assert first == second
@@ -102,7 +102,7 @@ def test_an_evaluation_is_sampled_by_keys_of_its_own(monkeypatch: pytest.MonkeyP
         asked.append((sampling_params(around.config, around.chat, False, 3), policy.has_masks))
         return Gathered([], [])
 
-    monkeypatch.setattr(conversations, "gather_rollouts", only_look)
+    monkeypatch.setattr(rollout_context, "gather_rollouts", only_look)
     for own in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):
         talks = Conversations(some_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **own))
         for held_out in (False, True):
@@ -130,7 +130,7 @@ class Asked:
 def asking(patched: pytest.MonkeyPatch, talks: Conversations, *policies: Any) -> Conversations:
     """One policy after the other, for each generation; that of the first stays for others."""
     left = list(policies)
-    patched.setattr(conversations, "parser", lambda *_: parse)
+    patched.setattr(rollout_context, "parser", lambda *_: parse)
     talks._new_client = lambda: Asked(left.pop(0))  # type: ignore[method-assign, assignment, return-value]
     talks._watch = lambda client, start: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
     return talks

@@ -1,7 +1,7 @@
 import torch
 from torch.nn.functional import silu
 
-from megarl.rollout.cpu_plugin import local_experts
+from megarl.cpu.sglang_plugin import local_experts
 
 
 def test_local_experts_leave_out_foreign_choices_and_count_twice_chosen_ones() -> None:

@@ -14,14 +14,14 @@ from conftest import Running, start
 from drafter import Drafter, foreseeable
 from orders import overwrite
 
-from megarl.environments.describing import load_tools
+from megarl.chat_format.chat_template import Chat
+from megarl.cpu import sglang_speculative as on_cpu
+from megarl.engine.client import Client
+from megarl.engine.generation import Generation
+from megarl.environments.catalog import load_tools
 from megarl.observe.metrics import rollout_metrics
-from megarl.reshard.layout import EngineLayout
-from megarl.rollout import cpu_speculative as on_cpu
-from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client
-from megarl.rollout.conversations import Conversations
-from megarl.rollout.policy import Generation
+from megarl.reshard.plan.layout import EngineLayout
+from megarl.rollout.rollout_context import Conversations
 from megarl.types import Prompt, Rollouts
 
 DRAFTS = 3

@@ -25,18 +25,20 @@ from compare import generate, recorded
 from conftest import Running, start
 from engine_config import make_config
 
+from megarl.chat_format.chat_template import Chat
 from megarl.config import ConfigError
-from megarl.environments.describing import known_of, load_tools
-from megarl.rollout import engine_cpu, engine_host, gathering
-from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client
-from megarl.rollout.conversations import Conversations
-from megarl.rollout.engine import Engine, EngineError, start_host
-from megarl.rollout.faults import EngineLost
-from megarl.rollout.hosting import SHARED, Hosted
-from megarl.rollout.policy import Generation, RequestFailed
-from megarl.rollout.queue import Tickets
-from megarl.rollout.tool_calls import rehearse
+from megarl.cpu import sglang_arguments
+from megarl.engine import engine_host
+from megarl.engine.client import Client
+from megarl.engine.engine_host_client import SHARED, Hosted
+from megarl.engine.engine_loss import EngineLost
+from megarl.engine.generation import Generation, RequestFailed
+from megarl.engine.sglang_engine import Engine, EngineError, start_host
+from megarl.engine.tool_calls import rehearse
+from megarl.environments.catalog import known_of, load_tools
+from megarl.rollout import scheduler
+from megarl.rollout.group_queue import Tickets
+from megarl.rollout.rollout_context import Conversations
 from megarl.types import Message, Prompt, Reward, TrainBatch
 
 
@@ -81,7 +83,7 @@ def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
         calls.append((path.partition("=")[0], body["tags"] if body else []))
 
     monkeypatch.setattr(engine, "_call", call)
-    monkeypatch.setattr(engine_cpu, "has_memory_saver", lambda: True)
+    monkeypatch.setattr(sglang_arguments, "has_memory_saver", lambda: True)
     idle: tuple[str, list[str]] = ("/flush_cache?timeout", [])  # SGLang ends itself where it is to sleep at work
     engine.usable = True
     engine.wake()
@@ -261,7 +263,7 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
     talks = Conversations(engine, chat, config, recorded(engine))
     whole = {rollout.prompt.id: rollout for rollout in talks.generate(prompts, samples=1, greedy=True).rollouts}
-    monkeypatch.setattr(gathering, "_LOOK_S", 0.05)
+    monkeypatch.setattr(scheduler, "_LOOK_S", 0.05)
     carried, lengths = [], []
     for step in range(2):
         engine._call("/flush_cache")
@@ -287,7 +289,7 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
 def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) -> None:
     engine = qwen3_moe.engine
     assert engine.tool_call_marker == "<tool_call>"
-    schemas = [load_tools(["megarl.rollout.tools:calculator"])["calculator"].schema]
+    schemas = [load_tools(["megarl.environments.ready.calculator:calculator"])["calculator"].schema]
 
     async def parse(text: str) -> object:
         async with Client(engine.url, engine.api_key, 300.0) as client:
@@ -303,7 +305,7 @@ def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) ->
 
 def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser(qwen3_moe: Running) -> None:
     """Templates in miniature, SGLang's own parsers: what a rollout worker rehearses before anything is trained."""
-    engine, tools = qwen3_moe.engine, load_tools(["megarl.rollout.tools:calculator"])
+    engine, tools = qwen3_moe.engine, load_tools(["megarl.environments.ready.calculator:calculator"])
     access = engine.url, engine.api_key
     for name, family in templates.PUBLISHED.items():
         chat = Chat(family.tokenizer(), tools)
@@ -341,7 +343,7 @@ def test_an_engine_that_fails_to_start_shows_its_log_and_spares_its_parent(
     if preloaded:
         monkeypatch.setenv(SHARED, host)
     else:
-        monkeypatch.setattr(engine_cpu, "START_METHOD", "")
+        monkeypatch.setattr(sglang_arguments, "START_METHOD", "")
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"not weights")
     engine = Engine(make_config(model, tmp_path / "run"), threads=1)
@@ -527,7 +529,7 @@ def test_a_port_that_was_taken_is_replaced(
             pass
 
     monkeypatch.setenv(SHARED, "nobody is there")
-    monkeypatch.setattr("megarl.rollout.engine.Hosted", Ended)
+    monkeypatch.setattr("megarl.engine.sglang_engine.Hosted", Ended)
     engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
     engine.start()
     with pytest.raises(EngineError, match=says[tries - 1].splitlines()[-1]):

@@ -18,11 +18,10 @@ from orders import check_orders, overwrite
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from megarl.engine.sglang_engine import Engine, EngineError, allocate
+from megarl.engine.weight_sender import HandOff, Mailbox
 from megarl.parallel import shared_memory
-from megarl.reshard.layout import EngineLayout
-from megarl.rollout.engine import Engine, EngineError, allocate
-from megarl.rollout.handoff import HandOff
-from megarl.rollout.mailbox import Mailbox
+from megarl.reshard.plan.layout import EngineLayout
 
 
 def test_two_ranks_with_half_of_the_experts_each(qwen3_moe_split: Running, tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from scripted import CHAT, CONFIG, PROMPT, Fails, Script, Writer, begun, call, parse, said
 
+from megarl.engine.engine_loss import EngineLost
+from megarl.engine.generation import Generation, RequestFailed
+from megarl.environments.process_sessions import Sessions
 from megarl.environments.protocol import ToolResult
-from megarl.environments.sessions import Sessions
 from megarl.rollout.aborted import TooManyAborted
-from megarl.rollout.faults import EngineLost
-from megarl.rollout.gathering import Gathered, Group, gather_rollouts
-from megarl.rollout.multi_turn import Surroundings, run_conversation, sample_seed
-from megarl.rollout.partial import Partial
-from megarl.rollout.policy import Generation, RequestFailed
-from megarl.rollout.queue import Counts, Tickets
+from megarl.rollout.conversation import Surroundings, run_conversation, sample_seed
+from megarl.rollout.group_queue import Counts, Tickets
+from megarl.rollout.partial_rollouts import Partial
+from megarl.rollout.scheduler import Gathered, Group, gather_rollouts
 from megarl.types import Ids, Prompt, Rollout
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.engine import weight_channel, weight_loader
+from megarl.engine.engine_loss import EngineLost
+from megarl.engine.sglang_engine import Engine, EngineError, allocate
+from megarl.engine.weight_sender import HandOff
 from megarl.parallel import device
-from megarl.rollout import loader, session
-from megarl.rollout.engine import Engine, EngineError, allocate
-from megarl.rollout.faults import EngineLost
-from megarl.rollout.handoff import HandOff
 
 Stray = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -40,7 +40,7 @@ class Obedient(Engine):
         for payload in payloads:
             assert payload not in self.given, "what CUDA shares may be opened once"
             self.given.add(payload)
-            loader.load(self.draft if draft else self.model, pickle.loads(base64.b64decode(payload)))
+            weight_loader.load(self.draft if draft else self.model, pickle.loads(base64.b64decode(payload)))
 
     def _last_lines(self) -> str:
         return "(its log)"
@@ -94,7 +94,7 @@ def test_the_other_process_looks_when_the_device_is_done(monkeypatch: pytest.Mon
     filled anew."""
     late = LateDevice()
     monkeypatch.setattr(device, "finish", late.finish)
-    monkeypatch.setattr(loader, "unpack", late.later(loader.unpack))
+    monkeypatch.setattr(weight_loader, "unpack", late.later(weight_loader.unpack))
     hand_over, engine = hand_off()
     buckets = [bucket(0, 0), bucket(0, 0)]
     hand_over.open(buckets)
@@ -182,9 +182,9 @@ def test_an_engine_that_dies_in_the_middle_is_noted_at_once_and_what_became_of_i
     hand_over, engine = hand_off()
 
     def dies(path: str, obey: Stray) -> int:
-        with session.socket.socket(session.socket.AF_UNIX) as line:
+        with weight_channel.socket.socket(weight_channel.socket.AF_UNIX) as line:
             line.connect(path)
-            session._receive(line)
+            weight_channel._receive(line)
         engine.fail = "dead"
         return 0
 
@@ -193,7 +193,7 @@ def test_an_engine_that_dies_in_the_middle_is_noted_at_once_and_what_became_of_i
         if engine.fail:
             raise EngineLost("died", "engine 0 does not answer")
 
-    monkeypatch.setattr(loader, "follow", dies)
+    monkeypatch.setattr(weight_loader, "follow", dies)
     monkeypatch.setattr(engine, "order", order_)
     buckets = [bucket(0, 0), bucket(0, 0)]
     hand_over.open(buckets)
@@ -211,13 +211,13 @@ def test_an_engine_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch, connects:
     go_on = threading.Event()
 
     def hangs(path: str, obey: Stray) -> int:
-        with session.socket.socket(session.socket.AF_UNIX) as line:
+        with weight_channel.socket.socket(weight_channel.socket.AF_UNIX) as line:
             if connects:
                 line.connect(path)
             go_on.wait(60)
         return 0
 
-    monkeypatch.setattr(loader, "follow", hangs)
+    monkeypatch.setattr(weight_loader, "follow", hangs)
     buckets = [bucket(0, 0), bucket(0, 0)]
     hand_over.open(buckets)
     hand_over(buckets[0], order(0, 0))

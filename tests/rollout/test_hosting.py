@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.rollout.hosting import Host, secret_variables
+from megarl.engine.engine_host_client import Host, secret_variables
 
 
 def test_engines_are_given_no_secret_and_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from conftest import Running
 
 from megarl.rewards.judge import Judge, JudgeOptions
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.verdicts import Failed
+from megarl.types.reward_values import Failed
 
 USER = {"role": "user", "content": "2+3?"}
 

@@ -12,8 +12,8 @@ from scripted import PROMPT, begun
 
 from megarl.checkpoint.manifest import hash_file
 from megarl.config import ConfigError
-from megarl.rollout.gathering import Group
-from megarl.rollout.kept import dealt, read_groups, write_groups
+from megarl.rollout.partial_store import dealt, read_groups, write_groups
+from megarl.rollout.scheduler import Group
 from megarl.types import Support, Turn
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.reshard.checksum import slice_hash
-from megarl.rollout import loader
-from megarl.rollout.engine import EngineError, allocate
-from megarl.rollout.mailbox import Mailbox
+from megarl.engine import weight_loader
+from megarl.engine.sglang_engine import EngineError, allocate
+from megarl.engine.weight_sender import Mailbox
+from megarl.reshard.run.checksum import slice_hash
 
 
 class Model(torch.nn.Module):
@@ -40,8 +40,8 @@ def obey(model: torch.nn.Module, order: Any, bucket: torch.Tensor | None = None,
     answer = torch.zeros(room, dtype=torch.uint8)
     text = order if isinstance(order, bytes) else json.dumps(order).encode()
     tensors = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8)), ("answer", answer)]
-    loader.load(model, tensors + ([] if bucket is None else [("bucket", bucket)]))
-    return loader.read(answer)
+    weight_loader.load(model, tensors + ([] if bucket is None else [("bucket", bucket)]))
+    return weight_loader.read(answer)
 
 
 def write(*slices: list[Any], **changes: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def test_an_answer_that_is_too_long_says_so() -> None:
 
 
 def test_it_does_not_raise_even_where_it_cannot_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    loader.load(Model(), [])
+    weight_loader.load(Model(), [])
     assert "cannot be given" in capfd.readouterr().out
 
 
@@ -239,34 +239,34 @@ def test_a_mailbox_carries_orders_there_and_answers_back() -> None:
     bucket = bucket_of(torch.arange(5.0))
     for shift in range(3):  # the bucket stays where it is from its first use on
         bucket[:20].view(torch.float32)[:] = torch.arange(5.0) + shift
-        loader.load(model, unpacked(box.payload(write(["vector", -1, 0, 5, 0, 1, 0, -1]), bucket)))
+        weight_loader.load(model, unpacked(box.payload(write(["vector", -1, 0, 5, 0, 1, 0, -1]), bucket)))
         assert box.answer() == {"wrong": []}
         assert model.vector.tolist() == [shift, shift + 1, shift + 2, shift + 3, shift + 4]
-    loader.load(model, unpacked(box.payload({"do": "describe"})))
+    weight_loader.load(model, unpacked(box.payload({"do": "describe"})))
     assert box.answer()["tensors"]["vector"] == ["float32", [5]]
 
 
 def test_an_old_answer_is_not_taken_for_a_new_one() -> None:
     box = Mailbox()
-    loader.load(Model(), unpacked(box.payload({"do": "describe"})))
+    weight_loader.load(Model(), unpacked(box.payload({"do": "describe"})))
     box.answer()
     box.payload({"do": "describe"})  # nobody obeys
     with pytest.raises(EngineError, match="has not answered"):
         box.answer()
-    loader.load(Model(), unpacked(box.payload({"do": "sing"})))
+    weight_loader.load(Model(), unpacked(box.payload({"do": "sing"})))
     with pytest.raises(EngineError, match="could not obey its order: ValueError: unknown order 'sing'"):
         box.answer()
 
 
 def test_names_are_looked_up_once_in_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     """And anew in the next, and after SGLang has computed what it derives, for it may replace tensors then."""
-    model, scans, scan = Model(), [], loader.writable
+    model, scans, scan = Model(), [], weight_loader.writable
 
     def counted(of: torch.nn.Module) -> dict[str, torch.Tensor]:
         scans.append(of)
         return scan(of)
 
-    monkeypatch.setattr(loader, "writable", counted)
+    monkeypatch.setattr(weight_loader, "writable", counted)
     data = bucket_of(torch.full((5,), 3.0))
     one = ["vector", -1, 0, 5, 0, 1, 0, -1]
     for push, expected in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("a", 3)):

@@ -31,17 +31,17 @@ from scripted import (
     turn_of,
 )
 
+from megarl.chat_format.chat_template import Chat
 from megarl.config import ConfigError
-from megarl.environments.describing import load_tools
+from megarl.engine.generation import Generation, RequestFailed
+from megarl.engine.tool_calls import Call, Reply
+from megarl.environments.catalog import load_tools
+from megarl.environments.process_sessions import Sessions
 from megarl.environments.protocol import ToolResult
-from megarl.environments.sessions import Sessions
-from megarl.observe import exact_json
-from megarl.rollout.chat import Chat
-from megarl.rollout.multi_turn import Surroundings, run_conversation, sampling_params
-from megarl.rollout.partial import Partial, from_record, to_record
-from megarl.rollout.policy import Generation, RequestFailed
-from megarl.rollout.tool_calls import Call, Reply
+from megarl.rollout.conversation import Surroundings, run_conversation, sampling_params
+from megarl.rollout.partial_rollouts import Partial, from_record, to_record
 from megarl.types import Prompt, Rollout, Support, TrainBatch, Turn
+from megarl.utils import exact_json
 
 
 def converse(

@@ -10,8 +10,8 @@ import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.chat import Chat
-from megarl.rollout.observations import observed
+from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.observations import observed
 from megarl.types import Message
 
 CHAT = Chat(tiny_models.tokenizer())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
-from megarl.rollout.queue import Counts, Tickets
+from megarl.rollout.group_queue import Counts, Tickets
 
 
 def test_each_ticket_is_given_once_whoever_asks() -> None:

@@ -7,8 +7,8 @@ import templates
 import tiny_models
 from reasoning_templates import OTHERS, REASONING, reasoning_tokenizer
 
-from megarl.rollout.chat import Chat
-from megarl.rollout.reasoning import MARKS, find, is_open
+from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.reasoning import MARKS, find, is_open
 from megarl.types import Message
 
 CHATS = {name: Chat(reasoning_tokenizer(family)) for name, family in REASONING.items()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from megarl.rollout.faults import EngineError, EngineLost
-from megarl.rollout.revival import Revival
+from megarl.engine.engine_loss import EngineError, EngineLost
+from megarl.engine.restart import Revival
 
 
 class Played:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from scripted import END, Script
 
-from megarl.rollout.policy import Generation
-from megarl.rollout.room import Room, joined
+from megarl.engine.generation import Generation
+from megarl.rollout.request_gate import Room, joined
 from megarl.types import Support, ids_of
 
 

@@ -11,9 +11,9 @@ import pytest
 import tiny_models
 from pieces import put_pieces
 
-from megarl.checking.named_models import check_same_tokenizer, vocabulary_hash
+from megarl.chat_format.chat_template import Chat
 from megarl.config import Config, ConfigError, ModelConfig
-from megarl.rollout.chat import Chat
+from megarl.dry_run.model_folders import check_same_tokenizer, vocabulary_hash
 from megarl.types import Prompt
 
 TEXT = "\n".join(f"What is {a} plus {b}? The answer is {a + b}." for a in range(40) for b in range(40))

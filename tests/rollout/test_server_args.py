@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from megarl import annotated
-from megarl.config import ConfigError, RolloutConfig
-from megarl.rollout import server_args
+from megarl.config import ConfigError, RolloutConfig, foreign_dataclasses, server_args
 
 
 def test_fields_of_the_installed_sglang() -> None:
@@ -42,7 +40,7 @@ def test_every_default_fits_its_own_field() -> None:
     """So that what is refused is not what SGLang takes by itself."""
     for name, field in server_args.fields().items():
         if field.default is not ...:
-            annotated.check(name, field.default, field)
+            foreign_dataclasses.check(name, field.default, field)
         assert field.group, name
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megarl.rollout.spelling import Spelling
+from megarl.chat_format.chat_template import Spelling
 
 TOKENIZER = tiny_models.tokenizer()
 WORDS = st.text() | st.sampled_from(["<|im_end|>", " <|im_start|>user\n", "<tool_call>", "  ", "\ud83d"])

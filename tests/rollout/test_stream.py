@@ -14,12 +14,12 @@ import pytest
 from scripted import CHAT, CONFIG, PROMPT, Writer, begun, parse
 
 from megarl.config import OnPush
+from megarl.environments.process_sessions import Sessions
 from megarl.environments.protocol import ToolResult
-from megarl.environments.sessions import Sessions
-from megarl.rollout.gathering import gather_rollouts
-from megarl.rollout.multi_turn import Surroundings, run_conversation
-from megarl.rollout.queue import ENDLESS, Counts, Tickets
-from megarl.rollout.stream import Stream
+from megarl.rollout.background import Stream
+from megarl.rollout.conversation import Surroundings, run_conversation
+from megarl.rollout.group_queue import ENDLESS, Counts, Tickets
+from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Rollout
 
 GROUPS, SAMPLES, STEPS = 4, 2, 3

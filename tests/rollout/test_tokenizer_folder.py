@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.rollout.tokenizer_folder import tokenizer_folder
+from megarl.engine.sglang_engine import tokenizer_folder
 
 
 def test_a_folder_without_its_configuration_gets_one_beside(tmp_path: Path) -> None:

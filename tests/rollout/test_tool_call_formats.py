@@ -14,15 +14,14 @@ from call_writers import NOT_WRITTEN, TYPED, UNTYPED
 from reasoning_templates import NO_RESULTS, OTHERS, REASONING, reasoning_tokenizer
 from templates import Published
 
+from megarl.chat_format.chat_messages import FORMS, call_id
+from megarl.chat_format.chat_template import Chat
 from megarl.config import ConfigError
+from megarl.config.server_args import parsers
+from megarl.engine.tool_calls import Call, Reply, guard, judge
+from megarl.environments.ready.calculator import calculator
 from megarl.environments.tools import Tool
 from megarl.models.registry import FAMILIES
-from megarl.rollout.call_formats import guard
-from megarl.rollout.chat import Chat
-from megarl.rollout.messages import FORMS, call_id
-from megarl.rollout.server_args import parsers
-from megarl.rollout.tool_calls import Call, Reply, judge
-from megarl.rollout.tools import calculator
 
 SEARCH = Tool(
     {

@@ -4,11 +4,10 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
+from megarl.config.server_args import parsers
+from megarl.engine.tool_calls import Call, Reply, guard, parser_name
+from megarl.engine.tool_calls import judge as judge_guarded
 from megarl.models.registry import FAMILIES
-from megarl.rollout.call_formats import guard
-from megarl.rollout.server_args import parsers
-from megarl.rollout.tool_calls import Call, Reply, parser_name
-from megarl.rollout.tool_calls import judge as judge_guarded
 
 MARKER = "<tool_call>"
 

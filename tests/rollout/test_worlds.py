@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from scripted import CONFIG, END, TOKENIZER, Script, ids, parse, said
 
+from megarl.chat_format.chat_template import Chat
 from megarl.config import RolloutConfig
-from megarl.environments.describing import known_of
-from megarl.environments.sessions import Sessions
-from megarl.observe import exact_json
-from megarl.rollout.chat import Chat
-from megarl.rollout.gathering import gather_rollouts
-from megarl.rollout.multi_turn import Surroundings, run_conversation
-from megarl.rollout.partial import Partial, from_record, to_record
-from megarl.rollout.policy import Generation
-from megarl.rollout.queue import Tickets
+from megarl.engine.generation import Generation
+from megarl.environments.catalog import known_of
+from megarl.environments.process_sessions import Sessions
+from megarl.rollout.conversation import Surroundings, run_conversation
+from megarl.rollout.group_queue import Tickets
+from megarl.rollout.partial_rollouts import Partial, from_record, to_record
+from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Failed, Prompt, Reward, Rollouts
+from megarl.utils import exact_json
 
 USER = {"role": "user", "content": "Play."}
 SPECS = ("odd_worlds:Guess", "odd_worlds:Odd", "odd_worlds:Found", "odd_worlds:Waits")

@@ -12,8 +12,8 @@ import pytest
 from megarl.config import ConfigError, SandboxConfig
 from megarl.sandbox.box import VARIABLE, Sandbox, variables
 from megarl.sandbox.box import probe as at_start
-from megarl.sandbox.link import Link, SandboxError
 from megarl.sandbox.results import Limits
+from megarl.sandbox.runner_client import Link, SandboxError
 
 sys.path.append(str(Path(__file__).parent))
 from real_boxes import Boxes, needs_boxes  # noqa: E402

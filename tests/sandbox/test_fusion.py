@@ -12,8 +12,8 @@ from aiohttp import web
 
 from megarl.config import ConfigError, SandboxConfig
 from megarl.sandbox.box import Sandbox
-from megarl.sandbox.link import SandboxError
 from megarl.sandbox.results import Limits
+from megarl.sandbox.runner_client import SandboxError
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.sandbox.memory_watch import family
 from megarl.sandbox.results import Limits
-from megarl.sandbox.watching import family
 
 sys.path.append(str(Path(__file__).parent))
 from real_boxes import Boxes, needs_boxes  # noqa: E402

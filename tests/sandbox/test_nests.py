@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox import nests
-from megarl.sandbox.link import SandboxError
-from megarl.sandbox.nest import Form
-from megarl.sandbox.nests import MOST, MOST_ALIKE, Nests
+from megarl.sandbox import warm_pool
+from megarl.sandbox.namespace import Form
 from megarl.sandbox.results import Limits
+from megarl.sandbox.runner_client import SandboxError
+from megarl.sandbox.warm_pool import MOST, MOST_ALIKE, Nests
 
 sys.path.append(str(Path(__file__).parent))
 from real_boxes import Boxes, needs_boxes  # noqa: E402
@@ -246,9 +246,9 @@ class Home:
 
 @pytest.fixture()
 def pool(monkeypatch):
-    monkeypatch.setattr(nests, "Nest", Made)
+    monkeypatch.setattr(warm_pool, "Nest", Made)
     now = [100.0]
-    monkeypatch.setattr(nests.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(warm_pool.time, "monotonic", lambda: now[0])
     home = Home()
     found = Nests(home, 16)
     found.home, found.now = home, now
@@ -297,7 +297,7 @@ def test_what_nobody_asks_for_any_more_is_ended(pool):
     for _ in range(5):
         pool.asked("a")
     assert len(pool.filled()) == MOST_ALIKE
-    pool.now[0] += nests.IDLE_S - 1
+    pool.now[0] += warm_pool.IDLE_S - 1
     assert pool.refill(pool.now[0]) == pool.now[0] + 1 and len(pool._waiting) == MOST_ALIKE
     pool.now[0] += 1
     assert pool.filled() == [] and sum(not one.dead for one in pool.home.made) == 5
@@ -310,8 +310,8 @@ def test_one_that_is_lost_is_replaced_a_little_later(pool):
     lost = pool._waiting[1]
     lost.over()
     assert pool.filled() == ["a"] * 3 and lost.dead
-    assert pool.refill(pool.now[0]) == pool.now[0] + nests.AGAIN_S
-    pool.now[0] += nests.AGAIN_S
+    assert pool.refill(pool.now[0]) == pool.now[0] + warm_pool.AGAIN_S
+    pool.now[0] += warm_pool.AGAIN_S
     assert pool.filled() == ["a"] * 4
 
 
@@ -323,16 +323,16 @@ def test_what_cannot_be_made_is_not_tried_again_and_again(pool):
     assert pool.filled() == [] and len(pool.home.made) == made + 1
     for _ in range(3):
         pool.asked("a")
-    pool.now[0] += nests.AGAIN_S
+    pool.now[0] += warm_pool.AGAIN_S
     pool.filled()
     pool._waiting[0].first = 0  # bubblewrap has never come so far
     pool._waiting[0].over()
-    pool.now[0] += nests.AGAIN_S
+    pool.now[0] += warm_pool.AGAIN_S
     assert "a" not in pool.filled()
 
 
 def test_without_boxes_nothing_waits(monkeypatch):
-    monkeypatch.setattr(nests, "Nest", Made)
+    monkeypatch.setattr(warm_pool, "Nest", Made)
     pool = Nests(Home(boxed=False), 16)
     for _ in range(5):
         pool.take(Form(("a",), False, 1), 64, 100)

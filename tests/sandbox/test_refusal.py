@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, SandboxConfig
-from megarl.sandbox import link, mounts, probing
+from megarl.sandbox import mounts, probing, runner_client
 from megarl.sandbox.box import Sandbox
 from megarl.sandbox.results import Limits, Result
 
@@ -38,7 +38,7 @@ def refusal(sandbox, call="probe"):
 
 @pytest.mark.parametrize("call", ["probe", "run", "interpreter"])
 def test_without_bubblewrap(monkeypatch, call):
-    monkeypatch.setattr(link.shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setattr(runner_client.shutil, "which", lambda *args, **kwargs: None)
     said = refusal(Sandbox(SandboxConfig()), call)
     assert "there is no bwrap" in said and "apt install bubblewrap" in said and "SandboxFusion" in said
 
@@ -46,7 +46,7 @@ def test_without_bubblewrap(monkeypatch, call):
 @pytest.mark.parametrize("call", ["probe", "run", "interpreter"])
 def test_without_namespaces(monkeypatch, tmp_path, call):
     """The process that starts boxes is itself where namespaces are refused."""
-    monkeypatch.setattr(link.shutil, "which", lambda *args, **kwargs: "/bin/true")
+    monkeypatch.setattr(runner_client.shutil, "which", lambda *args, **kwargs: "/bin/true")
     refuse = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -57,7 +57,9 @@ from megarl.sandbox import mounts
 mounts._libc = Refusing()
 from megarl.sandbox.runner import main
 """
-    monkeypatch.setattr(link, "_START", link._START.replace("from megarl.sandbox.runner import main\n", refuse))
+    monkeypatch.setattr(
+        runner_client, "_START", runner_client._START.replace("from megarl.sandbox.runner import main\n", refuse)
+    )
     said = refusal(Sandbox(SandboxConfig()), call)
     assert "namespace is refused (unshare: " in said and "kernel.unprivileged_userns_clone=1" in said
 
@@ -77,7 +79,7 @@ def test_with_a_bubblewrap_that_makes_none(monkeypatch, script, why):
     path = Path("/tmp") / f"bwrap-{os.getpid()}"
     path.write_text(script)
     path.chmod(0o755)
-    monkeypatch.setattr(link.shutil, "which", lambda *args, **kwargs: str(path))
+    monkeypatch.setattr(runner_client.shutil, "which", lambda *args, **kwargs: str(path))
     try:
         assert why in refusal(Sandbox(SandboxConfig()))
     finally:
@@ -147,7 +149,7 @@ import os, socket, subprocess, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 sys.path.insert(0, sys.argv[1])
 from megarl.sandbox.channel import HARNESS, opening
-from megarl.sandbox.frames import Unpacker, packed
+from megarl.sandbox.runner_messages import Unpacker, packed
 a, b = socket.socketpair()
 command = [sys.executable, "-I", "-S", "-c", sys.argv[2], str(b.fileno()), str(os.getpid()), sys.argv[1]]
 subprocess.Popen(command, env={}, pass_fds=[b.fileno()])
@@ -176,7 +178,7 @@ def test_for_a_user_who_is_not_root(tmp_path):
     subprocess.run(["cp", "-r", str(root / "megarl"), f"{copied}/"], check=True)
     try:
         done = subprocess.run(
-            ["/usr/bin/python3", "-I", "-c", AS_NOBODY, str(copied), link._START, probing.SOURCE],
+            ["/usr/bin/python3", "-I", "-c", AS_NOBODY, str(copied), runner_client._START, probing.SOURCE],
             capture_output=True,
             text=True,
             timeout=100,

@@ -13,11 +13,11 @@ import torch
 from openai import AsyncOpenAI
 from scripted import CHAT, CONFIG, END, PROMPT, ids, parse
 
+from megarl.chat_format.chat_template import Chat
 from megarl.config import RolloutConfig
-from megarl.rollout.chat import Chat
-from megarl.rollout.multi_turn import sampling_params
-from megarl.rollout.policy import Generation, Policy
-from megarl.sessions import Recording, SessionServer
+from megarl.engine.generation import Generation, Policy
+from megarl.rollout.conversation import sampling_params
+from megarl.rollout.session_server import Recording, SessionServer
 from megarl.types import Ids, Prompt, ids_of
 
 PARAMS = sampling_params(CONFIG, CHAT, greedy=False, seed=5)

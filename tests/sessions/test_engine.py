@@ -16,13 +16,13 @@ from compare import recorded
 from conftest import Running, start
 from openai import AsyncOpenAI
 
-from megarl.rollout.chat import Chat
-from megarl.rollout.client import Client
-from megarl.rollout.multi_turn import sampling_params
-from megarl.rollout.partial import Partial
-from megarl.rollout.policy import Generation
-from megarl.rollout.tool_calls import parser
-from megarl.sessions import SessionServer
+from megarl.chat_format.chat_template import Chat
+from megarl.engine.client import Client
+from megarl.engine.generation import Generation
+from megarl.engine.tool_calls import parser
+from megarl.rollout.conversation import sampling_params
+from megarl.rollout.partial_rollouts import Partial
+from megarl.rollout.session_server import SessionServer
 from megarl.types import Prompt, ids_of
 
 ASK = {"role": "user", "content": "What is 1+2?"}

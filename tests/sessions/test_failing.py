@@ -13,10 +13,9 @@ import pytest
 from scripted import PROMPT, Fails, Script, said
 from serving import ASK, PARAMS, Numbered, Served, run, serving
 
-from megarl.rollout.policy import RequestFailed
-from megarl.sessions.asked import Asked
-from megarl.sessions.messages import Refused
-from megarl.sessions.server import MOST_BODY
+from megarl.engine.generation import RequestFailed
+from megarl.rollout.session_server.requests import Asked, Refused
+from megarl.rollout.session_server.server import MOST_BODY
 
 
 def test_only_the_own_key_opens_a_session() -> None:

@@ -12,13 +12,12 @@ from scripted import CHAT, CONFIG
 from serving import PARAMS
 from templates import PUBLISHED
 
-from megarl.rollout.chat import Chat
-from megarl.rollout.policy import Generation
-from megarl.rollout.tool_calls import Call, Reply
-from megarl.sessions.asked import Asked
-from megarl.sessions.messages import normal
-from megarl.sessions.recording import Around, Recording
-from megarl.sessions.rendering import Rendering
+from megarl.chat_format.chat_template import Chat
+from megarl.engine.generation import Generation
+from megarl.engine.tool_calls import Call, Reply
+from megarl.rollout.session_server.recording import Around, Recording
+from megarl.rollout.session_server.rendering import Rendering
+from megarl.rollout.session_server.requests import Asked, normal
 from megarl.types import Prompt, ids_of
 
 TOOLS = (CHAT.tools["calculator"].schema,)

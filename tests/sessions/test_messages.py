@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.sessions.asked import Asked, read
-from megarl.sessions.messages import Heard, Refused, extended, histories, normal, normal_tools
+from megarl.rollout.session_server.requests import (
+    Asked,
+    Heard,
+    Refused,
+    extended,
+    histories,
+    normal,
+    normal_tools,
+    read,
+)
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "x"}'}}
 USER = {"role": "user", "content": "x"}

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from scripted import CHAT, CONFIG, PROMPT, call, parse
 from serving import PARAMS, Numbered
 
-from megarl.sessions.asked import Asked
-from megarl.sessions.messages import Refused
-from megarl.sessions.recording import Around, Recording
-from megarl.sessions.rendering import Rendering
+from megarl.rollout.session_server.recording import Around, Recording
+from megarl.rollout.session_server.rendering import Rendering
+from megarl.rollout.session_server.requests import Asked, Refused
 
 TOOLS = (CHAT.tools["calculator"].schema,)
 LINES = ("a", "b", " b ", call("1+2"), "so...", "<tool_call>{", call("2+1"))

@@ -10,7 +10,7 @@ import tiny_models
 from scripted import CHAT, CONFIG, PROMPT, call
 from serving import ASK, Numbered, Served, run
 
-from megarl.rollout.chat import Chat
+from megarl.chat_format.chat_template import Chat
 
 TOOLS = [CHAT.tools["calculator"].schema]
 QWEN3 = (

@@ -15,7 +15,7 @@ import torch
 from scripted import CHAT, CONFIG, END, HEAD, PROMPT, call, ids
 from serving import ASK, PARAMS, Numbered, Served, run, serving
 
-from megarl.rollout.multi_turn import Halted
+from megarl.rollout.conversation import Halted
 from megarl.types import Branch, ids_of
 
 TOOLS = [CHAT.tools["calculator"].schema]

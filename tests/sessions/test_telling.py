@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from scripted import CHAT, call, ids
 from serving import ASK, Numbered, Served, run
 
-from megarl.rollout.chat import Chat
-from megarl.rollout.policy import Generation
-from megarl.sessions.asked import Asked
-from megarl.sessions.telling import Telling
+from megarl.chat_format.chat_template import Chat
+from megarl.engine.generation import Generation
+from megarl.rollout.session_server.requests import Asked
+from megarl.rollout.session_server.responses import Telling
 from megarl.types import Ids, ids_of
 
 TOOLS = [CHAT.tools["calculator"].schema]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megarl.rollout.policy import Generation
-from megarl.sessions.answers import Choice
-from megarl.sessions.messages import extended, histories
-from megarl.sessions.tree import Node, Tree
+from megarl.engine.generation import Generation
+from megarl.rollout.session_server.requests import extended, histories
+from megarl.rollout.session_server.responses import Choice
+from megarl.rollout.session_server.token_tree import Node, Tree
 from megarl.types import Message, Prompt, Support, ids_of
 
 PROMPT = Prompt("p", ({"role": "user", "content": "x"},), ids_of([1, 2]))

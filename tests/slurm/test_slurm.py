@@ -48,7 +48,7 @@ sys.exit(85 if asked else 0)
 # Stands in for megarl.train, too: the rank on n2 dies whenever there is one.
 CRASHES = """
 import os, signal, sys, time
-from megarl.launching import ending
+from megarl.launch import exit_status as ending
 with ending.one_line():
     ending.introduce(run_dir="run", save_every=1, max_restarts=1)
     print(f"rank {os.environ['RANK']} on {os.environ['SLURMD_NODENAME']}, attempt {ending.restarted()}", flush=True)
@@ -58,7 +58,7 @@ with ending.one_line():
 """
 MISTAKE = """
 import os, time
-from megarl.launching import ending
+from megarl.launch import exit_status as ending
 from megarl.config import ConfigError
 with ending.one_line():
     ending.introduce(run_dir="run", save_every=1, max_restarts=1)

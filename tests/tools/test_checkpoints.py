@@ -26,12 +26,12 @@ from model_folder import write_tokenizer, write_weights
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import filesystem, metadata
 
-from megarl.checkpoint import room
-from megarl.checkpoint.converting import BOUND, convert
+from megarl.checkpoint import disk_space
 from megarl.checkpoint.manifest import hash_file
-from megarl.command_line import ends_in_a_line
+from megarl.checkpoint.to_hf import BOUND, convert
 from megarl.config import load_config
-from megarl.models.cuts import shard
+from megarl.config.command_line import ends_in_a_line
+from megarl.models.layout_algebra import shard
 from megarl.models.registry import family_of, load_hf_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -338,6 +338,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tool: Tool, run: Path, tmp_p
 
 
 def test_without_room_nothing_is_begun(tool: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free", lambda folder: 1000)
+    monkeypatch.setattr(disk_space, "free", lambda folder: 1000)
     assert "are needed, and 0.0 MB are free" in tool("convert", run, tmp_path / "out", fails=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import compare_algorithms  # noqa: E402
 import trials  # noqa: E402
 
-from megarl.checking.dry_run import validate  # noqa: E402
 from megarl.config import ConfigError, load_config  # noqa: E402
+from megarl.dry_run.plan import validate  # noqa: E402
 
 
 @pytest.fixture

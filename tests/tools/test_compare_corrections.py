@@ -17,7 +17,7 @@ import trials  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
 from megarl.controllers.correction import check_correction  # noqa: E402
-from megarl.controllers.registry import declare  # noqa: E402
+from megarl.controllers.lookup import declare  # noqa: E402
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.prompts import read_prompts
+from megarl.data.prompt_data import read_prompts
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "environment_rows.py"
 

@@ -21,7 +21,7 @@ from gpu import training  # noqa: E402
 from gpu.found import Found, status  # noqa: E402
 from gpu.rows import ROWS, chosen, reason_against  # noqa: E402
 
-from megarl.strict import ConfigError  # noqa: E402
+from megarl.config.strict import ConfigError  # noqa: E402
 
 pytestmark = pytest.mark.alone
 ON_CPU = [name for name, row in ROWS.items() if row.cpu and (name != "compile" or which("g++"))]

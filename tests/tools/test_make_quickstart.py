@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from megarl.data.sft import sft_rollouts
-from megarl.rollout.chat import Chat
-from megarl.rollout.tools import calculator
+from megarl.chat_format.chat_template import Chat
+from megarl.data.sft_data import sft_rollouts
+from megarl.environments.ready.calculator import calculator
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]

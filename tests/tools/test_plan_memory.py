@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megarl.checking.dry_run import validate
 from megarl.config import from_dict
+from megarl.dry_run.plan import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools/plan_memory.py"

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from megarl.checking.dry_run import validate
 from megarl.config import from_dict
+from megarl.dry_run.plan import validate
 from megarl.models.registry import load_hf_config
-from megarl.reshard.advice import better_split
-from megarl.reshard.bound import SLACK, bound
-from megarl.reshard.layout import EngineLayout, TrainLayout, even_stages
-from megarl.reshard.paper import Links, draw_up, gigabytes, sentences
-from megarl.reshard.planner import Plan
+from megarl.reshard.plan.bound import SLACK, bound
+from megarl.reshard.plan.cost_report import Links, draw_up, gigabytes, sentences
+from megarl.reshard.plan.from_config import better_split
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
+from megarl.reshard.plan.planner import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSEEK = load_hf_config(ROOT / "configs/models/deepseek_v3.json")

@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.command_line import ends_in_a_line
-from megarl.data.prompts import read_prompts
+from megarl.config.command_line import ends_in_a_line
+from megarl.data.prompt_data import read_prompts
 from megarl.rewards.by_source import by_source
 from megarl.types import Rollout, Turn
 

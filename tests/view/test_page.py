@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from megarl.config import Config, ConfigError
-from megarl.strict import keys_of
+from megarl.config.strict import keys_of
 from megarl.view.page import choose, load, write_page
-from megarl.view.parts import Notes
+from megarl.view.page_server import Server
+from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import Index
-from megarl.view.serving import Server
 
 sys.path.append(str(Path(__file__).resolve().parent))
 

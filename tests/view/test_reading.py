@@ -17,14 +17,13 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.observe.rollout_log import part_file
-from megarl.view.details import read_details
-from megarl.view.packing import pack, to_json
+from megarl.view.column_codec import pack, to_json
+from megarl.view.divergence import parting
 from megarl.view.page import load
-from megarl.view.parting import parting
-from megarl.view.parts import Notes
+from megarl.view.rollout_details import Words, read_details, tokenizer_of
+from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import IndexReader, read_index
 from megarl.view.run_data import read_run
-from megarl.view.words import Words, tokenizer_of
 
 sys.path.append(str(Path(__file__).resolve().parent))
 

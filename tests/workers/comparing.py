@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
-from megarl.environments.describing import Known
+from megarl.engine import weight_loader
+from megarl.engine.sglang_engine import EngineError
+from megarl.environments.catalog import Known
 from megarl.models.registry import family_of
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Ranks
-from megarl.reshard.layout import EngineLayout, engine_shapes
-from megarl.rollout import loader
-from megarl.rollout.engine import EngineError
+from megarl.reshard.plan.layout import EngineLayout, engine_shapes
 from megarl.workers.context import Context
 from megarl.workers.rollout import RolloutWorker
 
@@ -73,7 +73,7 @@ class Played(RolloutWorker):
         self.calls.append(" ".join([path.partition("?")[0], *((body or {}).get("new_version", ""))]))
         if path == "/update_weights_from_tensor":
             (payload,) = (body or {})["serialized_named_tensors"]
-            loader.load(self.model, pickle.loads(base64.b64decode(payload)))
+            weight_loader.load(self.model, pickle.loads(base64.b64decode(payload)))
 
 
 def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:

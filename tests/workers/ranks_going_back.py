@@ -21,12 +21,12 @@ torch.set_num_threads(1)
 
 import tiny  # noqa: E402
 
-from megarl.checkpoint.sharded import restore_model, save_model  # noqa: E402
 from megarl.config import from_dict  # noqa: E402
-from megarl.controllers.policy import policy_loss, policy_reads  # noqa: E402
+from megarl.controllers.policy_gradient import policy_loss, policy_reads  # noqa: E402
+from megarl.megatron.dist_checkpoint import restore_model, save_model  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
-from megarl.parallel.layouts import lay_out  # noqa: E402
+from megarl.parallel.ranks import lay_out  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads  # noqa: E402
 from megarl.workers.actor import ActorWorker  # noqa: E402
 from megarl.workers.context import Context  # noqa: E402
@@ -168,7 +168,7 @@ def not_a_number(actor: ActorWorker) -> bool:
 
 def kept_bytes(actor: ActorWorker) -> list[int]:
     """What the copy takes, and what weights and this rank's states do."""
-    from megarl.megatron.held import held_bytes
+    from megarl.megatron.memory_stats import held_bytes
 
     assert actor.model is not None
     parts = held_bytes(actor.model)

@@ -15,16 +15,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
+from megarl.chat_format.chat_template import Chat  # noqa: E402
 from megarl.config import Config, ConfigError, from_dict  # noqa: E402
 from megarl.models.registry import load_hf_config  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
-from megarl.parallel import everyone, ranks  # noqa: E402
-from megarl.parallel.layouts import lay_out  # noqa: E402
-from megarl.rollout.chat import Chat  # noqa: E402
+from megarl.parallel import ranks, row_exchange  # noqa: E402
+from megarl.parallel.ranks import lay_out  # noqa: E402
 from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn  # noqa: E402
-from megarl.types.declared import Declared  # noqa: E402
+from megarl.types.requirements import Declared  # noqa: E402
 from megarl.workers.context import Context  # noqa: E402
-from megarl.workers.registry import Registered, find_worker  # noqa: E402
+from megarl.workers.role_workers import Registered, find_worker  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
 JOBS = json.loads((FOLDER / "jobs.json").read_text())
@@ -39,7 +39,7 @@ def rollouts() -> Rollouts:
         prompt = Prompt(str(number), said[:1], ids[:2], ground_truth="5")
         made.append(Rollout(prompt, turns, one["status"], messages=said, group=number))
     own = [number for number in range(len(made)) if {0: 0, 1: 0, 2: 2}[number % 3] == RANK]
-    return Rollouts.of([made[i] for i in own], own, everyone.AllRanks())
+    return Rollouts.of([made[i] for i in own], own, row_exchange.AllRanks())
 
 
 def context(tree: dict[str, Any], role: str) -> Context:
@@ -100,5 +100,5 @@ if __name__ == "__main__":
     run = {"score": score, "teach": teach}
     result = {name: run[job["what"]](job["config"]) for name, job in JOBS["jobs"].items()}
     print("RESULT " + json.dumps(result), flush=True)
-    everyone.close_post()
+    row_exchange.close_post()
     ranks.shutdown()

@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from megarl.config import Config, ConfigError, ParallelConfig, RewardConfig, RolloutConfig, RunConfig  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
-from megarl.parallel import everyone, ranks  # noqa: E402
+from megarl.parallel import ranks, row_exchange  # noqa: E402
 from megarl.types import Failed, Prompt, Reward, Rollout, Rollouts, Turn, as_branches  # noqa: E402
 from megarl.workers.context import Ended  # noqa: E402
 from megarl.workers.reward import RewardWorker  # noqa: E402
@@ -112,7 +112,7 @@ def main() -> None:
         "nothing": of_environment(RewardConfig(), [None] * 4, ""),
     }
     print("RESULT", json.dumps(found), flush=True)
-    everyone.close_post()
+    row_exchange.close_post()
     ranks.shutdown()
 
 
@@ -120,7 +120,7 @@ def all_too_slow() -> tuple[Any, bool]:
     """What is said of 20 rollouts on each rank, one call after the other, and whether that was soon."""
     many = [replace(ROLLOUTS[0], turns=tuple(map(replace, ROLLOUTS[0].turns)), group=number) for number in range(40)]
     own = list(range(JOB.rank, 40, 2))
-    given = Rollouts.of([many[number] for number in own], own, everyone.AllRanks())
+    given = Rollouts.of([many[number] for number in own], own, row_exchange.AllRanks())
     began = time.monotonic()
     slow = RewardConfig(("lab_rewards:sleeps", "lab_rewards:length"), timeout=1.5, processes=2)
     return tried(slow, given=given), time.monotonic() - began < 20
@@ -146,7 +146,7 @@ def branched() -> Rollouts:
     alone = replace(ROLLOUTS[JOB.rank], group=JOB.rank)
     longer = replace(alone, turns=(Turn((1, 2, 4)), *alone.turns[1:]))
     here = [*as_branches([alone, longer], 0), alone]
-    return Rollouts.of(here, [one.group for one in here], everyone.AllRanks())
+    return Rollouts.of(here, [one.group for one in here], row_exchange.AllRanks())
 
 
 def tried_weights(weights: dict[str, float]) -> str:
@@ -160,5 +160,5 @@ def tried_weights(weights: dict[str, float]) -> str:
 if __name__ == "__main__":
     JOB = ranks.initialize(ParallelConfig(world_size=2), timeout_s=2.0).job
     OWN = range(JOB.rank, 4, 2)
-    MINE = Rollouts.of([ROLLOUTS[i] for i in OWN], OWN, everyone.AllRanks())
+    MINE = Rollouts.of([ROLLOUTS[i] for i in OWN], OWN, row_exchange.AllRanks())
     main()

@@ -20,11 +20,11 @@ torch.set_num_threads(1)
 
 import tiny  # noqa: E402
 
-from megarl.algorithms.preference_loss import bradley_terry  # noqa: E402
+from megarl.algorithms.losses import bradley_terry  # noqa: E402
 from megarl.models.registry import load_hf_config  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
-from megarl.parallel import everyone  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+from megarl.parallel import row_exchange  # noqa: E402
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TokenLoss, TrainBatch, Turn  # noqa: E402
 
 ADAM = dict(lr=0.02, schedule="constant", warmup_fraction=0.0)
@@ -53,7 +53,7 @@ def scored(worker: Any, batch: TrainBatch) -> torch.Tensor:
 
 def train(family: str, folder: str) -> list[float]:
     """Two updates from a policy's folder; the export; and one more update's worth of moves from it as a start."""
-    from megarl.workers.reward_model import RewardModelWorker
+    from megarl.workers.reward_training import RewardModelWorker
 
     policy, export = f"{folder}/{family}_policy", f"{folder}/{family}"
     if RANKS.job.rank == 0:
@@ -80,7 +80,7 @@ def train(family: str, folder: str) -> list[float]:
 
 def serve(family: str, folder: str) -> list[dict[str, Any]]:
     """The same sequences as rollouts, in two turns each, with a function beside the model."""
-    from megarl.workers.reward_serving import MegatronRewardWorker
+    from megarl.workers.reward_megatron import MegatronRewardWorker
 
     made, batch = context(f"{folder}/{family}", folder), tiny.pairs()
     config = made.config
@@ -101,7 +101,7 @@ def serve(family: str, folder: str) -> list[dict[str, Any]]:
     alone.model = worker.model
     alone.ready()
     own = range(1 - RANKS.job.rank, len(rollouts), 2)
-    dealt = Rollouts.of([rollouts[i] for i in own], own, everyone.AllRanks())
+    dealt = Rollouts.of([rollouts[i] for i in own], own, row_exchange.AllRanks())
     only, both = alone.score(dealt), worker.score(dealt)
     figures = {"reward": both.reward, "only": only.reward, **both.reward_parts}
     return [{name: float(values[i]) for name, values in figures.items()} for i in range(len(rollouts))]

@@ -25,12 +25,12 @@ torch.set_num_threads(1)
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
-from megarl.environments.describing import Known  # noqa: E402
+from megarl.engine.engine_loss import EngineLost  # noqa: E402
+from megarl.environments.catalog import Known  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
-from megarl.rollout.faults import EngineLost  # noqa: E402
-from megarl.rollout.gathering import Gathered, Returned  # noqa: E402
-from megarl.rollout.queue import Tickets  # noqa: E402
+from megarl.rollout.group_queue import Tickets  # noqa: E402
+from megarl.rollout.scheduler import Gathered, Returned  # noqa: E402
 from megarl.types import Prompt, Rollout, Turn  # noqa: E402
 
 PROMPT, TURNS = Prompt("p", ()), (Turn((1,)),)

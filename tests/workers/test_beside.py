@@ -10,10 +10,10 @@ import pytest
 from thread_ranks import Thread, as_ranks
 
 from megarl.config import ConfigError
-from megarl.rollout.gathering import Gathered
-from megarl.rollout.queue import Counts, Tickets
+from megarl.rollout.group_queue import Counts, Tickets
+from megarl.rollout.scheduler import Gathered
 from megarl.types import Prompt, Rollout, Turn
-from megarl.workers.beside import Generation, newest_version
+from megarl.workers.async_rollout import Generation, newest_version
 
 pytestmark = pytest.mark.alone
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.parallel import ranks
-from megarl.workers.handles import Reported
+from megarl.workers.pending_values import Reported
 
 
 def test_what_is_unread_comes_with_the_first_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

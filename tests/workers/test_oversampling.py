@@ -16,17 +16,17 @@ from thread_ranks import Thread, as_ranks
 
 from megarl.checkpoint import manifest
 from megarl.config import ConfigError
-from megarl.config.generation import under_way
-from megarl.data.prompts import PromptLoader
+from megarl.config.keys import under_way
+from megarl.data.prompt_data import PromptLoader
+from megarl.environments.process_sessions import Sessions
 from megarl.environments.protocol import ToolResult
-from megarl.environments.sessions import Sessions
-from megarl.rollout import gathering
-from megarl.rollout.gathering import gather_rollouts
-from megarl.rollout.multi_turn import Surroundings
-from megarl.rollout.queue import Counts, Tickets
+from megarl.rollout import scheduler
+from megarl.rollout.conversation import Surroundings
+from megarl.rollout.group_queue import Counts, Tickets
+from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Prompt, Rollout, Rollouts
-from megarl.types.everyone import ALONE
-from megarl.workers.oversampling import Oversampling
+from megarl.types.comm import ALONE
+from megarl.workers.staleness import Oversampling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
@@ -157,10 +157,10 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     async def directly(work: Any, *arguments: Any) -> Any:
         return work(*arguments)
 
-    monkeypatch.setattr(gathering.asyncio, "to_thread", directly)
-    monkeypatch.setattr(gathering, "_LOOK_S", 3600.0)
-    monkeypatch.setattr(gathering, "_BACK_S", 3600.0)
-    monkeypatch.setattr(gathering.Whole, "do", lambda self, counting: counting)
+    monkeypatch.setattr(scheduler.asyncio, "to_thread", directly)
+    monkeypatch.setattr(scheduler, "_LOOK_S", 3600.0)
+    monkeypatch.setattr(scheduler, "_BACK_S", 3600.0)
+    monkeypatch.setattr(scheduler.Whole, "do", lambda self, counting: counting)
     yield
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.rollout.queue import Counts
+from megarl.rollout.group_queue import Counts
 from megarl.types import ALONE, Prompt
-from megarl.workers.streaming import Streaming
+from megarl.workers.async_rollout import Streaming
 
 LAST = 6
 

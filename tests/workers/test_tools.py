@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from megarl.config import ConfigError, RolloutConfig
-from megarl.environments.notes import Calls
-from megarl.types.everyone import ALONE
-from megarl.workers.tools import ToolCalls
+from megarl.environments.error_log import Calls
+from megarl.types.comm import ALONE
+from megarl.workers.tool_stats import ToolCalls
 
 
 class Watched:

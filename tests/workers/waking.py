@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megarl.environments.describing import Known
+from megarl.environments.catalog import Known
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Ranks
 from megarl.types import Prompt

@@ -20,7 +20,7 @@ from faults.saving import resumed_from
 from faults.seen import Findings, Seen
 from faults.tooling import HANG, HUNG, SEEN
 from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop, tried
-from megarl.launching.ending import REQUEUE_EXIT_CODE
+from megarl.launch.exit_status import REQUEUE_EXIT_CODE
 from megarl.observe.rollout_log import is_whole, read_rollouts
 from megarl.types import Rollout
 

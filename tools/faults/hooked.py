@@ -18,8 +18,8 @@ if __name__ == "__main__":
 
 from faults import points  # noqa: E402
 from megarl import train  # noqa: E402
-from megarl.launching import ending, launcher  # noqa: E402
-from megarl.parallel import meeting  # noqa: E402
+from megarl.launch import exit_status, launcher  # noqa: E402
+from megarl.parallel import rendezvous  # noqa: E402
 
 
 class HookedLaunch(launcher.Launch):
@@ -35,7 +35,7 @@ class HookedLaunch(launcher.Launch):
 def main() -> int:
     launcher.Launch = HookedLaunch  # type: ignore[misc]
     given = os.environ.get(points.VARIABLE, "")
-    if given and (meeting.place().launched or "parallel.world_size=1" in sys.argv):
+    if given and (rendezvous.place().launched or "parallel.world_size=1" in sys.argv):
         import megarl.flow  # noqa: F401  in the order in which the program imports things
 
         points.install(given)
@@ -43,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    ending.exit_with(main)
+    exit_status.exit_with(main)

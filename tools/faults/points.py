@@ -112,7 +112,7 @@ def _in_forward(moment: Moment) -> None:
     """In the first layer of the model that the step computes; its peers go on to where they need it."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    import megarl.megatron.model  # noqa: F401  first: it fits Megatron-Core to a machine without GPU
+    import megarl.megatron.trainer_model  # noqa: F401  first: it fits Megatron-Core to a machine without GPU
 
     _before(TransformerLayer, "forward", lambda *_, **__: moment.reach() if moment.is_now() else None)
 
@@ -134,7 +134,7 @@ def _in_all_reduce(moment: Moment) -> None:
 
 def _in_push(moment: Moment) -> None:
     """Before an order to an engine that is being given weights."""
-    from megarl.rollout.engine import Engine
+    from megarl.engine.sglang_engine import Engine
 
     _before(Engine, "order", lambda *_, **__: moment.reach() if moment.is_now() else None)
 
@@ -193,7 +193,7 @@ def stage_of(event: str, path: str, folder: str, opened: int) -> str:
 
 def _on_the_wire(moment: Moment) -> None:
     """One bit of what a rank sends to the engines, behind where it was hashed."""
-    from megarl.reshard.executor import Executor
+    from megarl.reshard.run.executor import Executor
 
     original = Executor._pack
 
@@ -222,7 +222,7 @@ def _in_the_gradient(moment: Moment) -> None:
 
 def _in_the_log_probs(moment: Moment) -> None:
     """Those of the first sequence on this rank."""
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
 
     original = MegatronModel.forward
 

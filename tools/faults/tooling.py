@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from faults.judging import NOTES
+from megarl.environments.ready.calculator import calculate
+from megarl.environments.ready.calculator import calculator as plain
 from megarl.environments.tools import Tool
-from megarl.rollout.calculator import calculate
-from megarl.rollout.tools import calculator as plain
 from megarl.types import Rollout
 
 SEEN, HANG, HUNG = "seen", "hang", "hung"

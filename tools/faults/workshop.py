@@ -88,7 +88,7 @@ class Workshop:
     def host(self) -> str:
         """Where engines can be started that need not import SGLang."""
         if not hasattr(self, "_host"):
-            from megarl.rollout.engine import start_host
+            from megarl.engine.sglang_engine import start_host
 
             self._host = start_host(Config(), threads=1)
             self._closing.append(self._host.close)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flow.answers import Answer
-from megarl.megatron import model as megatron_model
+from megarl.megatron import trainer_model as megatron_model
 from megarl.parallel import ranks
 from megarl.types import Prompt, Rollout, Turn  # in whose fields there are tuples
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.parallel import exact
+from megarl.parallel import collectives
 
 TIMES, BYTES = 50, 1 << 26
 _taken = [0]
@@ -16,13 +16,13 @@ _taken = [0]
 
 def count() -> None:
     """From now on, the exchanges in which figures go from every rank to every rank."""
-    around = exact.around
+    around = collectives.around
 
     def counted(*arguments: Any, **named: Any) -> Any:
         _taken[0] += 1
         return around(*arguments, **named)
 
-    exact.around = counted
+    collectives.around = counted
 
 
 def taken_part() -> int:
@@ -37,7 +37,7 @@ def latency(group: dist.ProcessGroup) -> float:
     dist.barrier(group=group)
     begun = time.process_time()
     for _ in range(TIMES):
-        exact.doubling(small, group, 600.0)
+        collectives.doubling(small, group, 600.0)
     return (time.process_time() - begun) / TIMES
 
 

@@ -3,7 +3,7 @@
     sent = Paper(config, lengths, homes, routing, layers).step(rank, seed=0)
 
 The plans of micro-batches, who needs what of whom, and what is laid out for whom are those of the repository
-(`megatron/distribution.py`, `parallel/delivery_plan.py`); the tensors have shapes and dtypes and nothing in them.
+(`megatron/distribution.py`, `parallel/row_exchange_plan.py`); the tensors have shapes and dtypes and nothing in them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from typing import Any
 import torch
 
 from megarl.config import Config
-from megarl.controllers.base import parts_of
-from megarl.controllers.policy import policy_reads
+from megarl.controllers.controller import parts_of
+from megarl.controllers.policy_gradient import policy_reads
 from megarl.data import packing
 from megarl.megatron import distribution
 from megarl.megatron.distribution import Distribution, place_of
 from megarl.models.routing import RoutingShape
-from megarl.parallel.delivery_plan import Plan
+from megarl.parallel.row_exchange_plan import Plan
 from megarl.types import ALONE, TrainBatch
-from megarl.types.batch import Shares
-from megarl.types.reads import ALWAYS
+from megarl.types.batch import ALWAYS, Shares
 
 
 @dataclass
@@ -136,15 +135,15 @@ class Paper:
     def _as(self, rank: int, sent: Sent) -> Iterator[None]:
         """Within the block this process is a rank, whose post plans and sends nothing."""
         packing._planned.cache_clear()  # a rank plans for itself
-        before = distribution.dist, distribution.everyone
+        before = distribution.dist, distribution.row_exchange
         world, begun = self.config.parallel.world_size, time.thread_time()
         job = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: world)
         post = _Post(self._machines, rank, sent)
-        distribution.dist, distribution.everyone = job, SimpleNamespace(post=lambda: post)  # type: ignore[assignment]
+        distribution.dist, distribution.row_exchange = job, SimpleNamespace(post=lambda: post)  # type: ignore[assignment]
         try:
             yield
         finally:
-            distribution.dist, distribution.everyone = before
+            distribution.dist, distribution.row_exchange = before
             sent.seconds = time.thread_time() - begun
 
 

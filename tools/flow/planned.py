@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flow.answers import QUADRATIC, Shape, config_of, groups, lengths, routing_of
-from megarl.controllers.registry import declare
+from megarl.controllers.lookup import declare
 from megarl.models.host_memory import NUMBER, TOKEN, Batch, column_bytes, moments, recording
 
 if TYPE_CHECKING:

@@ -25,12 +25,12 @@ from flow import memory, messages
 from flow.answers import QUADRATIC, SIZES, Answer, Shape, answers, config_of, groups, routing_of
 from flow.parts import NOT_OURS, Parts
 from megarl.config import Config, ConfigError
-from megarl.controllers.base import Controller
-from megarl.controllers.registry import make_controller
-from megarl.megatron import model as megatron_model
+from megarl.controllers.controller import Controller
+from megarl.controllers.lookup import make_controller
+from megarl.megatron import trainer_model as megatron_model
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
-from megarl.megatron.model import MegatronModel
-from megarl.megatron.replay import Share
+from megarl.megatron.routing_replay import Share
+from megarl.megatron.trainer_model import MegatronModel
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.parallel import ranks
@@ -38,9 +38,9 @@ from megarl.types import ModelOutput, Prompt, Rollout, TokenLoss, TrainBatch, Tu
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context
 from megarl.workers.critic import CriticWorker
+from megarl.workers.model_worker import TrainingWorker
 from megarl.workers.reference import ReferenceWorker
 from megarl.workers.reward import RewardWorker
-from megarl.workers.training import TrainingWorker
 
 
 class Played(MegatronModel):
@@ -180,17 +180,17 @@ class Now:
 
     @staticmethod
     def gathered(mine: Sequence[Rollout]) -> Any:
-        from megarl.parallel import everyone
+        from megarl.parallel import row_exchange
         from megarl.types import Rollouts
 
-        return Rollouts.of(mine, [rollout.group for rollout in mine], everyone.AllRanks())
+        return Rollouts.of(mine, [rollout.group for rollout in mine], row_exchange.AllRanks())
 
     @staticmethod
     def machines(size: int) -> None:
-        from megarl.parallel import everyone
-        from megarl.parallel.delivery import Post
+        from megarl.parallel import row_exchange
+        from megarl.parallel.row_exchange import Post
 
-        everyone._post = post = Post(per_machine=size)
+        row_exchange._post = post = Post(per_machine=size)
         exchange = post.exchange_objects
 
         def counted(parcels: Mapping[int, Any]) -> dict[int, Any]:
@@ -211,9 +211,9 @@ class Now:
     @staticmethod
     def posted() -> int:
         """Bytes of rows that this rank has written for others."""
-        from megarl.parallel import everyone
+        from megarl.parallel import row_exchange
 
-        return sum(everyone.post().sent.values()) - Now.parcels
+        return sum(row_exchange.post().sent.values()) - Now.parcels
 
     @staticmethod
     def is_own(file: Path, rank: int) -> bool:

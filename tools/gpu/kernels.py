@@ -9,7 +9,7 @@ from gpu.found import Found, judged
 
 def exact(device: str) -> Found:
     """Boxes of odd places and widths, packed and unpacked, in each type that weights have."""
-    from megarl.reshard.copies import Box, pack, unpack
+    from megarl.reshard.run.copies import Box, pack, unpack
 
     faults, generator = [], torch.Generator().manual_seed(1)
     cases = 0

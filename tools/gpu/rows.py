@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from megarl.strict import ConfigError
+from megarl.config.strict import ConfigError
 
 TE = ("megatron", "transformer_engine")
 LOOP = (*TE, "sglang", "torch_memory_saver")

@@ -90,8 +90,8 @@ def use_local_modules() -> None:
     """In place of Transformer Engine's on a GPU: Megatron's local modules, with one MLP per expert."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    from megarl.cpu.megatron_modules import adapt_local_spec
     from megarl.megatron import build
-    from megarl.megatron.cpu_modules import adapt_local_spec
 
     made = build.transformer_config
 
@@ -112,7 +112,7 @@ def measure(wanted: dict[str, Any]) -> None:
     import torch
 
     from megarl.config import from_dict
-    from megarl.megatron.model import MegatronModel
+    from megarl.megatron.trainer_model import MegatronModel
     from megarl.parallel import ranks
     from megarl.types import ModelOutput, TokenLoss, TrainBatch
 

@@ -1,8 +1,91 @@
-"""The least that an environment can be: one tool, no state, a reward by whichever function scores the answer."""
+"""Arithmetic on text, by walking its syntax tree; nothing is ever evaluated as Python.
+
+The tools that come with MegaRL, by their specs.
+
+The least that an environment can be: one tool, no state, a reward by whichever function scores the answer.
+"""
 
 from __future__ import annotations
 
-from megarl.rollout.calculator import calculate
+import ast
+import operator
+from collections.abc import Callable
+
+from megarl.environments.tools import Tool
+
+_LONGEST = 200
+_MOST_BITS = 512  # of an intermediate integer: no expression may cost more than a glance
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+def calculate(expression: str) -> str:
+    """The value of an expression of numbers, + - * / // % **, signs and parentheses, as text.
+
+    Whole results of / are written without a fraction. Raises ValueError, in words for the policy, for anything else,
+    for division by zero and for numbers past 512 bits.
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError(f"the expression is longer than {_LONGEST} characters")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("this is not an arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except OverflowError:
+        raise ValueError("the number is too large") from None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value)
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        operand = _value(node.operand)
+        return -operand if isinstance(node.op, ast.USub) else operand
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            size = left.bit_length() if isinstance(left, int) else 1
+            if abs(right) * max(size, 1) > _MOST_BITS:
+                raise ValueError("the power is too large")
+        return _bounded(_BINARY[type(node.op)](left, right))
+    raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
+
+
+def _bounded(value: int | float | complex) -> int | float:
+    if isinstance(value, complex) or value != value or value in (float("inf"), float("-inf")):
+        raise ValueError("the result is not a real number")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError("the number is too large")
+    return value
+
+
+calculator = Tool(
+    schema={
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Evaluates an arithmetic expression.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
+        },
+    },
+    function=calculate,
+)
 
 
 class Calculator:

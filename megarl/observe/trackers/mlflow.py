@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from megarl.observe.trackers.sink import COLUMNS, PROJECT, Row, Told, plain_name
+from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, Told, plain_name
 
 _AT_ONCE = 1000
 """Figures that a server takes in one request."""

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from megarl.observe.trackers.sink import COLUMNS, PROJECT, Row, Told, plain_name
+from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, Told, plain_name
 
 
 class SwanLab:

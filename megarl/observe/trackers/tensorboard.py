@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from megarl.observe.trackers.sink import COLUMNS, Row, Told
+from megarl.observe.trackers.adapter import COLUMNS, Row, Told
 
 
 class TensorBoard:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from megarl.observe.trackers.sink import COLUMNS, PROJECT, Row, Told
+from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, Told
 
 
 class Wandb:

@@ -15,9 +15,9 @@ import pytest
 
 from megarl.config import ConfigError, from_dict
 from megarl.observe.tracker import Tracker
-from megarl.observe.trackers import known
-from megarl.observe.trackers.known import KNOWN, check_trackers, opened
-from megarl.observe.trackers.sink import Told
+from megarl.observe.trackers import names
+from megarl.observe.trackers.adapter import Told
+from megarl.observe.trackers.names import KNOWN, check_trackers, opened
 
 pytestmark = pytest.mark.alone
 
@@ -57,7 +57,7 @@ def test_a_tracker_that_is_not_installed_is_a_mistake_before_the_run(monkeypatch
     check_trackers(["tensorboard"])
     with pytest.raises(ConfigError, match="track.trackers: tensorboard is named twice"):
         check_trackers(["tensorboard", "tensorboard"])
-    monkeypatch.setitem(known.KNOWN, "wandb", KNOWN["wandb"]._replace(package="no_such_package"))
+    monkeypatch.setitem(names.KNOWN, "wandb", KNOWN["wandb"]._replace(package="no_such_package"))
     with pytest.raises(ConfigError, match="track.trackers: wandb is not installed; `pip install wandb`"):
         check_trackers(["tensorboard", "wandb"])
     with pytest.raises(ConfigError, match="did you mean wandb"):

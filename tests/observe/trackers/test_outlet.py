@@ -11,9 +11,8 @@ import pytest
 
 from megarl.observe import tracker as module
 from megarl.observe.tracker import Tracker, read_metrics
-from megarl.observe.trackers import outlet
-from megarl.observe.trackers.sink import Row, Standing, Told, plain_name, without_secrets
-from megarl.observe.trackers.tables import LONGEST, MOST, rows_of
+from megarl.observe.trackers import adapter
+from megarl.observe.trackers.adapter import LONGEST, MOST, Row, Standing, Told, plain_name, rows_of, without_secrets
 from megarl.types import Prompt, Rollout, Turn
 
 pytestmark = pytest.mark.alone
@@ -139,11 +138,11 @@ def test_one_that_never_opens_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
     for step in range(10):
         tracker.log(step, {"x": 1.0})
     tracker.close()
-    assert len(tried) == outlet.PATIENCE and said == ["could not write SwanLab: no key; training goes on without it"]
+    assert len(tried) == adapter.PATIENCE and said == ["could not write SwanLab: no key; training goes on without it"]
 
 
 def test_a_step_does_not_wait_for_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "LAST_S", 0.05)
+    monkeypatch.setattr(adapter, "LAST_S", 0.05)
     hung = threading.Event()
 
     def hangs(name: str, told: Told) -> Played:
@@ -153,7 +152,7 @@ def test_a_step_does_not_wait_for_one_that_hangs(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "opened", hangs)
     said: list[str] = []
     tracker = Tracker(tmp_path, ["wandb"], said.append)
-    for step in range(outlet.WAITING + 10):
+    for step in range(adapter.WAITING + 10):
         tracker.log(step, {"x": 1.0})
     assert len(said) == 1 and "W&B: it is behind by" in said[0]
     tracker.close()

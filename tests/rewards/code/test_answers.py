@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.code.answers import LONGEST, code_of
+from megarl.rewards.code.scorer import LONGEST, code_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from said import HOSTILE  # noqa: E402

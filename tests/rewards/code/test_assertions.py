@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards.code.assertions import of_check, of_module, of_statements, taken_apart
-from megarl.rewards.code.problems import Call, Judged
+from megarl.rewards.code.problems import Call, Judged, of_check, of_module, of_statements, taken_apart
 
 
 @pytest.mark.parametrize(

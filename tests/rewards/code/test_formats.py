@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rewards.code.formats import GIVEN, problem_of
-from megarl.rewards.code.problems import Call, Judged, Problem, Program
+from megarl.rewards.code.problems import GIVEN, Call, Judged, Problem, Program, problem_of
 
 PRINTED = (Program("1\n", "2\n"), Program("3", "4"))
 ADD = {"testtype": "functional", "input": "1\n[2]", "output": "[1, 2]"}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards.functions import load_functions
-from megarl.rewards.pool import Pool
-from megarl.types.verdicts import Failed, Reward
+from megarl.rewards.reward_pool import Pool
+from megarl.types.reward_values import Failed, Reward
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from code_attacks import ATTACKS  # noqa: E402

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards.code import packed
-from megarl.rewards.code.packed import pickled_text, unpacked
+from megarl.rewards.code import problems
+from megarl.rewards.code.problems import pickled_text, unpacked
 
 TESTS = [{"input": "1\n", "output": "é\ud800" * 100, "testtype": "stdin"}]
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_read(text: str, complaint: str) -> None:
 
 
 def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "MOST", 1 << 16)
+    monkeypatch.setattr(problems, "MOST", 1 << 16)
     with pytest.raises(ValueError, match="it has more than 0 MiB"):
         unpacked(pack(b"[" + b" " * (1 << 20) + b"]"))
     with pytest.raises(ValueError, match="a pickle of 0 texts"):

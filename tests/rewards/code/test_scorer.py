@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megarl.forks import is_async
-from megarl.rewards import in_process
+from megarl.config.plugins import is_async
+from megarl.rewards import reward_process
 from megarl.rewards.code import Grading, HiddenTests, hidden_tests
 from megarl.rewards.functions import checked, load_functions
-from megarl.types.verdicts import Failed, Reward
+from megarl.types.reward_values import Failed, Reward
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from plain_boxes import PlainBoxes  # noqa: E402
@@ -27,7 +27,7 @@ ALL = "```python\ndef f(x):\n    return x + 1 + (x > 4)\n```\nIt prints `2`."
 
 def of(scorer: HiddenTests, answer: str, truth: Any) -> Any:
     scorer.__dict__["_box"] = PlainBoxes()
-    (found,) = in_process.score([said(answer, truth)], {"tests": scorer}, timeout=60.0)
+    (found,) = reward_process.score([said(answer, truth)], {"tests": scorer}, timeout=60.0)
     return found["tests"]
 
 

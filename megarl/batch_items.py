@@ -1,0 +1,149 @@
+"""What a controller's `items` reads: prompts, conversations or pairs, in the form that the run's model has for them, of
+one file or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megarl.chat_format.chat_template import Chat
+from megarl.config import Config, ConfigError
+from megarl.data.curriculum import check_known, key_of
+from megarl.data.first_rows import answer_key
+from megarl.data.mixture import Joined, Stream, names_of
+from megarl.data.preference_data import Pair, Preferences, read_preferences
+from megarl.data.prompt_data import read_prompts, render_prompts
+from megarl.data.sft_data import Demonstrations, all_conversations_too_long, sft_rollouts
+from megarl.data.table import Table
+from megarl.models.registry import family_of
+from megarl.parallel import ranks, row_exchange
+from megarl.types import Prompt, Rollout, Rollouts
+
+T = TypeVar("T")
+
+
+class Items:
+    """Of a flow. What is left out is said in a line of `_notes`, which is for the log."""
+
+    config: Config
+    hf_config: dict[str, Any]
+    chat: Chat
+    job: ranks.Job
+    _notes: list[str]
+
+    def load_prompts(self, files: str | Sequence[str], whole: bool = False) -> Joined[Prompt]:
+        """Read and render prompts of a file or several; those that leave no room for an answer are dropped, and a line
+        says how many. whole: whether a step takes all of them, and none is dealt out."""
+        data, longest = self.config.data, self.config.rollout.max_context - 1
+        taken: dict[str, str] = {}
+
+        def load(path: str, name: str, order: str) -> tuple[list[Prompt], np.ndarray | None]:
+            prompts = read_prompts(path, data.prompt_key, data.label_key, name=name, order=order)
+            for prompt in prompts:
+                if (other := taken.setdefault(prompt.id, path)) != path:
+                    raise ConfigError(f"{path}: the id {prompt.id!r} is taken by a row of {other}; rename that file")
+            kept, dropped = render_prompts(prompts, self.chat.render, longest)
+            if dropped:
+                self._notes.append(
+                    f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out"
+                )
+            keys = [key_of(prompt.extra, order, prompt.id) for prompt in kept] if order else None
+            return kept, None if keys is None else np.array(keys)
+
+        return self._joined(files, load, whole)
+
+    def load_conversations(self, files: str | Sequence[str]) -> Joined[Rollout]:
+        """Read conversations for SFT; those longer than the model's positions are dropped, and a line says how many."""
+        data, longest = self.config.data, self._positions()
+
+        def load(path: str, name: str, order: str) -> tuple[Demonstrations, np.ndarray | None]:
+            answers = answer_key(self.config)
+            talks = sft_rollouts(path, self.chat.tokenizer, None, data.prompt_key, answers, name, order)
+            lengths = ranks.shared_out(len(talks), lambda index: talks[index].num_tokens)
+            kept = [index for index, length in enumerate(lengths) if length <= longest]
+            dropped = len(talks) - len(kept)
+            if not kept:
+                raise all_conversations_too_long(path, len(talks), longest, min(lengths))
+            if dropped:
+                self._notes.append(
+                    f"{path}: {dropped} of {len(talks)} conversations are longer than the model's {longest} "
+                    "positions: left out"
+                )
+            self._note_slow(talks.rows)
+            talks = talks.only(kept)
+            return talks, talks.keys
+
+        return self._joined(files, load)
+
+    def load_preferences(self, files: str | Sequence[str]) -> Joined[Pair]:
+        """Read pairs; those that do not fit into a micro-batch or the model are dropped, and a line says how many."""
+        budget = self.config.train.token_budget * self.config.parallel.cp
+        longest = self._positions()
+
+        def load(path: str, name: str, order: str) -> tuple[Preferences, np.ndarray | None]:
+            pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest, name, order)
+            if dropped:
+                self._notes.append(
+                    f"{path}: {dropped} of {len(pairs) + dropped} pairs are left out: together longer than "
+                    f"the {budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
+                )
+            self._note_slow(pairs.rows)
+            return pairs, pairs.keys
+
+        return self._joined(files, load)
+
+    def _joined(
+        self,
+        files: str | Sequence[str],
+        load: Callable[[str, str, str], tuple[Sequence[T], np.ndarray | None]],
+        whole: bool = False,
+    ) -> Joined[T]:
+        """Each file's items by `load(path, name, order)`, with the numbers that order them if they are trained on."""
+        paths, data = (files,) if isinstance(files, str) else tuple(files), self.config.data
+        order = data.order if paths == data.train else ""
+        names = names_of(paths)
+        found = [load(path, name, order) for path, name in zip(paths, names, strict=True)]
+        numbers = [keys for _, keys in found if keys is not None]
+        keys = np.concatenate(numbers) if numbers else None
+        check_known(keys, order, paths)
+        joined = Joined(tuple(items for items, _ in found), names, keys)
+        if whole:
+            self._notes.append(f"{len(joined):,} prompts of {', '.join(paths)}")
+        elif paths == data.train:
+            self._notes.append(self._passes(joined))
+        return joined
+
+    def _passes(self, joined: Joined[Any]) -> str:
+        """How far the run goes over its data, in a line."""
+        data, steps = self.config.data, self.config.run.num_rollout
+        stream = Stream(joined.sizes, data.weights)
+        counts = zip(
+            joined.names if data.weights else ("",),
+            stream.sizes,
+            stream.counts(steps * data.prompts_per_step),
+            strict=True,
+        )
+        parts = [f"{name} {size:,} rows, {_share(count / size)} passes".lstrip() for name, size, count in counts]
+        return f"data.train: {'; '.join(parts)} in {steps} steps of {data.prompts_per_step}"
+
+    def _note_slow(self, rows: Table) -> None:
+        if rows.slow:
+            self._notes.append(f"warning: {rows.slow}")
+
+    def _positions(self) -> int:
+        return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
+
+    def deal(self, finished: Sequence[Rollout], together: int = 1) -> Rollouts:
+        """Conversations that every rank can read, dealt out: each keeps its share, which it alone tokenises.
+
+        together: as many at a time stay with each other.
+        """
+        units = range(self.job.rank, -(-len(finished) // together), self.job.world)
+        own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
+        return Rollouts.of([finished[i] for i in own], own, row_exchange.AllRanks())
+
+
+def _share(passes: float) -> str:
+    return f"{passes:.2f}" if passes >= 0.01 else f"{passes:.1g}"

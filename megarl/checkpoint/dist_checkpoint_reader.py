@@ -1,0 +1,166 @@
+"""Megatron's distributed checkpoint of a model as a mapping of whole tensors, read without Megatron or ranks.
+
+A folder has files `__RANK_N.distcp`, in which each rank's pieces lie one after the other, and `.metadata`, which says
+which piece of which tensor lies where. That is a pickle, and a pickle may do anything: this one may only name the
+classes that it is made of. What is held at a time is the tensor that is asked for, and a piece of it.
+
+Reading a checkpoint runs nothing that is in it, whoever has written it.
+
+torch keeps the table of a distributed checkpoint, `.metadata`, as a pickle, and reads what is no tensor with
+`weights_only=False`: either could be any code. Here the table may hold what torch makes one of, and nothing else, and
+the rest is looked through as weights are. That holds in a process from the import of this file on. Megatron's
+`common.pt` and each rank's random states are read so by torch's default, which an environment variable could undo.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import default_planner, filesystem, metadata
+
+from megarl.config import ConfigError
+
+UNDOES = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_CHECKPOINT = "torch.distributed.checkpoint"
+_CLASSES = {
+    f"{_CHECKPOINT}.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo",),
+    f"{_CHECKPOINT}.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "collections": ("OrderedDict", "defaultdict"),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+}
+
+
+class _Table(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no table of a checkpoint has")
+        return super().find_class(module, name)
+
+
+def read_table(file: IO[bytes]) -> Any:
+    """What `.metadata` says. Raises pickle.UnpicklingError for one that would do more than that."""
+    return _Table(file).load()
+
+
+def _checked(load_bytes: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load_bytes)
+    def checked(planner: Any, item: Any, value: IO[bytes]) -> None:
+        torch.load(value, weights_only=True)  # raises for what is neither tensors nor plain values
+        value.seek(0)
+        load_bytes(planner, item, value)
+
+    return checked
+
+
+os.environ.pop(UNDOES, None)
+filesystem.pickle = SimpleNamespace(load=read_table, dump=pickle.dump)  # type: ignore[assignment]
+default_planner.DefaultLoadPlanner.load_bytes = _checked(default_planner.DefaultLoadPlanner.load_bytes)  # type: ignore[method-assign]
+
+
+INDEX = ".metadata"
+OBJECTS = "common.pt"
+"""What is no tensor of a parameter: the schedule, and what guards remember."""
+
+
+class Piece(NamedTuple):
+    """[start, start + size) along each dimension of a tensor, in a part of a file."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+class Whole(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+class Pieces(Mapping[str, Whole]):
+    """By Megatron's names. Raises ConfigError for a folder that is none of its checkpoints, or is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            with (folder / INDEX).open("rb") as stream:
+                found = read_table(stream)
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} is no checkpoint of a model: it has no {INDEX}") from None
+        except Exception as error:  # noqa: BLE001  a broken pickle raises whatever its bytes happen to mean
+            what = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{folder / INDEX} cannot be read ({type(error).__name__}: {what})") from None
+        try:
+            self._tensors = {
+                name: _whole(name, about, found.storage_data)
+                for name, about in found.state_dict_metadata.items()
+                if isinstance(about, metadata.TensorStorageMetadata)
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{folder / INDEX} is of another form ({type(error).__name__}: {error})") from None
+
+    def __getitem__(self, name: str) -> Whole:
+        return self._tensors[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def read(self, name: str, at: Sequence[int] = ()) -> torch.Tensor:
+        """A whole tensor, or what stands at these numbers of its first dimensions, on the host. Raises ConfigError
+        where some of it is not there."""
+        whole = self._tensors[name]
+        at, shape = tuple(at), whole.shape[len(at) :]
+        result, filled = torch.empty(shape, dtype=whole.dtype), 0
+        for piece in whole.pieces:
+            if all(a <= n < a + size for a, size, n in zip(piece.start, piece.size, at, strict=False)):
+                part = self._load(name, piece)[tuple(n - a for n, a in zip(at, piece.start, strict=False))]
+                where = zip(piece.start[len(at) :], part.shape, strict=True)
+                result[tuple(slice(start, start + size) for start, size in where)] = part
+                filled += part.numel()
+        if filled != result.numel():
+            raise ConfigError(f"{self.folder}: {name} has {filled} of its {result.numel()} elements")
+        return result
+
+    def _load(self, name: str, piece: Piece) -> torch.Tensor:
+        file = self.folder / piece.file
+        try:
+            with file.open("rb") as stream:
+                stream.seek(piece.offset)
+                found = torch.load(io.BytesIO(stream.read(piece.length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # noqa: BLE001  what a damaged archive raises is torch's business
+            what = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{file}: {name} cannot be read ({type(error).__name__}: {what})") from None
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != piece.size:
+            raise ConfigError(f"{file}: at byte {piece.offset} is not what {INDEX} says of {name}")
+        return found
+
+
+def _whole(name: str, about: Any, places: Mapping[Any, Any]) -> Whole:
+    pieces = []
+    for chunk in about.chunks:
+        start = tuple(chunk.offsets)
+        place = places[metadata.MetadataIndex(name, chunk.offsets)]
+        if place.transform_descriptors:
+            raise ValueError(f"{name} is compressed by {place.transform_descriptors}")
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{name} is said to be in {place.relative_path!r}")
+        pieces.append(Piece(start, tuple(chunk.sizes), place.relative_path, int(place.offset), int(place.length)))
+    return Whole(tuple(about.size), about.properties.dtype, tuple(pieces))

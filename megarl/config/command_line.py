@@ -1,0 +1,171 @@
+"""What the command lines here have in common: a mistake is one line `error: ...` and exit status 2, before any work."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megarl import __version__
+from megarl.config.paths import expand
+from megarl.config.strict import ConfigError
+
+WRONG = 2
+"""Exit status of a program that was told something wrong."""
+_PYTHON = Path(sys.executable)
+INSTALL = "bash launch/install.sh in a checkout, or by pip as launch/README.md says"
+_LONGEST_NAMES = 50
+"""Characters of the names of other runs in the name of a file."""
+
+
+class Parser(argparse.ArgumentParser):
+    """One that raises ConfigError for a mistake, without printing its usage; `--help` shows the text as written, and
+    `--version` the version of MegaRL."""
+
+    def __init__(self, description: str | None = None, prog: str | None = None) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, formatter_class=form, allow_abbrev=False)
+        self.add_argument(
+            "-V", "--version", action="version", version=f"MegaRL {__version__}", help="print the version"
+        )
+        self.register("type", Path, path)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists what there is")
+
+
+def path(text: str) -> Path:
+    """The type of an argument that is a path, also where it says `type=Path`: `--out=~/x` is not expanded by shells."""
+    return Path(path_text(text))
+
+
+def path_text(text: str) -> str:
+    """The type of an argument that is a path or a name: text, with `~` and `$NAME` expanded."""
+    try:
+        return expand(text, "path")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("path: ")) from None
+
+
+def count(least: int = 1, most: int = 10**12) -> Callable[[str], int]:
+    """The type of an argument that is a whole number in this range."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:40]!r}") from None
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"must be from {least} to {most}, not {text[:40]}")
+        return number
+
+    return parse
+
+
+def amount(least: float = 0.0, most: float = 1e12) -> Callable[[str], float]:
+    """The type of an argument that is a number above `least` and not above `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least < number <= most:
+            raise argparse.ArgumentTypeError(f"must be a number above {least:g}, at most {most:g}, not {text[:40]!r}")
+        return number
+
+    return parse
+
+
+def file_to_write(path: Path | None, option: str) -> None:
+    """Raise ConfigError where the file could not be written, which otherwise shows when the work is done."""
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{option} {path} is a folder; name a file")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        new = not path.exists()
+        if not new and not path.is_file() and not path.is_char_device():
+            raise ConfigError(f"{option} {path} is no regular file; name another")
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} {str(path)[:200]} cannot be written: {error.strerror}; name another") from None
+
+
+def file_beside(runs: Sequence[Path], name: str) -> Path:
+    """Where a file about runs goes if none is named: into the first run's folder, as `name`; with the names of the
+    others in it where there are any, so that it takes no other file's place."""
+    file = runs[0] / name
+    others = "_".join(path.resolve().name for path in runs[1:])
+    return file.with_stem(f"{file.stem}_{others[:_LONGEST_NAMES]}") if others else file
+
+
+def folder_to_write(path: Path, option: str) -> None:
+    """Raise ConfigError where there is no folder of this name and none can be made."""
+    try:
+        there = next(place for place in (path, *path.absolute().parents) if place.exists() or place.is_symlink())
+        if not there.is_dir():
+            what = "is no folder" if there == path else f"cannot be made: {there} is no folder"
+            raise ConfigError(f"{option} {path} {what}; name another")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{option} {path} cannot be written: no permission in {there}; name another folder")
+    except OSError as error:
+        raise ConfigError(f"{option} {str(path)[:200]} cannot be written: {error.strerror}; name another") from None
+
+
+def to_paste(program: str, *arguments: str | Path) -> str:
+    """A command of this project's folder as a terminal takes it where this program was started, such as
+    `.venv/bin/python tools/report.py 'runs/my run'`: by this interpreter. Empty where the program is absent, as it is
+    where only the package was installed."""
+    file = Path(__file__).resolve().parents[2] / program
+    if not file.is_file():
+        return ""
+    here = Path.cwd()
+    # Not resolved: an environment is known by its own link to the interpreter.
+    places = [str(path.relative_to(here)) if path.is_relative_to(here) else str(path) for path in (_PYTHON, file)]
+    return shlex.join([*places, *map(str, arguments)])
+
+
+def ends_in_a_line(program: Callable[[], int]) -> int:
+    """The program's exit status; what is wrong with what it was given is one line."""
+    try:
+        return program()
+    except BrokenPipeError:  # who reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (ConfigError, OSError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and not missing_package(error):
+            raise
+        text = missing_package(error) or str(error)
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
+        return WRONG
+
+
+def missing_package(error: BaseException) -> str:
+    """What to do about a package that MegaRL imports and that is not installed; empty for any other error."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None or error.name.partition(".")[0] == "megarl":
+        return ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [frame.f_code.co_filename for frame in frames if "importlib" not in frame.f_code.co_filename]
+    if not files or Path(__file__).parents[1] not in Path(files[-1]).parents:  # not imported by us
+        return ""
+    return f"the package {error.name.partition('.')[0]} is not installed: {INSTALL}"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())

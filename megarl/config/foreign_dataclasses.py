@@ -1,0 +1,241 @@
+"""Values against the fields of another package's dataclasses, read from their source: it need not be imported.
+
+A field's annotation says what fits it. What YAML cannot give (a function, a dtype) fits nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.strict import ConfigError, nearest
+
+LARGEST = 2**31 - 1
+"""No size or count that these packages know is larger, and beyond it their kernels' integers end."""
+_OPEN = object()
+
+
+@dataclass(frozen=True)
+class Field:
+    """annotation: without `Annotated`. choices: where there are only so many. default: None also where there is none,
+    `...` where it is no plain value. minus_one: whether that means something. group: the class that has the field."""
+
+    annotation: ast.expr
+    choices: tuple[Any, ...] = ()
+    default: Any = None
+    minus_one: bool = False
+    group: str = ""
+
+
+def fields_of(body: Iterable[ast.stmt], names: Mapping[str, Any] | None = None, group: str = "") -> dict[str, Field]:
+    """The annotated fields of a class, by name. names: what constants in their metadata stand for."""
+    found = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = _field(node, names or {}, group)
+    return found
+
+
+def check(where: str, value: Any, field: Field) -> None:
+    """Raise ConfigError, naming the key `where`, for a value that does not fit its field."""
+    if value is None and field.default is None:
+        return
+    if field.choices:
+        if not _plain(value) or value not in field.choices:
+            some = ", ".join(map(str, field.choices))
+            raise ConfigError(f"{where} must be one of {some}, not {_short(value)}{near(value, field.choices)}")
+        return
+    _check_numbers(where, value, field)
+    if not _fits(value, field.annotation):
+        kind = _words(field.annotation)
+        if not kind:
+            needed = ast.unparse(field.annotation)
+            raise ConfigError(f"{where} cannot be set: it is of type {needed}, which YAML cannot give")
+        raise ConfigError(f"{where} must be {kind}, not {_short(value)}{_as_number(value, kind)}")
+
+
+def near(name: Any, known: Iterable[Any]) -> str:
+    """A hint at the nearest of the known names."""
+    found = nearest(str(name), map(str, known))
+    return f"; did you mean {found}?" if found else ""
+
+
+def literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
+    """The value of an expression of plain values and known names; `_OPEN` where it is none."""
+    if node is None:
+        return _OPEN
+    if isinstance(node, ast.Name):
+        return names.get(node.id, _OPEN)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("set", "frozenset"):
+        inner: Any = literal(node.args[0], names) if len(node.args) == 1 else _OPEN
+        return inner if inner is _OPEN else sorted(inner)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = literal(node.left, names), literal(node.right, names)
+        return _OPEN if _OPEN in (left, right) or type(left) is not type(right) else left + right
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return _OPEN
+
+
+def constants(tree: ast.Module) -> dict[str, Any]:
+    """The plain values that a module gives names to."""
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = literal(node.value, found)
+            if value is not _OPEN:
+                found[node.targets[0].id] = value
+    return found
+
+
+def _field(node: ast.AnnAssign, names: Mapping[str, Any], group: str) -> Field:
+    annotation, choices, about = node.annotation, (), ""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("A", "Annotated"):
+        assert isinstance(annotation.slice, ast.Tuple)
+        annotation, *metadata = annotation.slice.elts
+        for item in metadata:
+            about += ast.unparse(item)
+            for keyword in item.keywords if isinstance(item, ast.Call) else ():
+                if keyword.arg == "choices" and (given := literal(keyword.value, names)) is not _OPEN:
+                    choices = tuple(given)
+    value: Any = None
+    if node.value is not None:
+        default = node.value
+        if isinstance(default, ast.Call):  # field(default=...)
+            default = next((item.value for item in default.keywords if item.arg == "default"), default)
+        value = literal(default, names)
+        value = ... if value is _OPEN else value
+    negative = isinstance(value, int | float) and value < 0
+    return Field(annotation, choices, value, negative or "-1" in about, group)
+
+
+def _fits(value: Any, annotation: ast.expr) -> bool:
+    base, arguments = _parts(annotation)
+    match base:
+        case "Union":
+            return any(_fits(value, item) for item in arguments)
+        case "Literal":
+            return _plain(value) and any(value == item and type(value) is type(item) for item in arguments)
+        case "None":
+            return value is None
+        case "bool":
+            return isinstance(value, bool)
+        case "int":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "float":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case "str":
+            return isinstance(value, str)
+        case "list" | "set":
+            return isinstance(value, list | tuple) and all(_fits(item, kind) for kind in arguments for item in value)
+        case "tuple":
+            kinds = [item for item in arguments if not isinstance(item, ast.Constant)]
+            if not isinstance(value, list | tuple):
+                return False
+            if len(kinds) < len(arguments):  # tuple[int, ...]
+                return all(_fits(item, kinds[0]) for item in value)
+            return len(value) == len(kinds) and all(map(_fits, value, kinds))
+        case "dict":
+            if not isinstance(value, dict):
+                return False
+            return not arguments or all(_fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items())
+        case "Any":
+            return True
+    return False
+
+
+def _words(annotation: ast.expr) -> str:
+    """What fits, in words; empty where nothing does that YAML can give."""
+    base, arguments = _parts(annotation)
+    plain = {
+        "bool": "true or false",
+        "int": "a whole number",
+        "float": "a number",
+        "str": "text",
+        "None": "null",
+        "dict": "a mapping",
+        "Any": "any value",
+    }
+    if base in plain:
+        return plain[base]
+    if base == "Union":
+        return " or ".join(filter(None, (_words(item) for item in arguments if _parts(item)[0] != "None")))
+    if base == "Literal":
+        return "one of " + ", ".join(map(str, arguments))
+    if base in ("list", "set", "tuple"):
+        inner = dict.fromkeys(filter(None, (_words(item) for item in arguments)))
+        if arguments and not inner:
+            return ""
+        length = f" of {len(arguments)} items" if base == "tuple" and len(arguments) > 1 else ""
+        return f"a list{length}" + (f", each {' or '.join(inner)}" if inner else "")
+    return ""
+
+
+def _parts(annotation: ast.expr) -> tuple[str, list[Any]]:
+    """A type's name in lower case but for typing's own, and what it is of; the values of a Literal."""
+    if isinstance(annotation, ast.Constant):
+        if annotation.value is None:
+            return "None", []
+        if isinstance(annotation.value, str):
+            return _parts(ast.parse(annotation.value, mode="eval").body)
+    if isinstance(annotation, ast.BinOp):  # int | None
+        return "Union", [annotation.left, annotation.right]
+    arguments: list[Any] = []
+    if isinstance(annotation, ast.Subscript):
+        inner = annotation.slice
+        arguments = list(inner.elts) if isinstance(inner, ast.Tuple) else [inner]
+        annotation = annotation.value
+    name = ast.unparse(annotation).removeprefix("typing.")
+    if name == "Optional":
+        return "Union", [*arguments, ast.Constant(None)]
+    if name == "Literal":
+        return "Literal", [ast.literal_eval(item) for item in arguments]
+    return {"List": "list", "Dict": "dict", "Set": "set", "Tuple": "tuple"}.get(name, name), arguments
+
+
+def _check_numbers(where: str, value: Any, field: Field) -> None:
+    """No number that is none, none that is beyond what integers hold, and no negative size."""
+    for number in _numbers(value):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ConfigError(f"{where} must be a finite number, not {number}")
+        if abs(number) > LARGEST:
+            raise ConfigError(f"{where} must be at most {LARGEST}, not {_short(number)}")
+        if isinstance(number, int) and number < 0 and not (number == -1 and field.minus_one):
+            if "int" in ast.unparse(field.annotation):
+                raise ConfigError(f"{where} must not be negative, but is {number}")
+
+
+def _numbers(value: Any) -> list[int | float]:
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in _numbers(item)]
+    if isinstance(value, dict):
+        return [number for item in value.values() for number in _numbers(item)]
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, str | int | float)
+
+
+def _as_number(value: Any, kind: str) -> str:
+    """What was surely meant by 1e6, which YAML reads as text or as a float."""
+    if "number" not in kind or not isinstance(value, str | float):
+        return ""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    if "whole" in kind:
+        return f"; write {int(number)}" if number.is_integer() else ""
+    return f"; write {number!r}" if math.isfinite(number) else ""
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > 1 << 200:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to write out the longest
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."

@@ -1,0 +1,143 @@
+"""Expand `~`, `~user`, `$NAME` and `${NAME}` in paths once, where configurations and command lines are read.
+
+Libraries that expand paths by themselves then find nothing to expand, so that all of them mean the same file.
+
+`${NAME}` and `${NAME:-default}` in files that others read, too: of MCP's clients, of Harbor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.config.strict import ConfigError, is_path, require, types_of
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+
+def filled(text: str, where: str) -> str:
+    """`text` with each name replaced. Raises ConfigError, saying where it stands, for one that is not set: processes
+    of environments have of the run's environment what `rollout.pass_env` lists."""
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found.groups()
+        if name not in os.environ and default is None:
+            raise ConfigError(f"{where}: ${{{name}}} is not set; name it in rollout.pass_env and set it for the run")
+        return os.environ.get(name, default or "")
+
+    return _VARIABLE.sub(value, text)
+
+
+_VARIABLE_PATHS = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\}|(?=\{))", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_PATH_NAME = re.compile(r"(.*_)?(path|dir|folder|file)")
+"""Keys that are paths in mappings which pass through: `rollout.sglang.download_dir`, `options.tasks_file`."""
+_WORD = re.compile(r"""(?:[^\s'"\\]|'[^']*'|"(?:\\.|[^"\\])*"|\\.)+""")
+_FILE_SPECS = ("mcp", "harbor")
+"""Prefixes of `rollout.tools` and `rollout.environments` with a path behind the colon."""
+
+
+def expand(text: str, key: str) -> str:
+    """Return a path with `~` and variables of the environment replaced.
+
+    Raises ConfigError, naming the key and the variable, where one is not set, or empty: `$SCRATCH/runs` would be /runs.
+    What is returned has nothing left to expand, so that expanding it again changes nothing.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1] or match[2] or ""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{key}: {text[match.start() :][:80]!r} is no variable; write $NAME or ${{NAME}}")
+        value = os.environ.get(name, "")
+        if not value:
+            fault = " (it is empty)" if name in os.environ else ""
+            raise ConfigError(
+                f"{key}: the environment variable {name} is not set{fault}; set it, or write the path without it"
+            )
+        if _VARIABLE_PATHS.search(value):
+            raise ConfigError(f"{key}: the environment variable {name} holds a variable itself; write the path out")
+        return value
+
+    expanded = os.path.expanduser(_VARIABLE_PATHS.sub(value_of, text))
+    if str(Path(expanded)).startswith("~"):  # pathlib makes ~x of ./~x, which some libraries expand later
+        fault = f"{expanded[:80]!r} begins with ~, but that is no user's home"
+        raise ConfigError(f"{key}: {fault}; write the path from / on")
+    if expanded != text:
+        require(expanded, str, key)
+    return expanded
+
+
+def expand_spec(spec: str, key: str) -> str:
+    """Return an entry of `rollout.tools` or `rollout.environments` with the paths in it expanded.
+
+    Those are FILE of `mcp:FILE`, FOLDER of `harbor:FOLDER`, and in `program:COMMAND` the words without quotation marks
+    and backslashes, which a shell would expand, too.
+    """
+    prefix, colon, rest = spec.partition(":")
+    if prefix in _FILE_SPECS:
+        return f"{prefix}{colon}{expand(rest, key)}"
+    if prefix == "program" and _is_command(rest):
+        return f"{prefix}{colon}{_WORD.sub(lambda match: _expand_word(match[0], key), rest)}"
+    return spec
+
+
+def _is_command(text: str) -> bool:
+    try:
+        return bool(shlex.split(text))
+    except ValueError:  # a quotation mark without its other, which the loader complains of
+        return False
+
+
+def _expand_word(word: str, key: str) -> str:
+    is_plain = not re.search(r"""['"\\]""", word) and (word.startswith("~") or "$" in word)
+    return shlex.quote(expand(word, key)) if is_plain else word
+
+
+_Section = TypeVar("_Section")
+
+
+def with_expanded_paths(config: _Section) -> _Section:
+    """Return the configuration, a dataclass of sections, with every path in it expanded. Raises ConfigError."""
+    return _with_expanded(config, "")
+
+
+def _with_expanded(section: _Section, prefix: str) -> _Section:
+    changes: dict[str, Any] = {}
+    for name, kind in types_of(type(section)).items():
+        key, value = prefix + name, getattr(section, name)
+        if dataclasses.is_dataclass(value):
+            changes[name] = _with_expanded(value, f"{key}.")
+        elif key in ("rollout.tools", "rollout.environments"):
+            changes[name] = _each(expand_spec, value, key)
+        elif is_path(kind):
+            changes[name] = _each(expand, value, key)
+        elif isinstance(value, dict):
+            changes[name] = _in_mapping(value, key)
+    return dataclasses.replace(section, **changes)  # type: ignore[type-var]
+
+
+def _in_mapping(mapping: dict[str, Any], key: str) -> dict[str, Any]:
+    """Of a mapping that passes through to others: by the names of its keys, and `roles.<role>.model`."""
+
+    def expanded(name: str, value: Any) -> Any:
+        where = f"{key}.{name}"
+        if isinstance(value, dict):
+            return _in_mapping(value, where)
+        is_model = name == "model" and re.fullmatch(r"roles\.[^.]+", key)
+        return _each(expand, value, where) if is_model or _PATH_NAME.fullmatch(name) else value
+
+    return {name: expanded(str(name), value) for name, value in mapping.items()}
+
+
+def _each(function: Callable[[str, str], str], value: Any, key: str) -> Any:
+    """A text, or each of a list, through the function; what is neither is left for the check of its type."""
+    if isinstance(value, str):
+        return function(value, key)
+    if isinstance(value, list | tuple):
+        return type(value)(_each(function, item, f"{key}[{number}]") for number, item in enumerate(value))
+    return value

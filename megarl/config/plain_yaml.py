@@ -1,0 +1,189 @@
+"""YAML without its surprises: what a configuration says is what one reads in it.
+
+YAML 1.1 takes 010 for 8, 12:30:45 for 45045, `no` for false and 1e-6 for text, and of a key that is there twice it
+keeps the last. Here numbers are decimal, true and false are the only words for them, and a key is there once. Anchors
+and merge keys (`<<`) are as in YAML; tags are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config.strict import ConfigError, shown
+
+LARGEST, DEEPEST, VALUES = 1 << 20, 40, 100_000
+"""Bytes of a file; mappings and lists within each other; values, aliases written out. No configuration has as many."""
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
+_KEY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+
+for _kind, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", list("-+0123456789")),
+    ("float", r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", list("-+0123456789.")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+    ("merge", r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def _whole(loader: yaml.SafeLoader, node: Any) -> int:
+    # Python refuses to read numbers of more than 4,300 digits; no key has room for nearly as many.
+    return int(loader.construct_scalar(node).replace("_", "")[:1000])
+
+
+def _fraction(loader: yaml.SafeLoader, node: Any) -> float:
+    return float(loader.construct_scalar(node).replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Loader.add_constructor(f"{_TAG}int", _whole)
+_Loader.add_constructor(f"{_TAG}float", _fraction)
+
+
+def read(path: str | Path) -> Any:
+    """What a file says; None for an empty one. Raises ConfigError, naming file and line."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(LARGEST + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return of_bytes(data, str(path))
+
+
+def of_bytes(data: bytes, path: str) -> Any:
+    """What a file says that has this in it. Raises ConfigError, naming file and line."""
+    if len(data) > LARGEST:
+        raise ConfigError(f"{path} is larger than {LARGEST >> 20} MiB, which is no configuration")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path} is not UTF-8 text (byte {data[error.start]:#04x} in line {line}): save it as UTF-8"
+        ) from None
+    return parse(text, path)
+
+
+def parse(text: str, where: str) -> Any:
+    """What a text says. `where` begins the message of a ConfigError."""
+    if not _printable(text):
+        raise ConfigError(f"{where} has characters that are no text")
+    loader = _Loader(text)
+    try:
+        _check_events(text, where)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_node(node, where, {}, ())
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {_one_line(error)}") from None
+
+
+def scalar(text: str, where: str) -> Any:
+    """The value behind `key=` on a command line: YAML where it begins as a list, a mapping or a quotation does; else
+    a number, true, false, null or text as it stands."""
+    if text.lstrip()[:1] in ("[", "{", '"', "'") and text.strip():
+        return parse(text, where)
+    node = yaml.ScalarNode(_Loader("").resolve(yaml.ScalarNode, text.strip(), (True, False)), text.strip())
+    return _Loader("").construct_object(node) if node.tag != _MERGE else text
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str], sections: Mapping[str, str]) -> dict[str, Any]:
+    """The tree with `section.key=value` set in it, in place. sections: all there are, each with one of its keys.
+
+    Raises ConfigError for what is no override, for a key that two of them set, and for a value in place of a section.
+    """
+    given: dict[str, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        where = f"override {shown(override)}"
+        if not equals or not _KEY.fullmatch(key):
+            raise ConfigError(f"{where} is not of the form key=value, such as run.seed=2")
+        for other in given:
+            if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
+                both = f"{shown(given[other])} and {shown(override)}"
+                raise ConfigError(f"{other} is given twice, in {both}; leave one out")
+        given[key] = override
+        value = scalar(text, where)
+        if key in sections and not isinstance(value, dict):
+            raise ConfigError(f"{where}: {key} is a section of keys; set one of them, such as {sections[key]}=...")
+        node = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            if node.get(parent) is None:
+                node[parent] = {}
+            node = node[parent]
+            if not isinstance(node, dict):
+                raise ConfigError(f"{where}: {parent} is a value, not a section")
+        node[leaf] = {**(node.get(leaf) or {}), **value} if key in sections else value
+    return tree
+
+
+def _printable(text: str) -> bool:
+    return not yaml.reader.Reader.NON_PRINTABLE.search(text)
+
+
+def _check_events(text: str, where: str) -> None:
+    """Before anything is built that recursion could break on, or a tag could call for."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        if tag := getattr(event, "tag", None):
+            raise ConfigError(f"{where}, line {line}: the tag {tag} has no place in a configuration")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > DEEPEST:
+                raise ConfigError(f"{where}, line {line}: nested more than {DEEPEST} deep")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _check_node(node: yaml.Node, where: str, sizes: dict[int, int], above: tuple[int, ...]) -> int:
+    """The number of values of a node, aliases written out. Raises ConfigError for too many and for what is no key."""
+    line = node.start_mark.line + 1
+    if id(node) in above:
+        raise ConfigError(f"{where}, line {line}: the anchor is part of itself")
+    if id(node) in sizes:
+        return sizes[id(node)]
+    inside, size = (*above, id(node)), 1
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            here = key.start_mark.line + 1
+            if key.tag != _MERGE:
+                if key.tag != f"{_TAG}str":
+                    shown = getattr(key, "value", "")
+                    shown = shown if isinstance(shown, str) else "a list or mapping"
+                    raise ConfigError(f"{where}, line {here}: {shown or 'null'} is no name of a key")
+                if key.value in seen:
+                    raise ConfigError(
+                        f"{where}: {key.value} is there twice, in line {seen[key.value]} and line {here}; remove one"
+                    )
+                seen[key.value] = here
+            size += 1 + _check_node(value, where, sizes, inside)
+    elif isinstance(node, yaml.SequenceNode):
+        size += sum(_check_node(item, where, sizes, inside) for item in node.value)
+    if size > VALUES:
+        raise ConfigError(f"{where}, line {line}: more than {VALUES:,} values, with aliases written out")
+    sizes[id(node)] = size
+    return size
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        at = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        return f"{', '.join(part for part in (error.context, error.problem) if part)}{at}".replace("\n", " ")
+    return " ".join(str(error).split())

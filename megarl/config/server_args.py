@@ -1,0 +1,216 @@
+"""`rollout.sglang` against SGLang's own ServerArgs, read from its source so that a rank need not import SGLang.
+
+Which settings leave the engine's weights where they are pushed to is in `reshard/plan/engine_settings.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError, RolloutConfig, foreign_dataclasses
+from megarl.config.command_line import INSTALL
+
+_OURS = {
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "tp_size": "rollout.tp",
+    "ep_size": "rollout.ep",
+    "random_seed": "run.seed",
+    "host": "nothing, engines listen on 127.0.0.1",
+    "port": "nothing, a free port is taken",
+    "api_key": "nothing, each run has its own key",
+    "nnodes": "parallel.ranks_per_node",
+    "node_rank": "parallel.ranks_per_node",
+    "dist_init_addr": "nothing, the launcher knows it",
+    "weight_version": "nothing, the trainer counts",
+    "custom_weight_loader": "nothing, MegaRL has its own",
+    "device": "nothing, the machine decides",
+    "base_gpu_id": "nothing, an engine is on the GPUs of its ranks",
+    "gpu_id_step": "nothing, an engine is on the GPUs of its ranks",
+    "enable_memory_saver": "nothing, engines sleep while the ranks train",
+    "skip_server_warmup": "nothing, an engine is asked as soon as it is there",
+    "incremental_streaming_output": "nothing, what is streamed is put together again",
+    "tool_call_parser": "rollout.tool_call_parser",
+    "tokenizer_path": "model.path",
+    "use_ray": "nothing, torchrun or Slurm start all processes",
+    "preferred_sampling_params": "rollout.temperature, rollout.top_p, rollout.top_k and rollout.min_p",
+    "enable_return_routed_experts": "train.replay_routing",
+    "speculative_algorithm": "rollout.draft_tokens",
+    "speculative_draft_model_path": "rollout.draft_tokens",
+    "speculative_num_steps": "rollout.draft_tokens",
+    "speculative_eagle_topk": "rollout.draft_tokens",
+    "speculative_num_draft_tokens": "rollout.draft_tokens",
+    "speculative_accept_threshold_single": "nothing, drafts must not change what the policy samples",
+    "speculative_accept_threshold_acc": "nothing, drafts must not change what the policy samples",
+}
+"""Fields that MegaRL sets, and what sets them."""
+
+
+_SIZES = (
+    "max_total_tokens",
+    "max_running_requests",
+    "max_prefill_tokens",
+    "context_length",
+    "page_size",
+    "watchdog_timeout",
+    "num_continuous_decode_steps",
+    "stream_interval",
+    "tokenizer_worker_num",
+    "detokenizer_worker_num",
+    "attn_dp_size",
+    "dp_size",
+    "pp_size",
+)
+"""Numbers that must be above 0."""
+_SHARES = ("mem_fraction_static", "swa_full_tokens_ratio")
+"""Numbers between 0 and 1, both excluded or, for the second, 1 included."""
+_LISTS = {
+    "sampling_backend": ("arg_groups/choices.py", "SAMPLING_BACKEND_CHOICES"),
+    "reasoning_parser": ("parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
+}
+"""Fields whose choices do not stand beside them, and where these are."""
+
+
+@functools.cache
+def _source() -> Path:
+    spec = importlib.util.find_spec("sglang")  # finds the package without running it
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"the package sglang is not installed: {INSTALL}")
+    return Path(spec.submodule_search_locations[0], "srt")
+
+
+def check_installed() -> None:
+    """Raise ConfigError where SGLang is not installed, without which nothing is generated."""
+    _source()
+
+
+def _tree(file: str) -> ast.Module:
+    path = _source() / file
+    try:
+        return ast.parse(path.read_text())
+    except (OSError, SyntaxError):
+        raise ConfigError(f"{path} is not there or cannot be read; MegaRL needs SGLang 0.5.23") from None
+
+
+def _list(file: str, name: str) -> tuple[str, ...]:
+    found = foreign_dataclasses.constants(_tree(file)).get(name)
+    if not isinstance(found, list | tuple):
+        raise ConfigError(f"{_source() / file} has no list {name}; MegaRL needs SGLang 0.5.23")
+    return tuple(found)
+
+
+@functools.cache
+def fields() -> dict[str, foreign_dataclasses.Field]:
+    """ServerArgs' fields in the installed SGLang, by name, each with the class that groups it. Raises ConfigError where
+    SGLang is missing."""
+    names = foreign_dataclasses.constants(_tree("arg_groups/choices.py"))
+    found: dict[str, foreign_dataclasses.Field] = {}
+    for path in sorted((_source() / "arg_groups" / "fields").glob("*.py")):
+        for node in _tree(f"arg_groups/fields/{path.name}").body:
+            if isinstance(node, ast.ClassDef):
+                found |= foreign_dataclasses.fields_of(node.body, names, node.name)
+    found = {name: field for name, field in found.items() if name in known_fields()}
+    for name, where in _LISTS.items():
+        found[name] = replace(found[name], choices=_list(*where))
+    return found
+
+
+@functools.cache
+def known_fields() -> frozenset[str]:
+    """Names of ServerArgs' fields in the installed SGLang that may be set at all."""
+    order = _list("arg_groups/field_order.py", "POSITIONAL_FIELD_ORDER")
+    return frozenset(name for name in order if not name.startswith("_"))
+
+
+def check(settings: dict[str, Any]) -> None:
+    """Raise ConfigError for a key of `rollout.sglang` that MegaRL sets itself, or that SGLang does not know, and for a
+    value that does not fit it."""
+    for key, value in settings.items():
+        where = f"rollout.sglang.{key}"
+        if key in _OURS:
+            raise ConfigError(f"{where} cannot be set; it is decided by {_OURS[key]}")
+        if key not in known_fields():
+            hint = foreign_dataclasses.near(key, known_fields())
+            raise ConfigError(f"{where} is not a field of SGLang's ServerArgs{hint}")
+        foreign_dataclasses.check(where, value, fields()[key])
+        _check_range(where, key, value)
+
+
+def _check_range(where: str, key: str, value: Any) -> None:
+    """What SGLang would find only when it has started, or never."""
+    if value is None:
+        return
+    if key in _SIZES and value <= 0:
+        raise ConfigError(f"{where} must be above 0, not {value}")
+    if key in _SHARES and not 0 < value <= (1 if key != "mem_fraction_static" else 0.99):
+        raise ConfigError(f"{where} is a share: it must lie between 0 and 1, not be {value}")
+    if key == "chunked_prefill_size" and value == 0:
+        raise ConfigError(f"{where} must be above 0, or -1 to turn it off, not 0")
+    if key.endswith("_port") and not 0 < value < 1 << 16:
+        raise ConfigError(f"{where} must be a port between 1 and 65535, not {value}")
+
+
+def parsers() -> tuple[str, ...]:
+    """Names of SGLang's parsers of tool calls; none where it is not installed."""
+    if importlib.util.find_spec("sglang") is None:
+        return ()
+    return _list("function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES")
+
+
+def speculative(draft_tokens: int) -> dict[str, Any]:
+    """ServerArgs by which the model's own layer of multi-token prediction drafts so many tokens at a time."""
+    if not draft_tokens:
+        return {}
+    return {
+        "speculative_algorithm": "NEXTN",
+        "speculative_num_steps": draft_tokens,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": draft_tokens + 1,
+    }
+
+
+def sampling(rollout: RolloutConfig) -> dict[str, Any]:
+    """ServerArgs by which an engine can say what it could have sampled: of how many tokens at most. As many as are tied
+    with the last one are among them, too; room for what is never there costs the sampler time at each token."""
+    return {"sampling_mask_max_tokens": max(256, 4 * rollout.top_k)} if rollout.cut_off else {}
+
+
+def check_sampling(rollout: RolloutConfig) -> None:
+    """Raise ConfigError where sampling is to be cut off, and an engine would not say what it could have sampled: then
+    nobody could train on the distribution that was drawn from."""
+    keys = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
+    set_ = [f"rollout.{name}={getattr(rollout, name):g}" for name, is_set in keys.items() if is_set]
+    if rollout.top_k in (0, 1):
+        remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
+        raise ConfigError(f"rollout.top_k={rollout.top_k} leaves nothing to choose; set it to {remedy}")
+    if not rollout.cut_off:
+        return
+    what, why = " and ".join(set_), "what could have been sampled, which training needs"
+    if rollout.top_k < 0:
+        raise ConfigError(
+            f"{what} without rollout.top_k: SGLang does not say {why}, unless it is of a bounded number of tokens; set "
+            "rollout.top_k, too, such as to 1000"
+        )
+    if rollout.draft_tokens:
+        raise ConfigError(
+            f"{what} with rollout.draft_tokens={rollout.draft_tokens}: with drafts SGLang does not say {why}; set one "
+            "of them only"
+        )
+    most = rollout.sglang.get("sampling_mask_max_tokens")
+    if most is not None and rollout.top_k > most:
+        raise ConfigError(
+            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the number of "
+            f"tokens of which SGLang says {why}; leave the second out"
+        )
+    if (backend := rollout.sglang.get("sampling_backend")) == "ascend":
+        raise ConfigError(f"{what} with rollout.sglang.sampling_backend={backend}, which does not say {why}")
+    if rollout.min_p and rollout.sglang.get("enable_deterministic_inference"):
+        raise ConfigError(
+            f"{what} with rollout.sglang.enable_deterministic_inference: SGLang's seeded sampler knows no min_p; set "
+            "rollout.min_p to 0"
+        )

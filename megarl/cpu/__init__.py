@@ -1,0 +1,1 @@
+"""Every shim that lets Megatron-Core and SGLang run on a machine without a GPU."""

@@ -1,0 +1,194 @@
+"""Modules for Megatron's local layer spec on a machine without Transformer Engine: attention, norm, replicated linear.
+
+They stand where Transformer Engine's TEDotProductAttention, TENorm and TELinear(parallel_mode="duplicated") stand on
+CUDA, because the local spec's own do not know packed sequences, sequence parallelism, or a k_pos_emb gradient that is
+summed over tensor parallel ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_latent_attention as mla
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.parallel.context_parallel import gather_context, zigzag
+
+ROUND = 32
+"""Sequences whose lengths are equal when rounded up to a multiple of this are attended to in one call."""
+
+
+class PackedAttention(MegatronModule):
+    """Causal core attention on `scaled_dot_product_attention`, for GQA and MLA, sequence by sequence.
+
+    That costs the sum of the squared lengths; one call with a block-diagonal mask would cost the square of the sum,
+    forty times as much for a micro-batch of forty sequences. Short sequences are many, and a call for each would cost
+    more than what it computes: those of about the same length share one, see `ROUND`. What comes of a sequence does not
+    depend on the others. With context parallelism every rank gathers the keys and values of all, and computes the two
+    parts of each sequence whose queries it has.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
+            raise ValueError(f"only causal self attention is here, not {attn_mask_type} {attention_type} attention")
+        self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.dropout = config.attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query [T, heads, d], key [T, groups, d], value [T, groups, d_v] -> [T, heads * d_v]; without
+        `packed_seq_params` [s, b, heads, d] and so on -> [s, b, heads * d_v]."""
+        if packed_seq_params is None:
+            return self._attend(query, key, value)
+        lengths = packed_seq_params.cu_seqlens_q.diff().long()
+        if self.config.context_parallel_size == 1:
+            return self._by_length(query, key, value, lengths)
+        return self._in_context(query, key, value, packed_seq_params.cu_seqlens_q)
+
+    def _by_length(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """Each sequence is padded at its end, which its tokens do not see, and has its place in a stack of those as
+        long as it."""
+        rounded = (lengths + ROUND - 1) // ROUND * ROUND
+        order = rounded.argsort(stable=True)
+        begins = torch.empty_like(rounded)
+        begins[order] = rounded[order].cumsum(0) - rounded[order]
+        starts = lengths.cumsum(0) - lengths
+        places = torch.arange(len(query), device=query.device) + torch.repeat_interleave(begins - starts, lengths)
+        sizes, counts = rounded.unique(return_counts=True)
+        stacks = list(zip(sizes.tolist(), counts.tolist(), strict=True))
+        total = int(rounded.sum())
+
+        def stacked(x: torch.Tensor) -> list[torch.Tensor]:  # each [size, sequences, heads, d]
+            padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, places, x)
+            parts = padded.split([size * count for size, count in stacks])
+            return [
+                part.unflatten(0, (-1, size)).transpose(0, 1) for part, (size, _) in zip(parts, stacks, strict=True)
+            ]
+
+        outputs = [self._attend(*stack) for stack in zip(*map(stacked, (query, key, value)), strict=True)]
+        return torch.cat([output.transpose(0, 1).flatten(0, 1) for output in outputs]).index_select(0, places)
+
+    def _in_context(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        cp, group = self.config.context_parallel_size, parallel_state.get_context_parallel_group()
+        places = zigzag(cu_seqlens, cp)
+        key, value = (gather_context(x, places, group, same_gradient=False) for x in (key, value))
+        outputs, at = [], 0
+        for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+            size = (stop - start) // (2 * cp)
+            for part in (group.rank(), 2 * cp - 1 - group.rank()):
+                end = start + (part + 1) * size
+                q, k, v = query[at : at + size], key[start:end], value[start:end]
+                outputs.append(self._attend(q[:, None], k[:, None], v[:, None])[:, 0])
+                at += size
+        return torch.cat(outputs)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The queries are those of the last keys."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+        before = len(key) - len(query)
+        mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(before) if before else None
+        output = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=True,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root mean square norm whose weight says that its gradient must be summed over sequence parallel ranks.
+
+    With Megatron's `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in fp32.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear layer whose weight every tensor parallel rank has whole, applied to its part of the sequence."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError("DuplicatedLinear has no bias")
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[..., input_size] -> [..., output_size] and no bias, as Megatron's linear layers return."""
+        return F.linear(x, self.weight), None
+
+
+def adapt_local_spec(spec: Any) -> Any:
+    """Put the modules above into a tree of Megatron's local layer specs, in place; returns the tree."""
+    # MLA recognises a replicated down projection by this class and by no other.
+    mla.TELinear = DuplicatedLinear
+    _walk(spec, set())
+    return spec
+
+
+def _walk(node: Any, seen: set[int]) -> None:
+    if id(node) in seen or isinstance(node, type):
+        return
+    seen.add(id(node))
+    if isinstance(node, mla.MLASelfAttentionSubmodules):
+        node.linear_q_down_proj = node.linear_kv_down_proj = DuplicatedLinear
+    if isinstance(node, list):
+        for item in node:
+            _walk(item, seen)
+    elif dataclasses.is_dataclass(node):
+        for item in dataclasses.fields(node):
+            value = getattr(node, item.name)
+            if value is DotProductAttention:
+                setattr(node, item.name, PackedAttention)
+            elif value is WrappedTorchNorm:
+                setattr(node, item.name, RMSNorm)
+            else:
+                _walk(value, seen)

@@ -1,0 +1,227 @@
+"""Megatron-Core 0.16.1 on a machine without CUDA: what has to be patched, and why.
+
+`install()` runs once per process, before anything imports `megatron.core`: on the import of this package. It does
+nothing where there is a GPU. Every patched name stands in `PATCHED` with its reason, and a test pins that list. Patches
+reach only what Megatron asks of `torch.cuda` and the few places in Megatron that cannot work without CUDA or
+Transformer Engine; modules that differ on the CPU are in `megatron_modules.py`, through Megatron's own layer specs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _device
+
+from megarl.parallel import device
+
+PATCHED: dict[str, str] = {}
+"""Dotted name -> why it is patched."""
+
+_CPU = torch.device("cpu")
+
+
+class _Stream:
+    """Work on the CPU is done when the call returns, so there is nothing to order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self  # an event is only ever waited for
+
+    def synchronize(self) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def install() -> bool:
+    """Patch torch and Megatron for the CPU; True when this call did it. Idempotent; never on CUDA.
+
+    Raises RuntimeError when Megatron has been imported already, since its modules bind some of these names on import.
+    """
+    if PATCHED or device.has_cuda():
+        return False
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core was imported before megarl.cpu.megatron_platform.install()")
+    # torch remembers what makes tensors on a device, for `with torch.device("meta")`, in which transformers loads a
+    # model. Asked for the first time when they are patched, it would take the patches for them: buffers stay unset.
+    _device._device_constructors()
+    _patch_cuda_namespace()
+    _patch_generator()
+    _patch_tensors()
+    _patch_megatron()
+    return True
+
+
+def _patch(owner: Any, name: str, value: Any, why: str) -> None:
+    prefix = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    setattr(owner, name, value)
+    PATCHED[f"{prefix}.{name}"] = why
+
+
+def _patch_cuda_namespace() -> None:
+    cuda = torch.cuda
+    stream = _Stream()
+    _patch(cuda, "current_device", lambda: _CPU, "given as device= in about 60 places")
+    _patch(cuda, "set_device", lambda *args: None, "there is one device")
+    _patch(cuda, "synchronize", lambda *args: None, "work is done when the call returns")
+    _patch(cuda, "empty_cache", lambda: None, "there is no caching allocator")
+    _patch(cuda, "Stream", _Stream, "the all-to-all dispatcher copies its splits on a side stream")
+    _patch(cuda, "current_stream", lambda *args: stream, "side streams wait for it")
+    _patch(cuda, "stream", lambda *args: contextlib.nullcontext(), "side streams are entered with it")
+    for name in ("range_push", "range_pop"):
+        _patch(cuda.nvtx, name, lambda *args: None, "raises without CUDA")
+
+
+def _patch_generator() -> None:
+    generator = torch.default_generator
+
+    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return generator.get_state()
+
+    def set_rng_state(state: torch.Tensor, *args: Any) -> None:
+        generator.set_state(state)
+
+    def manual_seed(seed: int) -> None:
+        generator.manual_seed(int(seed))
+
+    why = "Megatron's random states are those of the 'cuda' generator; here that is the CPU's"
+    for module in (torch.cuda, torch.cuda.random):
+        _patch(module, "get_rng_state", get_rng_state, why)
+        _patch(module, "set_rng_state", set_rng_state, why)
+        _patch(module, "manual_seed", manual_seed, why)
+
+
+def _is_cuda(place: Any) -> bool:
+    if isinstance(place, str):
+        return place.startswith("cuda")
+    return isinstance(place, torch.device) and place.type == "cuda"
+
+
+def _patch_tensors() -> None:
+    def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+        _patch(torch, name, on_cpu(getattr(torch, name)), "called with a literal device='cuda' or pin_memory=True")
+
+    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _is_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return tensor_to(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = tensor_type(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(result, str) and caller.startswith("megatron."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    _patch(torch.Tensor, "cuda", lambda self, *args, **kwargs: self, "batches and buffers are moved with it")
+    _patch(torch.Tensor, "pin_memory", lambda self, *args: self, "raises without CUDA")
+    _patch(torch.Tensor, "to", to, "called with 'cuda'")
+    _patch(torch.Tensor, "type", type_, "the optimizer compares it with 'torch.cuda.FloatTensor' and the like")
+
+
+def _patch_megatron() -> None:
+    compile_ = torch.compile
+    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda function: function)  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns once per missing package: Transformer Engine, Apex ...
+            import megatron.core.jit as jit
+    finally:
+        torch.compile = compile_  # type: ignore[assignment]
+    jit.disable_jit_fuser()
+    PATCHED["megatron.core.jit.jit_fuser"] = (
+        "torch.compile would run a C++ compiler for small fusions; Megatron's own switch"
+    )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.tensor_parallel.mappings as mappings
+        import megatron.core.tensor_parallel.random as random
+        import megatron.core.transformer.moe.moe_utils as moe_utils
+        import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+        import megatron.core.transformer.multi_latent_attention as mla
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def set_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.default_generator.set_state(new_state)
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    gather_equal, scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(input_: torch.Tensor, group: Any, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather_equal(input_, group, sizes, *args)
+        output = input_.new_empty(sum(sizes), *input_.shape[1:])
+        own = [len(input_)] * group.size()
+        dist.all_to_all_single(output, torch.cat([input_] * group.size()), sizes, own, group=group)
+        return output
+
+    def reduce_scatter(input_: torch.Tensor, group: Any, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter_equal(input_, group, sizes, *args)
+        own = sizes[group.rank()]
+        parts = input_.new_empty(group.size() * own, *input_.shape[1:])
+        dist.all_to_all_single(parts, input_.contiguous(), [own] * group.size(), sizes, group=group)
+        return parts.view(group.size(), own, *input_.shape[1:]).sum(0)
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states_but_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        held = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        set_states(self, model_param, {**tensors, "step": held["step"]})
+
+    _patch(
+        DistributedOptimizer,
+        "_set_main_param_and_optimizer_states",
+        set_states_but_step,
+        "torch's AdamW has a step count among its states, which the checkpoint keeps elsewhere and loads before",
+    )
+    why = "experts cut by etp see other numbers of tokens on each rank, and gloo's collectives want equal sizes"
+    _patch(mappings, "_gather_along_first_dim", gather, why)
+    _patch(mappings, "_reduce_scatter_along_first_dim", reduce_scatter, why)
+    without_output = random.CheckpointWithoutOutput.__init__
+    _patch(
+        random.CheckpointWithoutOutput,
+        "__init__",
+        lambda self, fp8=False: without_output(self, None),
+        "takes fp8=False for FP8 too, and then asks Transformer Engine",
+    )
+    _patch(random, "_set_cuda_rng_state", set_state, "waits for a CUDA initialisation that never comes")
+    _patch(mla, "HAVE_TE", False, "True although Transformer Engine is missing, and then isinstance() of a mock fails")
+    for module in (moe_utils, token_dispatcher):
+        _patch(module, "maybe_move_tensor_to_cpu", move, "ignores as_numpy for CPU tensors; all_to_all wants lists")
+    _patch(moe_utils, "te_general_gemm", None, "is undefined, hence a NameError, where Transformer Engine is missing")
+    # Megatron warns about forks of its tracker that change the CPU generator; here both are one generator.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

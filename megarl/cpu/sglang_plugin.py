@@ -1,0 +1,219 @@
+"""SGLang's plug-in: where its processes meet, and what its CPU path lacks on a machine without AMX. It runs in each of
+SGLang's processes.
+
+SGLang finds it through the entry point group `sglang.srt.plugins` that setup.py declares.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from megarl.cpu import sglang_speculative
+from megarl.cpu.sglang_attention import decode_attention, extend_attention
+from megarl.parallel.job_secret import VARIABLE, SealedPickle, seal_object_collectives
+from megarl.parallel.rendezvous import keep_near
+
+
+def register() -> None:
+    """Have SGLang's processes meet where nobody else does, and complete its CPU path where it runs on one."""
+    from sglang.srt.utils import is_cpu
+
+    keep_near()
+    if VARIABLE in os.environ:
+        seal_pickles()
+    if not is_cpu():
+        return
+    _absorb_mla()
+    _plain_rope()
+    _mask_foreign_experts()
+    _batch_decode()
+    _cap_logits()
+    sglang_speculative.install()
+    _cut_as_on_gpus()
+    _plain_host_memory()
+
+
+def seal_pickles() -> None:
+    """Have the processes of an engine of ours refuse what others send them, instead of unpickling it: ranks of tensor
+    parallelism hand requests on as pickles over gloo, whose ports ask nobody who he is."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed import utils as stateless
+    from sglang.srt.utils import common
+
+    seal_object_collectives()
+    for module in (common, parallel_state, stateless):
+        vars(module)["pickle"] = SealedPickle(f"a pickle of {module.__name__}")
+
+
+def _absorb_mla() -> None:
+    """DeepSeek's attention on the torch_native backend.
+
+    No choice is registered for that backend, and the one that SGLang falls back to for prompts needs a kernel of
+    another backend. The absorbed form (q and output multiplied into the latent space) is plain matrix products.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler as choice
+
+    choice.AttentionBackendRegistry.register("torch_native", lambda attn, batch: choice.AttnForwardMethod.MLA)
+
+
+def _plain_rope() -> None:
+    """DeepSeek without rope_scaling: SGLang's CPU variant asserts that there is some; the general one needs none."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    scaled = factory.get_rope_cpu
+
+    def rope(
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool = True,
+        rope_scaling: dict[str, Any] | None = None,
+        *rest: Any,
+    ) -> torch.nn.Module:
+        build = scaled if rope_scaling else factory.get_rope
+        arguments = rest if rope_scaling else rest[:2]  # dtype, partial_rotary_factor; the last is the device
+        return build(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *arguments)
+
+    factory.get_rope_cpu = rope
+
+
+def _mask_foreign_experts() -> None:
+    """Expert parallelism: the dispatcher marks choices of experts that live on another rank with id -1.
+
+    SGLang's torch path counts tokens by scattering to the expert id, which fails for -1. With expert parallelism
+    `local_experts` takes its place; the sum over the ranks, which SGLang takes anyway, adds the others' share.
+    """
+    from sglang.srt.layers.moe import fused_moe_native
+
+    forward = fused_moe_native.moe_forward_native
+
+    def masked(layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> torch.Tensor:
+        if layer.moe_ep_size == 1:
+            return forward(layer, x, topk_output, moe_runner_config)
+        plain = moe_runner_config.activation == "silu" and moe_runner_config.gemm1_alpha is None
+        if not plain or hasattr(layer, "w13_weight_bias"):
+            raise NotImplementedError(
+                "expert parallelism on a CPU: SwiGLU experts without biases only; set rollout.ep=1"
+            )
+        w13, w2 = cast(torch.Tensor, layer.w13_weight), cast(torch.Tensor, layer.w2_weight)
+        return local_experts(x, topk_output[0], topk_output[1], w13, w2)
+
+    fused_moe_native.moe_forward_native = masked
+
+
+def local_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """[n, hidden]: for each row the weighted sum of its chosen SwiGLU experts; negative ids are left out.
+
+    x [n, hidden]; weights, ids [n, k]; w13 [experts, 2 * ffn, hidden], gate above up; w2 [experts, hidden, ffn].
+    """
+    out = torch.zeros_like(x)
+    for expert in range(w13.shape[0]):
+        row, choice = (ids == expert).nonzero(as_tuple=True)
+        if len(row) == 0:
+            continue
+        gate, up = torch.nn.functional.linear(x[row], w13[expert]).chunk(2, dim=-1)
+        y = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
+        out.index_add_(0, row, (y * weights[row, choice, None]).to(out.dtype))
+    return out
+
+
+def _batch_decode() -> None:
+    """The backend's decode attention loops over sequences in Python, so that a step grows with the batch."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    one_by_one = TorchNativeAttnBackend._run_sdpa_forward_decode
+
+    def decode(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if encoder_lens is not None or scaling is None:
+            before = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
+            return one_by_one(self, *before, scaling=scaling, **options)
+        slots, window = req_to_token[req_pool_indices], options.get("sliding_window_size")
+        output.copy_(decode_attention(query, k_cache, v_cache, slots, seq_lens, scaling, self.logit_cap, window))
+        return output
+
+    TorchNativeAttnBackend._run_sdpa_forward_decode = decode
+
+
+def _cap_logits() -> None:
+    """The backend ignores a layer's soft cap of attention logits: it is noted before each layer, and applied here to
+    prompts and in `_batch_decode` to what follows."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def noting(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **options: Any) -> torch.Tensor:
+            self.logit_cap = layer.logit_cap
+            return forward(self, q, k, v, layer, *rest, **options)
+
+        return run
+
+    uncapped = TorchNativeAttnBackend._run_sdpa_forward_extend
+
+    def extend(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if not self.logit_cap:
+            before = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens)
+            return uncapped(self, *before, extend_seq_lens, encoder_lens, scaling=scaling, **options)
+        if encoder_lens is not None or scaling is None or not options["causal"]:
+            raise NotImplementedError("a soft cap on a CPU: causal self attention only")
+        slots, window = req_to_token[req_pool_indices], options.get("sliding_window_size")
+        caches = (k_cache, v_cache, slots, seq_lens, extend_seq_lens)
+        output.copy_(extend_attention(query, *caches, scaling, self.logit_cap, window))
+        return output
+
+    TorchNativeAttnBackend._run_sdpa_forward_extend = extend
+    TorchNativeAttnBackend.forward_extend = noting(TorchNativeAttnBackend.forward_extend)
+    TorchNativeAttnBackend.forward_decode = noting(TorchNativeAttnBackend.forward_decode)
+
+
+def _cut_as_on_gpus() -> None:
+    """Leave the model's sizes as they are for tensor parallelism, as on GPUs.
+
+    For AMX SGLang fills the widths of MLPs up to a multiple of 32 per rank, and heads up to where each rank has
+    key-value heads of its own, instead of repeating these. Then the ranks hold other slices than on GPUs, padding
+    among them, and the tables of `models` say what GPUs have.
+    """
+    from sglang.srt.model_executor import model_runner
+
+    model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, load_config, tp_size: model_config
+
+
+def _plain_host_memory() -> None:
+    """SGLang registers host buffers with CUDA, such as that for the experts that tokens chose; here there is none."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate

@@ -1,0 +1,144 @@
+"""Chat messages and tools as the columns of a row hold them, in the OpenAI form. What is malformed is a ConfigError."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.types import Message
+from megarl.utils.text import encodable
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple[Message, ...]:
+    """The messages of a column: a list of them or its JSON, or other text, which becomes one of `role`.
+
+    A message has a role and a content, text or a list of text parts, which are joined; only an assistant's that calls
+    tools may do without.
+    """
+    if isinstance(value, str):
+        if not value.strip() and role == "user":
+            raise ConfigError(f"{where}: {key!r} is empty text; write a prompt or drop the row")
+        if (messages := _messages_of_json(value)) is None:
+            return ({"role": role, "content": value},)
+        value = messages
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where}: {key!r} must be text or a list of chat messages, not {_short(value)}")
+    return tuple(_message(item, f"{where}: message {number} of {key!r}") for number, item in enumerate(value))
+
+
+def _messages_of_json(text: str) -> list[Any] | None:
+    """Of text that is the JSON of a list of messages, as tables without nested columns have them; else None."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = encodable(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+    are_messages = isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)
+    return found if are_messages else None
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise ConfigError(f"{where} is {_short(value)}, not a message with role and content")
+    message = {name: item for name, item in value.items() if item is not None}
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        raise ConfigError(f"{where} has the unknown role {role[:80]!r}; roles are {', '.join(ROLES)}")
+    calls = message.pop("tool_calls", None) or []
+    if calls:
+        if role != "assistant":
+            raise ConfigError(f"{where} has tool_calls, but role {role}; only the assistant calls tools")
+        _check_calls(calls, where)
+        message["tool_calls"] = calls
+    if isinstance(content, list):
+        content = content_text(content, where)
+    if content is not None and not isinstance(content, str):
+        raise ConfigError(f"{where} has {_short(content)} as content, which must be text")
+    if not calls and (content is None or (role == "user" and not content.strip())):
+        raise ConfigError(f"{where}, of role {role}, has no content; write it or drop the row")
+    message["content"] = content
+    return message
+
+
+def content_text(parts: list[Any], where: str) -> str:
+    """Text parts, joined. Raises ConfigError for a part of another kind, by its name."""
+    return "".join(_part(part, where) for part in parts)
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, str):
+        return part
+    if kind != "text" or not isinstance(part.get("text"), str):
+        what = f"a part of type {str(kind)[:80]!r}" if kind not in (None, "text") else f"the part {_short(part)}"
+        raise ConfigError(f"{where} holds {what}; only text can be trained on, {{'type': 'text', 'text': ...}}")
+    return str(part["text"])
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ConfigError(f"{where} calls {_short(call)}, not {{'function': {{'name': ..., 'arguments': ...}}}}")
+        if not isinstance(function.get("arguments", {}), str | dict):
+            raise ConfigError(
+                f"{where} calls {function['name'][:80]} with {_short(function['arguments'])}; arguments are an object, "
+                "or its JSON as text"
+            )
+    if not isinstance(calls, list):
+        raise ConfigError(f"{where} has tool_calls that are no list")
+
+
+def tool_names(value: Any, where: str) -> tuple[str, ...]:
+    """Of the column `tools` of a prompt: names, or schemas, of which only the names count; a list, one of them, or its
+    JSON."""
+    names = []
+    for tool in _list_of_tools(value):
+        function = tool.get("function", tool) if isinstance(tool, dict) else {"name": tool}
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{where}: 'tools' holds {_short(tool)}, neither a name nor a tool schema")
+        names.append(name)
+    return _once(names, where)
+
+
+def tool_schemas(value: Any, where: str) -> list[dict[str, Any]]:
+    """Of the column `tools` of a conversation: OpenAI's schemas, with or without the `function` around each."""
+    schemas = []
+    for tool in _list_of_tools(value):
+        schema = tool if isinstance(tool, dict) and "function" in tool else {"type": "function", "function": tool}
+        function = schema["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ConfigError(
+                f"{where}: 'tools' holds {_short(tool)}, not a tool schema such as {{'type': 'function', 'function': "
+                "{'name': ..., 'parameters': {...}}}"
+            )
+        if not isinstance(function.get("parameters", {}), dict):
+            raise ConfigError(f"{where}: the tool {function['name'][:80]} has parameters that are no object")
+        schemas.append(schema)
+    _once([schema["function"]["name"] for schema in schemas], where)
+    return schemas
+
+
+def _list_of_tools(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = [value]
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _once(names: list[str], where: str) -> tuple[str, ...]:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: 'tools' has {name[:80]!r} twice")
+    return tuple(names)
+
+
+def _short(value: Any) -> str:
+    return repr(str(value)[:80])

@@ -1,0 +1,104 @@
+"""A curriculum: items in the order of a column's numbers, such as how hard a task is."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config import ConfigError
+from megarl.data.table import dicts, is_parquet, open_parquet
+
+SPREAD = ("extra_info", "metadata", "extra")
+"""Columns whose fields are as good as columns."""
+
+
+class Keys:
+    """The numbers of a column, row by row. Without a column it takes none."""
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._found = array("d")
+
+    def add(self, row: Mapping[str, Any], where: str) -> None:
+        """Raises ConfigError for what is no number; what is missing or null is unknown."""
+        if self._column:
+            self._found.append(key_of(row, self._column, where))
+
+    def array(self) -> np.ndarray | None:
+        """[rows] float64, NaN where unknown; None without a column."""
+        return np.array(self._found, dtype=np.float64) if self._column else None
+
+
+def check_known(keys: np.ndarray | None, column: str, files: Sequence[str]) -> None:
+    """Raise ConfigError where no row of any of the files has a number in the column."""
+    if keys is not None and np.isnan(keys).all():
+        raise ConfigError(
+            f"data.order={column}: no row of {', '.join(files)} has a number in that column, or in a field of "
+            f"that name in {', '.join(SPREAD)}; set it to one that there is, or to nothing"
+        )
+
+
+def key_of(row: Mapping[str, Any], column: str, where: str) -> float:
+    """The number in a column of a row; NaN where there is none."""
+    value = row.get(column)
+    for fields in (row.get(name) for name in SPREAD if value is None):
+        value = fields.get(column) if value is None and isinstance(fields, dict) else value
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(
+            f"{where}: {column!r} is {str(value)[:80]!r}, which is no number; data.order={column} puts rows in the "
+            "order of numbers, so write one, or null where it is unknown"
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{where}: {column!r} is beyond what a float64 holds; write a smaller number") from None
+
+
+def check_no_nan(file: Path, column: str) -> None:
+    """Raise ConfigError, naming the row, where the column holds NaN, which may be a missing number or a division that
+    went wrong; `read_rows` gives null for it."""
+    if is_parquet(file):
+        with open_parquet(file) as table:
+            names = [name for name in (column, *SPREAD) if name in table.schema_arrow.names]
+            rows: Iterator[Any] = (
+                (f"{file}, row {number}", row)
+                for number, row in enumerate(
+                    row for batch in table.iter_batches(columns=names, use_threads=False) for row in dicts(batch)
+                )
+            )
+            _check_no_nan(rows, column)
+        return
+    with file.open("rb") as lines:
+        _check_no_nan(
+            ((f"{file}:{number}", json.loads(line)) for number, line in enumerate(lines, 1) if b"NaN" in line), column
+        )
+
+
+def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> None:
+    for where, row in rows:
+        for fields in (row, *(row.get(name) for name in SPREAD)):
+            value = fields.get(column) if isinstance(fields, dict) else None
+            if isinstance(value, float) and math.isnan(value):
+                raise ConfigError(
+                    f"{where}: {column!r} is NaN, by which data.order={column} cannot put rows in order; write a "
+                    "number, or null where it is unknown"
+                )
+
+
+def ascending(order: Sequence[int], keys: np.ndarray) -> list[int]:
+    """An order of items with those whose key is known sorted by it, at the places that such have in the given order.
+    Items of equal keys, and unknown ones, are as they were."""
+    result = np.asarray(order, dtype=np.int64).copy()
+    places = np.flatnonzero(~np.isnan(keys[result]))
+    known = result[places]
+    result[places] = known[np.argsort(keys[known], kind="stable")]
+    found: list[int] = result.tolist()
+    return found

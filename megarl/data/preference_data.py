@@ -1,0 +1,164 @@
+"""Pairs of answers of which one was preferred, for training a reward model.
+
+The columns are those of TRL's preference data sets, `chosen` and `rejected`:
+
+    {"chosen": [user, assistant], "rejected": [user, assistant]}          whole chats, the prompt inside of both
+    {"prompt": [user], "chosen": [assistant], "rejected": [assistant]}    messages after the prompt's
+    {"prompt": "text", "chosen": "text", "rejected": "text"}              a user's message and two answers to it
+
+or those of Anthropic's HH, a dialogue as text in both, or LLaMA-Factory's, ShareGPT's `conversations` before a message
+in each. `README.md` has a row of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from megarl.config import ConfigError
+from megarl.data.chat_columns import chat_messages, tool_schemas
+from megarl.data.conversation_columns import answer_messages, check_text_only, present, row_id, row_source, sharegpt
+from megarl.data.curriculum import Keys
+from megarl.data.sft_data import conversation
+from megarl.data.table import Table
+from megarl.types import Message, Rollout
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two finished conversations that begin alike; the last turn of each is the answer that was compared."""
+
+    chosen: Rollout
+    rejected: Rollout
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chosen.num_tokens + self.rejected.num_tokens
+
+
+@dataclass(frozen=True)
+class Preferences(Sequence[Pair]):
+    """The pairs of a file, each read, rendered and tokenised when it is asked for (a millisecond): neither rows nor
+    tokens are kept."""
+
+    rows: Table
+    tokenizer: Any
+    name: str = ""
+    """Of the data set among several."""
+    keys: np.ndarray | None = field(default=None, compare=False)
+    """[rows] float64, as of `Demonstrations`."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Pair: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Preferences: ...
+
+    def __getitem__(self, index: int | slice) -> Pair | Preferences:
+        if isinstance(index, slice):
+            keys = None if self.keys is None else self.keys[index]
+            return replace(self, rows=self.rows[index], keys=keys)
+        where, row = self.rows[index]
+        return pair_of(row, self.tokenizer, where, self.name, group=index)
+
+
+def read_preferences(
+    path: str | Path, tokenizer: Any, max_tokens: int, max_length: int, name: str = "", order: str = ""
+) -> tuple[Preferences, int]:
+    """The pairs of a .jsonl or .parquet file, without those that are too long, and how many these were.
+
+    Too long is a pair of more than `max_tokens` tokens, for both answers must fit into one micro-batch, or with a
+    conversation of more than `max_length`. A chat is rendered by the tokenizer's template up to and including the end
+    of the last answer's turn, which is where a rollout ends. `tools`, a list of OpenAI tool schemas, may be another
+    column; `id` and `data_source` are as of prompts, and all others are ignored. name: of the data set among several.
+    order: a column of numbers.
+
+    Every pair is rendered once here, so that a mistake shows before training. Raises ConfigError, naming the line: for
+    a row without one of the two answers, without an assistant's message at the end, with two different prompts or twice
+    the same answer; and for a file without a pair, or with none that is short enough.
+    """
+    dropped = shortest = 0
+    keys = Keys(order)
+
+    def fits(where: str, row: dict[str, Any]) -> bool:
+        nonlocal dropped, shortest
+        pair = pair_of(row, tokenizer, where, name)
+        longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
+        if pair.num_tokens <= max_tokens and longest <= max_length:
+            keys.add(row, where)
+            return True
+        dropped, shortest = dropped + 1, min(shortest or pair.num_tokens, pair.num_tokens)
+        return False
+
+    rows = Table.read(Path(path), fits)
+    if dropped and not len(rows):
+        raise all_pairs_too_long(str(path), dropped, max_tokens, max_length, shortest)
+    if not len(rows):
+        raise ConfigError(f"{path} holds no pair")
+    return Preferences(rows, tokenizer, name, keys.array()), dropped
+
+
+def all_pairs_too_long(path: str, count: int, max_tokens: int, max_length: int, shortest: int) -> ConfigError:
+    """max_tokens, max_length: as of `read_preferences`. shortest: tokens of the shortest of so many pairs."""
+    return ConfigError(
+        f"{path}: all {count} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
+        f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.token_budget"
+    )
+
+
+def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]]:
+    """The two conversations. Raises ConfigError for what can be seen of a pair without a tokenizer."""
+    messages = {key: _messages(row, key, where) for key in ("chosen", "rejected")}
+    if messages["chosen"][0] != messages["rejected"][0]:
+        raise ConfigError(f"{where}: 'chosen' and 'rejected' begin differently; only answers to one prompt compare")
+    return messages
+
+
+def pair_of(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", group: int = 0) -> Pair:
+    messages, tools = check_pair(row, where), tool_schemas(row.get("tools"), where)
+    about = {"id": row_id(row, where, name, where), "data_source": row_source(row, where, name), "tools": tools}
+    talks = {
+        key: conversation(
+            {**about, "messages": value},
+            tokenizer,
+            f"{where}, {key!r}",
+            group,
+            last_only=True,
+        )
+        for key, value in messages.items()
+    }
+    if np.array_equal(talks["chosen"].token_ids, talks["rejected"].token_ids):
+        raise ConfigError(f"{where}: 'chosen' and 'rejected' are the same; there is nothing to learn from this pair")
+    return Pair(**talks)
+
+
+def _messages(row: dict[str, Any], key: str, where: str) -> tuple[Message, ...]:
+    """The whole conversation of one of the two columns."""
+    value, prompt, before = row.get(key), row.get("prompt"), row.get("conversations")
+    if value is None:
+        raise ConfigError(f"{where}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {present(row)}")
+    check_text_only(row, where)
+    head: tuple[Message, ...] = ()
+    if prompt is not None:
+        head = chat_messages(prompt, where, "prompt")
+    elif isinstance(before, list) and before:
+        head = sharegpt(before, where, "conversations")
+    messages = answer_messages(value, where, key)
+    if messages[0]["role"] == "assistant":
+        if not head:
+            raise ConfigError(f"{where}: {key!r} begins with the answer, and there is no 'prompt' before it")
+        messages = head + messages
+    elif messages[: len(head)] != head:
+        raise ConfigError(f"{where}: {key!r} begins neither with the answer nor with the row's 'prompt'; drop that one")
+    if messages[-1]["role"] != "assistant":
+        raise ConfigError(
+            f"{where}: {key!r} must end with the assistant's answer, not with role {messages[-1]['role']}"
+        )
+    return messages

@@ -1,0 +1,237 @@
+"""What data, tokenizer, chat template, tools and environments decide together, before anything starts.
+
+Rows are read and rendered as the run will do it, so what is wrong is said in the same words. The first `MOST` rows of
+each file are looked at; further ones only while something that one row would settle is open, such as whether any row is
+short enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.chat_format.chat_template import Chat
+from megarl.config import Config, ConfigError
+from megarl.config.keys import under_way
+from megarl.config.server_args import parsers
+from megarl.data.curriculum import check_known, key_of
+from megarl.data.first_rows import MOST, answer_key
+from megarl.data.mixture import names_of
+from megarl.data.preference_data import all_pairs_too_long, pair_of
+from megarl.data.prompt_data import all_prompts_too_long, each_prompt
+from megarl.data.sft_data import all_conversations_too_long, each_conversation
+from megarl.data.table import read_rows
+from megarl.dry_run.rollout_checks import check_enough_prompts
+from megarl.engine.parser_process import Parsing
+from megarl.engine.tool_calls import misread, parser_name
+from megarl.environments.catalog import ENVIRONMENTS, TOOLS, Known, known_of
+from megarl.models.family import HFConfig
+from megarl.models.registry import family_of
+from megarl.types import Prompt
+from megarl.types.requirements import Declared
+
+_PARSERS_S = 120.0
+SECONDS = 20.0
+"""A file is looked at for so long at most. What is behind is read when the run starts."""
+
+
+def read_chat(hf: HFConfig, config: Config, declared: Declared) -> Chat:
+    """Tokenizer, template and tools of a run. Raises ConfigError where they do not go together."""
+    known = known_of(config.rollout) if declared.generates else Known()
+    chat = Chat.load(config.model.path, known.tools, known.environments)
+    chat.check_vocabulary(hf["vocab_size"])
+    chat.check_tools()
+    if declared.generates:
+        assert chat.ends  # read from the template, which may lack them
+    return chat
+
+
+def check_calls(hf: HFConfig, config: Config, chat: Chat, warnings: list[str]) -> None:
+    """Raise ConfigError where SGLang's parser does not read how the template calls the tools, as `rehearse` does when
+    engines have started."""
+    if not chat.tools or not parsers():
+        return
+    name = parser_name(config.rollout.tool_call_parser, hf)
+
+    async def ask() -> str:
+        async with asyncio.timeout(_PARSERS_S), Parsing() as client:
+            return await misread(chat, client, name, await client.marker(name), not config.rollout.tool_call_parser)
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
+            complaint = thread.submit(asyncio.run, ask()).result()
+    except (RuntimeError, TimeoutError) as error:
+        warnings.append(f"whether {name} reads the template's tool calls was not tried: {error or 'it took too long'}")
+        return
+    if complaint:
+        raise ConfigError(complaint)
+
+
+def check_items(hf: HFConfig, config: Config, declared: Declared, chat: Chat, warnings: list[str]) -> None:
+    """Raise ConfigError for a row that cannot be rendered, asks for a tool or an environment that is not loaded or
+    lacks a column of its `reset`; for files without a row that is short enough, or without a number to order by."""
+    look = _Look(hf, config, declared, chat, warnings)
+    if declared.item == "prompts" and config.rollout.oversample > 1:
+        look.needed = under_way(config.data.prompts_per_step, config.rollout.oversample)
+    train = [_Seen() for _ in config.data.train]
+    for seen, path, name in zip(train, config.data.train, names_of(config.data.train), strict=True):
+        look.at(path, name, seen, config.data.order)
+    if all(seen.is_whole for seen in train):
+        if config.data.order and not any(seen.is_ordered for seen in train):
+            check_known(np.array([math.nan]), config.data.order, config.data.train)
+        if declared.item == "prompts":
+            check_enough_prompts(sum(seen.fitting for seen in train), config)
+    if config.run.eval_every:
+        for path, name in zip(config.data.eval, names_of(config.data.eval), strict=True):
+            look.at(path, name, _Seen())
+
+
+@dataclass
+class _Seen:
+    """Of a file: rows that were read, those of them that are short enough, tokens of the shortest."""
+
+    rows: int = 0
+    fitting: int = 0
+    shortest: int = 0
+    is_ordered: bool = False
+    is_whole: bool = False
+
+
+@dataclass
+class _Look:
+    hf: HFConfig
+    config: Config
+    declared: Declared
+    chat: Chat
+    warnings: list[str]
+    needed: int = 1
+    """Rows that must be short enough."""
+
+    def at(self, path: str, name: str, seen: _Seen, order: str = "") -> None:
+        """Raises ConfigError where no row of the file is short enough."""
+        if not Path(path).exists():
+            return
+        rows, fits, error = self._rows(path, name, order)
+        end = time.monotonic() + SECONDS
+        for tokens, key in rows:
+            seen.rows += 1
+            seen.is_ordered = seen.is_ordered or not math.isnan(key)
+            if fits(tokens):
+                seen.fitting += 1
+            else:
+                seen.shortest = min(seen.shortest or sum(tokens), sum(tokens))
+            settled = seen.fitting >= self.needed and (not order or seen.is_ordered)
+            if (seen.rows >= MOST and settled) or time.monotonic() > end:
+                break
+        else:
+            seen.is_whole = True
+        if seen.is_whole and seen.rows and not seen.fitting:
+            raise error(seen.rows, seen.shortest)
+        if dropped := seen.rows - seen.fitting:
+            of = f"of {seen.rows}" if seen.is_whole else f"of the first {seen.rows}"
+            self.warnings.append(f"{path}: {dropped} {of} rows are too long and will be left out")
+
+    def _rows(
+        self, path: str, name: str, order: str
+    ) -> tuple[
+        Iterator[tuple[tuple[int, ...], float]],
+        Callable[[tuple[int, ...]], bool],
+        Callable[[int, int], ConfigError],
+    ]:
+        """Of each row its tokens, of a pair those of both answers, and the number in the column `order`; whether so
+        many fit; what to raise where none does, by the number of rows and the tokens of the shortest."""
+        data, file, tokenizer = self.config.data, Path(path), self.chat.tokenizer
+
+        def key(row: dict[str, Any], where: str) -> float:
+            return key_of(row, order, where) if order else math.nan
+
+        if self.declared.item == "prompts":
+            longest = self.config.rollout.max_context - 1
+            prompts = each_prompt(file, data.prompt_key, data.label_key, name)
+            return (
+                (((len(self.chat.render(prompt)),), key(prompt.extra, prompt.id)) for _, prompt in prompts),
+                lambda tokens: tokens[0] <= longest,
+                lambda count, shortest: all_prompts_too_long(count, longest, shortest),
+            )
+        positions = int(family_of(self.hf).gpt_kwargs(self.hf)["max_sequence_length"])
+        if self.declared.item == "conversations":
+            talks = each_conversation(file, tokenizer, data.prompt_key, answer_key(self.config), name)
+            return (
+                (((talk.num_tokens,), key(row, where)) for where, row, talk in talks),
+                lambda tokens: tokens[0] <= positions,
+                lambda count, shortest: all_conversations_too_long(path, count, positions, shortest),
+            )
+        budget = self.config.train.token_budget * self.config.parallel.cp
+        pairs = ((where, row, pair_of(row, tokenizer, where, name)) for where, row in read_rows(file))
+        return (
+            (((pair.chosen.num_tokens, pair.rejected.num_tokens), key(row, where)) for where, row, pair in pairs),
+            lambda tokens: sum(tokens) <= budget and max(tokens) <= positions,
+            lambda count, shortest: all_pairs_too_long(path, count, budget, positions, shortest),
+        )
+
+
+def files_of(config: Config) -> list[tuple[str, ...]]:
+    """Those of training and those of evaluation that the run reads."""
+    return [config.data.train, config.data.eval if config.run.eval_every else ()]
+
+
+def prompts_of_files(config: Config) -> Iterator[Prompt]:
+    """All of a run, without token ids."""
+    data = config.data
+    for paths in files_of(config):
+        for path, name in zip(paths, names_of(paths), strict=True):
+            for _, prompt in each_prompt(Path(path), data.prompt_key, data.label_key, name):
+                yield prompt
+
+
+def offers_all(config: Config, declared: Declared) -> bool:
+    """Whether `check_offered` concerns a run: not an evaluation, whose tools are those of the run that it looks at."""
+    return declared.item == "prompts" and bool(declared.trains) and not config.rollout.replay
+
+
+def check_offered(prompts: Iterable[Prompt], known: Known) -> None:
+    """Raise ConfigError for an entry of `rollout.tools` of which no prompt offers any tool to the policy, and for one
+    of `rollout.environments` that no prompt has. Reads no more prompts than it takes."""
+    tools = {tool.spec for tool in known.tools.values()}
+    environments = {one.spec for one in known.environments.values()}
+    listed: set[str] = set()
+    named: set[str] = set()
+    for prompt in prompts:
+        if not tools and not environments:
+            return
+        environment = known.of(prompt)
+        if environment is not None:
+            environments.discard(environment.spec)
+            named.add(environment.name)
+        listed.update(prompt.tools)
+        if environment is None or environment.kind != "agent":
+            offered = {schema["function"]["name"] for schema in known.schemas(prompt)}
+            tools -= {tool.spec for name, tool in known.tools.items() if name in offered}
+    for name, tool in known.tools.items():
+        if tool.spec in tools:
+            why = (
+                f"the data's column `tools` lists {_some(listed)}; add {name} to it, leave the column out, so that "
+                "every prompt offers all tools,"
+                if listed
+                else "all of them are an agent's, which has tools of its own;"
+            )
+            raise ConfigError(f"{TOOLS}: no prompt offers {name} of {tool.spec}: {why} or take it out of {TOOLS}")
+    for environment in known.environments.values():
+        if environment.spec in environments:
+            raise ConfigError(
+                f"{ENVIRONMENTS}: no prompt has {environment.name} of {environment.spec}, all have {_some(named)}: "
+                f"name it in the data's column `environment`, or take it out of {ENVIRONMENTS}"
+            )
+
+
+def _some(names: set[str], most: int = 5) -> str:
+    shown = sorted(names)[:most]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

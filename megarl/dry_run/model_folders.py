@@ -1,0 +1,327 @@
+"""Models that a configuration names and that are not trained: reward models, teachers, those of a fork's roles.
+
+Pure, like `model_folders.py`: they are looked at where they lie, and what they need is worked out.
+
+The models that a configuration names, as they are on disk: whole folders, known families, one vocabulary. Here those
+that are trained; `model_folders.py` has the others.
+
+Pure, like `settings.py`: they read files, raise ConfigError, and append to `warnings` what is surely not meant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from megarl.config import Config, ConfigError, strict
+from megarl.config.hub import is_name
+from megarl.models.family import HFConfig
+from megarl.models.hf_folder import open_hf
+from megarl.models.memory import ServedStage, served_stages, served_whole
+from megarl.models.registry import family_of, load_hf_config, param_count
+from megarl.models.scalar_head import VALUE_HEAD, is_classifier
+from megarl.parallel.placement import role_config
+from megarl.parallel.role_settings import OURS, backends_of, on_megatron, role_settings
+from megarl.rewards.reward_settings import options_for_model
+from megarl.rewards.sequence_classifier import ClassifierOptions, label_of, positions
+from megarl.types.requirements import Declared
+from megarl.workers.role_workers import TEACHER, Registered, options_of, who_plays
+
+
+def policy_and_critic(
+    config: Config, declared: Declared, dry_run: bool, warnings: list[str]
+) -> tuple[HFConfig, HFConfig | None]:
+    """config.json of the policy and, where there is one, of the critic."""
+    if dry_run and config.model.hf_config:
+        hf = _known(load_hf_config(config.model.hf_config))
+    elif config.model.path:
+        hf = whole_folder(config.model.path, "model.path", declared.trains_head, mtp=config.train.mtp > 0)
+        _check_tokenizer(config.model.path, int(hf["vocab_size"]))
+    else:
+        raise ConfigError("model.path is not set; it must name the HF folder of the policy")
+    if is_classifier(hf) and not declared.trains_head:
+        raise ConfigError(
+            f"model.path={config.model.path} is a classifier, {hf['architectures'][0]}, which writes no words; a "
+            "reward model serves as reward.model, or starts a critic as critic.path"
+        )
+    if "critic" not in declared.roles:
+        if config.critic.path:
+            warnings.append(f"critic.path is set, but {declared.name} has no critic")
+        return hf, None
+    if not config.critic.path:
+        return hf, hf
+    if dry_run and config.model.hf_config and not Path(config.critic.path).exists():
+        warnings.append(f"critic.path={config.critic.path} is not here; planned as if it were the policy's model")
+        return hf, hf
+    critic = whole_folder(config.critic.path, "critic.path", head=True)
+    if critic.get("vocab_size") != hf.get("vocab_size"):
+        raise ConfigError(
+            f"critic.path={config.critic.path} has a vocabulary of {critic.get('vocab_size')}, the policy of "
+            f"{hf.get('vocab_size')}; the critic reads the policy's tokens, so it must share its tokenizer"
+        )
+    return hf, critic
+
+
+def check_same_tokenizer(config: Config, which: str, path: str, must: str) -> None:
+    """Raise ConfigError unless a model's tokenizer has the words of the policy's, which may not be at hand. which: the
+    key and the path. must: why."""
+    if not config.model.path or not Path(config.model.path).exists():
+        return
+    theirs, ours = _vocabulary(path), _vocabulary(config.model.path)
+    if theirs == ours:
+        return
+    odd = sorted(theirs.items() ^ ours.items(), key=lambda item: item[1])[0] if theirs and ours else None
+    what = f"they differ in {odd[0]!r}, token {odd[1]}" if odd else "one of them has no vocabulary to compare"
+    raise ConfigError(f"{which} has another tokenizer than model.path={config.model.path}: {what}; {must}")
+
+
+def check_positions(hf: HFConfig, config: Config, which: str) -> None:
+    """Raise ConfigError where a conversation may have more tokens than a model has positions."""
+    longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
+    if config.rollout.max_context > longest:
+        raise ConfigError(
+            f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of {which}; lower it"
+        )
+
+
+def _vocabulary(folder: str) -> dict[str, int]:
+    """Tokens and their ids, as tokenizer.json has them, vocab.json where there is none, or SentencePiece's
+    tokenizer.model; empty where none is."""
+    for name in ("tokenizer.json", "vocab.json"):
+        file = Path(folder) / name
+        if not file.is_file():
+            continue
+        if name == "vocab.json":
+            return strict.read_json(file)
+        try:
+            return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
+        except Exception as error:  # noqa: B036  the package raises nothing narrower
+            raise ConfigError(f"{file} is no tokenizer: {' '.join(str(error).split())[:200]}") from None
+    pieces = Path(folder, "tokenizer.model")
+    return _pieces(pieces) if pieces.is_file() else {}
+
+
+def _pieces(file: Path) -> dict[str, int]:
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        model = SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError):
+        return {}  # of another kind, which the tokenizer's class reads
+    return {model.id_to_piece(number): number for number in range(model.get_piece_size())}
+
+
+def vocabulary_hash(folder: str) -> str:
+    """Of the words that token ids stand for; empty where the folder does not say. Raises ConfigError."""
+    words = sorted((number, word) for word, number in _vocabulary(folder).items())
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest() if words else ""
+
+
+def _check_tokenizer(folder: str, size: int) -> None:
+    """Raise ConfigError unless a folder has a tokenizer that can be read, of ids that a model of `size` words knows."""
+    if not list(Path(folder).glob("tokenizer*")):
+        raise ConfigError(f"model.path={folder} has no tokenizer; put tokenizer.json beside config.json")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        if (file := Path(folder) / name).is_file():
+            strict.read_json(file)
+    word, highest = max(_vocabulary(folder).items(), key=lambda item: item[1], default=("", -1))
+    if highest >= size:
+        raise ConfigError(
+            f"model.path={folder}: the tokenizer gives {word!r} the id {highest}, but config.json has "
+            f"vocab_size={size}; the tokenizer is another model's"
+        )
+
+
+def whole_folder(path: str, key: str, head: bool, mtp: bool = False) -> HFConfig:
+    """config.json of a folder that has all the weights that it describes. head: not of the output layer, in place of
+    which there is a head of one value, or will be. mtp: with those of multi-token prediction."""
+    hf = _known(folder_config(path, key))
+    heads = (VALUE_HEAD, "lm_head.weight") if head or is_classifier(hf) else ()
+    open_hf(path).check(dict(hf), optional=heads, mtp=mtp)
+    return hf
+
+
+def folder_config(path: str, key: str) -> HFConfig:
+    """config.json of a folder. Raises ConfigError where it has none, or no weights that could be read."""
+    if not Path(path).is_dir():
+        get = "put the model there, or correct the path"
+        if is_name(path):
+            get = (
+                "nor has this machine's cache of the Hub a model of that name: `hf download NAME` gets it by its name, "
+                "`hf download NAME --local-dir FOLDER` into a folder"
+            )
+        if Path(path).is_file():
+            raise ConfigError(f"{key}={path} is a file; name the model's folder, which has its config.json and weights")
+        raise ConfigError(f"{key}={path}: there is no such folder; {get}")
+    found = load_hf_config(path)
+    if not list(Path(path).glob("*.safetensors")):
+        raise ConfigError(f"{key}={path} has no *.safetensors files; convert the weights to safetensors")
+    return found
+
+
+def _known(hf: HFConfig) -> HFConfig:
+    """The same config.json, if there is a table for it and it has what the table reads."""
+    family = family_of(hf)
+    family.check(hf)
+    family.megatron_config(hf)
+    family.gpt_kwargs(hf)
+    return hf
+
+
+@dataclass(frozen=True)
+class Served:
+    laid_out: Mapping[str, HFConfig]
+    """config.json of those that Megatron computes, by role."""
+    judge: tuple[HFConfig, int, str] | None
+    """Of the reward model that transformers computes: config.json, the number of its elements, their type."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (*self.laid_out, *(("reward",) if self.judge else ()))
+
+    def elements(self, role: str) -> int:
+        """Of a language model, whatever its head."""
+        return (
+            sum(param_count(self.laid_out[role]).values()) if role in self.laid_out or not self.judge else self.judge[1]
+        )
+
+    def stages(self, config: Config, declared: Declared) -> dict[str, list[ServedStage]]:
+        """By role, what a rank of each pipeline stage needs. Raises ConfigError where the layout does not divide."""
+        found = {}
+        for role, hf in self.laid_out.items():
+            head = role == "reward" or is_classifier(hf)
+            dtype: str = "float32" if role == "reward" else config.model.dtype
+            found[role] = served_stages(hf, role_config(config, role), declared, head, dtype)
+        if self.judge:
+            found["reward"] = served_whole(*self.judge, config)
+        return found
+
+
+def served_models(
+    hf: HFConfig,
+    config: Config,
+    declared: Declared,
+    registered: Mapping[str, Registered],
+    judged: bool,
+    dry_run: bool,
+    warnings: list[str],
+) -> Served:
+    """All of them. hf: the policy's. judged: whether one of our workers rewards, with options that it has. Raises
+    ConfigError; `warnings` gets a line for what is surely not meant."""
+
+    def of(role: str) -> Registered:
+        return registered.get(role, Registered())
+
+    judge = None
+    if judged:
+        judge = _classifier(hf, config, options_of(config, "reward", of("reward")), dry_run, warnings)
+    rewards = _reward_model(hf, config, declared, dry_run, warnings)
+    teachers = [role for role in declared.roles if who_plays(config, declared, role, of(role)) == TEACHER]
+    others = _of_roles(hf, config, declared, teachers, dry_run, warnings)
+    return Served(({} if rewards is None else {"reward": rewards}) | others, judge)
+
+
+def _reward_model(
+    hf: HFConfig, config: Config, declared: Declared, dry_run: bool, warnings: list[str]
+) -> HFConfig | None:
+    """config.json of the reward model that serves on Megatron; None where there is none. It reads the policy's token
+    ids."""
+    path = config.reward.model
+    if not path:
+        return None
+    if "reward" not in declared.roles:
+        warnings.append(f"reward.model is set, but {declared.name} has no rollouts to score")
+        return None
+    if not on_megatron(config, "reward"):
+        return None
+    if dry_run and not Path(path).exists():
+        warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
+        return hf
+    found = whole_folder(path, "reward.model", head=True)
+    if VALUE_HEAD not in open_hf(path).names():
+        raise ConfigError(
+            f"reward.model={path} has no {VALUE_HEAD}: it is no reward model; train one with algorithm=reward_model"
+        )
+    must = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
+    if found.get("vocab_size") != hf.get("vocab_size"):
+        raise ConfigError(
+            f"reward.model={path} has a vocabulary of {found.get('vocab_size')}, the policy of "
+            f"{hf.get('vocab_size')}; {must}"
+        )
+    check_same_tokenizer(config, f"reward.model={path}", path, must)
+    check_positions(found, config, f"reward.model={path}")
+    return found
+
+
+def _classifier(
+    hf: HFConfig, config: Config, given: dict[str, Any], dry_run: bool, warnings: list[str]
+) -> tuple[HFConfig, int, str] | None:
+    """As `Served.judge`. It may have a tokenizer of its own. given: options of its worker."""
+    path = config.reward.model
+    model, service = backends_of(config, "reward")
+    if not path or model != "transformers":
+        return None
+    options = ClassifierOptions.read(options_for_model(given, service))
+    if dry_run and not Path(path).exists():
+        warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
+        return hf, sum(param_count(hf).values()), options.dtype
+    found = folder_config(path, "reward.model")
+    label_of(found, options, path)
+    if not list(Path(path).glob("tokenizer*")) and not (Path(path) / "vocab.txt").is_file():
+        raise ConfigError(f"reward.model={path} has no tokenizer; put tokenizer.json beside config.json")
+    longest = positions(found, config.rollout.max_context)
+    if longest < config.rollout.max_context and options.longer == "stop":
+        warnings.append(
+            f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of "
+            f"reward.model={path}: a longer conversation ends the run, or is cut with roles.reward.options.longer=cut"
+        )
+    weights = open_hf(path)
+    return found, sum(prod(weights.shape(name)) for name in weights.names()), options.dtype
+
+
+def _of_roles(
+    hf: HFConfig, config: Config, declared: Declared, teachers: Collection[str], dry_run: bool, warnings: list[str]
+) -> dict[str, HFConfig]:
+    """config.json of the models that `roles` names, by role, of those that Megatron computes: they read the policy's
+    token ids. teachers: roles whose models say log-probs of words."""
+    warnings += [
+        f"roles.{role} is set, but {declared.name} has no {role}" for role in config.roles if role not in declared.roles
+    ]
+    found: dict[str, HFConfig] = {}
+    for role in declared.roles:
+        path, key = role_settings(config, role).model, f"roles.{role}.model"
+        if role in OURS:
+            continue
+        if not path:
+            if role in teachers:
+                raise ConfigError(f"{key} is not set; it must name the HF folder of the {role}")
+            continue
+        if dry_run and not Path(path).exists():
+            warnings.append(f"{key}={path} is not here; planned as if it were the policy's model")
+            found |= {role: hf} if on_megatron(config, role) else {}
+            continue
+        if not on_megatron(config, role):
+            folder_config(path, key)
+            continue
+        found[role] = whole_folder(path, key, head=False)
+        if role in teachers and is_classifier(found[role]):
+            raise ConfigError(
+                f"{key}={path} is a classifier, {found[role]['architectures'][0]}, which has no log-probs of words"
+            )
+        must = f"the {role} reads the policy's tokens, so it must have its tokenizer, and at least as many words"
+        if int(found[role]["vocab_size"]) < int(hf["vocab_size"]):
+            raise ConfigError(
+                f"{key}={path} has a vocabulary of {found[role]['vocab_size']}, the policy of {hf['vocab_size']}; "
+                f"{must}"
+            )
+        check_same_tokenizer(config, f"{key}={path}", path, must)
+        if declared.generates:
+            check_positions(found[role], config, f"{key}={path}")
+    return found

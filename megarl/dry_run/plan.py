@@ -1,0 +1,502 @@
+"""What can be known before anything starts: whether a configuration fits together, and what it will need.
+
+`validate` runs at the head of every run, so that a mistake costs seconds and not a queue's wait; `--dry-run` prints its
+report and stops there. It starts no rank, device, Megatron or engine: a 512-GPU recipe is checked on a laptop. What a
+run looks at by itself in its first seconds, with its tokenizer and data (`data_and_tools.py`), it looks at in a dry
+run only.
+
+The sandbox of a run: its settings reach every process, and it is looked at before anything starts.
+
+What a run must reach, which its configuration carries under `expect`, so that an example is a test:
+
+expect:
+  eval/reward_greedy: {least: 0.9}               # when it was last told
+  rollout/logprob_diff: {most: 1.0e-4, step: 5}  # in the newest figures of step 5 or before
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.chat_format.chat_template import Chat
+from megarl.config import Config, ConfigError, ParallelConfig, Range, strict
+from megarl.config.server_args import check_installed, check_sampling
+from megarl.controllers.correction import check_correction
+from megarl.controllers.lookup import declare, make_controller
+from megarl.dry_run import data_and_tools, model_folders
+from megarl.dry_run import settings as checks
+from megarl.dry_run.model_folders import Served, served_models
+from megarl.dry_run.rollout_checks import check_asynchronous, check_oversampling, check_replayed_prefixes, check_waits
+from megarl.engine.sglang_engine import check_here
+from megarl.environments.catalog import known_of
+from megarl.models.family import HFConfig
+from megarl.models.host_memory import CHECKPOINT, Batch, step_bytes
+from megarl.models.lora_tables import adapter_params
+from megarl.models.memory import StageMemory, kinds, plan_memory
+from megarl.models.pipeline_stages import stage_layers
+from megarl.models.registry import family_of, param_count, trained_mtp
+from megarl.models.routing import routing_shape
+from megarl.observe.guards import check_guards
+from megarl.observe.profiler import check_profile
+from megarl.observe.replayed_rollouts import check_replay
+from megarl.observe.trackers.names import check_trackers
+from megarl.observe.webhook import check_webhook
+from megarl.parallel.placement import Placement, check_placement, engine_ranks, placement_of, role_parallel, spans
+from megarl.parallel.role_settings import role_settings
+from megarl.reshard.plan.from_config import engine_layout, planned_push
+from megarl.rewards.functions import load_functions
+from megarl.rewards.reward_settings import check_reward
+from megarl.sandbox.box import check_backend, probe, variables
+from megarl.types.requirements import Declared
+from megarl.workers.role_workers import Registered, check_own_workers, check_roles, options_of, ours
+
+
+def check_sandbox(config: Config, declared: Declared, warnings: list[str]) -> None:
+    """Have the settings where `Sandbox.from_environment` finds them. Raise ConfigError where something is named that
+    runs in a sandbox (it has an attribute `sandboxed`), and there can be none."""
+    check_backend(config.sandbox)
+    os.environ.update(variables(config.sandbox))
+    if not declared.generates:
+        return
+    wanted = [one.spec for one in known_of(config.rollout).environments.values() if one.sandboxed]
+    functions = load_functions(config.reward.functions) if "reward" in declared.roles else {}
+    wanted += [name for name, function in functions.items() if getattr(function, "sandboxed", False)]
+    if not wanted:
+        return
+    try:
+        with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
+            found = thread.submit(probe, config.sandbox).result()
+    except ConfigError as error:
+        raise ConfigError(f"{wanted[0]} runs what the policy writes: {error}") from None
+    if config.sandbox.backend == "none":
+        warnings.append(str(found))
+
+
+Number = Annotated[float, Range(-1e300, 1e300)]
+
+
+@dataclass(frozen=True)
+class Expected:
+    least: Number | None = None
+    most: Number | None = None
+    step: Annotated[int, Range(0, 2**31 - 1)] | None = None
+    """The figure is the newest up to this step; null for the last."""
+
+    def __str__(self) -> str:
+        bounds = [
+            f"{word} {bound:g}"
+            for word, bound in (("at least", self.least), ("at most", self.most))
+            if bound is not None
+        ]
+        return " and ".join(bounds) + ("" if self.step is None else f" at step {self.step}")
+
+
+def expectations(config: Config) -> dict[str, Expected]:
+    """By metric. Raises ConfigError for what is none."""
+    found = {}
+    for metric, tree in config.expect.items():
+        one: Expected = strict.build(Expected, tree, f"expect.{metric}.", root=Config)
+        if one.least is None and one.most is None:
+            raise ConfigError(f"expect.{metric} expects nothing: give it `least`, `most` or both")
+        if one.step is not None and one.step > config.run.num_rollout:
+            raise ConfigError(f"expect.{metric}.step={one.step} is beyond run.num_rollout={config.run.num_rollout}")
+        found[metric] = one
+    return found
+
+
+def reached(
+    expected: Mapping[str, Expected], metrics: Mapping[int, Mapping[str, float]]
+) -> dict[str, tuple[float | None, bool]]:
+    """Of each metric its figure, None where there is none, and whether that is as expected. metrics: by step."""
+    result = {}
+    for name, one in expected.items():
+        figures = [
+            of[name] for step, of in sorted(metrics.items()) if name in of and (one.step is None or step <= one.step)
+        ]
+        figure = figures[-1] if figures else None
+        good = (
+            figure is not None
+            and (one.least is None or figure >= one.least)
+            and (one.most is None or figure <= one.most)
+        )
+        result[name] = figure, good  # NaN is neither
+    return result
+
+
+SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
+ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
+ESTIMATES |= dict.fromkeys(("micro-batches", "reshard staging", CHECKPOINT), "at most ")
+GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `validate` found out. `facts`: section -> rows of (what, value). `memory`: one entry per pipeline stage of
+    the actor, or of the reward model in training. `others`: likewise of ranks with other roles, by what they are
+    called. `whose`: what those of `memory` are called; empty where there are no others.
+
+    All are empty where a mistake in the layout or the model leaves nothing to plan.
+    """
+
+    errors: list[str]
+    warnings: list[str]
+    facts: dict[str, list[tuple[str, str]]]
+    memory: list[StageMemory]
+    whose: str = ""
+    others: Mapping[str, list[StageMemory]] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def raise_errors(self) -> None:
+        """Raise ConfigError with every mistake in one line, if there are any."""
+        if self.errors:
+            raise ConfigError("; and ".join(self.errors))
+
+
+def validate(
+    config: Config, dry_run: bool = False, registered: Mapping[str, Registered] | None = None, until: int = 0
+) -> Report:
+    """Check everything that can be checked without starting anything; every error names the key and the remedy.
+
+    In a dry run the model may be a config.json alone (`model.hf_config`), and data files that are not there are
+    warnings. `registered`: roles that a script registered itself; a reward of its own needs no `reward.functions`.
+    until: the step after which the run will stop, 0 for its last.
+    """
+    errors: list[str] = []
+    warnings: list[str] = []
+
+    def passes(check: Callable[..., Any], *arguments: Any) -> bool:
+        try:
+            check(*arguments)
+        except ConfigError as error:
+            if (said := str(error)) not in errors:  # what several checks need is said once
+                errors.append(said)
+            return False
+        return True
+
+    # Each depends on the ones before it: a layout that is wrong has no data parallel size to speak of.
+    if not passes(strict.check, config):  # it may have been made in Python
+        return Report(errors, warnings, {}, [])
+    found: list[Declared] = []
+    if not passes(lambda: found.append(declare(config))):
+        return Report(errors, warnings, {}, [])
+    (declared,) = found
+    if not passes(check_roles, config, declared, registered or {}):
+        return Report(errors, warnings, {}, [])
+    if dry_run:  # a run finds all of them
+        passes(check_own_workers, config, declared, registered or {})
+    laid_out = passes(check_placement, config, declared.roles, warnings)
+    laid_out = laid_out and passes(checks.check_nodes, config, declared)
+    passes(checks.check_run_dir, config)
+    passes(expectations, config)
+    passes(check_sandbox, config, declared, warnings)
+    passes(checks.check_algorithm, config, declared, warnings)
+    passes(check_correction, config, declared)
+    passes(check_guards, config, declared, warnings)
+    passes(check_webhook, config.track.webhook)
+    passes(check_trackers, config.track.trackers)
+    passes(check_profile, config)
+    reward = (registered or {}).get("reward", Registered())
+    judged = "reward" in declared.roles and ours(config, declared, "reward", reward)
+    if judged:
+        judged = passes(check_reward, config, declared, options_of(config, "reward", reward))
+    laid_out = laid_out and passes(check_asynchronous, config, declared, warnings)
+    passes(check_oversampling, config, declared, warnings)
+    passes(check_replayed_prefixes, config, declared)
+    readable = passes(checks.check_data, config, declared, dry_run, warnings)
+    laid_out = laid_out and passes(checks.check_schedule, config, declared)
+    laid_out = laid_out and passes(checks.check_batch, config, declared, warnings)
+    models: list[HFConfig | None] = []
+    named = passes(lambda: models.extend(model_folders.policy_and_critic(config, declared, dry_run, warnings)))
+    if not named or not laid_out:
+        return Report(errors, warnings, {}, [])
+    hf, critic_hf = models
+    assert hf is not None
+    served: list[Served] = []
+    if not passes(
+        lambda: served.append(served_models(hf, config, declared, registered or {}, judged, dry_run, warnings))
+    ):
+        return Report(errors, warnings, {}, [])
+    (others,) = served
+    divides = True
+    if declared.trains:
+        divides = passes(checks.check_training_layout, hf, config) and passes(checks.check_mtp, hf, config, declared)
+    if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
+        divides = passes(checks.check_role_layout, critic_hf, config, "critic") and divides
+    for role, model in others.laid_out.items():
+        if model is hf and not role_settings(config, role).parallel:
+            continue
+        divides = passes(checks.check_role_layout, model, config, role) and divides
+    if dry_run and readable:  # a run reads all of it right after this
+        _check_chats(hf, config, declared, passes, warnings)
+    if declared.generates:
+        passes(check_sampling, config.rollout)
+        passes(checks.check_lengths, hf, config, warnings)
+        passes(check_waits, config, warnings)
+    if declared.has_engines(config):
+        divides = passes(checks.check_engine, hf, config) and divides
+        if dry_run:
+            try:
+                check_installed()
+            except ConfigError as error:  # plans are made on other machines, too
+                warnings.append(f"a run would be refused: {error}")
+        else:
+            passes(check_here, config)
+        divides = divides and passes(engine_layout, config)
+        divides = divides and (not declared.trains or passes(planned_push, hf, config))
+    elif declared.generates:
+        passes(lambda: check_replay(config, hf, model_folders.vocabulary_hash(config.model.path), until))
+    if divides:
+        passes(checks.check_routing, hf, config, declared)
+    if not divides:
+        return Report(errors, warnings, {}, [])
+    if not dry_run:
+        passes(checks.check_room, hf, critic_hf, config, declared, warnings)
+    stages = others.stages(config, declared)
+    plans = {
+        who: plan_memory(hf, config, declared, critic_hf, stages, role)
+        for who, role in _ranks_of(config, declared.roles, stages).items()
+    }
+    (whose, memory), *elsewhere = plans.items()
+    facts = _facts(hf, critic_hf, others, config, declared)
+    return Report(errors, warnings, facts, memory, whose if elsewhere else "", dict(elsewhere))
+
+
+def _check_chats(
+    hf: HFConfig, config: Config, declared: Declared, passes: Callable[..., bool], warnings: list[str]
+) -> None:
+    """What the tokenizer's template makes of tools and data; nothing where there is a config.json alone."""
+    if not config.model.path or not Path(config.model.path).is_dir():
+        return
+    chats: list[Chat] = []
+    if not passes(lambda: chats.append(data_and_tools.read_chat(hf, config, declared))):
+        return
+    (chat,) = chats
+    if declared.has_engines(config):
+        passes(data_and_tools.check_calls, hf, config, chat, warnings)
+    if declared.item == "rows" or not passes(data_and_tools.check_items, hf, config, declared, chat, warnings):
+        return
+    there = all(Path(path).exists() for paths in data_and_tools.files_of(config) for path in paths)
+    if there and data_and_tools.offers_all(config, declared):
+        passes(data_and_tools.check_offered, data_and_tools.prompts_of_files(config), chat.known)
+
+
+def _ranks_of(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
+    """Each set of ranks that have the same roles, by what it is called -> the role whose model's stages it has, of the
+    actor's ranks first; `rollout` where there are engines only."""
+    placement = placement_of(config)
+    trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
+    models = [role for role in (*trained, *served) if placement.of(role)]  # functions need no memory to speak of
+    found: dict[str, str] = {}
+    taken: set[int] = set()
+    for role in models:
+        if not taken & set(placement.of(role)):
+            taken |= set(placement.of(role))
+            found[_called(placement, roles, placement.of(role))] = role
+    if rest := tuple(sorted(set(placement.of("rollout")) - taken)) if "rollout" in roles else ():
+        found[_called(placement, roles, rest)] = "rollout"
+    return found
+
+
+def _called(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:
+    names = [role.replace("_", " ") for role in roles if set(ranks) <= set(placement.of(role))]
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {', '.join(names)}"
+
+
+def _facts(
+    hf: HFConfig, critic_hf: HFConfig | None, others: Served, config: Config, declared: Declared
+) -> dict[str, list[tuple[str, str]]]:
+    parallel, rollout, run = config.parallel, config.rollout, config.run
+    settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
+    counts, experts = param_count(hf), settings.get("num_moe_experts")
+    critic_counts = counts if critic_hf is hf or critic_hf is None else param_count(critic_hf)
+    here = min(parallel.world_size, parallel.ranks_per_node)
+    placement, roles = placement_of(config), declared.roles
+    layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)]
+    model = [
+        ("architecture", family_of(hf).architecture),
+        ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
+        ("critic", "none" if critic_hf is None else _count(sum(critic_counts.values()))),
+        *((role, _count(others.elements(role))) for role in others.roles),
+    ]
+    if config.lora.rank:
+        adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
+        count = _count(sum(param.size for param in adapters))
+        model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
+    if layers_ahead := trained_mtp(hf, config):
+        more = sum(param.size * number for param, number in kinds(hf, mtp=True)) - sum(counts.values())
+        model.append(("trained besides", f"{layers_ahead} layer(s) of multi-token prediction, {_count(more)}"))
+    layout = [
+        ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
+        *([] if placement.colocated else [("roles", placement.describe(roles))]),
+    ]
+    if declared.trains:
+        parts = f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""
+        layout += _cuts(role_parallel(config, declared.main), "", bool(experts))
+        layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
+    if "critic" in roles and placement.of("critic") != placement.of("actor"):
+        layout += _cuts(role_parallel(config, "critic"), "critic's ", bool(experts))
+    for role, model_of in others.laid_out.items():
+        if placement.of(role) != placement.of("actor") or role_settings(config, role).parallel:
+            layout += _cuts(role_parallel(config, role), f"{role}'s ", bool(family_of(model_of).num_experts(model_of)))
+    sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.epochs)
+    what = checks.unit(declared)
+    samples = f" prompts x {rollout.samples_per_prompt}" if declared.generates else ""
+    batch = [(f"{what} a step", f"{config.data.prompts_per_step}{samples}")]
+    updates = [
+        ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
+        ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config, declared)}"),
+        ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
+    ]
+    batch += updates if declared.trains else [("steps", f"{run.num_rollout}")]
+    if "critic" in roles and (warmup := config.critic.warmup_steps):
+        batch.append(("", f"the policy's begin after {warmup} steps: {make_controller(config).updates(declared.main)}"))
+    facts = {"model": model, "layout": layout, "batch": batch}
+    if declared.has_engines(config):
+        nodes = -(-rollout.tp // here)
+        spread = f", each over {nodes} nodes" if nodes > 1 else ""
+        if declared.trains:
+            facts["push"] = _pushed(hf, config, here)
+        engines = len(engine_ranks(config))
+        facts["engines"] = [
+            ("SGLang engines", f"{engines} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
+            ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
+        ]
+        if rollout.draft_tokens:
+            pushed = "pushed with the policy" if engine_layout(config).draft else "as it is in the checkpoint"
+            facts["engines"].append(("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {pushed}"))
+    if declared.generates:
+        facts["host"] = _host(hf, config, declared, bool(experts))
+    return facts
+
+
+def _pushed(hf: HFConfig, config: Config, here: int) -> list[tuple[str, str]]:
+    """What a push sends. here: ranks of a machine."""
+    plan = planned_push(hf, config)
+    transfers, engines = plan.transfers(), len(plan.sides.engine)
+    far = transfers.src // here != transfers.dst // here
+    received, over = transfers.nbytes.sum() / engines, transfers.nbytes[far].sum() / engines
+    network = f", {_bytes(int(over))} of it over the network" if plan.world > here else ""
+    who = "each rank" if plan.sides.alike else "each rank of an engine"
+    return [
+        ("weights are sent as", SENT_AS[plan.assignment.wire]),
+        (f"{who} receives", f"{_bytes(int(received))} on average{network}"),
+        ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.push_bucket_mb} MiB"),
+    ]
+
+
+def _host(hf: HFConfig, config: Config, declared: Declared, experts: bool) -> list[tuple[str, str]]:
+    """Of a step's values, in the memory of a machine and of its ranks: by part, for answers as long as they may be."""
+    sequences, longest = checks.sequences_per_step(config, declared), config.rollout.max_context
+    routing = routing_shape(hf, config.model.megatron) if config.train.replay_routing and experts else None
+    parts = step_bytes(config, declared, Batch(sequences * longest, sequences, longest), routing)
+    here, whole = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
+    leads = max(1, here // config.rollout.tp)
+    rows = [
+        ("a step on a machine", f"at most {_bytes(whole)}, where each answer has {config.rollout.max_context} tokens")
+    ]
+    rows.append(
+        (
+            "a rank of it",
+            f"{_bytes(whole // leads)} where it leads an engine" if leads < here else _bytes(whole // here),
+        )
+    )
+    return rows + [(f"- {name}", _bytes(amount)) for name, amount in parts.items() if amount]
+
+
+def _cuts(parallel: ParallelConfig, whose: str, experts: bool) -> list[tuple[str, str]]:
+    """How a model's layers are cut over its ranks."""
+    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
+    dp = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
+    found = [(f"{whose}dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {dp}")]
+    if experts:
+        cut = f"etp {parallel.etp} x " if parallel.etp > 1 else ""
+        expert_dp = parallel.world_size // (parallel.ep * parallel.etp * parallel.pp)
+        found.append((f"{whose}experts", f"{cut}ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}"))
+    return found
+
+
+def render(report: Report) -> str:
+    """The report for a terminal: facts, bytes per rank by part and warnings. Errors are for `raise_errors`."""
+    parts: list[Table | str] = []
+    if report.facts:
+        facts = Table(box=box.SIMPLE_HEAD, show_header=False)
+        facts.add_column(style="bold")
+        facts.add_column()
+        facts.add_column(overflow="fold")
+        for section, rows in report.facts.items():
+            for i, (name, value) in enumerate(rows):
+                facts.add_row(section if i == 0 else "", name, value, end_section=i == len(rows) - 1)
+        parts.append(facts)
+    if report.memory:
+        plans = {report.whose: report.memory, **report.others}
+        for whose, stages in plans.items():
+            parts += [f"on {whose}", memory_table(stages)] if whose else [memory_table(stages)]
+        parts.append(verdict(max(stage.peak for stages in plans.values() for stage in stages)))
+    parts += [f"warning: {line}" for line in report.warnings]
+    parts += ["the configuration fits together"] if report.ok else []
+    console = Console(soft_wrap=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str), markup=False, highlight=False)
+    return capture.get().rstrip()
+
+
+def verdict(peak: int) -> str:
+    line = f"the fullest rank needs {_bytes(peak)}"
+    if peak < 4e9:
+        return line
+    size = next((size for size in GPU_SIZES if peak < 0.93 * size * 1e9), None)  # the rest is for CUDA and NCCL
+    return f"{line}: GPUs of {size} GB or more" if size else f"{line}, more than a GPU of {GPU_SIZES[-1]} GB has"
+
+
+def memory_table(stages: list[StageMemory]) -> Table:
+    """Bytes of a rank. Parts down, pipeline stages across: the first, the fullest in between, and the last."""
+    shown = [stages[0], *([max(stages[1:-1], key=lambda s: s.peak)] if len(stages) > 2 else []), *stages[1:][-1:]]
+    table = Table(box=box.SIMPLE_HEAD, title="memory per rank", title_justify="left")
+    table.add_column("")
+    for stage in shown:
+        name = f"stage {stage.stage}\nlayers {_spans(stage.layers)}" if stage.layers else "engines only"
+        table.add_column(name, justify="right")
+    blocks: list[tuple[list[dict[str, int]], str, list[int]]] = [
+        ([s.states for s in shown], "", []),
+        ([s.training for s in shown], "in training", [s.training_total for s in shown]),
+        ([s.generation for s in shown], "in generation", [s.generation_total for s in shown]),
+        ([s.push for s in shown], "in a push", [s.push_total for s in shown]),
+        ([s.host for s in shown], "", []),
+    ]
+    for parts, title, totals in blocks:
+        for name in parts[0]:
+            where = " (host)" if parts[0] is shown[0].host else ""
+            estimate = ESTIMATES.get(name, "")
+            table.add_row(name + where, *[estimate + _bytes(part[name]) if part[name] else "-" for part in parts])
+        if totals and parts[0]:
+            table.add_row(title, *map(_bytes, totals), style="bold", end_section=True)
+    return table
+
+
+def _spans(layers: tuple[int, ...]) -> str:
+    """0-3, or 0-1, 8-9 where a stage has its layers in parts; of many parts the first and the last."""
+    starts = [layer for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1] + 1]
+    ends = [layer for i, layer in enumerate(layers) if i == len(layers) - 1 or layer != layers[i + 1] - 1]
+    spans = [f"{start}-{end}" if start < end else str(start) for start, end in zip(starts, ends, strict=True)]
+    return ", ".join(spans if len(spans) < 3 else [spans[0], "...", spans[-1]])
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"

@@ -1,0 +1,166 @@
+"""What is generated before it is needed, over-sampled or beside training: whether a configuration may have it so.
+
+Whether rollouts can be there in time, worked out before anything starts.
+"""
+
+from __future__ import annotations
+
+from megarl.config import Config, ConfigError
+from megarl.config.keys import under_way
+from megarl.parallel.placement import engine_ranks, placement_of
+from megarl.types.requirements import Declared
+
+
+def check_asynchronous(config: Config, declared: Declared, warnings: list[str]) -> None:
+    """Generation can run beside training only where nothing else wants its ranks."""
+    rollout = config.rollout
+    if not rollout.asynchronous or not declared.generates:
+        return
+    key, placement = "rollout.asynchronous", placement_of(config)
+    if not declared.trains:
+        raise ConfigError(f"{key} with algorithm={declared.name}: nothing is trained beside; set the first to false")
+    if rollout.replay:
+        raise ConfigError(f"{key} with rollout.replay: recorded rollouts are there at once; set the first to false")
+    if rollout.oversample > 1:
+        raise ConfigError(
+            f"{key} with rollout.oversample={rollout.oversample:g}: set one of them only; rollout.max_lag says of how "
+            "many steps the first has prompts under way"
+        )
+    if declared.asks_further:
+        raise ConfigError(
+            f"{key} with algorithm={declared.name}, which takes further prompts as it needs them, while those of the "
+            "next steps are under way: set the first to false"
+        )
+    for role in declared.roles:
+        if role != "rollout" and (shared := set(placement.of(role)) & set(placement.of("rollout"))):
+            raise ConfigError(
+                f"{key} needs engines on ranks of their own, but rank {min(shared)} is the {role}'s, too: set "
+                "placement.rollout to other ranks than those of the models"
+            )
+    if rollout.max_lag and not declared.corrects_lag:
+        warnings.append(
+            f"{key} with rollout.max_lag={rollout.max_lag}: tokens may be of an older policy, for which the loss of "
+            f"algorithm={config.algorithm} does not correct"
+        )
+
+
+def check_oversampling(config: Config, declared: Declared, warnings: list[str]) -> None:
+    """`rollout.oversample` and `rollout.max_lag` go with what rollouts are used for."""
+    rollout = config.rollout
+    if not declared.generates or rollout.oversample == 1:
+        return
+    if rollout.replay:
+        raise ConfigError(
+            f"rollout.oversample={rollout.oversample:g} with rollout.replay: a step is given the rollouts that were "
+            "recorded of it, and begins no others; set the first to 1"
+        )
+    if declared.follows_prompts:
+        raise ConfigError(
+            f"rollout.oversample={rollout.oversample:g} with algorithm={declared.name}, which needs the samples of the "
+            "very prompts that a step is given; set the first to 1"
+        )
+    if rollout.max_lag == 0:
+        warnings.append(
+            f"rollout.oversample={rollout.oversample:g} with rollout.max_lag=0: what a step leaves is begun anew "
+            "in the next, so that answers that take longer than a step are never trained on; raise the second"
+        )
+    elif not declared.corrects_lag:
+        warnings.append(
+            f"rollout.oversample={rollout.oversample:g} with rollout.max_lag={rollout.max_lag}: tokens may be of "
+            f"weights that many versions old, for which the loss of algorithm={config.algorithm} does not correct; "
+            "watch rollout/lag_mean and rollout/logprob_diff_mean_stale"
+        )
+
+
+def check_replayed_prefixes(config: Config, declared: Declared) -> None:
+    """Replayed routing needs conversations that one version of the weights reads.
+
+    An engine that goes on with a conversation by newer weights reads what there is of it again, and these choose other
+    experts for it than those on record, which are of the request that ran it first. The trainer would replay the
+    record, and score what comes after it behind other keys and values than the engine had.
+    """
+    rollout = config.rollout
+    if not config.train.replay_routing or not declared.trains or not declared.generates or not rollout.max_lag:
+        return
+    several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
+    if rollout.oversample > 1:
+        key, remedy = f"rollout.oversample={rollout.oversample:g}", "rollout.oversample to 1"
+    elif rollout.asynchronous and rollout.on_push == "retract":
+        key = "rollout.asynchronous and rollout.on_push=retract"
+        remedy = "rollout.on_push to wait or in_place" + (", rollout.max_turns to 1" if several_turns else "")
+    elif rollout.asynchronous and several_turns:
+        key, remedy = f"rollout.asynchronous and rollout.max_turns={rollout.max_turns}", "rollout.max_turns to 1"
+    else:
+        return
+    raise ConfigError(
+        f"train.replay_routing with {key}: newer weights read the beginning of a conversation again, by other experts "
+        f"than are replayed; set the first to false, {remedy}, or rollout.max_lag to 0"
+    )
+
+
+def check_enough_prompts(count: int, config: Config) -> None:
+    """No prompt is under way twice in a step."""
+    needed, oversample = config.data.prompts_per_step, config.rollout.oversample
+    if oversample > 1 and count < (most := under_way(needed, oversample)):
+        raise ConfigError(
+            f"rollout.oversample={oversample:g} with data.prompts_per_step={needed} has {most} prompts "
+            f"under way, but data.train has {count}; lower one of the first two"
+        )
+
+
+SLOW = 20.0
+"""Tokens per second that each of an engine's conversations is taken to get at least, with as many others beside it as
+there is room for: a pessimistic figure, by which waits are judged; the tiny models on a CPU get more."""
+FAST = 1000.0
+"""What no engine gives one conversation."""
+
+
+def check_waits(config: Config, warnings: list[str]) -> None:
+    """Whether the answers and the rollouts of a step can be there in time, should all of them become as long as they
+    may. Where they cannot at a rate that no engine has, this raises; at a `SLOW` one it warns."""
+    rollout = config.rollout
+    if rollout.replay:
+        return
+    if rollout.request_timeout > rollout.step_timeout:
+        raise ConfigError(
+            f"rollout.request_timeout={rollout.request_timeout:g} is beyond rollout.step_timeout="
+            f"{rollout.step_timeout:g}: one answer cannot take longer than all; lower the first or raise the second"
+        )
+    room = rollout.sglang.get("max_total_tokens")
+    room = room if isinstance(room, int) and room > 0 else 0
+    most = rollout.sglang.get("max_running_requests")
+    at_once = min(rollout.concurrency, most if isinstance(most, int) and most > 0 else rollout.concurrency)
+    if room:
+        at_once = max(1, min(at_once, room // rollout.max_context))
+    engines = len(engine_ranks(config))
+    steps = 1 + rollout.max_lag if rollout.asynchronous else 1  # whose conversations an engine has at the same time
+    conversations = -(-config.data.prompts_per_step * steps // engines) * rollout.samples_per_prompt
+    waves, of = -(-conversations // at_once), "under way" if steps > 1 else "of a step"
+    written = min(rollout.max_context, rollout.max_turns * rollout.max_new_tokens)
+    for key, limit, tokens, of_what, remedy in (
+        (
+            "request_timeout",
+            rollout.request_timeout,
+            rollout.max_new_tokens,
+            f"an answer of rollout.max_new_tokens={rollout.max_new_tokens}",
+            "raise it or lower the other",
+        ),
+        (
+            "step_timeout",
+            rollout.step_timeout,
+            waves * written,
+            f"an engine's {conversations} rollouts {of}, of up to {written} tokens and {at_once} at once, so in "
+            f"{waves} waves,",
+            "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)",
+        ),
+    ):
+        if tokens / FAST > limit:
+            raise ConfigError(
+                f"rollout.{key}={limit:g} s is too short: {of_what} would take {tokens / FAST:.0f} s at {FAST:g} "
+                f"tokens per second each, which no engine reaches; {remedy}"
+            )
+        if tokens / SLOW > limit:
+            warnings.append(
+                f"rollout.{key}={limit:g} s may be too short: {of_what} would take {tokens / SLOW:.0f} s at {SLOW:g} "
+                f"tokens per second each; what is late is aborted; {remedy}"
+            )

@@ -1,0 +1,454 @@
+"""The checks of a configuration, one subject each. Pure: they read files and raise ConfigError, nothing else.
+
+Where a setting is legal but surely not what was meant, they append a line to `warnings`. `plan.py` calls them. What
+a model's folder must have is in `model_folders.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint import disk_space
+from megarl.config import Config, ConfigError, LoraConfig, server_args
+from megarl.config.hub import is_name
+from megarl.controllers.choose_loss import chosen_loss
+from megarl.data.curriculum import check_no_nan
+from megarl.data.first_rows import check_first_rows
+from megarl.data.mixture import check_files
+from megarl.engine import tool_calls
+from megarl.environments.catalog import COLUMN, known_of
+from megarl.models import megatron_fields
+from megarl.models.family import HFConfig
+from megarl.models.hf_folder import check_target, open_hf
+from megarl.models.layout_algebra import Indivisible
+from megarl.models.lora_tables import adapter_params
+from megarl.models.pipeline_stages import stage_layers
+from megarl.models.registry import family_of, trained_mtp
+from megarl.models.routing import routing_shape
+from megarl.parallel.placement import about_role, check_engine_ranks, role_config, role_parallel
+from megarl.rewards.ground_truths import look_at_truths
+from megarl.types.requirements import Declared
+
+COLDEST = 0.001
+
+
+KINDS = {"prompts": "prompts", "conversations": "finished conversations", "pairs": "preference pairs", "rows": "rows"}
+"""What a file of items holds, in words."""
+
+
+def data_parallel(config: Config, declared: Declared) -> int:
+    parallel = role_parallel(config, declared.main)
+    return parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
+
+
+def sequences_per_step(config: Config, declared: Declared) -> int:
+    """What a step's batch is cut in: rollouts, conversations, or pairs of them for a reward model."""
+    return config.data.prompts_per_step * (config.rollout.samples_per_prompt if declared.generates else 1)
+
+
+def unit(declared: Declared) -> str:
+    """What a batch is counted in."""
+    return "pairs" if declared.item == "pairs" else "sequences"
+
+
+def check_nodes(config: Config, declared: Declared) -> None:
+    """Nodes are whole, and engines parts of them or several."""
+    parallel, engine = config.parallel, config.rollout.tp
+    world, here = parallel.world_size, min(parallel.world_size, parallel.ranks_per_node)
+    if world % here:
+        raise ConfigError(
+            f"parallel.world_size={world} is not a multiple of parallel.ranks_per_node={parallel.ranks_per_node}; "
+            "every node must run the same number of ranks"
+        )
+    if not declared.has_engines(config):
+        return
+    check_engine_ranks(config)
+    if engine % config.rollout.ep:
+        raise ConfigError(f"rollout.ep={config.rollout.ep} does not divide rollout.tp={engine}")
+
+
+def check_training_layout(hf: HFConfig, config: Config) -> None:
+    """The family's table divides by tp, its experts by ep, its layers by pp; it has the layers that LoRA adapts."""
+    family, parallel = family_of(hf), config.parallel
+    settings = family.megatron_config(hf)
+    megatron_fields.check_ddp(config.train.ddp)
+    megatron_fields.check(config.model.megatron, bool(settings.get("multi_latent_attention")), family.extras(hf))
+    settings = {**settings, **config.model.megatron}
+    for name, tp, etp in (("tp", parallel.tp, 1), ("etp", 1, parallel.etp)):
+        try:
+            family.params(hf, tp, etp)
+        except Indivisible as error:
+            raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: {error.reason}") from None
+    experts = settings.get("num_moe_experts")
+    for name in ("ep", "etp"):
+        if not experts and (size := getattr(parallel, name)) > 1:
+            raise ConfigError(f"parallel.{name}={size}, but {family.architecture} has no experts; set it to 1")
+    if experts and experts % parallel.ep:
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide the model's {experts} experts; sizes that do: {fits}"
+        )
+    stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
+    check_lora(hf, config)
+
+
+def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
+    """The same for another role's model, which may have a layout of its own; adapters are of those that are trained."""
+    own = role_config(config, role)
+    try:
+        check_training_layout(hf, own if role == "critic" else replace(own, lora=LoraConfig()))
+    except ConfigError as error:
+        raise about_role(config, role, error) from None
+
+
+def check_lora(hf: HFConfig, config: Config) -> None:
+    lora, parallel = config.lora, config.parallel
+    if lora.rank == 0:
+        if lora.targets:
+            raise ConfigError("lora.targets is set, but lora.rank=0 trains all weights; set lora.rank")
+        return
+    if lora.rank > (hidden := int(hf["hidden_size"])):
+        raise ConfigError(f"lora.rank={lora.rank} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
+    adapter_params(family_of(hf).params(hf, parallel.tp, parallel.etp), lora)  # raises for a target that is not there
+
+
+def check_engine(hf: HFConfig, config: Config) -> None:
+    """What SGLang needs of its own layout."""
+    settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
+    server_args.check(config.rollout.sglang)
+    tool_calls.parser_name(config.rollout.tool_call_parser, hf)
+    check_engine_room(config)
+    check_drafts(hf, config)
+    heads = int(settings["num_attention_heads"])
+    groups = int(settings.get("num_query_groups") or heads)
+    experts = settings.get("num_moe_experts")
+    widths = {"intermediate_size": (int(settings["ffn_hidden_size"]), tp)}
+    if experts:
+        widths["moe_intermediate_size"] = (int(settings["moe_ffn_hidden_size"]), tp // ep)
+        if not _has_dense_layers(settings):
+            del widths["intermediate_size"]
+        if experts % ep:
+            raise ConfigError(f"rollout.ep={ep} does not divide the model's {experts} experts")
+    elif ep > 1:
+        raise ConfigError(f"rollout.ep={ep}, but the model has no experts; set it to 1")
+    if heads % tp:
+        raise ConfigError(f"rollout.tp={tp} does not divide the model's {heads} attention heads")
+    if groups % tp and tp % groups:
+        raise ConfigError(f"rollout.tp={tp} neither divides the model's {groups} key-value heads nor is a multiple")
+    for name, (width, parts) in widths.items():
+        if width % parts:
+            raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
+
+
+def check_engine_room(config: Config) -> None:
+    """A conversation must fit into an engine whole."""
+    sglang, longest = config.rollout.sglang, config.rollout.max_context
+    for name in ("max_total_tokens", "context_length"):
+        if sglang.get(name) is not None and sglang[name] < longest:
+            raise ConfigError(
+                f"rollout.sglang.{name}={sglang[name]} is less than one conversation of rollout.max_context={longest} "
+                "tokens; raise the first or lower the second"
+            )
+    chunk, page = sglang.get("chunked_prefill_size") or -1, sglang.get("page_size") or 1
+    if chunk > 0 and chunk % page:
+        raise ConfigError(f"rollout.sglang.chunked_prefill_size={chunk} is not a multiple of page_size={page}")
+
+
+def check_drafts(hf: HFConfig, config: Config) -> None:
+    """Raise ConfigError where nothing can draft for `rollout.draft_tokens`, or nobody has seen it work."""
+    number, path = config.rollout.draft_tokens, Path(config.model.path)
+    if number == 0:
+        return
+    if (layers := family_of(hf).mtp_layers(hf)) != 1:
+        raise ConfigError(
+            f"rollout.draft_tokens={number} needs a model with one layer of multi-token prediction "
+            f"(num_nextn_predict_layers), but this {family_of(hf).architecture} has {layers}; set it to 0"
+        )
+    prefix = f"model.layers.{hf['num_hidden_layers']}."
+    if config.model.path and path.is_dir() and not any(name.startswith(prefix) for name in open_hf(path).names()):
+        raise ConfigError(
+            f"rollout.draft_tokens={number}: config.json speaks of a layer of multi-token prediction, but {path} has "
+            f"no tensors {prefix}*; set it to 0"
+        )
+    longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
+    if (needed := config.rollout.max_context + number + 1) > longest:
+        raise ConfigError(
+            f"rollout.max_context={config.rollout.max_context} with rollout.draft_tokens={number} needs {needed} "
+            f"positions, for SGLang keeps room for a window of drafts, but the model has {longest}; lower the first"
+        )
+    for key in ("attn_dp_size", "dp_size"):
+        if int(config.rollout.sglang.get(key) or 1) > 1:
+            raise ConfigError(
+                f"rollout.draft_tokens={number} with rollout.sglang.{key}: never tried with replicas of the attention, "
+                "which a CPU's engine does not have; set one of them only"
+            )
+
+
+def check_mtp(hf: HFConfig, config: Config, declared: Declared) -> None:
+    """Layers of multi-token prediction are trained of a policy that has them."""
+    if config.train.mtp and declared.trains_head:
+        raise ConfigError(
+            f"train.mtp is about a policy's layers, and algorithm={declared.name} trains none; set it to 0"
+        )
+    trained_mtp(hf, config)
+
+
+def check_routing(hf: HFConfig, config: Config, declared: Declared) -> None:
+    """Replaying the engine's choice of experts needs experts, an engine that records it, a router that can be told."""
+    if not config.train.replay_routing:
+        return
+    if not declared.generates:
+        raise ConfigError(
+            f"train.replay_routing=true, but {declared.name} has no engine whose routing could be replayed"
+        )
+    routing_shape(hf, config.model.megatron)
+    sglang, megatron = config.rollout.sglang, config.model.megatron
+    if megatron.get("moe_router_fusion"):
+        raise ConfigError("model.megatron.moe_router_fusion: Transformer Engine's router cannot be told what to choose")
+    if "sinkhorn" in str(megatron.get(name := "moe_router_load_balancing_type")):
+        raise ConfigError(f"model.megatron.{name}=sinkhorn does not go with train.replay_routing")
+    if (sglang.get("chunked_prefill_size") or 1) < 1:
+        raise ConfigError(
+            "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of routing"
+        )
+
+
+def _has_dense_layers(settings: Mapping[str, Any]) -> bool:
+    frequency = settings.get("moe_layer_freq", 1)
+    return not all(frequency) if isinstance(frequency, list) else frequency != 1
+
+
+def check_run_dir(config: Config) -> None:
+    """What can be said of the run folder without touching it; whose run it holds, `observe/run_folder.py` looks at."""
+    if not config.run.dir.strip() or "\0" in config.run.dir:
+        raise ConfigError(f"run.dir={config.run.dir!r} names no folder; set it to one for this run, such as runs/first")
+    if config.run.export:
+        run_dir, source = Path(config.run.dir), Path(config.model.path)
+        try:
+            check_target(run_dir / "export", source)
+            adapter = run_dir / "adapter"
+            if config.lora.rank and adapter.exists() and not (adapter / "adapter_config.json").is_file():
+                raise ConfigError(f"{adapter} exists and is no adapter; move it away, or set run.dir to another folder")
+        except (OSError, RuntimeError) as error:  # the latter for links in a circle
+            what = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"run.dir={config.run.dir[:300]}: {what}; set it to another folder") from None
+
+
+def check_room(
+    hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Declared, warnings: list[str]
+) -> None:
+    """Room for what the run will write. One that is resumed may have written it already."""
+    run, needs = config.run, disk_space.needs(hf, critic_hf, config, declared)
+    try:
+        if not disk_space.holds_files(Path(run.dir)):
+            raise ConfigError(f"run.dir={run.dir} is in a file system of the kernel; set it to a folder on a disk")
+        free = disk_space.free(Path(run.dir))
+    except OSError:
+        return  # what is wrong there is found when the folder is made
+    kept = min(run.keep_checkpoints + 1, -(-run.num_rollout // run.save_every)) if run.save_every else 0
+    export = needs.export if run.export else 0
+    least, most = min(kept, 1) * needs.checkpoint + export, kept * needs.checkpoint + export
+    parts = [f"{kept} x {disk_space.gigabytes(needs.checkpoint)} for checkpoints"] if kept else []
+    parts += [f"{disk_space.gigabytes(export)} for the export"] if export else []
+    line = (
+        f"run.dir={run.dir} is on a disk with {disk_space.gigabytes(free)} free, and the run will write up to about "
+        f"{' and '.join(parts)}; make room, set run.dir to a place on another disk, or lower run.keep_checkpoints"
+    )
+    if free < least and not (run.goes_on and (Path(run.dir) / "checkpoints").is_dir()):
+        raise ConfigError(line)
+    if free < most:
+        warnings.append(line)
+
+
+def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
+    rollout, longest = config.rollout, int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
+    if rollout.max_context > longest:
+        raise ConfigError(f"rollout.max_context={rollout.max_context} is beyond the model's {longest} positions")
+    if rollout.max_new_tokens >= rollout.max_context:
+        raise ConfigError(
+            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
+            f"rollout.max_context={rollout.max_context}; lower the first or raise the second"
+        )
+    if config.train.token_budget < rollout.max_context:
+        warnings.append(
+            f"train.token_budget={config.train.token_budget} is below rollout.max_context={rollout.max_context}: "
+            "a longer conversation is a micro-batch of its own, and memory is planned for that"
+        )
+
+
+def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> None:
+    """What the algorithm needs of sampling and the KL to a reference, where it has such."""
+    name, kl, samples = declared.name, config.kl, config.rollout.samples_per_prompt
+    if not declared.generates:
+        return
+    agents = [one.spec for one in known_of(config.rollout).environments.values() if one.kind == "agent"]
+    if agents and config.rollout.oversample > 1:
+        raise ConfigError(
+            f"rollout.oversample={config.rollout.oversample:g} stops conversations and goes on with them in a later "
+            f"step, which the agent {agents[0]} cannot know of; set it to 1, or use rollout.asynchronous"
+        )
+    for name in config.rollout.pass_env:
+        if name not in os.environ:
+            warnings.append(f"rollout.pass_env: {name} is not set here, so tools and rewards will not have it")
+    chosen_loss(config)
+    if declared.compares_samples and samples < 2:
+        raise ConfigError(
+            f"algorithm={name} compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 "
+            "every advantage is 0; set it to 2 or more"
+        )
+    if 0 < (temperature := config.rollout.temperature) < COLDEST:
+        raise ConfigError(
+            f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {COLDEST}: log-probs are "
+            "of logits divided by it"
+        )
+    if temperature == 0:
+        if declared.compares_samples:
+            raise ConfigError(
+                f"algorithm={name} with rollout.temperature=0 gives a prompt the same answer every time, so every "
+                "advantage is 0; set it above 0"
+            )
+        if declared.trains:
+            warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
+    if "reference" not in declared.roles:
+        return
+    if kl.place == "loss" and kl.estimator == "k1":
+        raise ConfigError(
+            "kl.estimator=k1 with kl.place=loss: the gradient of k1 is that of the log-prob, whose mean is zero, and "
+            "does not hold the policy back; set kl.estimator to null, or kl.place to reward"
+        )
+    if kl.place == "reward" and kl.estimator == "k3_unbiased":
+        raise ConfigError(
+            "kl.estimator=k3_unbiased with kl.place=reward: it differs from k3 in its gradient as a loss only; set "
+            "kl.estimator to null, which is k1 there, or kl.place to loss"
+        )
+    if kl.target is not None and kl.coef > kl.most:
+        raise ConfigError(
+            f"kl.coef={kl.coef:g} is above kl.most={kl.most:g}, the adaptive controller's bound; lower the first, "
+            "raise the second, or set kl.target to null, which keeps the coefficient as it is"
+        )
+    if kl.target is not None and kl.coef == 0:
+        warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")
+
+
+def check_schedule(config: Config, declared: Declared) -> None:
+    """Something is trained, and no rate falls to one above it."""
+    run, warmup = config.run, config.critic.warmup_steps
+    if "critic" in declared.roles and warmup >= run.num_rollout:
+        raise ConfigError(
+            f"critic.warmup_steps={warmup} leaves none of run.num_rollout={run.num_rollout} steps in which the "
+            "policy is updated; lower the first or raise the second"
+        )
+    for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", config.critic.optimizer)):
+        if optimizer.min_lr > optimizer.lr:
+            raise ConfigError(
+                f"{name}.min_lr={optimizer.min_lr:g} is above {name}.lr={optimizer.lr:g}, from which the rate falls to "
+                "it; swap them"
+            )
+
+
+def check_batch(config: Config, declared: Declared, warnings: list[str]) -> None:
+    run, dp = config.run, data_parallel(config, declared)
+    if run.num_update % run.epochs:
+        raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.epochs={run.epochs}")
+    per_epoch, sequences = run.num_update // run.epochs, sequences_per_step(config, declared)
+    what = unit(declared)
+    if per_epoch > sequences:
+        raise ConfigError(
+            f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} {what} in "
+            f"{per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
+        )
+    if not declared.trains:
+        return
+    if sequences // per_epoch < dp:
+        warnings.append(
+            f"a mini-batch of {sequences // per_epoch} {what} leaves some of {dp} data-parallel ranks without work"
+        )
+    elif sequences % per_epoch or sequences // per_epoch % dp:
+        warnings.append(
+            f"{sequences} {what} do not divide evenly into {per_epoch} mini-batches on {dp} data-parallel ranks; "
+            "correct, but some ranks wait"
+        )
+
+
+def check_name_of_file(key: str, path: str) -> None:
+    """Raise ConfigError for what is not here, and could not be the name of a data file on any machine."""
+    missing, suffixes = f"{key}={path[:200]}: there is no such file", (".jsonl", ".parquet")
+    if "://" in path:
+        raise ConfigError(
+            f"{missing}: it is an address, and only files are read; copy it to this machine, and name that"
+        )
+    if Path(path).is_symlink():
+        raise ConfigError(f"{missing}: it is a link to {os.readlink(path)[:200]}, which is not there; correct the link")
+    if set(path) & set(",*"):
+        raise ConfigError(f"{missing}; several are a list, {key}=[one.jsonl,two.jsonl]")
+    if Path(path).suffix.lower() not in suffixes:
+        hub = (
+            "; if it is the name of a data set on the Hub, fetch that first by hf download --repo-type dataset"
+            if is_name(path)
+            else ""
+        )
+        raise ConfigError(f"{missing}, and data files end in {' or '.join(suffixes)}{hub}")
+
+
+def held_out_twice(config: Config, train: Mapping[str, str], held_out: Mapping[str, str]) -> list[str]:
+    """A warning where training data are evaluated on: the same files, or among the first rows the same. train,
+    held_out: what those ask, and where it stands."""
+    trained = {os.path.realpath(path): path for path in config.data.train}
+    for path in config.data.eval if held_out else ():
+        if (other := trained.get(os.path.realpath(path))) is not None:
+            return [
+                f"data.eval={path} is data.train={other}: an evaluation on training data does not say what is learned"
+            ]
+    if same := [text for text in held_out if text in train]:
+        return [
+            f"data.eval: {len(same)} of the first {len(held_out)} rows are in data.train, too, such as "
+            f"{held_out[same[0]]} as {train[same[0]]}: an evaluation on training data does not say what is learned"
+        ]
+    return []
+
+
+def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list[str]) -> None:
+    data, run = config.data, config.run
+    if not data.train:
+        raise ConfigError(f"data.train is not set; it must name a file of {KINDS[declared.item]} (.parquet or .jsonl)")
+    check_files(data)
+    if not declared.generates and run.epochs > 1:
+        warnings.append(
+            f"run.epochs={run.epochs} goes over each step's batch so many times; passes over the data are steps: "
+            "run.num_rollout times data.prompts_per_step over the rows"
+        )
+    trained = [("data.train", path) for path in data.train]
+    first: dict[str, dict[str, str]] = {"data.train": {}, "data.eval": {}}
+    for key, path in trained + [("data.eval", path) for path in data.eval if run.eval_every]:
+        if not os.path.exists(path):
+            check_name_of_file(key, path)
+            if not dry_run:
+                raise ConfigError(f"{key}={path[:200]}: there is no such file")
+            warnings.append(f"{key}={path} is not here; it must be when the run starts")
+        else:
+            rows = check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
+            for row in rows:
+                first[key].setdefault(row.said, row.where)
+            named = [row for row in rows if row.extra.get(COLUMN)]
+            if named and declared.generates and not config.rollout.environments:
+                warnings.append(
+                    f"{named[0].where}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
+                    "rollout.environments is empty, so no environment is used; set it, or leave the column out"
+                )
+            if data.order and key == "data.train":
+                check_no_nan(Path(path), data.order)
+            if declared.item == "prompts" and "reward" in declared.roles:
+                warnings += look_at_truths(config, path)
+    warnings += held_out_twice(config, *first.values())
+    if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
+        raise ConfigError(
+            f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are the same; set one of them"
+        )
+    if run.eval_every and not data.eval:
+        raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
+    if run.goes_on and not run.save_every and not (Path(run.dir) / "checkpoints").is_dir():
+        warnings.append(f"run.resume={run.resume} but run.save_every=0: there will be no checkpoint to go on from")

@@ -1,0 +1,1 @@
+"""The SGLang engine: its arguments, process, HTTP client, weight loading and recovery."""

@@ -1,0 +1,90 @@
+"""SGLang's parsers of tool calls without an engine, in a process of their own: for the dry run.
+
+As a program: a line of stdin is the JSON of [parser, text, schemas], and the line of stdout that answers it what
+`Client.parse_tool_calls` returns; of [parser] its `tool_call_marker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+_LONGEST = 1 << 26  # bytes of an answer
+
+
+class Parsing:
+    """Stands for a `Client`, as far as `rehearse` needs one. Raises RuntimeError where SGLang cannot be imported."""
+
+    async def __aenter__(self) -> Parsing:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-W", "ignore", "-m", "megarl.engine.parser_process"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.communicate()
+
+    async def marker(self, parser: str) -> str:
+        return str(await self._ask([parser]))
+
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[dict[str, Any]], parser: str
+    ) -> tuple[str, list[Any]] | None:
+        found = await self._ask([parser, text, list(tools)])
+        return None if found is None else (found[0], found[1])
+
+    async def _ask(self, order: list[Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            await self._process.stdin.drain()
+        if not (line := await self._process.stdout.readline()):
+            _, said = await self._process.communicate()
+            raise RuntimeError(" ".join(said.decode(errors="replace").split())[-300:] or "its process ended")
+        return json.loads(line)
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what SGLang prints while it is imported
+    # SGLang's own package imports the engine, which takes ten seconds, and its parsers use nothing of it.
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.submodule_search_locations is None:
+        sys.exit("SGLang is not installed")
+    package = types.ModuleType("sglang")
+    package.__path__ = list(spec.submodule_search_locations)
+    sys.modules["sglang"] = package
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    from megarl.engine.engine_server import tool_call_marker
+
+    def answer(parser: str, text: str | None = None, schemas: Sequence[dict[str, Any]] = ()) -> Any:
+        if text is None:
+            return tool_call_marker(parser)
+        try:
+            rest, calls = FunctionCallParser([Tool(**schema) for schema in schemas], parser).parse_non_stream(text)
+        except Exception:  # the engine answers with status 500 then
+            return None
+        return rest, [call.model_dump() for call in calls]
+
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(*json.loads(line))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _main()

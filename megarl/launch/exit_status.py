@@ -1,0 +1,292 @@
+"""How a process of a run ends: in one line that says why, with a documented exit status.
+
+    0          done
+    1          a fault of ours, or another rank was lost; the line names the log that has the whole traceback
+    2          a mistake of the user's
+    85         asked to stop (SIGTERM, SIGUSR1) and saved: go on with run.resume=auto
+    86         a fault that came again at the same step after a restart: to start again is of no use
+    128 + n    ended by signal n without saving: 130 Ctrl-C, 137 killed by the kernel, 143 SIGTERM
+
+A rank that has a launcher (`launcher.py`, `torchrun.py`) tells it, and the launcher says what all of it comes from, and
+may start the run again (`restarts.py`); one without says it itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from megarl.config import ConfigError
+from megarl.config.command_line import missing_package
+from megarl.processes import children, memory_files, node
+from megarl.processes.children import die_with_parent
+
+REQUEUE_EXIT_CODE = 85
+"""Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved itself: go on with run.resume=auto."""
+SAME_AGAIN_EXIT_CODE = 86
+"""Exit status of a run that was started again after a fault, and came to the same at the same step."""
+LAUNCHER = "MEGARL_LAUNCHER"
+"""Environment variable by which a launcher names itself to its ranks: its pid and the file for their last words."""
+RESTARTED = "MEGARL_RESTARTED"
+"""Environment variable of ranks that have been started again: how often."""
+WHOLE = "the whole traceback is in"
+"""How the note begins that an exception carries once its traceback is in a file."""
+SAME_S = 2.0
+"""A signal that comes again within so many seconds is the same request: it was sent to the whole process group, or to
+all processes of a Slurm job, and is forwarded besides."""
+
+Kind = Literal["stopped", "ended", "mistake", "fault", "lost"]
+
+
+class Verdict(NamedTuple):
+    """What the ends of all ranks come to: the exit status, the line that says why, empty where all is well, and what it
+    was. killed: by a signal from outside. late: a rank that others have waited for too long. asked: somebody wanted
+    it so. rank: whose own end or silence it was, where that is known."""
+
+    status: int
+    text: str
+    kind: Literal["done", "stopped", "asked", "mistake", "fault", "killed", "lost", "late"]
+    rank: int = -1
+
+
+class Stopped(SystemExit):
+    """Asked to stop, and saved."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(REQUEUE_EXIT_CODE)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Ended(SystemExit):
+    """A signal ends this process. A SystemExit, as asyncio lets only that through, and KeyboardInterrupt."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"ended by {name_of(self.number)}"
+
+
+ORDERLY = (Stopped, Ended, KeyboardInterrupt)
+"""What ends a run without anything being wrong."""
+
+
+class _Signals:
+    """What this process has been asked for."""
+
+    asked = False  # to stop at the end of the step
+    ending = False
+    since = 0.0
+    saving = False
+    writing = False
+    launcher: str | None = None
+
+
+def catch_signals() -> None:
+    """From here on a signal ends this process in an orderly way, and SIGUSR1 asks for a stop at the end of the step.
+
+    Slurm sends SIGUSR1 to every process of a job, and it would end those that do not know it, such as the one by
+    which torch shares memory. So it is blocked, which processes started from here on inherit, and looked for.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if given := os.environ.pop(LAUNCHER, ""):
+        parent, _, _Signals.launcher = given.partition(":")
+        if os.getppid() == int(parent):
+            die_with_parent(int(parent))
+        elif not os.path.exists(f"/proc/{parent}"):  # else there is a script in between
+            os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a job in the background
+            signal.signal(number, _on_signal)
+    signal.signal(signal.SIGUSR1, _ask)  # for threads that were there before, which may get it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+
+def answer_by_saving() -> None:
+    """From here on a first SIGTERM is answered at the end of the step."""
+    _Signals.saving = True
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Within the block a checkpoint is written, which no SIGTERM breaks off, however often it comes."""
+    _Signals.writing = True
+    try:
+        yield
+    finally:
+        _Signals.writing = False
+
+
+def asked_to_stop() -> bool:
+    return _Signals.asked or signal.SIGUSR1 in signal.sigpending()
+
+
+def begin() -> None:
+    """This process has begun to end, which signals shall not disturb."""
+    _Signals.ending, _Signals.since = True, time.monotonic()
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of tasks that ended with us
+
+
+def _ask(number: int, frame: FrameType | None) -> None:
+    _Signals.asked = True
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    gently = _Signals.saving and number != signal.SIGINT
+    again = time.monotonic() - _Signals.since < SAME_S
+    if again and (_Signals.ending or (_Signals.asked and gently)):
+        return
+    _Signals.since = time.monotonic()
+    if gently and (not _Signals.asked or _Signals.writing):
+        _Signals.asked = True
+    elif not _Signals.ending:
+        begin()
+        raise Ended(number)
+    elif _Signals.launcher is None:  # a launcher ends those itself that take long
+        os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Around a script's own flow: whatever ends it early is told in one line, and gives the documented exit status."""
+    try:
+        catch_signals()
+        yield
+    except BaseException as error:  # noqa: B036  the end of the program
+        sys.exit(tell(error))
+
+
+def exit_with(program: Callable[[], int]) -> NoReturn:
+    """Run a program that tells by itself, but for a signal before it gets so far; exit with its status."""
+    try:
+        catch_signals()
+        status = program()
+    except Ended as error:
+        status = tell(error)
+    sys.exit(status)
+
+
+def tell(error: BaseException) -> int:
+    """Say why this process ends, to the launcher or on stderr; returns its exit status. A signal changes nothing any
+    more: torch's agent sends one to ranks that end after the first."""
+    begin()
+    kind, status, text = describe(error)
+    if tell_launcher(kind, text[-8000:]):
+        return status
+    if kind in ("lost", "fault") or _first_to_say(text):
+        print(text, file=sys.stderr, flush=True)
+    return status
+
+
+def tell_launcher(kind: str, text: str, rank: int | None = None) -> bool:
+    """Say something to the launcher, of this rank or of another; False where there is none, or it does not hear."""
+    if _Signals.launcher is None:
+        return False
+    own = int(os.environ.get("RANK", "0"))
+    word = {"rank": own if rank is None else rank, "kind": kind, "text": text}
+    try:
+        # Begun by a line's end: a rank that was killed while it wrote may have left half a line.
+        memory_files.append(_Signals.launcher, b"\n" + json.dumps(word).encode() + b"\n")
+        return True
+    except OSError:  # it is gone
+        return False
+
+
+def introduce(**rules: Any) -> None:
+    """Tell the launcher what a restart of this run depends on, see `restarts.Rules`. On the first rank of a node."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        tell_launcher("run", json.dumps(rules))
+
+
+def restarted() -> int:
+    """How often a launcher has started this run again."""
+    return int(os.environ.get(RESTARTED, "0"))
+
+
+def describe(error: BaseException) -> tuple[Kind, int, str]:
+    """What it is, the exit status, and the line. A fault without a log has its traceback above the line."""
+    if isinstance(error, Stopped):
+        return "stopped", REQUEUE_EXIT_CODE, error.text
+    if isinstance(error, (Ended, KeyboardInterrupt)):
+        number = error.number if isinstance(error, Ended) else signal.SIGINT
+        return "ended", 128 + number, f"ended by {name_of(number)}"
+    who = f"rank {os.environ.get('RANK', '0')}" if os.environ.get("WORLD_SIZE", "1") != "1" else "the run"
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        who += f" on node {node.name()}"
+    where = next((note for note in getattr(error, "__notes__", ()) if note.startswith(WHOLE)), "")
+    if lost := _lost_peer(error):
+        return (
+            "lost",
+            1,
+            _line(f"error: {who} lost another rank: {lost}{_strangers()}" + (f"; {where}" if where else "")),
+        )
+    if isinstance(error, ConfigError):
+        return "mistake", 2, _line(f"error: {error}")
+    if missing := missing_package(error):
+        return "mistake", 2, _line(f"error: {missing}")
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    line = _line(f"error: {who} failed: {type(error).__name__}: {error}{place}" + (f"; {where}" if where else ""))
+    return "fault", 1, line if where else "".join(traceback.format_exception(error)) + line
+
+
+def _strangers() -> str:
+    """That others are connected who may have taken a rank's place."""
+    with contextlib.suppress(OSError, ValueError):
+        if users := children.connected_users():
+            names = ", ".join(map(str, users))
+            return f"; user {names} of this machine is connected to its ports (SECURITY.md, What is not closed)"
+    return ""
+
+
+def name_of(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return {"SIGINT": "Ctrl-C (SIGINT)"}.get(name, name)
+
+
+def _lost_peer(error: BaseException | None) -> str:
+    """What torch.distributed, or a neighbour, says of a rank that is gone or does not answer, if that is behind the
+    error."""
+    while error is not None:
+        gloo = isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo " in str(error))
+        neighbour = isinstance(error, ConnectionError) and re.match(r"rank \d+ is gone: ", str(error))
+        names = ("PushError", "DistBackendError", "DistNetworkError", "DistStoreError")
+        if gloo or neighbour or type(error).__name__ in names:
+            return re.sub(r"\[\S*/gloo/\S*\] ", "", str(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return ""
+
+
+def _line(text: str) -> str:
+    return " ".join(part.strip() for part in text.splitlines() if part.strip())
+
+
+def _first_to_say(text: str) -> bool:
+    """Whether no other rank has said it: they raise the same error for a mistake, and one line is enough."""
+    ranks = sys.modules.get("megarl.parallel.ranks")
+    if ranks is not None:
+        first = ranks.first_to_say(text)
+        if first is not None:
+            return bool(first)
+    local = os.environ.get("LOCAL_RANK", "0")
+    return not local.isdigit() or int(local) == 0  # a mistake may be one node's own

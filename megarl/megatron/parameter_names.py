@@ -1,0 +1,76 @@
+"""Canonical parameter names: the same for every layout and both layer specs, as the tables in `models/` spell them.
+
+Canonical: global layer and expert numbers, norms as modules of their own, one MLP per expert.
+
+    ours (stage 1 of 2, EP rank 1)                             canonical
+    decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight   decoder.layers.2.mlp.experts.5.linear_fc1.weight
+    decoder.layers.0.mlp.experts.linear_fc1.weight1            (grouped, Transformer Engine)  the same
+    decoder.layers.0.self_attention.linear_qkv.layer_norm_weight     decoder.layers.2.input_layernorm.weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megarl.models.layout_algebra import FUSED_NORMS
+
+_LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d+)\.(transformer_layer\.)?(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+
+
+def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> str:
+    """The canonical name of a parameter of this rank's GPTModel.
+
+    `first_layer` is the global number of its layer 0, `first_expert` that of its expert 0 in each layer.
+    """
+    match = _LAYER.fullmatch(local)
+    if match is None:
+        return local
+    stack, number, inner, rest = match.groups()
+    if stack == "mtp.layers.":  # all on the last stage
+        first_layer = 0
+    if expert := _EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.{int(expert[1]) + first_expert}.{expert[2]}"
+    elif grouped := _GROUPED_EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.{int(grouped[2]) + first_expert}.{grouped[1]}.weight"
+    return f"{stack}{int(number) + first_layer}.{inner or ''}{FUSED_NORMS.get(rest, rest)}"
+
+
+def unwrap(module: Any) -> Any:
+    """The GPTModel inside Megatron's wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def named_params(chunks: Sequence[torch.nn.Module], ep_rank: int) -> dict[str, torch.Tensor]:
+    """This rank's parameters by canonical name, without adapters (`lora.py`), and the routers' `expert_bias`, which is
+    a buffer.
+
+    Where the embedding is tied to the output layer of another pipeline stage, or that has layers of multi-token
+    prediction, that stage's copy has the embedding's name too: it takes the same values on loading.
+    """
+    named: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        model = unwrap(chunk)
+        layers = model.decoder.layers
+        first_layer = layers[0].layer_number - 1 if len(layers) else 0
+        first_expert = ep_rank * (model.config.num_moe_experts or 0) // model.config.expert_model_parallel_size
+        for local, tensor in _tensors(model):
+            name = canonical_name(local, first_layer, first_expert)
+            if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            named[name] = tensor
+    return named
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, tensor) for name, tensor in model.named_parameters() if not name.startswith("adapters."))
+    for name, buffer in model.named_buffers():
+        if name.endswith("router.expert_bias"):
+            yield name, buffer

@@ -1,0 +1,110 @@
+"""DeepSeek-V2's group-limited routing: a group of experts is as good as its best one.
+
+Megatron 0.16.1 ranks a group by the sum of its best topk / group_topk, which is DeepSeek-V3's rule where that is 2.
+
+The router's auxiliary losses, as Megatron tracked them over a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.parallel.ranks import Ranks, all_gather_objects
+
+
+def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: int) -> dict[str, float]:
+    """Each auxiliary loss that is on, before its coefficient: the mean over layers, micro-batches and replicas.
+
+    Called by all ranks of the model after each step; starts the next count. Empty where none is on, as in RL by
+    default. Megatron's own reduction fails on a pipeline stage without MoE layers, which has tracked nothing.
+    """
+    shares = {
+        # name in Megatron -> how many ranks each hold the whole of it, the others being parts to add up
+        "load_balancing_loss": ranks.dp,
+        "seq_load_balancing_loss": ranks.dp,
+        "global_load_balancing_loss": 1,
+        "z_loss": ranks.dp * ranks.tp * ranks.cp,
+    }
+    names = _enabled(config)
+    if not names:
+        return {}
+    tracker = get_moe_layer_wise_logging_tracker()
+    mine = {name: float(tracker[name]["values"].sum()) if name in tracker else 0.0 for name in names}
+    tracker.clear()  # all of it: Megatron would keep the number of layers, and the next model may have more
+    everyone = all_gather_objects(mine, ranks.host)
+    pattern = config.moe_layer_freq
+    layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)
+    layers += config.mtp_num_layers or 0
+    return {
+        f"moe_{name}": sum(found[name] for found in everyone) / (shares[name] * layers * micro_batches)
+        for name in names
+    }
+
+
+def _enabled(config: TransformerConfig) -> list[str]:
+    if config.num_moe_experts is None:
+        return []
+    kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if isinstance(kinds, str):
+        kinds, weights = [kinds], [weights]
+    tracked = {
+        "aux_loss": "load_balancing_loss",
+        "seq_aux_loss": "seq_load_balancing_loss",
+        "global_aux_loss": "global_load_balancing_loss",
+    }
+    names = [tracked[kind] for kind, weight in zip(kinds, weights, strict=True) if kind in tracked and weight]
+    return names + (["z_loss"] if config.moe_z_loss_coeff else [])
+
+
+def best_of_groups(
+    scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `topk` best experts of the `group_topk` groups that have the best ones: their scores and numbers, [T, topk].
+
+    scores: [T, experts], any float type; groups are equally many neighbours. Source: arXiv:2405.04434, section 2.2.2.
+    """
+    best = scores.unflatten(1, (num_groups, -1)).amax(dim=-1)  # [T, groups]
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(group_topk, dim=-1).indices, True)
+    eligible = kept.repeat_interleave(scores.shape[1] // num_groups, dim=1)
+    chosen = scores.masked_fill(~eligible, -torch.inf).topk(topk, dim=-1).indices
+    return scores.gather(1, chosen), chosen
+
+
+class BestOfGroups:
+    """Stands where Megatron's router looks for recorded choices, which is the one place at which others may choose; in
+    front of what is there already, if anything is."""
+
+    def __init__(self, replay: Any) -> None:
+        self.replay = replay
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _: Callable[..., Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = scores, topk, num_groups, group_topk
+        found: tuple[torch.Tensor, torch.Tensor] = (
+            best_of_groups(*arguments)
+            if self.replay is None
+            else self.replay.get_replay_topk(*arguments, best_of_groups)
+        )
+        return found
+
+
+class GroupLimitedRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's router, choosing by `best_of_groups`; scores, losses and everything else are Megatron's."""
+
+    router_replay: Any
+
+    def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        replay = self.router_replay
+        self.router_replay = BestOfGroups(replay)
+        try:
+            probs, routing_map = super().routing(*args, **kwargs)
+        finally:
+            self.router_replay = replay
+        return probs, routing_map

@@ -1,0 +1,197 @@
+"""What is evaluated, or talked to: a model's folder, one of the Hub's names in the cache, a checkpoint, or a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.checkpoint import manifest
+from megarl.checkpoint.manifest import chosen, models_in
+from megarl.checkpoint.to_hf import convert
+from megarl.config import Config, ConfigError, RolloutConfig, load_config, plain_yaml
+from megarl.config.hub import folder_of
+from megarl.controllers.lookup import declare
+from megarl.dry_run.model_folders import folder_config
+from megarl.models.registry import family_of, load_hf_config, trained_mtp
+
+KEPT = ("model", "rollout", "reward", "sandbox")
+"""Sections of a run's configuration that say how its policy answers, and what an answer is worth."""
+BY_SOURCE = "megarl.rewards.by_source:by_source"
+
+
+@dataclass(frozen=True)
+class Target:
+    """`given` as the user wrote it. model: an HF folder; of a checkpoint, which has yet to be converted, that which its
+    run began with. settings: sections of its run's configuration, where there is one."""
+
+    given: str
+    model: str
+    checkpoint: Path | None = None
+    step: int | None = None
+    run: Config | None = None
+    settings: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Short, for a folder."""
+        where = Path(self.given).absolute()
+        if self.checkpoint is not None:
+            where = self.checkpoint.absolute()
+            return f"{where.parent.parent.name}-{where.name}"
+        return where.parent.name if where.name in ("export", "model") else where.name
+
+    def ready(self, out: Path) -> Target:
+        """With an HF folder as its model: a checkpoint is converted into `out`, a folder that is not there yet. Raises
+        ConfigError and OSError."""
+        if self.checkpoint is None or self.run is None:
+            return self
+        if out.exists() or out.is_symlink():
+            raise ConfigError(f"{out} exists, where the checkpoint would be converted to; name another --out")
+        source = Path(self.run.model.path)
+        folder_config(str(source), "model.path of the run, which has its tokenizer,")
+        hf = load_hf_config(source)
+        table = family_of(hf).params(hf, 1, mtp=bool(trained_mtp(hf, self.run)))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        convert(self.checkpoint / "actor", out, self.run, source, table)
+        return replace(self, model=str(out))
+
+
+def find(given: str) -> Target:
+    """What a path or a name means. Raises ConfigError for what is no model, nor has one."""
+    path = Path(folder_of(given))
+    try:
+        there, is_model = path.is_dir(), (path / "config.json").is_file()
+    except OSError as error:
+        raise ConfigError(f"TARGET {given[:200]}: {error.strerror}") from None
+    if not there and path.exists():
+        raise ConfigError(f"TARGET {given} is a file; name the folder of a model, a checkpoint or a run")
+    if not there or is_model:
+        folder_config(str(path), "TARGET")
+        run = path.absolute().parent / "config.yaml"
+        return Target(given, str(path), settings=_settings(run) if path.name == "export" and run.is_file() else None)
+    if not (path / manifest.NAME).is_file() and not path.name.startswith("step_"):
+        if (path / "config.yaml").is_file() and not any((path / "checkpoints").glob("step_*")):
+            return _exported(given, path)
+        if not (path / "checkpoints").is_dir():
+            raise ConfigError(
+                f"TARGET {given} is no model (it has no config.json), no checkpoint and no run folder; name one"
+            )
+    checkpoint = chosen(path)
+    return _of_checkpoint(given, checkpoint)
+
+
+def _exported(given: str, run: Path) -> Target:
+    """Of a run that has no checkpoint: what it has exported."""
+    if not (run / "export/config.json").is_file():
+        raise ConfigError(
+            f"TARGET {given} is a run without a checkpoint and without an export: it was neither run.save_every nor "
+            "run.export, or is not that far; name another"
+        )
+    folder_config(str(run / "export"), "TARGET")
+    return Target(given, str(run / "export"), settings=_settings(run / "config.yaml"))
+
+
+def _of_checkpoint(given: str, folder: Path) -> Target:
+    file = folder.parent.parent / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            f"there is no {file}, which has the configuration of the run that {folder} is of; leave the checkpoint in "
+            "its run folder, or convert it by tools/checkpoints.py and name the result"
+        )
+    run = load_config(file)
+    found = manifest.read(folder)
+    if isinstance(found, str):
+        raise ConfigError(f"{folder} is no whole checkpoint: {found}")
+    tree, files = found
+    declared = declare(run)
+    if "actor" not in models_in(files) or declared.trains_head:
+        raise ConfigError(f"{folder} has no policy; it has {', '.join(models_in(files)) or 'no model'}")
+    mine = [name for name in files if name.startswith("actor/")]
+    for look in (manifest.size_fault, manifest.content_fault):
+        if fault := look(folder, files, mine):
+            raise ConfigError(f"{folder} is damaged: {fault}; name another checkpoint")
+    step = tree.get("step")
+    settings = _settings(file)
+    return Target(given, run.model.path, folder, step if isinstance(step, int) else None, run, settings)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Of a run's configuration what holds for its policy without a trainer."""
+    tree = plain_yaml.read(file)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds no mapping of sections")
+    kept = {name: dict(tree[name]) for name in KEPT if isinstance(tree.get(name), dict)}
+    kept["model"] = {name: value for name, value in kept.get("model", {}).items() if name in ("dtype",)}
+    for name in ("asynchronous", "oversample", "max_lag", "replay", "samples_per_prompt", "on_push"):
+        kept.get("rollout", {}).pop(name, None)
+    data = {name: value for name, value in (tree.get("data") or {}).items() if name in ("prompt_key", "label_key")}
+    roles = {name: value for name, value in (tree.get("roles") or {}).items() if name == "reward"}
+    return {**kept, "data": data, **({"roles": roles} if roles else {})}
+
+
+TAKEN = {
+    "algorithm": "nothing is trained",
+    "options": "nothing is trained",
+    "model.path": "TARGET says it",
+    "rollout.replay": "engines generate",
+}
+"""Keys that a user cannot set here, and who says them."""
+
+
+def configured(
+    target: Target,
+    own: Mapping[str, Mapping[str, Any]],
+    overrides: Sequence[str],
+    file: Path,
+    taken: Mapping[str, str] = TAKEN,
+) -> Config:
+    """The configuration of engines alone, written to `file` but for the overrides: what the target's run says, then
+    `own`. Raises ConfigError.
+
+    Where the user names a reward, nothing of the run's is left; where nobody does, and there is no environment, rewards
+    are chosen by the data source. One engine runs, unless parallel.world_size says more.
+    """
+    keys = [text.partition("=")[0] for text in overrides]
+    for key in keys:
+        for name, who in taken.items():
+            if key == name or key.startswith(f"{name}."):
+                raise ConfigError(f"{key} cannot be set here: {who}")
+    tree: dict[str, Any] = {name: dict(section) for name, section in (target.settings or {}).items()}
+    if any(key.startswith(("reward.functions", "reward.model", "roles.reward")) for key in keys):
+        tree.pop("reward", None)
+        tree.pop("roles", None)
+    for name, section in own.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    tree["algorithm"], tree["model"] = "generate", {**tree.get("model", {}), "path": target.model}
+    if target.settings is None:
+        tree["rollout"] = {**_lengths(target), **tree.get("rollout", {})}
+    config = _read(tree, overrides, file)
+    more: dict[str, dict[str, Any]] = {}
+    judged = config.reward.functions or config.reward.model or config.roles.get("reward")
+    if not judged and not config.rollout.environments:
+        more["reward"] = {"functions": [BY_SOURCE]}
+    if "parallel.world_size" not in keys:
+        more["parallel"] = {"world_size": config.rollout.tp}
+    if "parallel.ranks_per_node" not in keys:
+        world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
+        more["parallel"] = {**more.get("parallel", {}), "ranks_per_node": world}
+    return _read(
+        {**tree, **{name: {**tree.get(name, {}), **section} for name, section in more.items()}}, overrides, file
+    )
+
+
+def _lengths(target: Target) -> dict[str, int]:
+    """Of a model whose positions are fewer than conversations have by default, what fits it."""
+    usual, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")
+    if not isinstance(positions, int) or positions >= usual.max_context:
+        return {}
+    return {"max_context": positions, "max_new_tokens": min(usual.max_new_tokens, max(1, positions // 2))}
+
+
+def _read(tree: dict[str, Any], overrides: Sequence[str], file: Path) -> Config:
+    file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    return load_config(file, overrides)

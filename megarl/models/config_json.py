@@ -1,0 +1,293 @@
+"""Reading config.json strictly: an option that a table does not implement is refused by its name, as is a value of the
+wrong type or out of range. Types are as of `config/strict.py`.
+
+An absent key means what the configuration classes of transformers mean by it (`DEFAULTS`), which SGLang reads
+config.json with; a key without a default there or here is required. Which keys these are, and that trainer and
+transformers agree on each, is what `tests/models/test_config_keys.py` goes through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, get_args
+
+from megarl.config import ConfigError, strict
+from megarl.config.strict import Count, Positive, Range
+from megarl.models.fp8 import is_fp8
+
+Size = Annotated[int, Range(1, 1 << 24)]
+Heads = Annotated[int, Range(1, 1 << 16)]
+Layers = Annotated[int, Range(1, 1000)]
+Experts = Annotated[int, Range(1, 4096)]
+Few = Annotated[int, Range(0, 1000)]
+"""No model has more; a table of all layers and experts must be made in seconds."""
+
+FIELDS: dict[str, Any] = {
+    "vocab_size": Size,
+    "hidden_size": Size,
+    "intermediate_size": Size,
+    "num_hidden_layers": Layers,
+    "num_attention_heads": Heads,
+    "num_key_value_heads": Heads | None,
+    "head_dim": Size | None,
+    "max_position_embeddings": Count,
+    "rms_norm_eps": Annotated[float, Range(above=0, below=1)],
+    "initializer_range": Annotated[float, Range(0, 100)],
+    "tie_word_embeddings": bool,
+    "attention_bias": bool,
+    "rope_theta": Positive,
+    "rope_scaling": dict | None,
+    "rope_parameters": dict | None,
+    "original_max_position_embeddings": Count | None,
+    "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
+    "layer_types": list[str] | None,
+    "quantization_config": dict | None,
+}
+"""What families read, with its type. Null is refused where the type does not allow it, as transformers does."""
+
+ROPE: dict[str, Any] = {
+    "type": str,
+    "rope_type": str,
+    "rope_theta": Positive,
+    "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
+    "factor": Annotated[float, Range(1, 1e6)],
+    "original_max_position_embeddings": Count,
+    "beta_fast": Positive | None,
+    "beta_slow": Positive | None,
+    "low_freq_factor": Positive,
+    "high_freq_factor": Positive,
+    "mscale": Annotated[float, Range(0, 1000)] | None,
+    "mscale_all_dim": Annotated[float, Range(0, 1000)] | None,
+    "attention_factor": float | None,
+    "truncate": bool,
+}
+"""The same of rope_parameters and rope_scaling. Any other key is refused: SGLang reads some that change numbers."""
+
+_SHARED: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
+_EXPERTS: dict[str, Any] = _SHARED | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_mtp_layers": 1}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _SHARED | {"mlp_bias": False, "num_key_value_heads": None},
+    "qwen2": _SHARED,
+    "qwen3": _SHARED | {"head_dim": 128},
+    "qwen3moe": _SHARED | {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False},
+    "gemma2": {key: value for key, value in _SHARED.items() if key != "hidden_act"}
+    | {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None}
+    | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "deepseekv2": _SHARED
+    | {"mlp_bias": False, "num_key_value_heads": None, "q_lora_rank": 1536, "n_shared_experts": 2}
+    | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "norm_topk_prob": False}
+    | {"topk_method": "greedy", "n_group": None, "topk_group": None},
+    "deepseekv3": _EXPERTS
+    | {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+    | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
+    "glm4moe": _EXPERTS
+    | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
+    | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
+}
+"""What an absent key means, by model: the defaults of its configuration class in transformers. None is null, or
+computed from other keys. Sizes that every published config.json names have no default and are required."""
+
+ENGINE_ONLY = frozenset(
+    # of attention
+    "attention_chunk_size dual_chunk_attention_config index_topk llama_4_scaling mla_nope original_num_attention_heads "
+    "sliding_window_size swa_head_dim swa_v_head_dim window_size "
+    # of experts and MLPs
+    "num_hash_layers router_fp32 routing_method_type swiglu_limit "
+    # of the rest
+    "attn_logit_softcapping bias compression_config enable_lm_head_fp32 enable_lm_head_output_fp32 "
+    "final_logit_softcapping qkv_bias scale_emb "
+    # models within a model
+    "language_config llm_config text_config thinker_config".split()
+) | {"per_layer_config"}  # of transformers
+"""Keys by which SGLang, or transformers' general code, computes something else in any model and the trainer does not.
+A family that reads one has it among its fields."""
+
+
+def require_types(hf: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError for a field of the wrong type or out of range: of those that all families read, and of the
+    family's `own`; and for one that only the engine would read. The first that a family checks, for what follows reads
+    them."""
+    name, fields = _name(hf), {**FIELDS, **(own or {})}
+    _require_kinds(hf, hf, fields)
+    for block in ("rope_scaling", "rope_parameters"):
+        options = hf.get(block) or {}
+        if any(isinstance(value, dict) for value in options.values()):
+            raise ConfigError(f"config.json of {name}: {block} per layer type are not implemented")
+        for key in sorted(options.keys() - ROPE.keys()):
+            raise ConfigError(f"config.json of {name}: {block}.{key} is not implemented; known: {', '.join(ROPE)}")
+        _require_kinds(hf, options, ROPE, f"{block}.")
+    rope(hf)  # refuses blocks that contradict each other
+    for key in sorted(ENGINE_ONLY - fields.keys()):
+        if hf.get(key) not in (None, False):
+            raise ConfigError(
+                f"config.json of {name}: {key}={strict.shown(hf[key])} is not implemented in training; leave it out"
+            )
+
+
+def _require_kinds(
+    hf: Mapping[str, Any], values: Mapping[str, Any], kinds: Mapping[str, Any], within: str = ""
+) -> None:
+    """values: config.json itself, or a block of it. within: that block's name and a point."""
+    for key, kind in kinds.items():
+        if values.get(key) is not None:
+            strict.require(values[key], kind, f"config.json of {_name(hf)}: {within}{key}")
+        elif key in values and type(None) not in get_args(kind):
+            raise ConfigError(f"config.json of {_name(hf)} has no {within}{key}: it is null")
+
+
+def require_given(hf: Mapping[str, Any], key: str, value: Any) -> None:
+    """Refuse the absence of a key that SGLang reads without a default, and transformers not at all."""
+    if hf.get(key) is None:
+        raise ConfigError(f"config.json of {_name(hf)} has no {key}, which SGLang reads; add {json.dumps(value)}")
+
+
+def require_experts(hf: Mapping[str, Any], experts: int) -> None:
+    """Refuse more chosen experts than there are, and tables that nobody waits for."""
+    layers, topk = need(hf, "num_hidden_layers"), need(hf, "num_experts_per_tok")
+    if topk > experts:
+        raise ConfigError(f"config.json of {_name(hf)}: num_experts_per_tok={topk}, but there are {experts} experts")
+    if layers * experts > 1 << 17:
+        raise ConfigError(f"config.json of {_name(hf)}: no model has {experts} experts in each of {layers} layers")
+
+
+def require_same(hf: Mapping[str, Any], key: str, other: str) -> None:
+    """Refuse two names of one option with different values."""
+    if key in hf and other in hf and hf[key] != hf[other]:
+        raise ConfigError(
+            f"config.json of {_name(hf)}: {key}={strict.shown(hf[key])} and {other}={strict.shown(hf[other])} are two "
+            "names of an option; leave one out"
+        )
+
+
+def read(hf: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, null included; of an absent one its default in transformers. Raises ConfigError naming a key
+    that is absent and has none."""
+    if key in hf:
+        return hf[key]
+    defaults = _defaults(hf)
+    if key not in defaults:
+        raise ConfigError(f"config.json of {_name(hf)} has no {key}")
+    return defaults[key]
+
+
+def need(hf: Mapping[str, Any], key: str) -> Any:
+    """The same of a key that may not be null either."""
+    if (value := read(hf, key)) is None:
+        raise ConfigError(f"config.json of {_name(hf)} has no {key}")
+    return value
+
+
+def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, ...] = ()) -> None:
+    """Refuse an option unless it is `default` or one of `allowed`. An absent one has its default in transformers, or
+    `default` where there it has none."""
+    value = hf[key] if key in hf else _defaults(hf).get(key, default)
+    if value != default and value not in allowed:
+        known = ", ".join(str(item) for item in (default, *allowed))
+        found = f"{key}={strict.shown(value)}"
+        raise ConfigError(f"config.json of {_name(hf)}: {found} is not implemented (implemented: {known})")
+
+
+def require_common(
+    hf: Mapping[str, Any],
+    partial_rotary: bool = False,
+    activation: str = "silu",
+    layer_types: Sequence[str] | None = None,
+) -> None:
+    """Refuse what no family implements. partial_rotary: whether this one can turn a part of each head only.
+    activation: the one of its MLPs. layer_types: the attention of each layer; None: full everywhere."""
+    is_fp8(hf)  # refuses what is quantised otherwise
+    require(hf, "hidden_act", activation)
+    require(hf, "attention_dropout", 0.0)
+    require(hf, "use_sliding_window", False)
+    if not partial_rotary:
+        require(rope(hf), "partial_rotary_factor", 1.0)
+        require(hf, "partial_rotary_factor", 1.0)
+    require(hf, "rope_is_neox_style", True)
+    require(hf, "pruned_heads", {}, (None,))
+    kinds = hf.get("layer_types") or ()
+    if layer_types is not None:
+        if kinds and list(kinds) != list(layer_types):
+            raise ConfigError(
+                f"config.json of {_name(hf)}: layer_types={strict.shown(kinds)} is not implemented: it would be "
+                f"{strict.shown(list(layer_types))}"
+            )
+        return
+    for kind in kinds:
+        if kind != "full_attention":
+            raise ConfigError(f"config.json of {_name(hf)}: layer_types with {kind!r} is not implemented")
+    if kinds and len(kinds) != (layers := need(hf, "num_hidden_layers")):
+        raise ConfigError(f"config.json of {_name(hf)}: layer_types has {len(kinds)} entries for {layers} layers")
+
+
+def tied(hf: Mapping[str, Any]) -> bool:
+    """Whether the output layer's weight is the embedding's. Gemma 2's published config.json does not say that it is."""
+    return bool(need(hf, "tie_word_embeddings"))
+
+
+def rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary options in one form: `rope_theta`, `rope_type`, `partial_rotary_factor`, and what the type has besides.
+
+    transformers 5 writes `rope_parameters`; before it there were `rope_theta` and `rope_scaling`. Raises ConfigError
+    where both are there and mean different embeddings: transformers and SGLang would take `rope_scaling` alone, without
+    even the rope_theta of `rope_parameters`, which nobody who added a block of YaRN to a folder meant.
+    """
+    scaling, parameters = hf.get("rope_scaling"), hf.get("rope_parameters")
+    options = _rope(hf, scaling or parameters)
+    if scaling and parameters and options != _rope(hf, parameters):
+        raise ConfigError(
+            f"config.json of {_name(hf)}: rope_scaling and rope_parameters are both there and differ; keep one of "
+            "them, with rope_type, rope_theta and all else in it"
+        )
+    return options
+
+
+def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
+    options = dict(block or {})
+    kind = options.pop("type", None)
+    options["rope_type"] = options.get("rope_type") or kind or "default"
+    for key in ("rope_theta", "partial_rotary_factor"):
+        options.setdefault(key, need(hf, key))
+    told = hf.get("original_max_position_embeddings")
+    if (
+        told is not None
+        and options["rope_type"] != "default"
+        and told != options.get("original_max_position_embeddings")
+    ):
+        raise ConfigError(
+            f"config.json of {_name(hf)}: original_max_position_embeddings={strict.shown(told)} beside "
+            f"{strict.shown(options.get('original_max_position_embeddings'))} in rope_scaling or rope_parameters: "
+            "transformers and SGLang differ in which counts; give the right one there alone"
+        )
+    return options
+
+
+def require_default_rope(hf: Mapping[str, Any]) -> None:
+    """Refuse any scaled kind of rotary embeddings."""
+    options = rope(hf)
+    if options["rope_type"] != "default":
+        raise ConfigError(
+            f"config.json of {_name(hf)}: rope_type={options['rope_type']!r} is not implemented (implemented: default)"
+        )
+
+
+def _name(hf: Mapping[str, Any]) -> str:
+    return str((hf.get("architectures") or ["the model"])[0])
+
+
+def _defaults(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the model that config.json describes; of one that is not in the table, what all have in common."""
+    architecture = next(iter(hf.get("architectures") or ()), None)
+    model = str(hf.get("model_type")) if architecture is None else str(architecture).partition("For")[0]
+    return DEFAULTS.get(model.replace("_", "").lower(), _SHARED)

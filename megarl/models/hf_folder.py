@@ -1,0 +1,454 @@
+"""HF folders of safetensors: read lazily, slice by slice, and write atomically, bit for bit.
+
+FP8 matrices are read as what they stand for, in bfloat16; written are no FP8 folders.
+
+Files of safetensors, written one tensor after the other, and shared out over files of bounded size.
+
+The library's own writer wants all tensors of a file in memory, and makes a copy of all of them besides. Here they may
+be such as are read only when it is their turn, so that what is held is one of them. The bytes are the library's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megarl.config import ConfigError
+from megarl.config.strict import lfs_pointer, read_json
+from megarl.models.fp8 import SCALE, dequantise, grid_shape, is_fp8
+from megarl.models.layout_algebra import PADDING, Param, pieces
+from megarl.models.registry import family_of, load_hf_config
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_KINDS = {  # as the library orders them within a file, so that each is aligned to its own size
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TYPES = {kind: dtype for dtype, kind in _KINDS.items()}
+"""By the names that they have in a file."""
+_ORDER = {dtype: number for number, dtype in enumerate(_KINDS)}
+
+
+class Unread(NamedTuple):
+    """A tensor that is not in memory yet. `read` makes it, of this shape and type, each time that it is called."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+Entry = torch.Tensor | Unread
+
+
+def size_of(tensor: Entry) -> int:
+    return prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def write_file(tensors: Mapping[str, Entry], path: Path) -> None:
+    """A safetensors file of these, which those who may read what the umask says may read. Raises OSError."""
+    names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in names:
+        tensor, end = tensors[name], at + size_of(tensors[name])
+        header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(_bytes_of(tensors[name], name))
+
+
+def _bytes_of(tensor: Entry, name: str) -> memoryview:
+    """Without a copy of what lies in one piece on the host."""
+    found = tensor.read() if isinstance(tensor, Unread) else tensor
+    if (tuple(found.shape), found.dtype) != (tuple(tensor.shape), tensor.dtype):
+        raise ValueError(
+            f"{name} was said to be {tensor.dtype} {tuple(tensor.shape)} and is {found.dtype} {tuple(found.shape)}"
+        )
+    return found.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+class ShardWriter:
+    """Collects tensors into files of bounded size; the files get their final names when their number is known."""
+
+    def __init__(self, folder: Path, max_bytes: int):
+        self.folder, self.max_bytes = folder, max_bytes
+        self.pending: dict[str, Entry] = {}
+        self.bytes = self.total = 0
+        self.written: list[list[str]] = []
+
+    def add(self, name: str, tensor: Entry) -> None:
+        size = size_of(tensor)
+        if self.pending and self.bytes + size > self.max_bytes:
+            self._flush()
+        self.pending[name] = tensor
+        self.bytes += size
+        self.total += size
+
+    def finish(self) -> None:
+        if self.pending:
+            self._flush()
+        count = len(self.written)
+        if count == 1:
+            os.rename(self._path(0), self.folder / SINGLE)
+            return
+        weight_map = {}
+        for i, names in enumerate(self.written):
+            final = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            os.rename(self._path(i), self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number}"
+
+    def _flush(self) -> None:
+        write_file(self.pending, self._path(len(self.written)))
+        self.written.append(list(self.pending))
+        self.pending, self.bytes = {}, 0
+
+
+COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}  # config, tokenizer, code that config.json names
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.\d+\.")
+_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
+"""What checkpoints repeat in layers of multi-token prediction, and what of."""
+FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
+"""What weights may be stored as, by the names of safetensors."""
+
+
+class HFWeights:
+    """The tensors of an HF folder by name. Nothing is read before it is asked for; files stay open.
+
+    A matrix with the scales of its FP8 blocks beside it is given in bfloat16, and the scales are not tensors.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, str]):
+        self.folder = folder
+        self._files = files  # tensor name -> file name
+        self._open: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        return [name for name in self._files if not self._is_scale(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def get(self, name: str) -> torch.Tensor:
+        """The whole tensor, in the file's dtype, on the host."""
+        found = self._tensor(name)
+        return dequantise(found, self._tensor(name + SCALE)) if name + SCALE in self._files else found
+
+    def unread(self, name: str) -> Unread:
+        """The same, when it is asked for."""
+        dtype = torch.bfloat16 if name + SCALE in self._files else TYPES[self._slice(name).get_dtype()]
+        return Unread(self.shape(name), dtype, lambda: self.get(name))
+
+    def slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """[start, stop) along `dim`; reads no more than that from disk where `dim` is 0."""
+        index = (slice(None),) * dim + (slice(start, stop),)
+        found: torch.Tensor = self._read(name, lambda file: file.get_slice(name)[index])
+        if name + SCALE not in self._files:
+            return found
+        return dequantise(found, self._tensor(name + SCALE), *((start, 0) if dim == 0 else (0, start)))
+
+    def shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
+        """What rank `rank` of `tp` holds of a parameter, a new tensor; as `cuts.shard`, without the full tensors."""
+        dim, slices = pieces(param, tp, rank)
+        parts = [self.slice(param.hf[s.source].name, dim, s.start, s.stop) for s in slices if s.source != PADDING]
+        padding = sum(s.stop - s.start for s in slices if s.source == PADDING)
+        if padding:
+            shape = list(param.hf[0].shape)
+            shape[dim] = padding
+            dtype = parts[0].dtype if parts else self.slice(param.hf[0].name, 0, 0, 1).dtype
+            parts.append(torch.zeros(shape, dtype=dtype))
+        return torch.cat(parts, dim=dim)
+
+    def check(self, hf: dict[str, Any], optional: Collection[str] = (), mtp: bool = False) -> None:
+        """Raise ConfigError, naming the tensor, unless these are exactly the tensors of the model `hf` describes.
+
+        Those named `optional` may be there or not, in any shape: the heads, for a critic. So may the layers of
+        multi-token prediction, but with `mtp`.
+        """
+        family = family_of(hf)
+        expected = {tensor.name: tensor.shape for param in family.params(hf, 1, mtp=mtp) for tensor in param.hf}
+        expected = {name: shape for name, shape in expected.items() if name not in optional}
+        where = f"{self.folder}:"
+        self._check_fp8(is_fp8(hf))
+        if missing := [name for name in expected if name not in self._files]:
+            hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
+            raise ConfigError(f"{where} {_some(missing)} missing{hint}")
+        prefixes = family.untrained(hf)
+        known = expected.keys() | set(optional)
+        extra = [name for name in self.names() if name not in known and not _ignored(name, prefixes)]
+        if HEAD in extra:  # then the config says that it is tied
+            extra.remove(HEAD)  # some checkpoints repeat the tied weight
+            if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
+                raise ConfigError(
+                    f"{where} {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true"
+                )
+        if extra:
+            raise ConfigError(f"{where} {_some(extra)} not part of {family.architecture} with this config.json")
+        for name, shape in expected.items():
+            if self.shape(name) != shape:
+                raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
+        for name in (*expected, *(head for head in optional if head in self._files)):
+            if (dtype := str(self._slice(name).get_dtype())) not in FLOATS:
+                raise ConfigError(
+                    f"{where} {name} holds {dtype} numbers, and weights are of {', '.join(FLOATS)}; write the model "
+                    "anew in bfloat16, without integers or another quantisation"
+                )
+
+    def _check_fp8(self, promised: bool) -> None:
+        """Raise ConfigError for an FP8 matrix without scales that fit it, and for any where none is promised."""
+        for name in self.names():
+            if self._slice(name).get_dtype() != "F8_E4M3":
+                continue
+            if not promised:
+                raise ConfigError(f"{self.folder}: {name} is FP8, but config.json has no quantization_config")
+            scales = name + SCALE
+            if scales not in self._files:
+                raise ConfigError(f"{self.folder}: {scales} is missing: FP8 weights mean nothing without their scales")
+            if self.shape(scales) != (fits := grid_shape(self.shape(name))):
+                raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {fits}")
+
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._files
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._read(name, lambda file: file.get_tensor(name))
+        return found
+
+    def _slice(self, name: str) -> Any:
+        return self._read(name, lambda file: file.get_slice(name))
+
+    def _read(self, name: str, read: Any) -> Any:
+        if name not in self._files:
+            raise ConfigError(f"{self.folder} has no tensor {name}")
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = _open(self.folder / file)
+        try:
+            return read(self._open[file])
+        except SafetensorError as error:
+            raise ConfigError(f"cannot read {name} from {self.folder / file}: {error}") from None
+
+
+def open_hf(folder: str | Path) -> HFWeights:
+    """The weights of an HF folder, single or sharded safetensors. Raises ConfigError for a folder that is not whole."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"there is no model folder {folder}")
+    load_hf_config(path)
+    if (path / INDEX).is_file():
+        files = read_json(path / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise ConfigError(f"{path / INDEX} is no index of safetensors: it has no weight_map")
+        for name, file in files.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ConfigError(f"{path / INDEX} says that {name} is in {file!r}, which is no file beside it")
+        held = {file: set(_open(path / file).keys()) for file in sorted(set(files.values()))}
+        for name, file in files.items():
+            if name not in held[file]:
+                raise ConfigError(f"{path / INDEX} says that {name} is in {file}, but it is not")
+        return HFWeights(path, files)
+    if not (path / SINGLE).is_file():
+        raise ConfigError(f"{folder} has no {SINGLE} and no {INDEX}: only safetensors are read")
+    return HFWeights(path, dict.fromkeys(_open(path / SINGLE).keys(), SINGLE))
+
+
+def save_hf(
+    folder: str | Path,
+    tensors: Iterable[tuple[str, Entry]],
+    source_folder: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+    write: bool = True,
+    table: Sequence[Param] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write an HF folder: the streamed tensors, and config, tokenizer and untrained tensors of `source_folder`.
+
+    `table` and `config`: of another model on the same trunk, in place of the source's own: a classifier of a policy, or
+    one with layers of multi-token prediction.
+    `dtype`: cast to it what the table does not keep in a type of its own; None casts nothing. About `max_shard_bytes`
+    are held at a time; of tensors that are `Unread`, one. Everything is written to `<folder>.tmp`, which replaces
+    `folder` when it is complete.
+    `write=False` only drains the stream: for the ranks that take part in a gather but do not write. The writer drains
+    it too before it raises, so that nobody is left waiting in a collective. Raises ConfigError for a tensor that is
+    missing, unknown, repeated or misshapen, and where `folder` holds something else; OSError where the disk does not
+    take it. Nothing is left of it then.
+    """
+    stream = iter(tensors)
+    try:
+        if write:
+            _write(Path(folder), stream, Path(source_folder), dtype, max_shard_bytes, table, config)
+    except Exception:
+        shutil.rmtree(_staging(Path(folder)), ignore_errors=True)
+        _drain(stream)
+        raise
+    _drain(stream)
+
+
+def _write(
+    folder: Path,
+    stream: Iterator[tuple[str, Entry]],
+    source: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    table: Sequence[Param] | None,
+    config: Mapping[str, Any] | None,
+) -> None:
+    check_target(folder, source)
+    hf = load_hf_config(source)
+    family = family_of(hf)
+    rows = [(param, tensor) for param in table or family.params(hf, 1) for tensor in param.hf]
+    open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
+    trained = set(open_shapes)
+    aside = _aside(source, family.untrained(hf))
+    copies: dict[str, list[str]] = {}
+    for name in aside:
+        if of := _COPIES.get(_LAYER.sub("", name)):
+            copies.setdefault(of, []).append(name)
+    kept = {tensor.name for param, tensor in rows if param.dtype is not None}
+
+    staging = _staging(folder)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    files = ShardWriter(staging, max_shard_bytes)
+    for name, tensor in stream:
+        if name not in open_shapes:
+            raise ConfigError(f"{name} is repeated or not part of {family.architecture} with this config.json")
+        if (expected := open_shapes.pop(name)) != tuple(tensor.shape):
+            raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; config.json asks for {expected}")
+        floats = tensor.dtype.is_floating_point
+        cast = dtype if dtype is not None and name not in kept and floats else tensor.dtype
+        held = _held(tensor, cast)
+        for same in (name, *copies.get(name, ())):
+            files.add(same, held)
+    if open_shapes:
+        raise ConfigError(f"{folder}: {_some(list(open_shapes))} missing")
+    for name, weights in aside.items():
+        if name not in trained and not any(name in names for names in copies.values()):
+            files.add(name, weights.unread(name))
+    files.finish()
+
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in COPIED and not file.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(file, staging / file.name)
+    _note_config(staging / "config.json", hf, dict(config or hf), dtype)
+    _replace(folder, staging)
+
+
+def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Write a folder as PEFT does: adapter_config.json, adapter_model.safetensors. It replaces one that is there.
+    Raises OSError where the disk does not take it; nothing is left of it then."""
+    staging = _staging(folder)
+    shutil.rmtree(staging, ignore_errors=True)
+    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    try:
+        staging.mkdir(parents=True)
+        write_file(held, staging / "adapter_model.safetensors")
+        (staging / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    except OSError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    _replace(folder, staging)
+
+
+def check_target(folder: Path, source: Path) -> None:
+    """Raise ConfigError where an export to `folder` would be in the way of something else."""
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} exists and is not an HF folder; it is not overwritten: move it away, or set run.dir to another "
+            "folder or run.export=false"
+        )
+    if folder.resolve() == source.resolve():
+        raise ConfigError(f"{folder} is the folder that the weights came from; set run.dir to another folder")
+
+
+def _held(tensor: Entry, dtype: torch.dtype) -> Entry:
+    """On the host in this type: a copy, for the stream may hand out views of one buffer; or once it is read."""
+    if isinstance(tensor, Unread):
+        return Unread(tensor.shape, dtype, lambda: tensor.read().to(dtype))
+    return tensor.detach().to("cpu", dtype, copy=True).contiguous()
+
+
+def _staging(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".tmp")
+
+
+def _replace(folder: Path, staging: Path) -> None:
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(staging, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(source: Path, prefixes: tuple[str, ...]) -> dict[str, HFWeights]:
+    """Names of the source's tensors in layers of multi-token prediction, each with where to read it."""
+    if not prefixes or not ((source / SINGLE).is_file() or (source / INDEX).is_file()):
+        return {}
+    weights = open_hf(source)
+    return {name: weights for name in weights.names() if name.startswith(prefixes)}
+
+
+def _note_config(file: Path, written: dict[str, Any], hf: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """config.json says what the model is and which type its weights have; left untouched where it is right already."""
+    key = "dtype" if "dtype" in hf else "torch_dtype"
+    name = hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
+    plain = {what: value for what, value in hf.items() if what != "quantization_config"}
+    if plain != written or written.get(key) != name:
+        file.write_text(json.dumps({**plain, key: name}, indent=2) + "\n")
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise ConfigError(f"{file} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(lfs_pointer(file) or f"{file} is truncated or not a safetensors file: {error}") from None
+
+
+def _drain(stream: Iterator[Any]) -> None:
+    for _ in stream:
+        pass
+
+
+def _ignored(name: str, prefixes: tuple[str, ...]) -> bool:
+    return name.startswith(prefixes) or name.endswith("rotary_emb.inv_freq")  # the latter is derived; old files have it
+
+
+def _some(names: list[str]) -> str:
+    """Up to three names and how many more, with the verb."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more + (" is" if len(names) == 1 else " are")

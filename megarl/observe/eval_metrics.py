@@ -1,0 +1,231 @@
+"""The figures of an evaluation, for each data source and for all: out of answers that have been scored.
+
+How sure a mean is: by drawing the same number of values again and again out of those that there are.
+
+The percentile interval of Efron (1979), Bootstrap Methods: Another Look at the Jackknife. What is drawn are prompts
+with all of their answers, not answers: those of a prompt depend on each other.
+
+pass@k: how likely it is that one of k answers to a problem is right.
+
+Chen et al., Evaluating Large Language Models Trained on Code (arXiv:2107.03374), equation 1: of n samples c are right,
+and 1 - C(n - c, k) / C(n, k) is the unbiased estimate. The plug-in 1 - (1 - c / n)^k is biased (their appendix A).
+
+The answers of an evaluation as plain JSON, one a line, for whoever reads it without this package.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megarl.types import Rollout
+
+RESAMPLES = 2000
+LEVEL = 0.95
+_AT_ONCE = 1 << 22
+"""Numbers that are drawn at a time."""
+
+
+def interval(
+    values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES, level: float = LEVEL
+) -> tuple[float, float]:
+    """(low, high) of the mean of `values`, one for each prompt. The same seed gives the same interval.
+
+    Of a single value it is that value, which says nothing. Raises ValueError for none, and for values that are not
+    finite.
+    """
+    given = np.asarray(values, dtype=np.float64)
+    if not len(given) or not np.isfinite(given).all():
+        raise ValueError("an interval needs values, and finite ones")
+    draw, means = np.random.default_rng(seed), np.empty(resamples)
+    rows = max(_AT_ONCE // len(given), 1)
+    for begin in range(0, resamples, rows):
+        end = min(begin + rows, resamples)
+        means[begin:end] = given[draw.integers(len(given), size=(end - begin, len(given)))].mean(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The estimate for one problem. samples: how many answers there are, `right` of them right, 1 <= k <= samples.
+
+    As the product of 1 - k / i over i from n - c + 1 to n, so that no number is larger than 1. Raises ValueError.
+    """
+    if not 0 <= right <= samples:
+        raise ValueError(f"{right} of {samples} answers cannot be right")
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs {k} answers to a problem at least, and at least 1; there are {samples}")
+    if samples - right < k:
+        return 1.0
+    none = 1.0
+    for count in range(samples - right + 1, samples + 1):
+        none *= 1.0 - k / count
+    return 1.0 - none
+
+
+RIGHT = 0.5
+"""An answer whose reward is this or more is right, where nobody says otherwise."""
+ALL = "all"
+CUT_OFF = ("length", "max_turns")
+"""Status of an answer that a length or the number of turns ended."""
+
+
+UNNAMED = "unnamed"
+"""A source of answers whose prompts have none."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the figures need of a rollout. prompt: unique among all; tokens: the policy's own."""
+
+    prompt: str
+    source: str
+    reward: float
+    cut_off: bool
+    tokens: int
+
+    @classmethod
+    def of(cls, rollout: Rollout, unnamed: str = UNNAMED) -> Answer:
+        """Of one with a reward. unnamed: its source where it has none."""
+        prompt = rollout.prompt
+        cut_off = rollout.status in CUT_OFF
+        return cls(prompt.id, prompt.data_source or unnamed, rollout.reward, cut_off, rollout.num_actions)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts, and its interval of 95 %, bootstrapped over them."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a data source. reward: of each prompt the mean of its answers, of these the mean. cut_off, tokens: means over
+    answers. pass_at: by k, over those prompts that have k scored answers, `pass_prompts` of them."""
+
+    prompts: int
+    answers: int
+    reward: Estimate
+    cut_off: float
+    tokens: float
+    pass_at: Mapping[int, Estimate] = field(default_factory=dict)
+    pass_prompts: Mapping[int, int] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; keys are texts."""
+        tree = asdict(self)
+        tree["pass_at"] = {str(k): asdict(one) for k, one in self.pass_at.items()}
+        tree["pass_prompts"] = {str(k): count for k, count in self.pass_prompts.items()}
+        return tree
+
+
+def scored(rollouts: Iterable[Rollout], unnamed: str = UNNAMED) -> list[Answer]:
+    """Those that have a reward: not aborted, and no part of it failed. An episode in branches counts once."""
+    found, seen = [], set()
+    for one in rollouts:
+        if one.status == "aborted" or one.unscored:
+            continue
+        if one.episode >= 0:
+            key = (one.group, one.episode)
+            if key in seen:
+                continue
+            seen.add(key)
+        found.append(Answer.of(one, unnamed))
+    return found
+
+
+def figures_of(answers: Sequence[Answer], ks: Sequence[int], right: float = RIGHT, seed: int = 0) -> dict[str, Figures]:
+    """By data source, in the order in which they come; where there are several, `all` of them together besides."""
+    sources: dict[str, list[Answer]] = {}
+    for one in answers:
+        sources.setdefault(one.source, []).append(one)
+    found = {name: _of(among, ks, right, seed) for name, among in sources.items()}
+    if len(found) > 1:
+        found[ALL if ALL not in found else f"({ALL})"] = _of(answers, ks, right, seed)
+    return found
+
+
+def _of(answers: Sequence[Answer], ks: Sequence[int], right: float, seed: int) -> Figures:
+    prompts: dict[str, list[float]] = {}
+    for one in answers:
+        prompts.setdefault(one.prompt, []).append(one.reward)
+    pass_at, pass_prompts = {}, {}
+    for k in ks:
+        each = [
+            pass_at_k(len(rewards), sum(reward >= right for reward in rewards), k)
+            for rewards in prompts.values()
+            if len(rewards) >= k
+        ]
+        pass_prompts[k] = len(each)
+        if each:
+            pass_at[k] = _estimate(each, seed)
+    return Figures(
+        prompts=len(prompts),
+        answers=len(answers),
+        reward=_estimate([statistics.fmean(rewards) for rewards in prompts.values()], seed),
+        cut_off=statistics.fmean(one.cut_off for one in answers),
+        tokens=statistics.fmean(one.tokens for one in answers),
+        pass_at=pass_at,
+        pass_prompts=pass_prompts,
+    )
+
+
+def _estimate(values: Sequence[float], seed: int) -> Estimate:
+    return Estimate(statistics.fmean(values), *interval(values, seed))
+
+
+def table(found: Mapping[str, Figures], ks: Sequence[int]) -> str:
+    """For the terminal: a line for each data source."""
+    head = ["source", "prompts", "answers", "reward [95 %]", *(f"pass@{k} [95 %]" for k in ks), "cut off", "tokens"]
+    lines = [head]
+    for name, one in found.items():
+        lines.append(
+            [
+                "".join(char if char.isprintable() else "?" for char in name)[:60],
+                str(one.prompts),
+                str(one.answers),
+                _cell(one.reward),
+                *(_cell(one.pass_at.get(k)) for k in ks),
+                f"{100 * one.cut_off:.1f} %",
+                f"{one.tokens:.1f}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = [
+        "  ".join(cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(pairs))
+        for pairs in (zip(line, widths, strict=True) for line in lines)
+    ]
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def _cell(one: Estimate | None) -> str:
+    if one is None or math.isnan(one.value):
+        return "-"
+    return f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
+
+
+def as_lines(rollouts: Iterable[Rollout], right: float, unnamed: str = UNNAMED) -> Iterator[dict[str, Any]]:
+    """`right`: from which reward on an answer is right; unnamed: as of `Answer.of`. `reward` and `right` are null where
+    it was aborted or a part of its reward failed; `messages` are in OpenAI's format, the prompt's first."""
+    for one in rollouts:
+        has_reward = one.status != "aborted" and not one.unscored
+        yield {
+            "id": one.prompt.id,
+            "data_source": one.prompt.data_source or unnamed,
+            "group": one.group,
+            "reward": one.reward if has_reward else None,
+            "right": one.reward >= right if has_reward else None,
+            "status": one.status,
+            "turns": sum(turn.is_action for turn in one.turns),
+            "tokens": one.num_actions,
+            "ground_truth": one.prompt.ground_truth,
+            "messages": list(one.messages or one.prompt.messages),
+        }

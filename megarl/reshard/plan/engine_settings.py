@@ -1,0 +1,343 @@
+"""Which of SGLang's settings leave an engine's weights where the tables say they are, found by reading SGLang 0.5.23.
+
+A setting that moves, swaps or repacks weights without changing a shape would have the push write them where they do not
+belong: hashes agree, and the engine computes something else. So of the settings that concern weights only what is known
+to be harmless is allowed, by name; a later SGLang's new ones are refused until somebody has read what they do. What an
+engine says about itself when it has started (`rollout.loader`, "describe") is compared besides.
+
+What becomes of an engine's weights in each of SGLang 0.5.23's ways to compute experts, quantise, send tokens and
+place experts: carried by the layout, or refused by name, with the reason.
+
+Every choice that SGLang's source lists has an entry in the tables here, and a test says which has none: so a later
+SGLang's new choice is an error until somebody has read what it does to the weights. `engine_settings.check` reads the
+tables before anything starts; what an engine has made of its settings by itself, by its GPU, model or `ep`, it says of
+its own layers when it has started (`rollout.loader.oddities`), and where that is not as here the run ends before
+anything is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megarl.config import ConfigError
+from megarl.config.server_args import fields
+
+
+class Verdict(NamedTuple):
+    """Whether weights stay where the tables of `models/` say, with the type of the checkpoint, and why or why not.
+    "bf16" is FP32, too; "fp8" is e4m3 with a scale for each block of 128 x 128."""
+
+    bf16: bool
+    fp8: bool
+    why: str
+
+
+def _carried(why: str) -> Verdict:
+    return Verdict(True, True, why)
+
+
+def _refused(why: str) -> Verdict:
+    return Verdict(False, False, why)
+
+
+_UNREAD = "nobody has read what it does to weights"
+_MXFP4 = "for MXFP4 checkpoints, which are not implemented"
+_LORA = "for adapters of its own, which are merged before a push here"
+
+RUNNERS: dict[str, Verdict] = {
+    "triton": _carried("w13 is [gate; up], w2 as in the checkpoint, scales FP32"),
+    "deep_gemm": _carried("as triton; with FP8 on Blackwell it repacks the scales (ue8m0), which is refused there"),
+    "auto": _refused("on Blackwell it is one that swaps gate and up; without the setting MegaRL names triton"),
+    "triton_kernel": _refused("has experts transposed"),
+    "flashinfer_trtllm": _refused("has [up; gate], padded to 128 and packed into blocks"),
+    "experimental_sgl_trtllm": _refused("shares the blocks of flashinfer_trtllm"),
+    "flashinfer_trtllm_routed": _refused("shares the blocks of flashinfer_trtllm"),
+    "flashinfer_cutlass": _refused("has [up; gate]"),
+    "flashinfer_mxfp4": _refused(_MXFP4),
+    "flashinfer_cutedsl": _refused(_UNREAD),
+    "flashinfer_megamoe": _refused("repacks experts"),
+    "megamoe": _refused("repacks experts"),
+    "cutlass": _refused(_UNREAD),
+    "aiter": _refused("shuffles experts in tiles of 16 x 16"),
+    "marlin": _refused("repacks experts"),
+    "humming": _refused("repacks experts"),
+    "experimental_sgl_marlin": _refused(_UNREAD),
+    "lora_cutedsl": _refused(_LORA),
+    "lora_triton": _refused(_LORA),
+    "lora_marlin": _refused(_LORA),
+    "hpc_ops": _refused("computes with a copy of the scales"),
+    "intel_xpu": _refused("for Intel's GPUs"),
+}
+"""moe_runner_backend, and speculative_moe_runner_backend."""
+
+A2A: dict[str, Verdict] = {
+    "none": _carried("experts by ep, the shared ones cut by tp"),
+    "deepep": _carried("the shared experts whole on each rank; needs rollout.ep = rollout.tp"),
+    "megamoe": _refused("repacks experts"),
+    "flashinfer_megamoe": _refused("repacks experts"),
+    "ascend_fuseep": _refused("for Ascend"),
+    "ascend_tp": _refused("for Ascend"),
+    "mori": _refused(_UNREAD),
+    "mooncake": _refused(_UNREAD),
+    "nixl": _refused(_UNREAD),
+    "flashinfer": _refused(_UNREAD),
+    "deepep_v2": _refused(_UNREAD),
+    "pplx": _refused(_UNREAD),
+    "customized": _refused("it is anybody's code"),
+}
+"""moe_a2a_backend."""
+
+_ITSELF = "the engine quantises by itself, at its start, what it is given in another type afterwards"
+_INTEGERS = "matrices as packed integers, which training has no values for"
+_FP4 = "FP4, which a push does not make"
+_OTHERS = "for other kinds of machines"
+
+QUANTISATIONS: dict[str, Verdict] = {
+    "fp8": _refused(f"{_ITSELF}; a checkpoint whose config.json has quantization_config in blocks of 128 is carried"),
+    "mxfp8": _refused(f"{_ITSELF}; scales of 32 are not implemented"),
+    "w8a8_fp8": _refused("a scale for each row, which a push does not make"),
+    "unquant": _refused("undoes what the checkpoint says of itself"),
+    "auto-round": _refused(_INTEGERS),
+    "auto-round-int8": _refused(_INTEGERS),
+    "awq": _refused(_INTEGERS),
+    "awq_marlin": _refused(_INTEGERS),
+    "bitsandbytes": _refused(_INTEGERS),
+    "compressed-tensors": _refused("of many kinds, of which none is implemented"),
+    "gguf": _refused(_INTEGERS),
+    "gptq": _refused(_INTEGERS),
+    "gptq_marlin": _refused(_INTEGERS),
+    "humming": _refused("repacks weights"),
+    "mlx_q4": _refused(_OTHERS),
+    "mlx_q8": _refused(_OTHERS),
+    "modelopt": _refused("of many kinds, of which none is implemented"),
+    "modelopt_fp4": _refused(_FP4),
+    "modelopt_fp8": _refused("a scale for each tensor, which a push does not make"),
+    "modelopt_mixed": _refused(_FP4),
+    "modelslim": _refused(_OTHERS),
+    "moe_wna16": _refused(_INTEGERS),
+    "mxfp4": _refused(_FP4),
+    "mxfp_w4a8": _refused(_OTHERS),
+    "nvfp4_online": _refused(_FP4),
+    "petit_nvfp4": _refused(_FP4),
+    "quark": _refused(_OTHERS),
+    "quark_int4fp8_moe": _refused(_OTHERS),
+    "quark_mxfp4": _refused(_OTHERS),
+    "w4afp8": _refused(_INTEGERS),
+    "w8a8_int8": _refused(_INTEGERS),
+}
+"""quantization, as a setting; what a checkpoint says of itself `models/fp8.py` reads."""
+
+FP8_GEMM: dict[str, Verdict] = {
+    "auto": _carried("as deep_gemm; on Blackwell MegaRL names triton"),
+    "triton": _carried("matrices and FP32 scales as in the checkpoint"),
+    "deep_gemm": _carried("as triton; on Blackwell it repacks the scales (ue8m0), which is refused there"),
+    "flashinfer_trtllm": _refused(_UNREAD),
+    "flashinfer_cutlass": _refused(_UNREAD),
+    "flashinfer_deepgemm": _refused(_UNREAD),
+    "flashinfer_cutedsl": _refused(_UNREAD),
+    "cutlass": _refused(_UNREAD),
+    "aiter": _refused("shuffles matrices"),
+}
+"""fp8_gemm_runner_backend."""
+
+PLACEMENTS: dict[str, Verdict] = {
+    "init_expert_location": _refused("experts must be where their numbers say; trivial, the default, is that"),
+    "ep_num_redundant_experts": _refused("copies of experts, which EPLB moves while the engine runs"),
+    "enable_eplb": _refused("moves experts while the engine runs"),
+    "elastic_ep_backend": _refused("places experts anew when a rank is gone"),
+    "moe_dp_size": _refused("another grid of experts than rollout.ep and rollout.tp"),
+    "enable_waterfill": _refused("has the shared expert among the routed ones, on whichever rank has least to do"),
+    "enable_paged_experts": _refused(_UNREAD),
+}
+"""Settings that say where experts are."""
+
+TABLES: dict[str, dict[str, Verdict]] = {
+    "moe_runner_backend": RUNNERS,
+    "moe_a2a_backend": A2A,
+    "quantization": QUANTISATIONS,
+    "fp8_gemm_runner_backend": FP8_GEMM,
+}
+"""By SGLang's setting: of each of its choices what becomes of the weights."""
+
+
+def carried(setting: str) -> tuple[str, ...]:
+    """The choices of a setting that leave weights in place."""
+    return tuple(name for name, verdict in TABLES[setting].items() if verdict.bf16)
+
+
+def check_blackwell(settings: Mapping[str, Any], fp8: bool) -> None:
+    """Raise ConfigError for what repacks the scales of an FP8 checkpoint on a GPU of this kind. settings: as an engine
+    is started with them."""
+    if not fp8:
+        return
+    for name in ("moe_runner_backend", "speculative_moe_runner_backend", "fp8_gemm_runner_backend"):
+        if settings.get(name) == "deep_gemm":
+            because = ""
+            if name == "moe_runner_backend" and settings.get("moe_a2a_backend", "none") != "none":
+                because = f", which rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']} needs"
+            raise ConfigError(
+                f"rollout.sglang.{name}=deep_gemm{because}: with an FP8 checkpoint it repacks the scales on this GPU "
+                "(Blackwell), so weights cannot be pushed; leave both out, or convert the weights to bfloat16"
+            )
+
+
+def as_markdown() -> str:
+    """The tables for `README.md`, which a test compares."""
+    lines = ["| setting | choice | BF16, FP32 | FP8 in blocks | why |", "|---|---|---|---|---|"]
+    words = {True: "carried", False: "refused"}
+    for setting, table in TABLES.items():
+        by_why: dict[Verdict, list[str]] = {}
+        for name, verdict in table.items():
+            by_why.setdefault(verdict, []).append(name)
+        lines += [
+            f"| {setting} | {', '.join(names)} | {words[verdict.bf16]} | {words[verdict.fp8]} | {verdict.why} |"
+            for verdict, names in by_why.items()
+        ]
+    lines += [f"| {name} | any | refused | refused | {verdict.why} |" for name, verdict in PLACEMENTS.items()]
+    return "\n".join(lines)
+
+
+_ANY = object()
+
+_FREE = frozenset(
+    {
+        "Device",
+        "Schedule",
+        "Memory",
+        "Mm",
+        "Observability",
+        "Serving",
+        "ExecComm",
+        "ExecGraph",
+        "ExecMamba",
+        "ExecOverlap",
+    }
+)
+"""SGLang's groups of settings that know nothing of weights."""
+
+_ATTENTION = (
+    "triton",
+    "torch_native",
+    "flex_attention",
+    "fa3",
+    "fa4",
+    "flashinfer",
+    "flashmla",
+    "trtllm_mla",
+    "trtllm_mha",
+    "cutedsl_mla",
+)
+"""MLA's w_kc and w_vc, which SGLang computes of kv_b_proj, are computed anew after each push."""
+
+_ALLOWED: dict[str, Any] = {
+    "load_format": ("auto", "safetensors", "pt", "npcache", "fastsafetensors"),
+    "model_loader_extra_config": _ANY,
+    "model_impl": ("auto", "sglang"),
+    "trust_remote_code": _ANY,
+    "context_length": _ANY,
+    "download_dir": _ANY,
+    "kv_cache_dtype": ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
+    "weight_loader_disable_mmap": _ANY,
+    "weight_loader_prefetch_checkpoints": _ANY,
+    "weight_loader_prefetch_num_threads": _ANY,
+    "weight_loader_drop_cache_after_load": _ANY,
+    "nccl_port": _ANY,
+    "dist_timeout": _ANY,
+    "load_balance_method": _ANY,
+    "attn_dp_size": _ANY,
+    "dp_size": _ANY,
+    "enable_dp_attention": _ANY,
+    "enable_dp_attention_local_control_broadcast": _ANY,
+    "enable_dp_lm_head": _ANY,
+    "enable_p2p_check": _ANY,
+    "moe_dense_tp_size": _ANY,
+    "moe_runner_backend": carried("moe_runner_backend"),
+    "moe_a2a_backend": carried("moe_a2a_backend"),
+    "speculative_moe_runner_backend": carried("moe_runner_backend"),
+    "enable_fused_moe_sum_all_reduce": _ANY,
+    "deepep_mode": _ANY,
+    "deepep_config": _ANY,
+    "deepep_dispatcher_output_dtype": ("auto", "bf16", "fp8"),
+    "ep_dispatch_algorithm": ("static", "dynamic"),
+    "expert_distribution_recorder_mode": _ANY,
+    "expert_distribution_recorder_buffer_size": _ANY,
+    "expert_balancedness_report_mode": _ANY,
+    "disable_shared_experts_fusion": _ANY,
+    "enforce_shared_experts_fusion": _ANY,
+    "attention_backend": _ATTENTION,
+    "prefill_attention_backend": _ATTENTION,
+    "decode_attention_backend": _ATTENTION,
+    "speculative_draft_attention_backend": _ATTENTION,
+    "speculative_attention_mode": _ANY,
+    "sampling_backend": _ANY,
+    "grammar_backend": _ANY,
+    "fp8_gemm_runner_backend": carried("fp8_gemm_runner_backend"),
+    "bf16_gemm_backend": _ANY,
+    "disable_flashinfer_autotune": _ANY,
+    "flashinfer_autotune_skip_ops": _ANY,
+    "flashinfer_mla_disable_ragged": _ANY,
+    "triton_attention_reduce_in_fp32": _ANY,
+    "triton_attention_num_kv_splits": _ANY,
+    "triton_attention_split_tile_size": _ANY,
+    "enable_fused_qk_norm_rope": _ANY,
+    "enable_fp32_lm_head": _ANY,
+    "enable_tf32_matmul": _ANY,
+    "enable_weights_cpu_backup": _ANY,
+    "enable_draft_weights_cpu_backup": _ANY,
+    "enable_return_hidden_states": _ANY,
+    "return_hidden_states_mode": _ANY,
+    "enable_custom_logit_processor": _ANY,
+    "disable_outlines_disk_cache": _ANY,
+    "enable_deterministic_inference": _ANY,
+}
+"""Of the other groups: what may be set, besides to SGLang's own default."""
+
+_WHY = {
+    "init_expert_location": "experts must be where their numbers say; leave it out",
+    "enable_eplb": "experts would move while the engine runs; leave it out",
+    "ep_num_redundant_experts": "experts would move while the engine runs; leave it out",
+    "pp_size": "weights can be pushed to engines without pipeline parallelism only; leave it out",
+    "quantization": "an engine that quantises by itself what it is given cannot be pushed to; take an FP8 checkpoint, "
+    "whose config.json has quantization_config",
+    "cpu_offload_gb": "weights that are elsewhere cannot be pushed to; set rollout.tp higher instead",
+    "delete_ckpt_after_loading": "it would delete model.path",
+    "enable_lora": "adapters are merged before they are pushed; set lora.rank",
+    "json_model_override_args": "the engine's model must be the trainer's; change config.json in model.path",
+}
+_NOT_DEFAULT = {"moe_runner_backend", "speculative_moe_runner_backend"}
+"""SGLang's default of which is not one by name: its own choice on Blackwell swaps gate and up."""
+
+ENVIRONMENT = {
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",  # the rows of gate and up in turn
+    "SGLANG_SHARED_EXPERT_TP1": "0",  # shared experts on every rank
+    "SGLANG_FORCE_FP8_MARLIN": "0",  # repacks FP8
+    "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16": "0",  # computes with a copy of the weights
+    "SGLANG_ENABLE_EMBED_REPLICATION": "0",  # the embedding on every rank
+}
+"""Environment variables of SGLang's that concern weights, as an engine has to have them."""
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting of `rollout.sglang`, of those that `server_args.check` lets pass, that is not
+    known to leave the weights where they are."""
+    for name, value in settings.items():
+        field, allowed = fields()[name], _ALLOWED.get(name)
+        if field.group in _FREE or allowed is _ANY or (value == field.default and name not in _NOT_DEFAULT):
+            continue
+        if value is None and name in _NOT_DEFAULT:
+            continue
+        if allowed is not None and value in allowed:
+            continue
+        remedy = _WHY.get(name, f"take one of {', '.join(allowed)}" if allowed else "leave it out")
+        known = TABLES.get(name.removeprefix("speculative_"), {}).get(str(value)) or PLACEMENTS.get(name)
+        if known is not None and name not in _WHY:
+            remedy = f"{known.why}; {remedy}"
+        raise ConfigError(f"rollout.sglang.{name}={value} is not known to leave an engine's weights in place: {remedy}")
+
+
+def safe_runner(settings: Mapping[str, Any], blackwell: bool) -> dict[str, str]:
+    """What a GPU's engine computes with where `rollout.sglang` does not say. SGLang's own choice on Blackwell is, for
+    experts, flashinfer_trtllm, for which gate and up are swapped, and for FP8 deep_gemm, which repacks the scales."""
+    runner = "triton" if settings.get("moe_a2a_backend", "none") == "none" else "deep_gemm"
+    return {"moe_runner_backend": runner} | ({"fp8_gemm_runner_backend": "triton"} if blackwell else {})

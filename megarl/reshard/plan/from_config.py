@@ -1,0 +1,191 @@
+"""The layouts, and the plan of a push, that a configuration describes.
+
+Which split of the layers over the pipeline stages keeps the busiest stage of a push as idle as can be.
+
+What one stage alone holds only its GPUs can send, so the stage with most to send sets the pace. A push looks only at
+bytes: whether the stages also compute equally long is for the reader to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megarl.config import Config, ConfigError, server_args
+from megarl.models.fp8 import is_fp8
+from megarl.models.layout_algebra import HFConfig
+from megarl.models.pipeline_stages import stage_layers
+from megarl.parallel.placement import placement_of
+from megarl.reshard.plan import engine_settings
+from megarl.reshard.plan.bound import Columns, members, whole
+from megarl.reshard.plan.flows import Wire
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, sides_of
+from megarl.reshard.plan.planner import Plan
+
+SLACK = 1.002  # a more even split is preferred to one that is better by less
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Layers of each stage, and bytes that each GPU of the busiest stage has to send, as it is and as it would be."""
+
+    now: tuple[int, ...]
+    better: tuple[int, ...]
+    bytes_now: float
+    bytes_better: float
+
+    @property
+    def gain(self) -> float:
+        return 1 - self.bytes_better / self.bytes_now if self.bytes_now else 0.0
+
+
+def better_split(
+    hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16", vpp: int = 1
+) -> Advice:
+    """The best of all splits that a run can have: numbers of their own on the first and the last stage, equal ones in
+    between, and at least one layer on each, or one for each of the stage's `vpp` parts. Bytes are those that leave the
+    node; where there is one node, those that leave the GPU."""
+    model = members(hf, train, engine, wire)
+    sides = sides_of(train, engine, ranks_per_node)
+    known: dict[tuple[int, int], float] = {}
+
+    def cost(columns: Columns, stage: int) -> float:
+        """What each GPU of the stage has to send of a layer if it is there."""
+        key = id(columns), stage
+        if key not in known:
+            size = sides.here if sides.here < sides.world else 1
+            holds, needs = (
+                np.array(matrix.reshape(-1, size, len(columns.weight)).any(1))
+                for matrix in whole(columns, stage, train, engine, sides)
+            )
+            known[key] = float((columns.weight * (needs & ~holds).sum(0)).sum() / train.stage_ranks)
+        return known[key]
+
+    fixed = [sum(cost(m.columns, m.stage) for m in model if m.layer is None and m.stage == s) for s in range(train.pp)]
+    layers = [member.columns for member in model if member.layer is not None]
+    costs = np.array([[cost(columns, s) for columns in layers] for s in range(train.pp)])
+
+    def busiest(stages: Sequence[Sequence[int]]) -> float:
+        return max(fixed[s] + float(costs[s, list(held)].sum()) for s, held in enumerate(stages))
+
+    now = tuple(len(held) for held in train.stages)
+    found = {now: busiest(train.stages)}
+    for counts in splits(len(layers), train.pp, vpp):
+        ends = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
+        found[counts] = busiest(stage_layers(len(layers), train.pp, ends if train.pp > 1 else {}, vpp))
+    limit = min(found.values()) * SLACK
+    better = min((sum(count**2 for count in counts), load, counts) for counts, load in found.items() if load <= limit)
+    return Advice(now, better[2], found[now], better[1])
+
+
+def splits(layers: int, pp: int, vpp: int = 1) -> Iterator[tuple[int, ...]]:
+    """Numbers of layers of the stages, in all ways that a run can have them."""
+    if pp == 1:
+        yield (layers,)
+        return
+    for middle in range(vpp, layers, vpp) if pp > 2 else (0,):
+        ends = layers - middle * (pp - 2)
+        for first in range(vpp, ends - vpp + 1, vpp):
+            if (ends - first) % vpp == 0:
+                yield (first, *[middle] * (pp - 2), ends - first)
+
+
+WIRES: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def train_layout(hf: HFConfig, config: Config, ranks: Sequence[int] | None = None) -> TrainLayout:
+    """Of the ranks that a configuration describes. ranks: the job's numbers of them; where not given, all of them."""
+    parallel = config.parallel
+    stages = stage_layers(int(hf["num_hidden_layers"]), parallel.pp, config.model.megatron, parallel.vpp)
+    world, chosen = (parallel.world_size, ()) if ranks is None else (len(ranks), tuple(ranks))
+    return TrainLayout(world, parallel.tp, parallel.ep, tuple(stages), parallel.etp, parallel.cp, chosen)
+
+
+def engine_layout(config: Config) -> EngineLayout:
+    """Of the engines that a configuration describes. Raises ConfigError for what the reshard cannot serve."""
+    settings, tp = config.rollout.sglang, config.rollout.tp
+    server_args.check(settings)
+    engine_settings.check(settings)
+    attention = int(settings.get("attn_dp_size") or settings.get("dp_size") or 1)
+    if attention > 1 and not (settings.get("attn_dp_size") or settings.get("enable_dp_attention")):
+        raise ConfigError("rollout.sglang.dp_size: more engines come by themselves; set rollout.tp, or attn_dp_size")
+    if settings.get("enable_dp_lm_head") and attention == 1:
+        raise ConfigError("rollout.sglang.enable_dp_lm_head needs replicas of the attention: set attn_dp_size, too")
+    dense = settings.get("moe_dense_tp_size")
+    if dense not in (None, 1, tp):
+        raise ConfigError(f"rollout.sglang.moe_dense_tp_size={dense}: SGLang knows 1 and rollout.tp={tp} only")
+    sends_tokens = settings.get("moe_a2a_backend", "none") != "none"
+    if sends_tokens:
+        _check_a2a(config)
+    return EngineLayout(
+        tp,
+        config.rollout.ep,
+        attention,
+        mlp_tp=int(dense or 0),
+        shared_tp=1 if sends_tokens else 0,  # SGLang has them whole on each rank then
+        head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
+        draft=bool(config.rollout.draft_tokens and config.train.mtp),  # else it stays what it was loaded as
+    )
+
+
+def _check_a2a(config: Config) -> None:
+    """What goes with experts to which tokens are sent."""
+    settings, rollout = config.rollout.sglang, config.rollout
+    where = f"rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']}"
+    if rollout.ep != rollout.tp:
+        raise ConfigError(
+            f"{where} divides the experts among all ranks of an engine: set rollout.ep to rollout.tp={rollout.tp}"
+        )
+    if rollout.draft_tokens:
+        raise ConfigError(
+            f"{where} with rollout.draft_tokens={rollout.draft_tokens}: how a draft model has its shared experts "
+            "then nobody has looked; set one of them only"
+        )
+    if settings.get("enforce_shared_experts_fusion"):
+        raise ConfigError(f"{where} with enforce_shared_experts_fusion: never tried; leave the second out")
+
+
+def push_plan(
+    hf: HFConfig,
+    config: Config,
+    engine: EngineLayout,
+    train_ranks: Sequence[int] | None = None,
+    engine_ranks: Sequence[int] | None = None,
+) -> Plan:
+    """train_ranks, engine_ranks: the job's numbers of the ranks of the trainer, in the order of its layout, and of the
+    engines, one behind the other; all ranks of the job where not given. Raises ConfigError where the weights cannot be
+    pushed."""
+    world = config.parallel.world_size
+    for whose, ranks in (("trainer", train_ranks), ("engines", engine_ranks)):
+        if ranks is not None and not all(0 <= rank < world for rank in ranks):
+            odd = next(rank for rank in ranks if not 0 <= rank < world)
+            raise ConfigError(f"the ranks of the {whose} name rank {odd}: the job has ranks 0 to {world - 1}")
+        if ranks is not None and not ranks:
+            raise ConfigError(f"the {whose}'s ranks: none are given; name some of the job's {world}")
+    wire = WIRES.get(config.model.dtype)
+    if wire is None:
+        raise ConfigError(f"model.dtype={config.model.dtype}: weights can be pushed in {' or '.join(WIRES)}")
+    if is_fp8(hf):
+        if wire != "bf16":
+            raise ConfigError(
+                f"model.dtype={config.model.dtype}: the engine of an FP8 checkpoint has what is not FP8 in bfloat16; "
+                "set model.dtype=bfloat16"
+            )
+        wire = "fp8"
+    here, bucket = config.parallel.ranks_per_node, config.rollout.push_bucket_mb << 20
+    try:
+        train = train_layout(hf, config, train_ranks)
+        if train_ranks is not None or engine_ranks is not None:
+            engine = replace(engine, ranks=tuple(range(world) if engine_ranks is None else engine_ranks))
+        return Plan(hf, train, engine, here, bucket, wire)
+    except ConfigError as error:
+        raise ConfigError(f"the weights cannot be pushed to the engines: {error}") from None
+
+
+def planned_push(hf: HFConfig, config: Config) -> Plan:
+    """Of the push from the actor's ranks to the engines', wherever `placement` has them."""
+    placement = placement_of(config)
+    sides = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
+    return push_plan(hf, config, engine_layout(config), *sides)

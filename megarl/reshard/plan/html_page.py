@@ -1,0 +1,197 @@
+"""A plan as one HTML page that needs nothing else: who sends how much to whom, how busy each GPU is, and each round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from megarl.reshard.plan.bound import Bound
+from megarl.reshard.plan.cost_report import Floats, Links, Paper, gigabytes, stage_of
+
+CELLS = 64  # along each side of the map; more nodes than these are put together
+SIDE = 640  # of the map
+WIDTH, HEIGHT = 900, 150  # of a diagram
+LEFT = 80  # for labels
+FAR, NEAR = (27, 79, 156), (200, 90, 20)  # colours of what leaves a node and of what does not
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60em; margin: 2em auto;
+       padding: 0 1em; }
+svg { display: block; max-width: 100%; height: auto; }
+text { font: 11px system-ui, sans-serif; fill: #444; }
+table { border-collapse: collapse; } td, th { padding: 0 1em 0 0; text-align: right; font-weight: normal; }
+th { color: #666; border-bottom: 1px solid #ccc; } .note { color: #666; }
+"""
+
+
+def page(title: str, paper: Paper, bound: Bound, links: Links, sentences: Sequence[str]) -> str:
+    """`sentences`: of the text, in order."""
+    several = len(paper.total) > 1
+    out, into = paper.network_out.sum(0), paper.network_in.sum(0)
+    where, least_out, least_in = "over the network", bound.nic_send, bound.nic_recv
+    if not several:
+        out, into = paper.inside_out.sum(0), paper.inside_in.sum(0)
+        where, least_out, least_in = "", bound.send, bound.recv
+    seconds = paper.round_seconds(links) * 1e3
+    parts = [
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>",
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
+        "<h2>Who sends to whom</h2>",
+        f"<p class='note'>{_legend(paper)}</p>",
+        _map(paper) if several else "<p>There is one node: nothing leaves it.</p>",
+        f"<h2>Each GPU's bytes {where}</h2>",
+        "<p class='note'>GPUs in order, the stages behind one another. Dashed: the least that is possible for the "
+        "busiest one; dotted: the mean.</p>",
+        _diagram(out, least_out, f"sent {where}", FAR, _stages(paper)),
+        _diagram(into, least_in, f"received {where}", FAR, _stages(paper)),
+        "<h2>The busiest GPUs</h2>",
+        _busiest(paper),
+        "<h2>Rounds</h2>",
+        "<p class='note'>Modelled milliseconds of each round: what the busiest GPU of the round takes. A model, not a "
+        f"measurement: {links.network / 1e9:g} GB/s of network, {links.inside / 1e9:g} GB/s inside of a node.</p>",
+        _diagram(seconds, 0.0, "ms", NEAR, [(0, "")], unit="ms"),
+        "</html>",
+    ]
+    return "\n".join(parts)
+
+
+def _legend(paper: Paper) -> str:
+    nodes = len(paper.total)
+    step = -(-nodes // CELLS)
+    unit = "a node" if step == 1 else f"{step} nodes together"
+    return (
+        f"Rows send, columns receive; a row or column is {unit}. "
+        f"{_swatch(FAR)} over the network, {_swatch(NEAR)} inside of a node; the darker, the more. Lines divide the "
+        "stages of the trainer (rows) and the engines (columns). Hover for figures."
+    )
+
+
+def _swatch(colour: tuple[int, int, int]) -> str:
+    return f"<span style='background:{_shade(colour, 0.8)}'>&emsp;</span>"
+
+
+def _shade(colour: tuple[int, int, int], amount: float) -> str:
+    """From nearly white to the colour."""
+    red, green, blue = (round(245 + (part - 245) * amount) for part in colour)
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def _map(paper: Paper) -> str:
+    nodes = len(paper.total)
+    step = -(-nodes // CELLS)
+    edges = range(0, nodes, step)
+    near = np.add.reduceat(np.diag(paper.total), edges)
+    total = np.add.reduceat(np.add.reduceat(paper.total, edges, axis=0), edges, axis=1)
+    far = total - np.diag(near)
+    most_far, most_near = far.max() or 1.0, near.max() or 1.0
+    size = SIDE / len(total)
+    cells = []
+    for i, row in enumerate(far):
+        for j, value in enumerate(row):
+            x, y = LEFT + j * size, 20 + i * size
+            what, colour = f"{_nodes(i, step, nodes)} to {_nodes(j, step, nodes)}: {gigabytes(value)}", FAR
+            amount = (value / most_far) ** 0.5  # so that what is little is seen
+            if i == j and not value:
+                what, colour = f"inside of {_nodes(i, step, nodes)}: {gigabytes(near[i])}", NEAR
+                amount = (near[i] / most_near) ** 0.5
+            cells.append(
+                f"<rect x='{x:.1f}' y='{y:.1f}' width='{size:.1f}' height='{size:.1f}' fill='{_shade(colour, amount)}'>"
+                f"<title>{what}</title></rect>"
+            )
+    train, engine, here = paper.plan.train, paper.plan.engine, paper.plan.assignment.ranks_per_node
+    unit = here * step
+    lines = []
+    sides = paper.plan.sides
+    for ranks, across, of in ((train.stage_ranks, True, sides.train), (engine.tp, False, sides.engine)):
+        if ranks < unit:
+            continue  # there are several in each cell
+        for number, first in enumerate(of[::ranks].tolist()):
+            if not _side_by_side(of[number * ranks : (number + 1) * ranks]):
+                continue
+            at = first / unit * size
+            x, y = (LEFT, 20 + at) if across else (LEFT + at, 20)
+            lines.append(f"<path d='M{x:.1f} {y:.1f}{'h' if across else 'v'}{SIDE}' stroke='#888' stroke-width='.5'/>")
+            room = ranks / unit * size
+            if across and room >= 11:
+                lines.append(f"<text x='{LEFT - 6}' y='{y + room / 2 + 4:.1f}' text-anchor='end'>stage {number}</text>")
+            if not across and room >= 16:
+                word = f"engine {number}" if room >= 60 else str(number)
+                lines.append(f"<text x='{x + room / 2:.1f}' y='14' text-anchor='middle'>{word}</text>")
+    inside = "".join(cells) + "".join(lines)
+    width = LEFT + SIDE + 10
+    return f"<svg viewBox='0 0 {width} {SIDE + 30}' width='{width}'>{inside}</svg>"
+
+
+def _nodes(cell: int, step: int, nodes: int) -> str:
+    first, last = cell * step, min(nodes, (cell + 1) * step) - 1
+    return f"node {first}" if first == last else f"nodes {first}-{last}"
+
+
+def _stages(paper: Paper) -> list[tuple[int, str]]:
+    train, ranks = paper.plan.train, paper.plan.sides.train
+    many = train.pp > 8  # whose words would run into each other
+    each = np.split(ranks, train.pp)
+    if not all(map(_side_by_side, each)):
+        return [(0, "")]
+    firsts = sorted((int(own[0]), stage) for stage, own in enumerate(each))
+    return [(first, f"{stage}" if many and stage else f"stage {stage}") for first, stage in firsts]
+
+
+def _side_by_side(ranks: np.ndarray) -> bool:
+    return bool((np.diff(ranks) == 1).all())
+
+
+def _diagram(
+    values: Floats, least: float, name: str, colour: tuple[int, int, int], marks: list[tuple[int, str]], unit: str = ""
+) -> str:
+    """One column per value; `least` dashed where there is any; `marks`: where a new stretch begins, and its name."""
+
+    def said(value: float) -> str:
+        return f"{value:.3g} {unit}" if unit else gigabytes(value)
+
+    most = max(float(values.max()), least) or 1.0
+    step = (WIDTH - LEFT) / len(values)
+    bars = []
+    path = f"M{LEFT} {HEIGHT}"
+    for index, value in enumerate(values):
+        path += f"V{HEIGHT - value / most * (HEIGHT - 20):.1f}H{LEFT + (index + 1) * step:.1f}"
+    bars.append(f"<path d='{path}V{HEIGHT}Z' fill='{_shade(colour, 0.7)}'/>")
+    for level, dash, word in ((least, "6 3", "least"), (float(values.mean()), "1 3", "mean")):
+        if level:
+            y = HEIGHT - level / most * (HEIGHT - 20)
+            bars.append(
+                f"<path d='M{LEFT} {y:.1f}H{WIDTH}' stroke='#000' stroke-dasharray='{dash}'>"
+                f"<title>{word}: {said(level)}</title></path>"
+            )
+    room = (marks[1][0] - marks[0][0] if len(marks) > 1 else len(values)) * step
+    for first, label in marks:
+        x = LEFT + first * step
+        bars.append(f"<path d='M{x:.1f} {HEIGHT}v6' stroke='#888'/>")
+        if room >= 42:
+            bars.append(f"<text x='{x + 2:.1f}' y='{HEIGHT + 16}'>{label}</text>")
+    bars.append(f"<text x='{LEFT - 6}' y='24' text-anchor='end'>{said(most)}</text>")
+    bars.append(f"<text x='{LEFT}' y='11'>{name}</text>")
+    return f"<svg viewBox='0 0 {WIDTH} {HEIGHT + 22}' width='{WIDTH}'>{''.join(bars)}</svg>"
+
+
+def _busiest(paper: Paper, count: int = 8) -> str:
+    here = paper.plan.assignment.ranks_per_node
+    columns = {
+        "sent over the network": paper.network_out.sum(0),
+        "received over the network": paper.network_in.sum(0),
+        "sent in the node": paper.inside_out.sum(0),
+        "received in the node": paper.inside_in.sum(0),
+    }
+    order = np.argsort(-(columns["sent over the network"] + columns["sent in the node"]), kind="stable")[:count]
+    rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in ("GPU", "stage", "node", "engine", *columns)) + "</tr>"]
+    for rank in order.tolist():
+        stage, engine = stage_of(paper.plan, rank), paper.plan.sides.engine_rank(rank)
+        places = (rank, stage, rank // here, None if engine is None else engine // paper.plan.engine.tp)
+        values = [
+            *("-" if place is None else str(place) for place in places),
+            *(gigabytes(column[rank]) for column in columns.values()),
+        ]
+        rows.append("<tr>" + "".join(f"<td>{value}</td>" for value in values) + "</tr>")
+    return f"<table>{''.join(rows)}</table>"

@@ -1,0 +1,1 @@
+"""The running half of the reshard: transport, packing kernels, quantisation and verification."""

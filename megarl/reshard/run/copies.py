@@ -1,0 +1,93 @@
+"""Many boxes of tensors into one buffer of bytes, and out of it.
+
+On a CPU these are loops, which are the definition; on CUDA one launch of a kernel does the same for all boxes
+(`megarl.reshard.run.copy_kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.models.fp8 import BLOCK, FP8, block_amax, grid_shape, quantise, scales
+from megarl.reshard.run.kernel_inputs import Box, Scaled
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
+    """Copy boxes into a buffer of bytes (uint8 [n], contiguous). Raises ValueError where one does not fit; nothing is
+    written then."""
+    places = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
+    if buffer.is_cuda:
+        _kernels().pack(boxes, buffer)
+        return
+    for (view, _), place in zip(boxes, places, strict=True):
+        place.copy_(view)
+
+
+def unpack(buffer: torch.Tensor, boxes: Sequence[Box]) -> None:
+    """Copy out of a buffer what `pack` with these boxes put there. The boxes must not overlap. Raises as `pack`."""
+    places = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
+    if buffer.is_cuda:
+        _kernels().unpack(buffer, boxes)
+        return
+    for (view, _), place in zip(boxes, places, strict=True):
+        view.copy_(place)
+
+
+def pack_fp8(boxes: Sequence[Box], scaled: Sequence[Scaled], buffer: torch.Tensor) -> None:
+    """Quantise boxes (BF16, FP32) as `quantise.quantise` does, and put one byte per element into a buffer, from each
+    box's byte on. scaled: of each box. On CUDA each element is read once, in one launch for each type of the boxes.
+    Raises ValueError where a box does not fit its place, its grid, or has part of a block to make a scale of."""
+    places = [_place(view, offset, buffer, FP8) for view, offset in boxes]
+    for (view, _), at in zip(boxes, scaled, strict=True):
+        _check_scaled(view, at)
+    if buffer.is_cuda:
+        _kernels().pack_fp8(boxes, scaled, buffer)
+        return
+    for (view, _), at, place in zip(boxes, scaled, places, strict=True):
+        if at.make:
+            top, left = at.r0 // BLOCK, at.c0 // BLOCK
+            rows, columns = grid_shape(view.shape)
+            at.grid[top : top + rows, left : left + columns] = scales(block_amax(view, 0, 0, (rows, columns)))
+        place.copy_(quantise(view, at.grid, at.r0, at.c0))
+
+
+def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of a box in a buffer, as `dtype` in the box's shape."""
+    if view.dim() != 2 or (view.shape[1] > 1 and view.stride(1) != 1):
+        raise ValueError(
+            f"a box of shape {list(view.shape)} and strides {view.stride()} has no adjacent rows' elements"
+        )
+    stop = offset + view.numel() * dtype.itemsize
+    if offset < 0 or stop > buffer.numel() or offset % dtype.itemsize:
+        raise ValueError(f"bytes {offset}:{stop} of a buffer of {buffer.numel()} are no place for {dtype}")
+    if view.device != buffer.device:
+        raise ValueError(f"a box on {view.device} and a buffer on {buffer.device}")
+    return buffer[offset:stop].view(dtype).view(view.shape)
+
+
+def _check_scaled(view: torch.Tensor, at: Scaled) -> None:
+    if view.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"weights are quantised from BF16 or FP32, not from {view.dtype}")
+    if at.grid.dtype != torch.float32 or at.grid.dim() != 2 or at.grid.device != view.device:
+        raise ValueError("scales are FP32 [block rows, block columns] on the device of the box")
+    rows, columns = grid_shape((at.r0 + view.shape[0], at.c0 + view.shape[1]))
+    if at.r0 < 0 or at.c0 < 0 or rows > at.grid.shape[0] or columns > at.grid.shape[1]:
+        raise ValueError(f"a box of shape {list(view.shape)} at {at.r0}, {at.c0} is outside of the grid of scales")
+    if at.make:
+        ends = ((at.r0, view.shape[0], rows, at.grid.shape[0]), (at.c0, view.shape[1], columns, at.grid.shape[1]))
+        for first, size, last, blocks in ends:
+            if first % BLOCK or ((first + size) % BLOCK and last != blocks):
+                raise ValueError(f"a box of shape {list(view.shape)} at {at.r0}, {at.c0} cuts a block of {BLOCK}")
+
+
+def _kernels() -> ModuleType:
+    # Triton is imported only where there is a GPU: it needs a compiler and a driver, and is slow to import.
+    from megarl.reshard.run import copy_kernels
+
+    return copy_kernels

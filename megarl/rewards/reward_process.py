@@ -1,0 +1,341 @@
+"""One call of a reward function, whatever it does; and what is served to a process that has them.
+
+A `Nursery` forks processes that run `serve`. An order is the number of a function, and the rollout, pickled; its answer
+is {"number", "reward", "parts", "turns"} or {"number", "failed": why}.
+
+A limit on how long one call of a reward function may take, in the main thread and without a process of its own.
+
+Functions may use `signal.alarm` themselves, which works in the main thread only. So they run there, and a thread beside
+it sends this process a signal that nobody else uses when time is up; its handler raises. Where that does not help, in
+C code that never comes back or in a function that catches everything, the thread says so and ends the process.
+
+Reward functions that a script hands over, such as a closure, which no other process could have: called here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+from megarl.config import ConfigError, plugins
+from megarl.config.plugins import is_async
+from megarl.processes.messages import frame, orders, read_order
+from megarl.rewards.failed_rewards import given_up
+from megarl.rewards.functions import RewardFunction, load_functions
+from megarl.types import Rollout
+from megarl.types.reward_values import Failed, Reward, RewardError, Verdict, number_of, reward_of
+
+LATE = signal.SIGRTMIN + 7
+GRACE_S = 10.0
+"""How long a function has to come back once it is told."""
+_AGAIN_S = 1.0
+_LOOK_S = 0.1
+
+
+class TookTooLong(BaseException):
+    """Time is up. Not an Exception, which functions catch."""
+
+
+class Deadline:
+    """Within a `with` block of it, what happens between `begin` and `end` may take so many seconds.
+
+    TookTooLong is raised out of what takes longer. For the main thread: in others nothing can be interrupted, and only
+    the last resort is left.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._call: tuple[str, float] | None = None  # what is going on, and when it must be over
+        self._raised = False
+        self._closed = threading.Event()
+        self._main = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Deadline:
+        if self._main:
+            self._before = signal.signal(LATE, self._raise)
+        self._watching = threading.Thread(target=self._watch, name="reward deadline", daemon=True)
+        self._watching.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call = None
+        self._closed.set()
+        self._watching.join()
+        if self._main:
+            signal.signal(LATE, self._before)
+
+    def begin(self, what: str) -> None:
+        """what: names the call in the last line."""
+        self._raised = False
+        self._call = what, time.monotonic() + self.seconds
+
+    def end(self) -> None:
+        """Raises TookTooLong where the function has swallowed that."""
+        self._call = None
+        if self._raised:
+            raise TookTooLong
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self._call is not None:
+            self._raised = True
+            raise TookTooLong
+
+    def _watch(self) -> None:
+        told = 0.0
+        while not self._closed.wait(_LOOK_S):
+            call, now = self._call, time.monotonic()
+            if call is None or now < call[1]:
+                told = 0.0
+            elif now > call[1] + GRACE_S:
+                _give_up(f"error: {call[0]} took longer than reward.timeout={self.seconds:g} s, and does not stop")
+            elif self._main and now - told >= _AGAIN_S:
+                told = now
+                signal.pthread_kill(threading.main_thread().ident or 0, LATE)
+
+
+def _give_up(line: str) -> None:
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode(errors="replace") + b"\n")
+    os._exit(2)
+
+
+Kind = Literal["sync", "async"]
+"""Of functions: those that a process calls one after the other, and those that it awaits, many at once."""
+
+_FUNCTION = struct.Struct(">i")
+
+
+def late(limit: float) -> str:
+    """Why there is no reward where a call takes longer than `limit` seconds."""
+    return f"it took longer than reward.timeout={limit:g} s; make it faster or raise that"
+
+
+def call(function: RewardFunction, rollout: Rollout) -> Verdict:
+    """What comes of it, `SystemExit` and the like included, but for Ctrl-C."""
+    try:
+        return reward_of(function(rollout), actions_of(rollout))
+    except BaseException as error:  # noqa: B036  whatever the user's function raises
+        return raised(error)
+
+
+async def call_async(function: RewardFunction, rollout: Rollout, limit: float) -> Verdict:
+    """The same of a coroutine function, which is cancelled where it takes longer than `limit` seconds."""
+    until = asyncio.timeout(limit)
+    try:
+        async with until:
+            value = await function(rollout)
+        verdict: Verdict = reward_of(value, actions_of(rollout))
+    except BaseException as error:  # noqa: B036
+        verdict = raised(error)
+    return Failed(late(limit)) if until.expired() else verdict  # whatever it has made of being cancelled
+
+
+def actions_of(rollout: Rollout) -> int:
+    """Turns of the policy's."""
+    return sum(turn.is_action for turn in rollout.turns)
+
+
+def raised(error: BaseException) -> Failed:
+    """What an error says, in one line; raises it on where it is Ctrl-C."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, RewardError):
+        return Failed(str(error))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return Failed(f"it raised {plugins.worded(error)}{place}")
+
+
+# --- in a process of its own ----------------------------------------------------------------------------------
+
+
+def serve(wire: socket.socket, given: dict[str, Any], order: dict[str, Any]) -> None:
+    """Load the functions, and call them until nobody asks. given: {"specs", "limit"}, order: {"kind"}."""
+    try:
+        functions = list(load_functions(given["specs"]).values())
+    except ConfigError as error:
+        wire.sendall(frame({"error": str(error)}))
+        return
+    wire.sendall(frame({"ready": True}))
+    if order["kind"] == "async":
+        asyncio.run(_serve_async(wire, functions, given["limit"]))
+        return
+    for number, content in orders(wire):
+        function, rollout = _order(content)
+        wire.sendall(frame({"number": number, **_said(call(functions[function], rollout))}))
+
+
+async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction], limit: float) -> None:
+    wire.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=wire)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def one(number: int, function: int, rollout: Rollout) -> None:
+        verdict = await call_async(functions[function], rollout, limit)
+        writer.write(frame({"number": number, **_said(verdict)}))
+
+    while True:
+        try:
+            number, content = await read_order(reader)
+        except asyncio.IncompleteReadError:
+            return
+        task = asyncio.create_task(one(number, *_order(content)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def order_of(function: int, rollout: Rollout) -> bytes:
+    """Raises whatever pickling does."""
+    return _FUNCTION.pack(function) + pickle.dumps(rollout, 5)
+
+
+def _order(content: memoryview) -> tuple[int, Rollout]:
+    return _FUNCTION.unpack_from(content)[0], pickle.loads(content[_FUNCTION.size :])
+
+
+def _said(verdict: Verdict) -> dict[str, Any]:
+    if isinstance(verdict, Failed):
+        return {"failed": verdict.why}
+    return {"reward": verdict.reward, "parts": dict(verdict.parts), "turns": list(verdict.turns)}
+
+
+def verdict_of(said: Mapping[str, Any], turns: int) -> Verdict:
+    """Of an answer. Raises RewardError or KeyError where it is none."""
+    if "failed" in said:
+        return Failed(str(said["failed"]))
+    number_of(said["reward"], "it")
+    found = reward_of({name: said[name] for name in ("reward", "parts", "turns")}, turns)
+    assert isinstance(found, Reward)
+    return found
+
+
+AT_ONCE = 64
+"""Calls of a coroutine function at the same time."""
+_OURS = Path(__file__).parents[1]
+
+
+def score(
+    rollouts: Sequence[Rollout],
+    functions: Mapping[str, RewardFunction],
+    timeout: float = math.inf,
+    most_failed: float = math.inf,
+) -> list[dict[str, Verdict]]:
+    """What each function says of each rollout, by name. timeout: seconds of one call. most_failed: when more rollouts
+    than these have no reward, no function is called any more, and the others are `NOT_JUDGED`.
+
+    A coroutine function is awaited for all of them, many at once; another is called for one after the other, in the
+    main thread, so that it may use signals.
+    """
+    verdicts: list[dict[str, Verdict]] = [{} for _ in rollouts]
+    failed: set[int] = set()
+
+    def note(number: int, name: str, verdict: Verdict) -> bool:
+        """Whether to go on."""
+        if len(failed) <= most_failed:
+            verdicts[number][name] = verdict
+            failed.update([number] if isinstance(verdict, Failed) else [])
+        return len(failed) <= most_failed
+
+    deadline = Deadline(timeout) if functions and math.isfinite(timeout) else None
+    with deadline or nullcontext():
+        for name, function in functions.items():
+            if is_async(function):
+                asyncio.run(_all(name, function, rollouts, timeout, note))
+                continue
+            for number, rollout in enumerate(rollouts):
+                if len(failed) > most_failed or not note(number, name, _call(name, function, rollout, deadline)):
+                    break
+    return [given_up(known, list(functions)) for known in verdicts] if len(failed) > most_failed else verdicts
+
+
+async def _all(
+    name: str,
+    function: RewardFunction,
+    rollouts: Sequence[Rollout],
+    timeout: float,
+    note: Callable[[int, str, Verdict], bool],
+) -> None:
+    at_once = asyncio.Semaphore(AT_ONCE)
+    goes_on = True
+
+    async def one(number: int, rollout: Rollout) -> None:
+        nonlocal goes_on
+        async with at_once:
+            if goes_on and not note(number, name, await call_async(function, _unharmed(rollout), timeout)):
+                goes_on = False
+                for task in tasks:
+                    task.cancel()
+
+    tasks = [asyncio.ensure_future(one(number, rollout)) for number, rollout in enumerate(rollouts)]
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
+
+
+def _call(name: str, function: RewardFunction, rollout: Rollout, deadline: Deadline | None) -> Verdict:
+    shown = _unharmed(rollout)
+    try:
+        try:
+            if deadline is not None:
+                deadline.begin(f"reward function {name} on the sample {rollout.prompt.id!r}")
+            return reward_of(function(shown), actions_of(rollout))
+        finally:
+            if deadline is not None:
+                deadline.end()
+    except TookTooLong:
+        return Failed(late(0.0 if deadline is None else deadline.seconds))
+    except BaseException as error:  # noqa: B036  whatever the user's function raises, sys.exit too
+        place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if isinstance(error, SystemExit) and place.is_relative_to(_OURS) and place.parent != Path(__file__).parent:
+            raise  # of a handler of signals, which came in the middle
+        return raised(error)
+
+
+def _unharmed(rollout: Rollout) -> Rollout:
+    """The rollout with copies of all that a function could change in place."""
+    prompt = rollout.prompt
+    own = replace(
+        prompt,
+        messages=_copied(prompt.messages),
+        ground_truth=_copied(prompt.ground_truth),
+        extra=_copied(prompt.extra),
+    )
+    turns = tuple(map(replace, rollout.turns))  # a turn makes its arrays read-only, which pickling undoes
+    return replace(
+        rollout,
+        prompt=own,
+        turns=turns,
+        messages=_copied(rollout.messages),
+        reward_parts={},
+        routing=None,
+        support=None,
+    )
+
+
+def _copied(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_copied(item) for item in value])
+    return copy.deepcopy(value)

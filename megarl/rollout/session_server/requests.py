@@ -1,0 +1,390 @@
+"""OpenAI's chat messages, checked and in one form, and what makes two of them the same.
+
+The one form has a role of system, user, assistant or tool, and a content that is a string. Calls have an id, a name and
+arguments as a mapping where they were JSON of one. Fields that no template knows are left out.
+
+The fields of a request for a chat completion: which are followed, which are not, and which are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import orjson
+
+from megarl.types import Message
+from megarl.utils.text import encodable
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_UNSEEN = {
+    "image_url": "images",
+    "input_image": "images",
+    "image": "images",
+    "input_audio": "audio",
+    "audio": "audio",
+    "audio_url": "audio",
+    "video_url": "videos",
+    "video": "videos",
+    "file": "files",
+    "input_file": "files",
+}
+"""Parts of a content that no model here can see, by what they are in words."""
+
+
+class Refused(Exception):
+    """A request that is not answered. status: of HTTP; param, code: of OpenAI's errors."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+class Heard:
+    """What a client has sent last. It sends all of a conversation with each request, and what it has sent before is
+    neither read nor hashed again."""
+
+    def __init__(self) -> None:
+        self._given: list[Any] = []
+        self._found: tuple[Message, ...] = ()
+        self._hashed: tuple[Message, ...] = ()
+        self._histories: list[Digest] = []
+
+    def again(self, messages: Sequence[Any]) -> tuple[Message, ...]:
+        """The beginning of these messages, as far as it is that of the last ones, in the one form. Numbers and truth
+        values may be equal and not the same, so it ends at a call whose arguments are no string."""
+        count = 0
+        for message, given in zip(messages, self._given, strict=False):
+            if message != given or not all(
+                isinstance(call["function"]["arguments"], str) for call in given.get("tool_calls") or ()
+            ):
+                break
+            count += 1
+        return self._found[:count]
+
+    def read(self, messages: Sequence[Any], found: tuple[Message, ...]) -> None:
+        self._given, self._found = list(messages), found
+
+    def histories(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
+        """As the function of this name."""
+        found = [_digest(list(schemas))]
+        if self._histories and self._histories[0] == found[0]:
+            same = takewhile(lambda pair: pair[0] is pair[1], zip(messages, self._hashed, strict=False))
+            found = self._histories[: 1 + sum(1 for _ in same)]
+        for message in messages[len(found) - 1 :]:
+            found.append(extended(found[-1], message))
+        self._hashed, self._histories = tuple(messages), found
+        return found
+
+
+def normal(messages: Any, heard: Heard | None = None) -> tuple[Message, ...]:
+    """The messages of a request. heard: its client's. Raises Refused where they are none that a policy could be asked
+    with."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise Refused("'messages' must be a list of at least one message", "messages")
+    found: list[Message] = [] if heard is None else list(heard.again(messages))
+    names = {call["id"]: call["function"]["name"] for own in found for call in own.get("tool_calls", ())}
+    for number, message in enumerate(messages[len(found) :], len(found)):
+        own = _message(message, f"messages[{number}]", names)
+        names |= {call["id"]: call["function"]["name"] for call in own.get("tool_calls", ())}
+        found.append(own)
+    if found[-1]["role"] == "assistant":
+        at = f"messages[{len(found) - 1}]"
+        raise Refused(f"{at}: the last message is the assistant's own; there is nothing for it to answer", at)
+    if heard is not None:
+        heard.read(messages, tuple(found))
+    return tuple(found)
+
+
+def _message(message: Any, at: str, names: dict[str, str]) -> Message:
+    """names: of the tools that were called so far, by the calls' ids."""
+    if not isinstance(message, dict):
+        raise Refused(f"{at} must be an object", at)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise Refused(f"{at}.role must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}", f"{at}.role")
+    own: Message = {"role": _ROLES[role], "content": _text(message.get("content"), f"{at}.content")}
+    if message.get("audio") is not None:
+        raise Refused(f"{at}.audio: audio is not supported", f"{at}.audio")
+    if message.get("function_call") is not None:
+        raise Refused(f"{at}.function_call is of an old form; use tool_calls", f"{at}.function_call")
+    calls = message.get("tool_calls")
+    if role == "assistant":
+        thoughts = message.get("reasoning_content")
+        if thoughts is not None:
+            own["reasoning_content"] = _string(thoughts, f"{at}.reasoning_content")
+        if calls is not None:
+            if not isinstance(calls, list):
+                raise Refused(f"{at}.tool_calls must be a list", f"{at}.tool_calls")
+            if calls:
+                own["tool_calls"] = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        if message.get("content") is None and not own.get("tool_calls"):
+            own["content"] = str(_text(message.get("refusal"), f"{at}.refusal"))
+        return own
+    if calls:
+        raise Refused(f"{at}.tool_calls: only messages of the assistant call tools", f"{at}.tool_calls")
+    if message.get("content") is None:
+        raise Refused(f"{at}.content is missing", f"{at}.content")
+    if role == "tool":
+        number = _string(message.get("tool_call_id"), f"{at}.tool_call_id")
+        if number not in names:
+            raise Refused(
+                f"{at}.tool_call_id={number[:80]!r} is of no call in the messages before it", f"{at}.tool_call_id"
+            )
+        own |= {"tool_call_id": number, "name": names[number]}
+    elif message.get("name") is not None:
+        own["name"] = _string(message["name"], f"{at}.name")
+    return own
+
+
+def _text(content: Any, at: str) -> str:
+    """A content as one string, its parts joined."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return str(encodable(content))
+    if not isinstance(content, list):
+        raise Refused(f"{at} must be a string or a list of parts", at)
+    return "".join(_part(part, f"{at}[{number}]") for number, part in enumerate(content))
+
+
+def _part(part: Any, at: str) -> str:
+    if isinstance(part, str):
+        return str(encodable(part))
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in _UNSEEN:
+        raise Refused(f"{at}: {_UNSEEN[kind]} ({kind}) are not supported; send text", at, "unsupported_content")
+    if kind not in ("text", "refusal"):
+        raise Refused(f"{at}.type must be 'text', not {str(kind)[:40]!r}", f"{at}.type")
+    return _string(part.get(kind), f"{at}.{kind}")
+
+
+def _call(call: Any, at: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise Refused(f"{at} must be an object with type 'function' and a function", at)
+    name = _string(function.get("name"), f"{at}.function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parsed(arguments)
+    elif not isinstance(arguments, dict):
+        raise Refused(f"{at}.function.arguments must be a string of JSON", f"{at}.function.arguments")
+    else:
+        arguments = parsed(json.dumps(arguments))
+    number = _string(call.get("id"), f"{at}.id")
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def parsed(arguments: str) -> Any:
+    """Arguments as they are where their text is JSON; else the text."""
+    try:
+        return encodable(json.loads(arguments or "{}"))
+    except (ValueError, RecursionError):
+        return encodable(arguments)
+
+
+def _string(value: Any, at: str) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"{at} must be a string", at)
+    return str(encodable(value))
+
+
+def normal_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Schemas of a request's tools. Raises Refused."""
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise Refused("'tools' must be a list", "tools")
+    for number, tool in enumerate(tools):
+        at = f"tools[{number}]"
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            raise Refused(f"{at} must be an object with type 'function' and a function", at)
+        if not _string(function.get("name"), f"{at}.function.name"):
+            raise Refused(f"{at}.function.name is empty", f"{at}.function.name")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise Refused(f"{at}.function.parameters must be an object", f"{at}.function.parameters")
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise Refused("two of 'tools' have the same name", "tools")
+    try:
+        return tuple(encodable(tools))
+    except ValueError as error:
+        raise Refused(f"'tools' cannot be read: {error}", "tools") from None
+
+
+Digest = bytes
+"""What histories are found again by; equal for equal ones."""
+
+
+def histories(messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
+    """[k] digest of the first k messages under these tools, for k from 0 to all."""
+    found = [_digest(list(schemas))]
+    for message in messages:
+        found.append(extended(found[-1], message))
+    return found
+
+
+def extended(history: Digest, message: Message) -> Digest:
+    """The digest of a history and one more message.
+
+    Of what an assistant said, space at its ends does not count, which clients cut off, nor its reasoning, which most do
+    not keep, nor its calls' ids, nor how their JSON was written.
+    """
+    if message["role"] == "assistant":
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        said = [message["content"].strip(), [[call["name"], call["arguments"]] for call in calls]]
+    else:
+        said = [message["content"], message.get("name"), message.get("tool_call_id")]
+    return _digest([history.hex(), message["role"], *said])
+
+
+def _digest(value: Any) -> Digest:
+    try:
+        written = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # a number that has more than 64 bits
+        written = json.dumps(value, sort_keys=True).encode()
+    return hashlib.blake2b(written, digest_size=16).digest()
+
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+
+_FOLLOWED = (
+    {"model", "messages", "tools", "tool_choice", "n", "max_tokens", "max_completion_tokens"}
+    | {"stop", "stream", "stream_options", "logprobs"}
+)  # fmt: skip
+_MEANINGLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
+"""Fields that ask for nothing that could change an answer."""
+_PLAIN = (_FOLLOWED | _MEANINGLESS) - {"tool_choice"}
+"""Those whose values need no look."""
+_REFUSED = {
+    "functions": "it is of an old form; use tools",
+    "function_call": "it is of an old form; use tool_choice",
+    "audio": "audio is not supported",
+    "web_search_options": "there is no search",
+    "prediction": "predicted outputs are not supported",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that can be answered. limit: tokens of an answer, None where the client set none. ignored: fields of it
+    that are not followed, since the run's own settings rule."""
+
+    messages: tuple[Message, ...]
+    schemas: tuple[dict[str, Any], ...] = ()
+    choices: int = 1
+    limit: int | None = None
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = True
+    logprobs: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+def read(body: bytes, model: str, params: Mapping[str, Any], heard: Heard | None = None) -> Asked:
+    """A request's body. model: the one that there is. params: the run's own of sampling. heard: its client's. Raises
+    Refused."""
+    fields = _loaded(body)
+    if not isinstance(fields, dict):
+        raise Refused("the body must be a JSON object")
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "model" not in given:
+        raise Refused(f"'model' is missing; there is {model!r}", "model")
+    if given["model"] != model:
+        named = str(given["model"])[:80]
+        raise Refused(f"the model {named!r} does not exist; there is {model!r}", "model", "model_not_found")
+    for name, reason in _REFUSED.items():
+        if name in given:
+            raise Refused(f"'{name}': {reason}", name)
+    if given.get("modalities", ["text"]) != ["text"]:
+        raise Refused("'modalities': only text is supported", "modalities")
+    messages, tools = normal(given.get("messages"), heard), normal_tools(given.get("tools"))
+    choice = given.get("tool_choice", "auto")
+    if not isinstance(choice, str | dict) or choice not in ("auto", "none", "required") and isinstance(choice, str):
+        raise Refused("'tool_choice' must be 'none' or 'auto'; others are not followed", "tool_choice")
+    stream = _flag(given, "stream")
+    limits = [_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
+    return Asked(
+        messages=messages,
+        schemas=() if choice == "none" else tools,
+        choices=_count(given, "n", MOST_CHOICES) if "n" in given else 1,
+        limit=min(limits, default=None),
+        stops=_stops(given.get("stop", [])),
+        stream=stream,
+        usage=not stream or _usage(given.get("stream_options", {})),
+        logprobs=_flag(given, "logprobs"),
+        ignored=tuple(sorted(_ignored(given, params))),
+    )
+
+
+def _loaded(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except ValueError:
+        try:  # it takes halves of characters, which policies write
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
+
+
+def _ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
+    doubtful = given.keys() - _PLAIN
+    if not doubtful:  # as most requests are
+        return set()
+    own = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **params}
+    same = {name for name in ("temperature", "top_p", "top_k", "min_p") if given.get(name) == own[name]}
+    idle: dict[str, tuple[Any, ...]] = {
+        "tool_choice": ("auto", "none"),
+        "parallel_tool_calls": (True,),
+        "top_logprobs": (0,),
+        "response_format": ({"type": "text"},),
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "logit_bias": ({},),
+        "modalities": (["text"],),
+    }
+    same |= {name for name, values in idle.items() if given.get(name) in values}
+    return {str(encodable(name)) for name in doubtful - same}
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise Refused(f"'{name}' must be true or false", name)
+    return value
+
+
+def _count(given: Mapping[str, Any], name: str, most: int | None = None) -> int:
+    value = given[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
+        beyond = "" if most is None else f" up to {most}"
+        raise Refused(f"'{name}' must be a whole number from 1{beyond}, not {str(value)[:40]}", name)
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise Refused("'stop' must be a string or a list of strings, none of them empty", "stop")
+    if len(stops) > MOST_STOPS:
+        raise Refused(f"'stop' has {len(stops)} strings; there may be {MOST_STOPS}", "stop")
+    return tuple(encodable(stops))
+
+
+def _usage(options: Any) -> bool:
+    if not isinstance(options, dict):
+        raise Refused("'stream_options' must be an object", "stream_options")
+    return _flag(options, "include_usage")

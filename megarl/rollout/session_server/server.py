@@ -1,0 +1,225 @@
+"""The server: OpenAI's chat completions over HTTP on loopback, a path and a key of its own for each session."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from megarl.chat_format.chat_template import Chat
+from megarl.config import RolloutConfig
+from megarl.engine.generation import Policy
+from megarl.engine.tool_calls import Parse
+from megarl.rollout.session_server import responses
+from megarl.rollout.session_server.recording import Around, Figures, Place, Recording
+from megarl.rollout.session_server.rendering import Rendering
+from megarl.rollout.session_server.requests import Asked, Refused, read
+from megarl.rollout.session_server.responses import Field, Telling
+from megarl.types import Prompt
+
+MOST_BODY = 16 * 2**20
+"""Bytes of a request."""
+_BACKLOG = 4096
+_ALIVE_S = 10.0
+"""How often a client of a stream is told that it is not forgotten."""
+_NO_RETRY = {"x-should-retry": "false"}
+"""OpenAI's clients ask again after an error of the server, but for this."""
+
+
+class SessionServer:
+    """Sessions of one event loop, that in which `start` is awaited.
+
+    model: the policy's name for clients. say: is told in a line of each field of requests that is not followed, once in
+    the server's life: in training the run's own settings of sampling rule.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        parse: Parse,
+        config: RolloutConfig,
+        *,
+        model: str = "policy",
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._say, self._said = say, set[str]()
+        self._around = Around(Rendering(chat, parse), config, model, self._tell)
+        self._open: dict[str, Recording] = {}
+        self._closed = Figures()
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        """Listen on a free port."""
+        app = web.Application(client_max_size=MOST_BODY, middlewares=[_errors])
+        app.router.add_post("/s/{id}/v1/chat/completions", self._complete)
+        app.router.add_get("/s/{id}/v1/models", self._models)
+        app.router.add_get("/s/{id}/v1/models/{model:.+}", self._models)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1.0, backlog=_BACKLOG)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+    def open(
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        params: Mapping[str, Any],
+        deadline: float | None = None,
+        seed: int = 0,
+        halt: asyncio.Event | None = None,
+    ) -> Recording:
+        """A new session. params: of sampling, without max_new_tokens, as `sampling_params` gives them. deadline: in the
+        loop's time; what is asked for later is refused, and what is under way then is cut off: the session has failed.
+        seed: that its rollouts carry. halt: as of `Recording.seat`."""
+        assert self.url, "start comes first"
+        recording = Recording(self._around, self.url, prompt, policy, params, deadline, seed, halt)
+        self._open[recording.id] = recording
+        return recording
+
+    async def close(self, recording: Recording) -> None:
+        """End a session; requests of it that are under way are cut off. Its branches stay; safe to call twice."""
+        if self._open.pop(recording.id, None) is not None:
+            await recording.close()
+            recording.count()
+            self._closed.add(recording.figures)
+
+    @property
+    def figures(self) -> Figures:
+        """Of all sessions so far; drift and branches are of those that are closed."""
+        together = Figures()
+        for own in (self._closed, *(recording.figures for recording in self._open.values())):
+            together.add(own)
+        return together
+
+    async def aclose(self) -> None:
+        """Close all sessions and stop listening; safe to call twice."""
+        for recording in list(self._open.values()):
+            await self.close(recording)
+        runner, self._runner, self.url = self._runner, None, ""
+        if runner is not None:
+            await runner.cleanup()
+
+    # ---
+
+    def _tell(self, name: str) -> None:
+        if name not in self._said:
+            self._said.add(name)
+            self._say(
+                f"a client asks for {name!r}, which is not followed: the run's own settings of sampling rule, so that "
+                "what is sampled is what is trained"
+            )
+
+    def _session(self, request: web.Request) -> Recording:
+        recording = self._open.get(request.match_info["id"])
+        if recording is None:
+            raise Refused("there is no such session, or it is closed", status=404, code="session_not_found")
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        given = key.strip().encode(errors="replace")  # headers may be of any bytes
+        if kind.lower() != "bearer" or not hmac.compare_digest(given, recording.key.encode()):
+            raise Refused("the key is not this session's", status=401, code="invalid_api_key")
+        return recording
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        recording = self._session(request)
+        named = request.match_info.get("model", recording.model)
+        if named != recording.model:
+            raise Refused(f"the model {named[:80]!r} does not exist", "model", "model_not_found", 404)
+        one = "model" in request.match_info
+        return _json(responses.model(recording.model) if one else responses.models(recording.model))
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        recording = self._session(request)
+        body = await request.read()
+        try:
+            if coding := request.headers.get("Content-Encoding"):
+                raise Refused(f"the body has the encoding {coding[:40]!r}; send it as it is")
+            asked = read(body, recording.model, recording.params, recording.heard)
+            place = recording.place(asked)
+        except Refused:
+            recording.figures.refused += 1
+            raise
+        except Exception as error:  # of ours: no client is to wonder, and what it makes of it is not trained
+            recording.fail(f"a request cannot be read: {type(error).__name__}: {error}")
+            raise Refused(recording.failure, status=503) from error
+        if asked.stream:
+            return await _stream(request, recording, asked, place)
+        return _json(responses.completion(await recording.run(lambda: recording.answer(asked, place))))
+
+
+async def _stream(request: web.Request, recording: Recording, asked: Asked, place: Place) -> web.StreamResponse:
+    """The head goes out at once, then what the policy says while it says it, and something now and then, so that the
+    client keeps waiting. Where the client has gone, the policy is asked no longer."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    pieces, news, own = list[bytes](), asyncio.Event(), responses.new_id()
+
+    def telling(index: int) -> Telling:
+        def say(field: Field, text: str) -> None:
+            pieces.append(responses.piece(own, recording.model, index, field, text))
+            news.set()
+
+        return recording.telling(asked, place, say)
+
+    told = [telling(index) for index in range(asked.choices)]
+    working = asyncio.ensure_future(recording.run(lambda: recording.answer(asked, place, own, told)))
+    working.add_done_callback(lambda _: news.set())
+    try:
+        await response.prepare(request)
+        pieces[:0] = responses.heads(own, recording.model, asked.choices)
+        while True:
+            over = working.done()
+            if pieces:
+                going, pieces[:] = b"".join(pieces), []
+                await response.write(going)
+            if over:
+                break
+            try:
+                async with asyncio.timeout(_ALIVE_S):
+                    await news.wait()
+                news.clear()
+            except TimeoutError:
+                await response.write(responses.WAITING)
+        try:
+            events = responses.rest(working.result(), asked.usage, [one.sent for one in told])
+        except Refused as error:
+            events = iter([responses.error_event(str(error))])
+        for event in events:
+            await response.write(event)
+        await response.write_eof()
+        return response
+    except ConnectionResetError:
+        if request.transport is not None and not request.transport.is_closing():
+            raise  # it is not the client's connection
+        return response
+    finally:
+        working.cancel()
+
+
+def _json(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refused as error:
+        body = responses.error(str(error), error.status, error.param, error.code)
+        return _json(body, error.status, _NO_RETRY if error.status == 503 else None)
+    except web.HTTPException as error:
+        return _json(responses.error(_in_words(request, error), error.status), error.status)
+
+
+def _in_words(request: web.Request, error: web.HTTPException) -> str:
+    if error.status == 404:
+        return f"there is no {request.path[:200]}; sessions have /v1/chat/completions and /v1/models"
+    if error.status == 413:
+        return f"the body is larger than {MOST_BODY} bytes"
+    return f"{request.method} {request.path[:200]}: {error.reason}"

@@ -1,0 +1,211 @@
+"""This process's end of the one that starts its boxes: starts it, sends it orders, gives each answer to who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError, SandboxConfig
+from megarl.sandbox.runner_messages import Frame, Unpacker, packed
+
+_ROOT = Path(__file__).resolve().parents[2]
+_START = """
+import socket, sys
+sys.path.insert(0, sys.argv[3])
+from megarl.sandbox.runner import main
+main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+"""
+_PACKAGES = ("numpy", "sympy", "mpmath")
+"""What boxes have besides Python's own library, where this interpreter has it."""
+_READY_S = 60.0
+_PIECE = 1 << 20
+REMEDY = (
+    "install bubblewrap (apt install bubblewrap) and let unprivileged users make namespaces: "
+    "sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
+    "user.max_user_namespaces above 0; in Docker --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+    "--security-opt systempaths=unconfined; in Kubernetes seccompProfile Unconfined and procMount Unmasked. Or set "
+    "sandbox.backend to the address of a service with SandboxFusion's API; megarl/sandbox/README.md says more"
+)
+
+
+class SandboxError(RuntimeError):
+    """A box could not be made, or the process that makes them has ended: nobody's answer was wrong."""
+
+
+class Link:
+    """Belongs to the process that made it, and to one event loop at a time."""
+
+    cgroups, old = True, False
+    """Whether to look for memory cgroups; whether to take the kernel for one before 5.14. Tests of the watchdog set
+    them."""
+
+    def __init__(self, settings: SandboxConfig) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._wire: socket.socket | None = None
+        self._owner = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sending: asyncio.Lock | None = None
+        self._unpacker = Unpacker()
+        self._numbers = itertools.count(1)
+        self._futures: dict[int, asyncio.Future[Frame]] = {}
+        self._first: asyncio.Future[Frame] | None = None
+        self._greeting: dict[str, Any] | None = None
+        self.ready: dict[str, Any] | None = None
+
+    async def open(self) -> None:
+        """Have the process there, and this loop listening. Raises ConfigError where there can be no boxes."""
+        loop = asyncio.get_running_loop()
+        if self._wire is None or self._owner != os.getpid():
+            self._start()
+        if self._loop is not loop:
+            assert self._wire is not None
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._wire)
+            self._loop, self._sending, self._futures, self._first = loop, asyncio.Lock(), {}, None
+            loop.add_reader(self._wire, self._hear)
+        if self.ready is None:
+            if self._greeting is None:
+                self._first = self._first or self._answer(0)
+                await asyncio.wait_for(asyncio.shield(self._first), _READY_S)
+            said = self._greeting
+            assert said is not None
+            if said["kind"] == "refused":
+                self.close()
+                raise ConfigError(f"sandbox.backend=bubblewrap cannot hold here: {said['why']}. Remedy: {REMEDY}")
+            self.ready = said
+
+    async def ask(self, order: Mapping[str, Any], blobs: Sequence[bytes]) -> Frame:
+        """Send an order and wait for its answer; where this is cancelled, the box is ended. Raises SandboxError."""
+        number = order["number"]
+        try:
+            answer = self._answer(number)
+            await self.send(order, blobs)
+            said, contents = await answer
+        except asyncio.CancelledError:
+            self._futures.pop(number, None)
+            if self._wire is not None:
+                asyncio.ensure_future(self.send({"number": number, "kind": "end"}, ()))
+            raise
+        if said.get("failure"):
+            raise SandboxError(f"a box could not be made: {said['failure']}")
+        return said, contents
+
+    async def send(self, order: Mapping[str, Any], blobs: Sequence[bytes]) -> None:
+        assert self._loop is not None and self._sending is not None
+        async with self._sending:
+            if self._wire is None:
+                raise SandboxError("the sandbox was closed")
+            try:
+                await self._loop.sock_sendall(self._wire, packed(dict(order), blobs))
+            except OSError as error:
+                self._lost()
+                raise SandboxError(f"the process that starts boxes has ended: {error}") from None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that starts boxes; 0 where there is none."""
+        return int(self.ready["pid"]) if self.ready is not None and self._owner == os.getpid() else 0
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def close(self) -> None:
+        """End the process and with it all boxes."""
+        wire, process, self._wire, self._process, self.ready = self._wire, self._process, None, None, None
+        if wire is not None:
+            if self._loop is not None and not self._loop.is_closed() and self._owner == os.getpid():
+                self._loop.remove_reader(wire)
+            wire.close()
+        if process is not None and self._owner == os.getpid():
+            process.wait()
+        self._loop = None
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(SandboxError("the sandbox was closed"))
+        self._futures = {}
+
+    def _answer(self, number: int) -> asyncio.Future[Frame]:
+        assert self._loop is not None
+        self._futures[number] = future = self._loop.create_future()
+        return future
+
+    def _start(self) -> None:
+        bwrap = ""
+        if self._settings.backend == "bubblewrap":
+            bwrap = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin:" + os.environ.get("PATH", "")) or ""
+            if not bwrap:
+                raise ConfigError(f"sandbox.backend=bubblewrap: there is no bwrap on this machine. Remedy: {REMEDY}")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Not this interpreter but what it is of: nothing of its environment is to be in the box.
+            base = str(getattr(sys, "_base_executable", sys.executable))
+            self._process = subprocess.Popen(
+                [base, "-I", "-S", "-c", _START, str(theirs.fileno()), str(os.getpid()), str(_ROOT)],
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                start_new_session=True,
+            )
+        setup = {
+            "place": f"/tmp/megarl-sandbox-{os.getuid()}",
+            "processes": self._settings.processes,
+            "bwrap": bwrap,
+            "python": os.path.realpath(sys.base_prefix),
+            "packages": _packages(),
+            "cgroups": self.cgroups,
+            "old": self.old,
+        }
+        ours.sendall(packed(setup))
+        ours.setblocking(False)
+        self._wire, self._owner, self._loop, self.ready = ours, os.getpid(), None, None
+        self._unpacker, self._futures, self._greeting = Unpacker(), {}, None
+
+    def _hear(self) -> None:
+        assert self._wire is not None
+        try:
+            piece = self._wire.recv(_PIECE)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        if not piece:
+            self._lost()
+            return
+        for said, blobs in self._unpacker.feed(piece):
+            if "number" not in said:
+                self._greeting = said
+            future = self._futures.pop(said.get("number", 0), None)
+            if future is not None and not future.done():
+                future.set_result((said, blobs))
+
+    def _lost(self) -> None:
+        """The next run starts another one."""
+        futures, self._futures = self._futures, {}
+        self.close()
+        for future in futures.values():
+            if not future.done():
+                future.set_exception(SandboxError("the process that starts boxes has ended; the next run starts one"))
+
+
+def _packages() -> list[str]:
+    """Folders of those that this interpreter has outside of Python's own."""
+    found: list[str] = []
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        folder = os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
+        if folder:
+            libraries = f"{folder}.libs"
+            found += [folder, libraries] if os.path.isdir(libraries) else [folder]
+    return found

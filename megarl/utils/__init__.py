@@ -1,0 +1,1 @@
+"""Small helpers that several packages share: paths, text, plugins, lossless JSON."""

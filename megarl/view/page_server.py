@@ -1,0 +1,140 @@
+"""The same page, served on loopback: figures anew as the run goes on, and the tokens of whatever rollout is asked for.
+
+Who does not have the address with its key gets nothing; a request that names another host than this machine is
+refused, so that a page elsewhere, whose name is made to lead here, cannot read it (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.view.page import Loaded, Spans, load, overview, page, partings, side_file
+from megarl.view.rollout_details import Words, read_details, tokenizer_of
+from megarl.view.rollout_files import Notes
+from megarl.view.rollout_index import IndexReader
+
+HOSTS = ("127.0.0.1", "localhost")
+ANEW_S = 5.0
+"""Seconds for which what was read of a run is shown again."""
+_PATH = re.compile(r"/([\w-]{20,100})/(?:(?:data/)([a-z0-9-]{1,80})\.js)?(?:\?\d{1,20})?")
+_TOKENS = re.compile(r"tokens-(\d{1,3})-(\d{1,12})-(\d{1,9})")
+_INDEX = re.compile(r"index-(\d{1,3})")
+
+
+class Server(ThreadingHTTPServer):
+    """Answers for these run folders. port: 0 for any that is free. Raises ConfigError where it is taken."""
+
+    daemon_threads = True
+
+    def __init__(self, paths: Sequence[Path], port: int = 0, spans: Spans | None = None) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self._paths, self._spans = list(paths), spans
+        self._lock = threading.Lock()
+        self._words: dict[int, Words] = {}
+        self._marks: list[tuple[int, int]] | None = None
+        self._readers = [IndexReader(path) for path in paths]
+        self._load()
+        try:
+            super().__init__((HOSTS[0], port), Handler)
+        except (OSError, OverflowError) as error:
+            what = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--serve {port}: {what}; name another port, or none for one that is free") from None
+
+    def _load(self) -> None:
+        found = [load(path, self._spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)]
+        marks = [(len(one.index), len(one.run.metrics)) for one in found]
+        if marks != self._marks:
+            self._parted, self._marks = partings(found), marks
+        self._runs, self._read = found, time.monotonic()
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOSTS[0]}:{self.server_address[1]}/{self.key}/"
+
+    def runs(self) -> list[Loaded]:
+        """As they are now, or were a moment ago."""
+        with self._lock:
+            if time.monotonic() - self._read > ANEW_S:
+                self._load()
+            return self._runs
+
+    def overview(self) -> dict[str, Any]:
+        runs = self.runs()
+        return overview(runs, live=True, parted=self._parted)
+
+    def block(self, name: str) -> str | None:
+        """The script that hands this block to the page; None where there is no such."""
+        if name == "overview":
+            return side_file(name, self.overview())
+        if (found := _INDEX.fullmatch(name)) and int(found[1]) < len(self._paths):
+            return side_file(name, self.runs()[int(found[1])].index.plain())
+        if (found := _TOKENS.fullmatch(name)) and int(found[1]) < len(self._paths):
+            run, step, number = map(int, found.groups())
+            with self._lock:
+                if run not in self._words:
+                    self._words[run] = Words(tokenizer_of(self._paths[run]))
+                notes = Notes()
+                details = list(read_details(self._paths[run], step, {number}, self._words[run], notes))
+            return side_file(
+                name, details or {"error": "; ".join(notes) or f"there is no rollout {number} of step {step}"}
+            )
+        return None
+
+    def page(self) -> str:
+        runs = self.runs()
+        title = "MegaRL: " + ", ".join(one.run.name for one in runs)
+        return page({"overview": self.overview()}, "data/", title)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET alone: the page, and its blocks."""
+
+    server: Server
+    server_version, sys_version = "MegaRL", ""
+
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+        host = self.headers.get("Host", "").rpartition(":")
+        if host[0] not in HOSTS or host[2] != str(self.server.server_address[1]):
+            self._answer(421, "text/plain", "This machine is served under its own name alone.\n")
+            return
+        found = _PATH.fullmatch(self.path)
+        if found is None or not hmac.compare_digest(found[1], self.server.key):
+            self._answer(404, "text/plain", "There is nothing here; the address with its key is in the terminal.\n")
+            return
+        if found[2] is None:
+            self._answer(200, "text/html", self.server.page())
+        elif (text := self.server.block(found[2])) is not None:
+            self._answer(200, "text/javascript", text)
+        else:
+            self._answer(404, "text/plain", "There is no such block.\n")
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        content = text.encode()
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "X-Frame-Options": "DENY",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        try:
+            self.wfile.write(content)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the page has been closed
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing: requests are the page's own, and have the key in them."""

@@ -1,0 +1,281 @@
+"""What the roles with a model have in common: it is on their ranks, and all ranks of the job call it.
+
+A policy that has gone too far from the one that was sampled from goes back to it: `guards.ppo_kl`.
+
+`actor/ppo_kl` of an update says how far the updates of its step before it have brought the policy: the first has 0, or
+what `rollout.asynchronous` makes of it. So the last good policy is the one that the step began with, which the engine
+has, and that is what is kept. All ranks of the role have the same figure and do the same; others need not know, for
+rows are sent to updates that are left out, too.
+
+What the roles that are trained have in common: updates, and a word where more of them are in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from megarl.algorithms.token_rewards import sequence_sums
+from megarl.config import Config, ConfigError
+from megarl.megatron.build import Role
+from megarl.megatron.distribution import Distribution
+from megarl.megatron.trainer_model import NAMES, LossFn, MegatronModel
+from megarl.models.flops import model_flops
+from megarl.observe.clock import ELSEWHERE
+from megarl.observe.mfu import Work
+from megarl.parallel import ranks
+from megarl.parallel.placement import placement_of
+from megarl.types import ALONE, ModelOutput, TrainBatch
+from megarl.types.batch import read_by
+from megarl.workers.context import Context, Worker
+from megarl.workers.pending_values import Awaited, Reported
+
+
+class ModelWorker(Worker):
+    """`model` is None on ranks that are not the role's. There a call sends what is here of the batch and returns at
+    once.
+
+    Numbers that are not finite are found where they come from: what the model says, what a loss is given. Where the
+    model is on all ranks they have the same numbers, and raise the same ConfigError; else those that see it raise.
+    """
+
+    role: Role
+    placed: ClassVar[str] = ""
+    """Its key in `placement`, where that is not the role."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.model: MegatronModel | None = None
+        self.name = context.role or self.placed or self.role
+        """Of the role that it plays; what `role` says is what kind of model it has."""
+        self.members = placement_of(self.config).of(self.name)
+        self.apart = len(self.members) < self.job.world
+        self.work: Work | None = None
+        """What its model has computed, as every rank can say; there once it is built."""
+
+    def build(self, hf: Mapping[str, Any], path: str, config: Config, trains: bool = True) -> None:
+        """The model, from a folder, on the ranks that have it."""
+        with self.clock.phase("load"):
+            if self.name not in self.context.layouts:
+                raise ConfigError(f"roles.{self.name}.model is not set; it must name the HF folder of the {self._name}")
+            lora = config.lora if trains else None
+            flops = model_flops(hf, lora, valued=self.role != "actor")
+            # A reward model has no time of its own: its scores are made among the other parts of the reward.
+            phase = f"{self.role}_update" if trains else f"{self.name}_logprobs" if self.role == "actor" else ""
+            layout = self.context.layouts[self.name]
+            self.work = Work(self.name, flops, phase, max(1, len(self.members)), min(self.members, default=0), trains)
+            if layout is None:
+                return
+            updates = self.context.updates[self.name] if trains else 1
+            self.model = MegatronModel(hf, config, layout, self.role, updates, trains)
+            self.model.load_hf(path)
+            self.context.models.add(self.model)
+
+    def ready(self) -> None:
+        known = self.model.distribution if self.model is not None else None
+        self.distribution: Distribution = ranks.broadcast_object(known, self.members[0]) if self.apart else known  # type: ignore[assignment]
+
+    def figures(self) -> dict[str, float]:
+        """Where `guards.memory` is on, what its ranks have agreed on, on all ranks."""
+        if not self.config.guards.memory or not self.members:
+            return {}
+        known = None if self.model is None else self.model.fitting.figures
+        found = ranks.broadcast_object(known, self.members[0]) if self.apart else known
+        return {f"guards/{self.name}_{name}": value for name, value in (found or {}).items()}
+
+    @property
+    def at_work(self) -> str:
+        """Who is in this role's phases on this rank."""
+        return ELSEWHERE if self.model is None else self.name
+
+    def forward(self, batch: TrainBatch) -> ModelOutput:
+        """What the model says of the tokens that are here, [T] fp32 on the host; a handle where the role is apart."""
+        return self._forward(batch, self.role.replace("_", " "))
+
+    def _forward(
+        self,
+        batch: TrainBatch,
+        what: str,
+        temperature: float = 1.0,
+        within: AbstractContextManager[None] | None = None,
+        every: bool | None = False,
+    ) -> ModelOutput:
+        """what: the numbers' name. within: entered on the role's ranks meanwhile. every: whether all numbers must be
+        finite; if not, those of action tokens are, of at least half of the sequences; None where none must."""
+        names = NAMES[self.role]
+        if self.work is not None:
+            self.work.looked(batch.lengths.tolist())
+        if self.model is None:
+            read = self.distribution.forward_elsewhere(batch, names)
+        else:
+            with within or nullcontext():
+                found = self.model.forward(batch, temperature)
+            read = found.copy
+
+        def checked() -> dict[str, torch.Tensor]:
+            values = read()
+            if every is not None:
+                self.require_finite({what: values[names[0]]}, batch, every, spares=not every)
+            return values
+
+        return Awaited(checked) if self.apart else ModelOutput(**checked())
+
+    def require_finite(
+        self, columns: Mapping[str, torch.Tensor], batch: TrainBatch, every: bool = False, spares: bool = False
+    ) -> None:
+        """Raise ConfigError unless these [T] are numbers for all action tokens, or for every token. spares: unless they
+        are for at least half of the sequences; of the others nothing is trained on
+        (`controllers/mask_nonfinite.py`)."""
+        everyone = ALONE if self.apart else batch.everyone
+        where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
+        # A finite sum has finite summands, which is quickly seen; only where it is not each of them is looked at.
+        odd = {what: values for what, values in columns.items() if not bool(torch.isfinite(values.sum()))}
+        wrong = {what: where & ~torch.isfinite(values) for what, values in odd.items()}
+        found = [int(wrong[what].sum()) if what in wrong else 0 for what in columns]
+        hit = [_sequences(batch, mask) for mask in (where, *wrong.values())] if spares and wrong else []
+        bad = int(torch.stack(hit[1:]).any(dim=0).sum()) if hit else 0
+        asked = int((hit[0] if hit else _sequences(batch, where)).sum()) if spares else 0
+        counts = everyone.total(torch.tensor([bad, asked, int(torch.count_nonzero(where)), *found])).tolist()
+        bad, asked, places, *found = counts
+        for what, count in zip(columns, found, strict=True):
+            if count and not (spares and 2 * bad <= asked):
+                seen = everyone.objects(columns[what][wrong[what]][:1].tolist() if what in wrong else [])
+                self.complain(what, next(value for here in seen for value in here), count, places)
+
+    def complain(self, what: str, value: float, count: int, places: int) -> NoReturn:
+        raise not_finite(self.step, f"{what} of the {self._name}", value, count, places, self._remedy)
+
+    @property
+    def _name(self) -> str:
+        return self.name.replace("_", " ")
+
+    @property
+    def _remedy(self) -> str:
+        optimizer = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
+        return f"look at the rewards and the data, or lower {optimizer}.lr"
+
+
+def _sequences(batch: TrainBatch, where: torch.Tensor) -> torch.Tensor:
+    """[n] bool: those of the sequences here with a token of [T] in them."""
+    return sequence_sums(where.int(), batch.cu_seqlens) > 0
+
+
+def not_finite(step: int, what: str, value: float, count: int, places: int, remedy: str) -> ConfigError:
+    return ConfigError(f"step {step}: not finite: {what}, {value} in {count} of {places} places; {remedy}")
+
+
+METRIC = "actor/ppo_kl"
+WENT_BACK = "guards/ppo_kl"
+"""Metric of a step that did: what was too much."""
+
+
+class GoingBack:
+    """Of one model. `limit` None: never."""
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self._kept_in = self._back_in = -1
+        """Steps."""
+
+    def pauses(self, step: int) -> bool:
+        """Whether the rest of this step's updates is left out."""
+        return self._back_in == step
+
+    def begin(self, step: int, model: MegatronModel) -> None:
+        """Before each update: the first of a step is of a policy to go back to."""
+        if self._limit is not None and self._kept_in != step:
+            model.keep()
+        self._kept_in = step
+
+    def checked(self, model: MegatronModel, metrics: dict[str, float]) -> dict[str, float]:
+        """What an update has reported, after which the model may be another. One that is not a number is too much."""
+        found = metrics.get(METRIC, 0.0)
+        if self._limit is None or found <= self._limit:
+            return metrics
+        model.go_back()
+        self._back_in = self._kept_in
+        return metrics | {WENT_BACK: found}
+
+
+IN_VAIN = "guards/{}_in_vain"
+"""Metric of an update that was one too many to be skipped: how many were in a row. By the role's name."""
+
+
+class TrainingWorker(ModelWorker):
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._skipped: list[int] = []
+        """Of the latest updates, if they were skipped: in which step each was."""
+        self.in_vain: tuple[int, str] | None = None
+        """On the role's ranks, once too many in a row were skipped: the step of the first of them, and what to say."""
+        self._unread: list[Reported] = []
+        self._back = GoingBack(self.config.guards.ppo_kl if self.role == "actor" else None)
+
+    def update(self, batch: TrainBatch, loss_fn: LossFn) -> Mapping[str, float]:
+        """One optimizer step on a mini-batch with `loss_weights`; metrics under the role's name. Of a loss that names
+        what it reads, see `types.reads`, nothing else is sent or looked at."""
+        rewards = batch.sequence_reward
+        if len(odd := rewards[~torch.isfinite(rewards)]):
+            self.complain("sequence_reward in the batch", float(odd[0]), len(odd), len(rewards))
+        given = {name: getattr(batch, name) for name in read_by(loss_fn, batch)}
+        self.require_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
+        mine: dict[str, float] | None = None
+        if self.work is not None:
+            self.work.learned(batch.lengths.tolist())
+        with self.clock.phase(f"{self.role}_update", self.at_work):
+            if self.model is None or self._back.pauses(self.step):
+                self.distribution.train_elsewhere(batch, given)
+                mine = None if self.model is None else {}
+            else:
+                self._back.begin(self.step, self.model)
+                mine = self._back.checked(self.model, self._take_step(self.model, batch, loss_fn))
+        return Reported(self.members[0], mine, self._unread) if self.apart or mine is None else mine
+
+    def _take_step(self, model: MegatronModel, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
+        metrics = model.train_step(batch, loss_fn, self.temperature)
+        if not metrics[f"{self.role}/skipped"]:
+            self._skipped = []
+            return metrics
+        self._skipped.append(self.step)
+        if len(self._skipped) <= self.config.run.max_skipped:
+            return metrics
+        self.in_vain = self._skipped[0], self._said_of(batch, metrics)
+        return metrics | {IN_VAIN.format(self.name): float(len(self._skipped))}
+
+    @property
+    def skipped_since(self) -> int | None:
+        """The step of the first of the latest updates that were skipped, on the role's ranks; None where the last was
+        taken."""
+        return self._skipped[0] if self._skipped else None
+
+    def went_back(self) -> None:
+        """The model is what an older checkpoint has: what came of the updates since is of no interest."""
+        self._skipped, self.in_vain = [], None
+
+    @property
+    def temperature(self) -> float:
+        """Of a policy, what divides its logits."""
+        return 1.0
+
+    def _said_of(self, batch: TrainBatch, metrics: dict[str, float]) -> str:
+        norm, loss = (metrics.get(f"{self.role}/{name}", 0.0) for name in ("grad_norm", "loss"))
+        largest: dict[str, torch.Tensor | None] = {"reward": batch.sequence_reward}
+        if not self.apart:  # the others are where the rollouts are
+            largest |= {"advantage": batch.advantages, "return": batch.returns}
+        sizes = {name: float(x.abs().max()) if len(x) else 0.0 for name, x in largest.items() if x is not None}
+        of_all = [sizes] if self.apart else batch.everyone.objects(sizes)
+        found = [f"largest |{name}| {max(one[name] for one in of_all):g}" for name in sizes]
+        return (
+            f"{len(self._skipped)} updates of the {self._name} in a row were skipped, from step {self._skipped[0]} on, "
+            f"for its gradient is not finite: norm {norm:g}, loss {loss:g}, {', '.join(found)}; more than "
+            f"run.max_skipped={self.config.run.max_skipped}: {self._remedy}"
+        )
+
+    @property
+    def trained(self) -> MegatronModel:
+        """The model, on a rank that has it."""
+        assert self.model is not None, f"the {self._name} is not on this rank"
+        return self.model

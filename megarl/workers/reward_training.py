@@ -1,0 +1,50 @@
+"""The reward model in training: scores, updates, export. Trained, it serves in `workers/reward.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megarl.checkpoint.export import gather_hf
+from megarl.models.hf_folder import save_hf
+from megarl.models.registry import family_of
+from megarl.models.scalar_head import classifier_config, padding_of
+from megarl.parallel.placement import role_config
+from megarl.parallel.ranks import together
+from megarl.parallel.wait_listeners import counted
+from megarl.types import ModelOutput, TrainBatch
+from megarl.workers.model_worker import TrainingWorker
+
+
+class RewardModelWorker(TrainingWorker):
+    """The trunk of `model.path`, a policy or a reward model; of a policy, the head starts at zero."""
+
+    role = "reward_model"
+
+    def start(self) -> None:
+        self.build(self.context.hf_config, self.config.model.path, role_config(self.config, self.role))
+
+    def forward(self, batch: TrainBatch) -> ModelOutput:
+        """scores[t] is of the conversation up to and including token t."""
+        with self.clock.phase("reward_model_scores", self.at_work):
+            return self._forward(batch, "scores", every=True)
+
+    def export(self, folder: Path) -> None:
+        """Write an HF folder of a sequence classifier with one label; the role's first rank writes, all of its ranks
+        take part. Raises OSError on all of them where the disk does not take it."""
+        with self.clock.phase("export"):
+            together(lambda: self._export_model(folder), group=self.trained.ranks.host)
+
+    def _export_model(self, folder: Path) -> None:
+        table, hf, chat = self.trained.params(), self.context.hf_config, self.context.chat
+        padding = padding_of(hf, chat.tokenizer.pad_token_id, chat.end_of_turn)
+        save_hf(
+            folder,
+            counted(gather_hf(self.trained.merged(), table, self.trained.ranks), sum(len(one.hf) for one in table)),
+            self.config.model.path,
+            dtype=getattr(torch, self.config.model.dtype),
+            write=self.trained.ranks.role_rank == 0,
+            table=table,
+            config=classifier_config(hf, family_of(hf).architecture, padding),
+        )

@@ -1,0 +1,110 @@
+"""Checks by themselves; in a whole configuration they are tested with the dry run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.config import Config, ConfigError, from_dict
+from megarl.controllers.lookup import declare
+from megarl.dry_run.settings import check_data, check_drafts
+
+HF = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 512,
+    "num_hidden_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 1024,
+}
+
+
+def drafts(folder: Path | None = None, number: int = 3, **rollout: Any) -> Config:
+    model = {"path": str(folder)} if folder else {}
+    return from_dict({"model": model, "rollout": {"draft_tokens": number, "max_context": 1020, **rollout}})
+
+
+def test_drafts_need_a_layer_and_its_tensors(tmp_path: Path) -> None:
+    check_drafts(HF, drafts())
+    check_drafts(HF | {"num_nextn_predict_layers": 0}, drafts(number=0))
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    save_file({"model.layers.2.mlp.gate.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"but {re.escape(str(tmp_path))} has no tensors model\.layers\.3\."):
+        check_drafts(HF, drafts(tmp_path))
+    save_file({"model.layers.3.eh_proj.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    check_drafts(HF, drafts(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rollout", "complaint"),
+    [
+        ({"num_nextn_predict_layers": 2}, {}, "this DeepseekV3ForCausalLM has 2; set it to 0"),
+        ({}, {"max_context": 1021}, "rollout.draft_tokens=3 needs 1025 positions.* the model has 1024; lower"),
+        ({}, {"sglang": {"attn_dp_size": 2}}, "rollout.draft_tokens=3 with rollout.sglang.attn_dp_size: never tried"),
+    ],
+)
+def test_drafts_that_cannot_be(changes: dict[str, Any], rollout: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_drafts(HF | changes, drafts(**rollout))
+
+
+def warned(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str]:
+    files = {"train": str(train), "eval": str(held_out), **data}
+    given = {"algorithm": algorithm, "run": {"eval_every": 1}, "data": files}
+    config, warnings = from_dict(given), list[str]()
+    check_data(config, declare(config), True, warnings)
+    return warnings
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "one", "other"),
+    [
+        ("grpo", {"prompt": "1+1?", "ground_truth": 2}, {"prompt": "2+2?", "ground_truth": 4}),
+        ("sft", {"prompt": "x", "response": "y"}, {"prompt": "x", "response": "z"}),
+        (
+            "reward_model",
+            {"prompt": "x", "chosen": "y", "rejected": "n"},
+            {"prompt": "x", "chosen": "z", "rejected": "n"},
+        ),
+    ],
+)
+def test_evaluation_on_training_data_is_warned_of(
+    algorithm: str, one: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    train, same, new = tmp_path / "train.jsonl", tmp_path / "same.jsonl", tmp_path / "new.jsonl"
+    train.write_text(json.dumps({**one, "id": "a"}) + "\n")
+    same.write_text(json.dumps({**other, "id": "b"}) + "\n" + json.dumps({**one, "id": "c"}) + "\n")
+    new.write_text(json.dumps({**other, "id": "a"}) + "\n")
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(train)
+    for held_out in (train, link):
+        (line,) = warned(algorithm, train, held_out)
+        assert line.startswith(f"data.eval={held_out} is data.train={train}: an evaluation on training data")
+    (line,) = warned(algorithm, train, same)
+    assert line.startswith("data.eval: 1 of the first 2 rows are in data.train, too, such as ")
+    assert warned(algorithm, train, new) == []
+
+
+def test_a_column_environment_without_environments_is_warned_of(tmp_path: Path) -> None:
+    file, other = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    file.write_text('{"prompt": "x", "ground_truth": 1}\n{"prompt": "y", "ground_truth": 1, "environment": "Guess"}\n')
+    other.write_text('{"prompt": "z", "ground_truth": 1}\n')
+    (line,) = warned("grpo", file, other)
+    assert line == (
+        f"{file}, train-1: the column 'environment' is 'Guess', but rollout.environments is empty, so no environment "
+        "is used; set it, or leave the column out"
+    )
+
+
+def test_nan_in_the_column_that_orders_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text(
+        '{"prompt": "x", "ground_truth": 1, "level": NaN}\n{"prompt": "y", "ground_truth": 1, "level": 1}\n'
+    )
+    with pytest.raises(ConfigError, match="train.jsonl:1: 'level' is NaN"):
+        warned("grpo", file, file, order="level")

@@ -1,0 +1,732 @@
+"""Mistakes that must be found before anything starts, and the plans of the recipes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.config import Config, ConfigError, from_dict, load_config, server_args, to_dict
+from megarl.dry_run.plan import Report, render, validate
+from megarl.workers.role_workers import Registered
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from model_folder import write_tokenizer, write_weights  # noqa: E402
+
+RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
+ROW = {  # a prompt, a conversation and a pair
+    "prompt": "1+1?",
+    "ground_truth": 2,
+    "messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
+    "chosen": "2",
+    "rejected": "3",
+}
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+DENSE = {key: value for key, value in MOE.items() if "expert" not in key and key != "head_dim"} | {
+    "architectures": ["Qwen2ForCausalLM"]
+}
+
+
+@pytest.fixture
+def plan(tmp_path: Path):
+    """plan(overrides, hf changes): the report on a small legal configuration with those changes."""
+
+    def make(*overrides: str, hf: dict[str, Any] = MOE, **options: Any) -> Report:
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        (tmp_path / "train.jsonl").write_text(json.dumps(ROW) + "\n")
+        tree = {
+            "model": {"hf_config": str(tmp_path / "config.json")},
+            "parallel": {"world_size": 4, "tp": 2, "pp": 1, "ep": 2},
+            "rollout": {"max_context": 256, "max_new_tokens": 64},
+            "data": {"train": str(tmp_path / "train.jsonl"), "prompts_per_step": 8},
+            "reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]},
+        }
+        (tmp_path / "c.yaml").write_text(json.dumps(tree))
+        return validate(load_config(tmp_path / "c.yaml", overrides), **{"dry_run": True, **options})
+
+    return make
+
+
+def test_a_sound_configuration(plan) -> None:
+    report = plan()
+    assert report.ok and report.warnings == []
+    report.raise_errors()
+    assert dict(report.facts["layout"])["dense layers"] == "tp 2 x pp 1 x dp 2"
+    assert dict(report.facts["layout"])["experts"] == "ep 2 x pp 1 x dp 2"
+    assert dict(report.facts["batch"])["sequences a step"] == "8 prompts x 8"
+
+
+def test_roles_on_ranks_of_their_own(plan) -> None:
+    """The actor's ranks have half of the data parallel ones, and none of the critic's states."""
+    report = plan("placement={actor: 0-1, critic: 2-3}", "critic.parallel={tp: 1, pp: 2, ep: 1}", "rollout.tp=2")
+    assert report.ok, report.errors
+    layout, whole = dict(report.facts["layout"]), plan("rollout.tp=2")
+    assert layout["ranks"] == "4 = 1 nodes x 4"
+    assert layout["roles"] == "all: rollout; 0-1: actor, reference, reward; 2-3: critic"
+    assert (layout["dense layers"], layout["experts"]) == ("tp 2 x pp 1 x dp 1", "ep 2 x pp 1 x dp 1")
+    assert (layout["critic's dense layers"], layout["critic's experts"]) == ("tp 1 x pp 2 x dp 1", "ep 1 x pp 2 x dp 1")
+    assert dict(report.facts["engines"])["SGLang engines"] == "2 of tp 2, ep 1"
+    mine, theirs = report.memory[0].states, whole.memory[0].states
+    assert mine.keys() == {name for name in theirs if name.startswith("actor")}
+    assert mine["actor weights"] == theirs["actor weights"]
+    assert mine["actor optimizer"] == 2 * theirs["actor optimizer"]
+    assert report.whose == "ranks 0-1: rollout, actor, reference, reward"
+    ((whose, critics),) = report.others.items()
+    assert whose == "ranks 2-3: rollout, critic" and [stage.layers for stage in critics] == [(0, 1), (2, 3)]
+    for stage in critics:  # which receive what is pushed, and send nothing
+        assert {name.split()[0] for name in stage.states} == {"critic"} and stage.host == {}
+        assert stage.generation.keys() == report.memory[0].generation.keys() == {"engine weights", "engine KV cache"}
+        assert stage.push["engine weights"] == report.memory[0].push["engine weights"]
+        assert stage.push["reshard staging"] < report.memory[0].push["reshard staging"]
+        assert stage.training["activations"] > 0 and stage.training["logits"] == 0
+    text = render(report)
+    assert f"on {report.whose}\n" in text and f"on {whose}\n" in text
+
+
+def test_a_set_of_ranks_for_each_role(plan) -> None:
+    """The actor's two, the critic's, the engine's: what is pushed goes over to the latter, which has nothing else."""
+    split = ["parallel.world_size=4", "parallel.tp=1", "placement={actor: 0-1, critic: 2, rollout: 3}"]
+    report = plan(*split, "critic.parallel={ep: 1}", "train.offload=true")
+    assert report.ok, report.errors
+    assert report.whose == "ranks 0-1: actor, reference, reward"
+    assert list(report.others) == ["rank 2: critic", "rank 3: rollout"]
+    (actor,), ((critic,), (engine,)) = report.memory, report.others.values()
+    assert actor.generation == {} and actor.push["engine weights"] == 0 < actor.push["reshard staging"]
+    assert critic.generation == critic.push == {} and "states, while generating" in critic.host
+    assert engine.states == engine.training == engine.host == {} and engine.layers == ()
+    weights, cache = engine.generation["engine weights"], engine.generation["engine KV cache"]
+    assert engine.peak == max(weights + cache, sum(engine.push.values())) and engine.push["engine weights"] == weights
+    received = dict(report.facts["push"])["each rank of an engine receives"]
+    assert received == "1.1 MB on average"  # all 0.53 M parameters, in bf16
+    assert "engines only" in render(report)
+
+
+def test_a_reward_model_on_ranks_of_its_own(plan) -> None:
+    split = ["parallel.world_size=4", "parallel.tp=1", "placement={actor: 0-1, reward: 2-3}", "reward.model=/x"]
+    report = plan(*split, "algorithm=grpo")
+    assert report.ok, report.errors
+    ((whose, (serving,)),) = report.others.items()
+    assert whose == "ranks 2-3: rollout, reward" and serving.states.keys() == {"reward model weights"}
+    assert "reward model weights" not in report.memory[0].states and serving.training == {}
+
+
+def test_lora_is_planned(plan) -> None:
+    report = plan("lora.rank=4")
+    assert report.ok
+    # 4 layers of 4 (64 + 256 + 128 + 64) in attention, and of 8 experts 4 (64 + 96 + 48 + 64) each
+    assert dict(report.facts["model"])["trained"] == "adapters of rank 4, 0.04 M parameters of the policy"
+    assert report.memory[0].states["actor optimizer"] < plan().memory[0].states["actor optimizer"] / 5
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["parallel.world_size=6", "parallel.pp=4"], r"=6 is not a multiple of tp x pp .* nearest that are: 8"),
+        (["parallel.ep=3"], r"parallel.ep=3 does not divide the 4 ranks.*possible: 1, 2, 4"),
+        (["parallel.ep=2", "parallel.etp=4"], r"parallel.ep=2 does not divide .* beside etp=4; possible: 1"),
+        (["parallel.cp=3"], r"=4 is not a multiple of tp x cp x pp .* nearest that are: "),
+        (["critic.parallel={tp: 4}"], r"the critic: .*num_key_value_heads=2 does not divide by tensor parallel size 4"),
+        (["critic.parallel={cp: 3}"], r"the critic: critic.parallel.world_size=4 is not a multiple of tp x cp x pp"),
+        (["critic.parallel={tpp: 2}"], r"unknown key critic.parallel.tpp; did you mean critic.parallel.tp"),
+        (["critic.parallel={world_size: 2}"], r"critic.parallel.world_size: the critic's ranks are those of pl"),
+        (["train.ddp={overlap_grad_reduc: true}"], r"did you mean overlap_grad_reduce"),
+        (["train.ddp={overlap_param_gather: true}"], r"overlap_param_gather cannot be set: weights must be whole"),
+        (["parallel.vpp=2"], r"parallel.vpp=2 needs at least 3 pipeline stages"),
+        (["parallel.world_size=16", "parallel.ep=16", "parallel.tp=1"], r"ep=16 does not divide the model's 8 experts"),
+        (["parallel.tp=4"], r"num_key_value_heads=2 does not divide by tensor parallel size 4; sizes that do: 1, 2"),
+        (["parallel.world_size=6", "parallel.tp=1", "parallel.pp=3"], r"4 layers cannot be dealt out to parallel.pp=3"),
+        (["parallel.world_size=12", "parallel.ranks_per_node=8"], r"not a multiple of parallel.ranks_per_node=8"),
+        (["rollout.tp=3"], r"rollout.tp=3 does not divide parallel.world_size=4; sizes that do: 1, 2, 4"),
+        (["rollout.tp=4", "parallel.world_size=12", "parallel.ranks_per_node=6"], r"tp=4 does not fit nodes of 6"),
+        (["rollout.ep=2"], r"rollout.ep=2 does not divide rollout.tp=1"),
+        (["rollout.max_context=1024"], r"max_context=1024 is beyond the model's 512 positions"),
+        (["rollout.max_new_tokens=256"], r"max_new_tokens=256 leaves no room for a prompt"),
+        (["run.num_update=1", "run.epochs=3"], r"run.num_update=1 is not a multiple of run.epochs=3"),
+        (["run.num_update=3", "run.epochs=2"], r"run.num_update=3 is not a multiple of run.epochs=2"),
+        (["run.num_update=65"], r"cuts a batch of 64 sequences in 65 mini-batches"),
+        (["algorithm=grpo", "rollout.samples_per_prompt=1"], r"every advantage is 0; set it to 2 or more"),
+        (["algorithm=grpo", "rollout.temperature=0"], r"every advantage is 0; set it above 0"),
+        (["kl.place=loss", "kl.estimator=k1"], r"kl.estimator=k1 with kl.place=loss.*set kl.estimator to null, or kl."),
+        (["rollout.temperature=1e-5"], r"rollout.temperature=1e-05 is neither 0, which is greedy, nor at least 0.001"),
+        (["actor_optimizer.min_lr=1"], r"actor_optimizer.min_lr=1 is above actor_optimizer.lr=1e-06"),
+        (["critic.optimizer.lr=0", "critic.optimizer.min_lr=1e-9"], r"critic.optimizer.min_lr=1e-09 is above"),
+        (["critic.warmup_steps=100"], r"critic.warmup_steps=100 leaves none of run.num_rollout=100 steps"),
+        (["reward.functions=[]"], r"reward.functions is empty"),
+        (["reward.functions=[megarl.rewards.gsm8k:nothing]"], r"has no 'nothing'"),
+        (
+            ["rollout.tools=[megarl.environments.ready.calculator:abacus]"],
+            r"megarl.environments.ready.calculator has no abacus",
+        ),
+        (["data.train=''"], r"data.train is not set; .*prompts"),
+        (["algorithm=sft", "data.train=''"], r"data.train is not set; .*conversations"),
+        (["algorithm=reward_model", "data.train=''"], r"data.train is not set; .*preference pairs"),
+        (["algorithm=reward_model", "run.eval_every=5"], r"run.eval_every=5 needs data.eval; .*held-out pairs"),
+        (["algorithm=reward_model", "run.num_update=9"], r"cuts a batch of 8 pairs in 9 mini-batches"),
+        (["run.eval_every=5"], r"run.eval_every=5 needs data.eval"),
+        (["rollout.replay=/nowhere"], r"rollout.replay=/nowhere: there is no such run folder"),
+        (["train.replay_routing=true", "algorithm=sft"], r"sft has no engine whose routing could be replayed"),
+        (
+            ["train.replay_routing=true", "rollout.replay=/"],
+            r"rollout.replay=/ has no folder rollouts; name a run with track.rollouts=true",
+        ),
+        (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot be told what to choose"),
+        (
+            ["train.replay_routing=true", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
+            r"=sinkhorn does not go with train.replay_routing",
+        ),
+        (
+            ["rollout.sglang.speculative_algorithm=EAGLE"],
+            r"speculative_algorithm cannot be set; it is decided by rollout.draft_tokens",
+        ),
+        (
+            ["rollout.draft_tokens=2"],
+            r"draft_tokens=2 needs a model with one layer of .*this Qwen3MoeForCausalLM has 0",
+        ),
+        (["train.replay_routing=true", "rollout.sglang.chunked_prefill_size=-1"], r"size must be positive"),
+        (["rollout.sglang.enable_return_routed_experts=true"], r"cannot be set; it is decided by train.replay_routing"),
+        (["model.megatron.num_layers=2"], r"num_layers cannot be set: the model's config.json decides it"),
+        (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
+        (["model.megatron.q_lora_rank=3"], r"q_lora_rank cannot be set: the model's config.json decides it"),
+        (["model.megatron={fp8: hybrid, fp8_recipe: delayed}"], r"Engine 2 does not know; take tensorwise"),
+        (["model.megatron.cache_mla_latents=true"], r"latents is not a field of Megatron's TransformerConfig"),
+        (["model.megatron.bf16=true"], r"model.megatron.bf16 has a key of its own: set model.dtype"),
+        (["model.megatron.context_parallel_size=2"], r"has a key of its own: set parallel.cp"),
+        (["rollout.sglang.moe_runner_backend=flashinfer_cutlass"], r"has \[up; gate\]; take one of triton, deep_gemm"),
+        (["rollout.sglang.init_expert_location=/experts.json"], r"experts must be where their numbers say"),
+        (["rollout.tool_call_parser=qwen26"], r"qwen26 is no parser of SGLang's; did you mean qwen25"),
+        (["rollout.sglang.max_total_tokens=100"], r"less than one conversation of rollout.max_context="),
+        (["rollout.sglang.mem_fraction=0.5"], r"mem_fraction is not a field of SGLang's.*did you mean mem_fr"),
+        (["rollout.sglang.tp_size=2"], r"rollout.sglang.tp_size cannot be set; it is decided by rollout.tp"),
+        (["lora.rank=65"], r"lora.rank=65 is beyond the model's hidden_size=64"),
+        (["lora.targets=[linear_qkv]"], r"lora.targets is set, but lora.rank=0 trains all weights; set lora.rank"),
+        (["lora.rank=8", "lora.targets=[q_proj]"], r"q_proj names no linear layer of this model; it has linear_fc1, l"),
+        (["train.mtp=0.1"], r"this Qwen3MoeForCausalLM has no layers of multi-token prediction .* set it to 0"),
+        (["model.hf_config=/nowhere/config.json"], r"no model folder or config.json at /nowhere/config.json"),
+        (["model.hf_config=''"], r"model.path is not set"),
+        (["model.hf_config=''", "model.path=/nowhere"], r"model.path=/nowhere: there is no such folder"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(plan, overrides: list[str], message: str) -> None:
+    report = plan(*overrides)
+    assert not report.ok
+    assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
+    with pytest.raises(ConfigError, match=message):
+        report.raise_errors()
+    assert "fits together" not in render(report)
+
+
+@pytest.mark.parametrize(
+    "hf, overrides, message",
+    [
+        (MOE | {"architectures": ["GPT2LMHeadModel"]}, [], r"no table for the architecture GPT2LMHeadModel"),
+        (DENSE, [], r"parallel.ep=2, but Qwen2ForCausalLM has no experts; set it to 1"),
+        (DENSE, ["parallel.ep=1", "rollout.tp=2", "rollout.ep=2"], r"rollout.ep=2, but the model has no experts"),
+        (DENSE | {"intermediate_size": 98}, ["parallel.ep=1", "rollout.tp=4"], r"would cut.*diate_size=98 in 4"),
+        (MOE | {"moe_intermediate_size": 49}, ["rollout.tp=2"], r"would cut the model's moe_intermediate_size=49 in 2"),
+        (MOE | {"num_experts": 6}, ["rollout.tp=4", "rollout.ep=4"], r"rollout.ep=4 does not divide the model's 6"),
+        (MOE | {"num_attention_heads": 6}, ["rollout.tp=4"], r"rollout.tp=4 does not divide.* 6 attention"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], overrides: list[str], message: str) -> None:
+    report = plan(*overrides, hf=hf)
+    assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
+    assert report.memory == []
+
+
+def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
+    report = plan("parallel.ep=1", "train.replay_routing=true", hf=DENSE)
+    assert report.errors == ["train.replay_routing=true, but Qwen2ForCausalLM has no experts; set it to false"]
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["lora.rank=4"], r"train.mtp trains whole layers, lora.rank adapters alone; set one of them to 0"),
+        (["algorithm=reward_model"], r"train.mtp is about a policy's layers, and algorithm=reward_model trains none"),
+        (["model.megatron.mtp_num_layers=1"], r"mtp_num_layers has a key of its own: set train.mtp"),
+    ],
+)
+def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> None:
+    hf = json.loads((ROOT / "configs/models/deepseek_v3.json").read_text())
+    small = ["parallel.tp=1", "train.mtp=0.1"]
+    report = plan(*small, "rollout.draft_tokens=2", hf=hf)
+    assert dict(report.facts["model"])["trained besides"].startswith("1 layer(s) of multi-token prediction, 11.6")
+    assert dict(report.facts["engines"])["drafts"] == "2 tokens at a time; the draft layer is pushed with the policy"
+    (error,) = plan(*small, *overrides, hf=hf).errors
+    assert re.search(message, error)
+    stages = ["parallel.pp=2", "parallel.ep=1", "model.megatron.num_layers_in_last_pipeline_stage=30"]
+    assert plan(*small, *stages, hf=hf).ok
+    (error,) = plan(*small, *stages, hf=hf | {"tie_word_embeddings": True}).errors
+    assert re.search(r"train.mtp with tie_word_embeddings=true and parallel.pp above 1 is not implemented", error)
+
+
+def test_every_mistake_is_told_at_once(plan) -> None:
+    report = plan("rollout.tp=3", "kl.place=loss", "kl.estimator=k1", "data.train=''")
+    assert len(report.errors) == 3
+    with pytest.raises(ConfigError, match=r"rollout.tp=3.*; and .*k1.*; and .*data.train"):
+        report.raise_errors()
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["train.token_budget=100"], "a longer conversation is a micro-batch of its own"),
+        (["data.prompts_per_step=1", "run.num_update=8"], "a mini-batch of 1 sequences leaves some of 2 data-parallel"),
+        (["run.num_update=3"], "64 sequences do not divide evenly into 3 mini-batches on 2"),
+        (["rollout.temperature=0"], "training on greedy rollouts explores nothing"),
+        (["kl.coef=0"], "kl.coef=0 stays 0"),
+        # 64 tokens at 20 a second.
+        (
+            ["rollout.request_timeout=3"],
+            "request_timeout=3 s may be too short: an answer of rollout.max_new_tokens=64 w",
+        ),
+        # 8 prompts on 4 engines are 16 rollouts each, of which 512 tokens hold 2; each 256 tokens at 20 a second.
+        (
+            [
+                *("rollout.sglang={max_total_tokens: 512}", "rollout.step_timeout=100"),
+                *("rollout.request_timeout=100",),
+            ],
+            "an engine's 16 rollouts of a step, of up to 256 tokens and 2 at once, so in 8 waves, would take 102 s",
+        ),
+        (["run.resume=auto"], "there will be no checkpoint"),
+        (["algorithm=grpo", "critic.path=/x"], "critic.path is set, but grpo has no critic"),
+        (
+            ["algorithm=reward_model", "data.prompts_per_step=3"],
+            "3 pairs do not divide evenly into 1 mini-batches on 2",
+        ),
+        (["algorithm=sft", "reward.model=/x"], "reward.model is set, but sft has no rollouts to score"),
+        (["algorithm=sft", "run.epochs=2", "run.num_update=2"], "passes over the data are steps: run.num_rollout"),
+        (["data.train=[nowhere.jsonl,train.parquet]", "data.weights=[1,2]"], "data.train=train.parquet is not here"),
+        (["reward.model=/x"], "reward.model=/x is not here; planned as if it were the policy's model"),
+        (["critic.path=/x"], "critic.path=/x is not here; planned as if it were the policy's model"),
+        (["data.train=nowhere.jsonl"], "data.train=nowhere.jsonl is not here; it must be when the run starts"),
+    ],
+)
+def test_what_is_legal_but_odd_is_a_warning(plan, overrides: list[str], message: str) -> None:
+    report = plan(*overrides)
+    assert report.ok
+    assert [line for line in report.warnings if message in line], report.warnings
+    assert message in " ".join(render(report).split())
+
+
+def test_a_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other than a dry run: the weights, the tokenizer and the data must be there."""
+    folder = tmp_path / "model"
+    overrides = [f"model.path={folder}", "data.train=nowhere.jsonl"]
+    for missing in ("there is no such folder", "no config.json", r"no \*.safetensors", "no tokenizer"):
+        errors = plan(*overrides, dry_run=False).errors
+        assert errors[0] == "data.train=nowhere.jsonl: there is no such file"
+        assert re.search(missing, errors[1]), errors
+        if missing == "there is no such folder":
+            folder.mkdir()
+        elif missing == "no config.json":
+            (folder / "config.json").write_text(json.dumps(MOE))
+        elif "safetensors" in missing:
+            write_weights(folder, MOE)
+    write_tokenizer(folder, ("a",))
+    assert plan(f"model.path={folder}", dry_run=False).ok
+    with monkeypatch.context() as patch:
+        patch.setattr(server_args, "_source", server_args._source.__wrapped__)
+        find = server_args.importlib.util.find_spec
+        patch.setattr(
+            server_args.importlib.util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)
+        )
+        absent = "the package sglang is not installed: bash launch/install.sh"
+        (warning,) = plan().warnings
+        assert warning.startswith(f"a run would be refused: {absent}")
+        (error,) = plan(f"model.path={folder}", dry_run=False).errors
+        assert error.startswith(absent)
+        assert plan(f"model.path={folder}", "algorithm=sft", "reward.functions=[]", dry_run=False).ok
+    # A critic that reads other tokens.
+    other = tmp_path / "critic"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(MOE | {"vocab_size": 2048}))
+    write_weights(other, MOE | {"vocab_size": 2048})
+    errors = plan(f"model.path={folder}", f"critic.path={other}", dry_run=False).errors
+    assert len(errors) == 1 and "vocabulary of 2048, the policy of 1024" in errors[0]
+
+
+def write_model(folder: Path, hf: dict[str, Any], words: tuple[str, ...], tensors: tuple[str, ...] = ()) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf))
+    write_tokenizer(folder, words)
+    write_weights(folder, hf, tensors)
+    return folder
+
+
+def test_a_reward_model_must_have_a_head_and_the_policys_tokens(plan, tmp_path: Path) -> None:
+    policy, head = write_model(tmp_path / "policy", MOE, ("a", "b")), ("score.weight",)
+    reward = {**MOE, "architectures": ["Qwen3MoeForSequenceClassification"], "num_hidden_layers": 2}
+    cases: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], str]] = {
+        "headless": (reward, ("a", "b"), (), "has no score.weight: it is no reward model; train one"),
+        "larger": (reward | {"vocab_size": 2048}, ("a", "b"), head, "vocabulary of 2048, the policy of 1024"),
+        "words": (reward, ("a", "c"), head, r"another tokenizer than model.path=.*differ in '[bc]', token 1; .*must"),
+        "added": (reward, ("a", "b", "c"), head, "differ in .*, token 2"),
+        "tokenless": (reward, (), head, "differ in "),
+        "short": (reward | {"max_position_embeddings": 128}, ("a", "b"), head, "beyond the 128 positions of reward.mo"),
+        "layers": (reward | {"num_key_value_heads": 1}, ("a", "b"), head, "num_key_value_heads=1 does not divide"),
+    }
+    for name, (hf, words, tensors, message) in cases.items():
+        folder = write_model(tmp_path / name, hf, words, tensors)
+        report = plan(f"model.path={policy}", f"reward.model={folder}", dry_run=False)
+        assert len(report.errors) == 1 and re.search(message, report.errors[0]), (name, report.errors)
+    good = write_model(tmp_path / "good", reward, ("a", "b"), head)
+    report = plan(
+        f"model.path={policy}", f"reward.model={good}", "reward.functions=[]", "algorithm=grpo", dry_run=False
+    )
+    assert report.ok, report.errors
+    text = render(report)
+    assert "reward model weights" in text and "reward model activations" in text and "reward model optim" not in text
+    errors = plan(f"model.path={policy}", "reward.model=/nowhere", dry_run=False).errors
+    assert len(errors) == 1 and "reward.model=/nowhere: there is no such folder" in errors[0]
+    # A classifier is no policy, but a reward model may start from one.
+    errors = plan(f"model.path={good}", dry_run=False).errors
+    assert len(errors) == 1 and "is a classifier, Qwen3MoeForSequenceClassification" in errors[0]
+    assert plan(f"model.path={good}", "algorithm=reward_model", dry_run=False).ok
+
+
+CONTROLLER = """
+from megarl.controllers.grpo import GRPOController
+
+
+class Distilled(GRPOController):
+    @classmethod
+    def roles(cls, config):
+        return (*super().roles(config), "teacher")
+
+
+class Judged(GRPOController):
+    workers = {"judge": "no.such:Judge"}
+
+    @classmethod
+    def roles(cls, config):
+        return (*super().roles(config), "judge")
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "dry_lab.py").write_text(CONTROLLER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("dry_lab", None)
+
+
+def test_a_teacher_is_planned(plan, lab: None) -> None:
+    """Of the same model: its weights alone, on ranks of its own or beside the others."""
+    distilled = ["algorithm=dry_lab:Distilled", "roles={teacher: {model: /big}}"]
+    beside, without = plan(*distilled), plan("algorithm=grpo")
+    assert beside.ok and "roles.teacher.model=/big is not here; planned as if" in beside.warnings[0], beside
+    assert dict(beside.facts["model"])["teacher"] == dict(beside.facts["model"])["parameters"].partition(",")[0]
+    states, before = beside.memory[0].states, without.memory[0].states
+    assert states == before | {"teacher weights": before["actor weights"]}
+    apart = ["parallel.world_size=4", "parallel.tp=1", "parallel.ep=1"]
+    own = {"teacher": {"model": "/big", "parallel": {"tp": 1, "pp": 2}}}
+    report = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0-1, teacher: 2-3}")
+    assert report.ok, report.errors
+    assert dict(report.facts["layout"])["teacher's dense layers"] == "tp 1 x pp 2 x dp 1"
+    ((whose, stages),) = report.others.items()
+    assert whose == "ranks 2-3: rollout, teacher" and [stage.layers for stage in stages] == [(0, 1), (2, 3)]
+    assert all(stage.states.keys() == {"teacher weights"} and stage.training["activations"] for stage in stages)
+    assert stages[0].training["logits"] == 0 < stages[1].training["logits"]
+    assert "teacher weights" not in report.memory[0].states and "teacher weights" in render(report)
+    errors = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
+    assert re.search(r"^the teacher: placement.teacher=1-3 \(3 ranks\) is not a multiple of tp x pp", errors[0])
+    own["teacher"]["parallel"] = {"tp": 1, "pp": 1, "ep": 3}
+    errors = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
+    assert errors == [
+        "the teacher: roles.teacher.parallel.ep=3 does not divide the model's 8 experts; sizes that do: 1, 2, 4, 8"
+    ]
+
+
+def test_a_teacher_must_read_the_policys_tokens(plan, lab: None, tmp_path: Path) -> None:
+    policy = write_model(tmp_path / "policy", MOE, ("a", "b"))
+    distilled, head = ["algorithm=dry_lab:Distilled", f"model.path={policy}"], ("score.weight",)
+    classifier = {**MOE, "architectures": ["Qwen3MoeForSequenceClassification"]}
+    larger = {**DENSE, "vocab_size": 2048, "num_hidden_layers": 2}
+    cases: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], str]] = {
+        "smaller": (
+            MOE | {"vocab_size": 512},
+            ("a", "b"),
+            (),
+            "vocabulary of 512, the policy of 1024; the teacher reads",
+        ),
+        "words": (
+            larger,
+            ("a", "c"),
+            (),
+            r"roles.teacher.model=.*another tokenizer than model.path=.*differ in '[bc]'",
+        ),
+        "judge": (
+            classifier,
+            ("a", "b"),
+            head,
+            "is a classifier, Qwen3MoeForSequenceClassification, which has no log-p",
+        ),
+        "short": (larger | {"max_position_embeddings": 128}, ("a", "b"), (), "beyond the 128 positions of roles.teac"),
+        "heads": (
+            larger | {"num_key_value_heads": 1},
+            ("a", "b"),
+            (),
+            "^the teacher: .*num_key_value_heads=1 does not",
+        ),
+    }
+    for name, (hf, words, tensors, message) in cases.items():
+        folder = write_model(tmp_path / name, hf, words, tensors)
+        given = f"roles={{teacher: {{model: {folder}, parallel: {{ep: 1}}}}}}"
+        errors = plan(*distilled, given, dry_run=False).errors
+        assert len(errors) == 1 and re.search(message, errors[0]), (name, errors)
+    good = write_model(tmp_path / "good", larger, ("a", "b"))
+    report = plan(*distilled, f"roles={{teacher: {{model: {good}, parallel: {{ep: 1}}}}}}", dry_run=False)
+    assert report.ok, report.errors
+    for roles, message in (
+        ("{}", "roles.teacher.model is not set; it must name the HF folder of the teacher"),
+        ("{teacher: {model: /nowhere}}", "roles.teacher.model=/nowhere: there is no such folder"),
+        ("{teacher: {model: /x, backend: sglang}}", "roles.teacher.backend=sglang: there is no such backend"),
+    ):
+        errors = plan(*distilled, f"roles={roles}", dry_run=False).errors
+        assert len(errors) == 1 and message in errors[0], errors
+
+
+def test_a_model_of_a_forks_own_role_is_looked_at(plan, lab: None, tmp_path: Path) -> None:
+    """On Megatron as others; what computes it otherwise has no layout here."""
+    policy = write_model(tmp_path / "policy", MOE, ("a", "b"))
+    judged = ["algorithm=dry_lab:Judged", f"model.path={policy}"]
+    assert plan(*judged, dry_run=False).ok  # it needs none
+    errors = plan(*judged, "roles={judge: {model: /nowhere}}", dry_run=False).errors
+    assert len(errors) == 1 and "roles.judge.model=/nowhere: there is no such folder" in errors[0]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    (other / "model.safetensors").touch()
+    errors = plan(*judged, f"roles={{judge: {{model: {other}}}}}", dry_run=False).errors
+    assert len(errors) == 1 and "no table for the architecture BertForMaskedLM" in errors[0]
+    assert plan(*judged, f"roles={{judge: {{model: {other}, backend: mine}}}}", dry_run=False).ok
+    report = plan("roles={teacher: {model: /x}}")
+    assert report.ok and report.warnings == ["roles.teacher is set, but ppo has no teacher"]
+
+
+def test_any_classifier_may_judge(plan, tmp_path: Path) -> None:
+    policy, folder = write_model(tmp_path / "policy", MOE, ("a", "b")), tmp_path / "judge"
+    judged = ["algorithm=grpo", f"model.path={policy}", "reward.functions=[]", f"reward.model={folder}"]
+    chosen = "roles={reward: {backend: transformers}}"
+    bert = {"architectures": ["BertForSequenceClassification"], "num_hidden_layers": 1, "hidden_size": 8}
+    bert |= {"intermediate_size": 16, "max_position_embeddings": 512, "id2label": {"0": "bad", "1": "good"}}
+    missing = {
+        "there is no such folder": folder.mkdir,
+        "no config.json": lambda: (folder / "config.json").write_text(json.dumps(bert)),
+        r"no \*.safetensors files": lambda: save_file({"w": torch.zeros(3, 4), "b": torch.zeros(5)}, weights),
+        "has 2 labels, and a score is one number": lambda: (folder / "config.json").write_text(json.dumps(single)),
+        "no tokenizer": lambda: write_tokenizer(folder, ("a", "c")),
+    }
+    weights, single = folder / "model.safetensors", bert | {"id2label": {"0": "good"}}
+    for message, put_there in missing.items():
+        errors = plan(*judged, chosen, dry_run=False).errors
+        assert len(errors) == 1 and re.search(message, errors[0]), (message, errors)
+        put_there()
+    assert plan(*judged, chosen, dry_run=False).ok
+    (folder / "config.json").write_text(json.dumps(bert))
+    said = "roles={reward: {backend: transformers, options: {label: good}}}"
+    apart = ["parallel.tp=1", "placement={actor: 0-1, reward: 2-3}", "parallel.ep=2"]
+    report = plan(*judged, said, *apart, dry_run=False)
+    assert report.ok, report.errors
+    ((whose, (stage,)),) = report.others.items()
+    assert whose == "ranks 2-3: rollout, reward" and stage.states == {"reward model weights": 4 * 17}
+    assert stage.generation["reward model activations"] == 4 * 3072 * (6 * 8 + 3 * 16) and stage.layers == (0,)
+    (folder / "config.json").write_text(json.dumps(bert | {"max_position_embeddings": 128}))
+    (warning,) = plan(*judged, said, dry_run=False).warnings
+    assert "is beyond the 128 positions of reward.model=" in warning and "longer=cut" in warning
+    errors = plan(
+        *judged, chosen.replace("transformers}", "transformers, options: {label: fine}}"), dry_run=False
+    ).errors
+    assert len(errors) == 1 and "label=fine: reward.model=" in errors[0]
+
+
+def test_a_reward_model_may_have_a_layout_of_its_own(plan) -> None:
+    split = ["algorithm=grpo", "reward.model=/x", "placement={actor: 0-1, reward: 2-3}"]
+    report = plan(*split, "roles={reward: {parallel: {tp: 1, pp: 2, ep: 1}}}")
+    assert report.ok, report.errors
+    assert dict(report.facts["layout"])["reward's dense layers"] == "tp 1 x pp 2 x dp 1"
+    assert [stage.layers for stage in report.others["ranks 2-3: rollout, reward"]] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "roles, overrides, message",
+    [
+        ("{backend: http}", [], "roles.reward.options.url is not set"),
+        ("{backend: http, options: {url: judge}}", [], "'judge' is no address"),
+        ("{backend: [http, judge]}", [], r"roles.reward.backend=\[http, judge\]: name one of http and judge"),
+        ("{backend: [pool, megatron]}", [], "name one of pool and megatron, and http or judge beside it"),
+        ("{backend: [grpc, http]}", [], "roles.reward.backend=grpc: there is no such backend"),
+        ("{backend: [transformers, http], options: {label: x}}", ["reward.model=/x"], "options.url is not set"),
+        (
+            "{backend: [transformers, http], options: {url: http://a/b, labels: 1}}",
+            ["reward.model=/x"],
+            "unknown key roles.reward.options.labels",
+        ),
+        (
+            "{backend: http, options: {url: http://a/b, label: 1}}",
+            ["reward.model=/x"],
+            "unknown key roles.reward.options.label",
+        ),
+        ("{backend: pool}", ["reward.model=/x"], "reward.model=/x with roles.reward.backend=pool, which has no model"),
+        ("{backend: pool}", ["reward.functions=[]"], "reward.functions is empty; ppo needs at least one"),
+        ("{backend: transformers}", [], "roles.reward.backend=transformers needs reward.model"),
+        (
+            "{backend: transformers, options: {labels: 1}}",
+            ["reward.model=/x"],
+            "unknown key roles.reward.options.labels",
+        ),
+        (
+            "{backend: grpc}",
+            [],
+            "roles.reward.backend=grpc: .* of the reward; it has megatron, transformers, pool, http",
+        ),
+        ("{model: /x}", [], "roles.reward.model: for the reward this is reward.model; set that"),
+        ("{options: 3}", [], "roles.reward.options must be a mapping"),
+    ],
+)
+def test_rewards_that_do_not_fit(plan, roles: str, overrides: list[str], message: str) -> None:
+    errors = plan(f"roles={{reward: {roles}}}", *overrides).errors
+    assert len(errors) == 1 and re.search(message, errors[0]), errors
+
+
+def test_a_service_needs_no_functions(plan) -> None:
+    report = plan("reward.functions=[]", "roles={reward: {backend: http, options: {url: http://a:80/b}}}")
+    assert report.ok and report.warnings == []
+    script = {"reward": Registered(options={"url": ["http://a/b", "http://c/d"]})}
+    assert plan("reward.functions=[]", "roles={reward: {backend: http}}", registered=script).ok
+
+
+@pytest.mark.parametrize("backend", ["http", "[megatron, http]", "[transformers, http]"])
+def test_a_function_a_model_and_a_service_go_together(plan, backend: str) -> None:
+    weights = "reward.weights={gsm8k: 0.4, model: 0.5, service: 0.1}"
+    roles = f"roles={{reward: {{backend: {backend}, options: {{url: http://a:80/b}}}}}}"
+    report = plan("reward.model=/x", weights, roles)
+    assert report.ok, report.errors
+    (said,) = plan("reward.model=/x", weights.replace("service", "servise"), roles).errors
+    assert "no part of the reward is called 'servise'; did you mean service? (it has gsm8k, model, service)" in said
+
+
+def test_training_a_reward_model_needs_no_engine(plan) -> None:
+    report = plan("algorithm=reward_model", "rollout.tp=3", "reward.functions=[]", "rollout.max_context=100000")
+    assert report.ok, report.errors
+    assert "engines" not in report.facts and report.memory[0].generation == {}
+    assert dict(report.facts["batch"])["pairs a step"] == "8"
+
+
+def test_a_script_with_its_own_reward_needs_no_reward_functions(plan) -> None:
+    assert plan("reward.functions=[]", registered={"reward": Registered(options={"reward_fn": len})}).ok
+
+
+def test_sft_ignores_what_only_rollouts_need(plan) -> None:
+    report = plan("algorithm=sft", "rollout.tp=3", "reward.functions=[]", "rollout.max_context=100000")
+    assert report.ok, report.errors
+    assert "engines" not in report.facts and report.memory[0].generation == {}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_sound(recipe: Path, tmp_path: Path) -> None:
+    tree = to_dict(load_config(recipe))
+    if not tree["model"]["hf_config"]:
+        (tmp_path / "config.json").write_text(json.dumps(MOE))
+        tree["model"]["hf_config"] = str(tmp_path / "config.json")
+    else:
+        tree["model"]["hf_config"] = str(ROOT / tree["model"]["hf_config"])
+    config: Config = from_dict(tree)
+    report = validate(config, dry_run=True)
+    assert report.ok, report.errors
+    assert all("is not here; it must be" in line for line in report.warnings), report.warnings
+    assert "the configuration fits together" in render(report)
+
+
+def test_the_cluster_recipes_fit_their_gpus() -> None:
+    for name, gpu, extra in (
+        ("deepseek_v3_671b", 141, []),
+        ("deepseek_v3_671b", 80, ["algorithm=grpo", "rollout.tp=64", "rollout.ep=64"]),
+        ("deepseek_v3_671b_256", 141, []),
+        ("qwen3_235b", 80, []),
+        ("qwen3_30b_a3b", 80, []),
+        ("qwen2.5_7b", 80, []),
+        ("qwen2.5_7b", 80, ["algorithm=ppo", "parallel.tp=4"]),
+        ("ppo_gsm8k", 40, []),
+        ("sft", 80, []),
+        ("qwen2.5_32b_dapo", 80, []),
+        ("llama3_70b", 80, []),
+        ("deepseek_r1", 141, ["parallel.world_size=256", "parallel.ep=16", "rollout.concurrency=512"]),
+        ("deepseek_r1", 96, []),
+    ):
+        recipe = ROOT / "configs" / f"{name}.yaml"
+        hf = ROOT / load_config(recipe).model.hf_config
+        config = load_config(recipe, [*extra, f"model.hf_config={hf}"])
+        report = validate(config, dry_run=True)
+        assert f"GPUs of {gpu} GB or more" in render(report), (name, extra)
+        assert f"{gpu} GB" in recipe.read_text() or extra, f"{name} does not say for which GPUs it is"
+        if config.algorithm == "sft":
+            continue
+        # What SGLang is allowed must hold the weights and the cache that are planned.
+        engine = report.memory[0].generation
+        needed = engine["engine weights"] + engine["engine KV cache"]
+        assert needed < config.rollout.sglang["mem_fraction_static"] * gpu * 1e9, (name, needed)
+
+
+def test_the_report_shows_every_part(plan) -> None:
+    text = render(plan("parallel.pp=2"))
+    parts = ("actor weights", "actor gradients", "actor optimizer", "critic weights", "activations", "logits")
+    for part in (*parts, "engine weights", "engine KV cache", "reshard staging", "reference weights (host)", "stage 1"):
+        assert part in text, part
+    assert "the fullest rank needs" in text
+
+
+def test_as_a_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "--dry-run", "configs/qwen3_235b.yaml"]
+    good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert good.returncode == 0 and "Qwen3MoeForCausalLM" in good.stdout, good.stderr
+    bad = subprocess.run([*command, "parallel.ep=5"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert bad.returncode == 2
+    assert "parallel.ep=5 does not divide the 16 ranks" in bad.stdout + bad.stderr
+    # Nothing was started for it: neither Megatron nor SGLang, nor transformers.
+    heavy = ("megatron.core", "sglang", "transformers")
+    probe = f"import sys, megarl.dry_run.plan; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout
+
+
+def test_an_environment_needs_no_functions(plan) -> None:
+    own = ["reward.functions=[]", "rollout.environments=[odd_worlds:Guess]"]
+    report = plan(*own, "reward.weights={environment: 2}")
+    assert report.ok and report.warnings == []
+    other = plan("rollout.environments=[odd_worlds:Plain]", "reward.functions=[]")
+    assert other.errors == [
+        "rollout.environments: odd_worlds:Plain has no `reward`, and there are no reward.functions: nobody says what "
+        "its conversations are worth; give it one, or set the latter"
+    ]
+    assert "no part of the reward is called 'environment'" in plan("reward.weights={environment: 2}").errors[0]
+    broken = plan("rollout.environments=[odd_worlds:Nothing]", "rollout.pass_env=[NOT_SET_HERE]")
+    assert broken.errors == ["rollout.environments: odd_worlds has no Nothing"]
+    warned = plan("rollout.pass_env=[NOT_SET_HERE]").warnings
+    assert warned == ["rollout.pass_env: NOT_SET_HERE is not set here, so tools and rewards will not have it"]

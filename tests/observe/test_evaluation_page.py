@@ -1,0 +1,44 @@
+"""The page on evaluation: its commands are those that there are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl import chat
+from megarl import eval as evaluation
+from megarl.config import describe_keys
+
+pytestmark = pytest.mark.alone
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    \.venv/bin/python (.*)$", PAGE, flags=re.MULTILINE)
+
+
+def test_options_and_keys_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    helps = ""
+    for program in (evaluation, chat):
+        with pytest.raises(SystemExit):
+            program.parse(["--help"])
+        helps += capsys.readouterr().out
+    assert set(re.findall(r"(?<![\w-])--[a-z]+", PAGE)) - {"--worst", "--help"} <= set(re.findall(r"--[a-z]+", helps))
+    keys = {name for name, _ in describe_keys()}
+    named = set(re.findall(r"\b(?:run|rollout|parallel|data)\.[a-z_]+\b(?=[=`])", PAGE))
+    assert named and named <= keys
+
+
+def test_each_command_parses() -> None:
+    assert [command.split()[0] for command in COMMANDS] == ["tools/prepare_data.py", "-m", "-m"]
+    line = COMMANDS[1].split()[2:]
+    options = evaluation.parse(line)
+    assert options.k == (1, 8) and len(options.data) == 2
+
+
+def test_the_data_sets_are_those_of_the_tool() -> None:
+    done = subprocess.run([sys.executable, "tools/prepare_data.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert COMMANDS[0].split()[1] in done.stdout
