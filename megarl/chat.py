@@ -8,11 +8,6 @@ stands for its newest checkpoint; of a run its tools and sampling hold, too. rol
 
 /reset begins a new conversation, /quit or ctrl-D ends it, and ctrl-C stops the answer. Nothing that the policy writes
 steers the terminal. Of the run's environment nobody asks for a reward.
-
-A conversation with a person, by the code of the rollout loop: the same template, parser of calls, tools and limits.
-
-Each line of the person begins the loop anew with all messages so far, as a chat server is asked. Tools and environment
-are those of one conversation all along: an environment's `reset` is at its first line, and its `reward` never called.
 """
 
 from __future__ import annotations

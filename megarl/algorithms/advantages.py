@@ -1,11 +1,8 @@
-"""How much better than expected each action token was: GAE and its kin, and whitening.
+"""Advantages, per sequence (GRPO, RLOO, OPO) and per token (GAE and its variants), and whitening.
 
-What is a number per sequence, such as GRPO's advantage, is made in `advantages.py`.
-
-Advantages that are one number per sequence: its reward against what was to be expected of its prompt, or of all.
-
-Everything here is [N], of all sequences, and the same on every rank: no rank has to ask another. Where an episode has
-several branches, N are the episodes, each with its reward once and the action tokens of all of its branches.
+Functions of sequences take and return [N] over all sequences of a batch and give the same result on every rank, without
+communication. Where an episode has several branches, N counts episodes: each has its reward once, and the action tokens
+of all of its branches.
 """
 
 from __future__ import annotations

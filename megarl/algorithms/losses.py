@@ -1,10 +1,7 @@
-"""The critic's clipped regression loss, and how good the critic is.
+"""Losses other than the policy's, and the token weights that aggregate a loss.
 
-Aggregation: each token's share of a batch's loss.
-
-The loss of a reward model on pairs of which one was preferred (Bradley and Terry 1952).
-
-Learning from one's own good answers: VAPO's loss of positive examples.
+The critic's clipped regression loss, the Bradley-Terry loss of a reward model (1952), VAPO's imitation loss on correct
+answers, and the weight of each token in the loss of a batch.
 """
 
 from __future__ import annotations

@@ -1,29 +1,23 @@
-"""The policy losses by the names of `loss.policy`, each with its options; `README.md` has their papers.
+"""The policy losses that `loss.policy` names, with their options. `POLICY_LOSSES` is the table; `README.md` has the
+papers.
 
-What a policy loss is given, and PPO's clipped one. `policy_losses.py` has the table of all.
+- PPO's clipped loss, with dual clip.
+- GSPO, GSPO-token and GMPO use one importance ratio per sequence, the geometric mean of its tokens' ratios. Each action
+  token carries the loss of its sequence: `loss.mean: sequence` then gives the papers' mean over sequences, while
+  `token` weights a sequence by its length. Sequences must be whole, which they are in a micro-batch on every rank
+  that computes a loss. A branch of an episode counts as a sequence.
+- CISPO and SAPO weight a token instead of clipping it: CISPO by a bounded ratio, SAPO by a soft gate.
+- Clip-Cov and KL-Cov (arXiv:2505.22617) mask or penalise the few tokens that make the policy's entropy fall.
 
-Policy losses whose ratio is of a sequence, the geometric mean of its tokens' ratios: GSPO, GSPO-token, GMPO.
-
-Each action token is given the loss of its sequence. So with `loss.mean: sequence` the mean over tokens gives a
-sequence's loss back, and what is minimised is the papers' mean over sequences; with `token` a sequence counts with its
-length. Sequences must be whole, which they are in a micro-batch on every rank that computes a loss; a branch of an
-episode is one by itself.
-
-Policy losses that weight a token in place of clipping it away: CISPO by a bounded ratio, SAPO by a soft gate.
-
-Clip-Cov and KL-Cov (arXiv:2505.22617): the few tokens that make a policy's entropy fall are left out, or held back.
-
-Entropy falls by the covariance of log-prob and advantage. A token's part in it, over the N action tokens of a
-mini-batch,
+Entropy falls with the covariance of log-prob and advantage. The contribution of a token, among the N action tokens of a
+mini-batch, is
 
     Cov(y_i) = (log pi(y_i) - mean_j log pi(y_j)) (A(y_i) - mean_j A(y_j))                     (section 4.2)
 
-is a figure of all of them, and the tokens with the most are chosen out of all. So they are marked before the mini-batch
-is cut into micro-batches, on the rank that has them: means and the few numbers that say where the bounds lie go through
-`total`, and each rank marks its own. The log-probs are those from before the first update on the batch, which the
-advantages belong to: they are known everywhere then, where those of a later update would need another forward pass.
-What is marked depends on the tokens and on `seed`, not on who has them, but for a covariance within rounding of a
-bound.
+which depends on all of them, so tokens are marked before the mini-batch is split into micro-batches. Each rank marks
+its own tokens; the means and thresholds are computed with `total`. The log-probs are those from before the first
+update on the batch, which the advantages belong to as well; those of a later update would need another forward pass.
+The marks depend on the tokens and on `seed`, not on which rank holds them, up to rounding at a threshold.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Messages as tools, users and clients write them, made into what a chat template takes.
+"""Normalise messages of tools, users and clients for a chat template, and keep control tokens out of them.
 
-The control tokens of a model: which they are, which end a turn by its own word, and text in which there are none.
-
-Messages of others as ids in which only the template has written control tokens.
+`Controls` finds the control tokens of a model and those that end a turn. `Escaping` encodes messages such that only the
+template contributes control tokens.
 """
 
 from __future__ import annotations

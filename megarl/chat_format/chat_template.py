@@ -1,14 +1,13 @@
-"""Chats to token ids by the model's own template, and tool results to the ids between two turns of the policy.
+"""Render chats to token ids by the model's own template, and tool results to the ids between two turns of the policy.
 
 What the policy wrote is never tokenised again. The ids that follow it are the difference that the template makes: a
-dummy conversation is rendered, and what stands after the token with which the policy ended its turn is tokenised by
-itself.
+dummy conversation is rendered, and the text after the token that ended the policy's turn is tokenised by itself.
 
-Templates end a turn in one of two ways, and both are read from the template. Most close it, as with <|im_end|>. GLM's
-put nothing there: the policy writes the token that opens the next turn, <|observation|> after a call, <|user|> after a
-statement. Either way that token is the policy's own, the last of its turn, and an observation begins behind it.
+Templates end a turn in one of two ways, and both are read off the template. Most close it, as with <|im_end|>. GLM's
+add nothing: the policy writes the token that opens the next turn, <|observation|> after a call and <|user|> after a
+statement. Either way that token is the policy's own, the last of its turn, and an observation follows it.
 
-Text to ids and back, by a tokenizer's own library where the tokenizer adds nothing to it, at half the cost.
+`Spelling` encodes and decodes text, with the tokenizer's Rust library where that gives the same ids, at half the cost.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Megatron's distributed checkpoint of a model as a mapping of whole tensors, read without Megatron or ranks.
+"""Read Megatron's distributed checkpoint of a model as a mapping of whole tensors, without Megatron and without ranks.
 
-A folder has files `__RANK_N.distcp`, in which each rank's pieces lie one after the other, and `.metadata`, which says
-which piece of which tensor lies where. That is a pickle, and a pickle may do anything: this one may only name the
-classes that it is made of. What is held at a time is the tensor that is asked for, and a piece of it.
+A folder has files `__RANK_N.distcp`, in which each rank's pieces follow one another, and `.metadata`, a pickled table
+of where each piece lies. At most the requested tensor and one piece of it are in memory.
 
-Reading a checkpoint runs nothing that is in it, whoever has written it.
-
-torch keeps the table of a distributed checkpoint, `.metadata`, as a pickle, and reads what is no tensor with
-`weights_only=False`: either could be any code. Here the table may hold what torch makes one of, and nothing else, and
-the rest is looked through as weights are. That holds in a process from the import of this file on. Megatron's
-`common.pt` and each rank's random states are read so by torch's default, which an environment variable could undo.
+Importing this module makes reading a checkpoint safe in this process: torch unpickles `.metadata`, and non-tensors with
+`weights_only=False`, either of which could run any code. Here the table may name only the classes that it consists of,
+and the rest is loaded like weights. Megatron's `common.pt` and the random states are loaded by torch's safe default.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a checkpoint's folder must hold, by its `manifest.json`: every file with size and SHA-256; and what is wrong.
+"""The manifest of a checkpoint, and how to find valid checkpoints. Pure: it only reads files.
 
-Hashing is a core's work for each 1.5 GB/s: files are hashed as they are written, and by all ranks together.
-
-Which checkpoints a run has, which of them are whole, and which one a path means. Pure: it reads files.
+`manifest.json` lists every file with size and SHA-256. Hashing takes a core per 1.5 GB/s: files are hashed while they
+are written, and by all ranks together.
 """
 
 from __future__ import annotations

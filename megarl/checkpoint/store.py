@@ -1,19 +1,16 @@
-"""Checkpoints on disk: written aside, renamed when whole, newest valid one found again.
+"""Checkpoints on disk: written to a temporary name, renamed when complete, and the newest valid one found again.
 
     <run>/checkpoints/step_000020/
         actor/ critic/     Megatron's own distributed checkpoint: weights, fp32 masters, optimizer, scheduler
-        carried/           conversations that go on in a later step, a file of each engine (rollout.oversample)
+        carried/           unfinished conversations, one file per engine (rollout.oversample)
         host.json          loader position, controller state, step and sample counters
-        rng_00003.pt       each rank's random states
+        rng_00003.pt       random states of Python, numpy, torch and Megatron, per rank
         manifest.json      every file with its size and SHA-256; written last
     <run>/checkpoints/latest   the name of the newest one
 
-A folder counts only once it has its final name, and it gets that after everything in it is on disk. Nobody hashes
-alone: a file is hashed by the rank that writes it, as it does, and on the way back each rank verifies its share.
-
-A thread of a rank that writes its part of a checkpoint while the rank trains. It talks to no other rank.
-
-The random states of a rank: Python's, numpy's, torch's and Megatron's.
+A folder counts only under its final name, which it gets when all of its files are on disk. Hashing is distributed: the
+rank that writes a file hashes it, and on loading each rank verifies its share. `Writing` is the thread that writes a
+rank's part while the rank trains; it does not communicate.
 """
 
 from __future__ import annotations

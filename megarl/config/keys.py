@@ -1,10 +1,7 @@
-"""What a rollout is worth, and what is learned from it.
+"""All configuration keys, as one dataclass per section. The docstring under a field documents its key.
 
-Where code that the policy wrote is run.
-
-The run itself: what is trained, on which ranks, with which optimizers, and what is kept of it.
-
-Prompts, and what is sampled for them.
+Sections: run, model, parallel, optimizers, train, critic, lora and track; data and rollout; loss, advantage, kl,
+correction, reward and guards; sandbox. `config/__init__.py` assembles them into `Config`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Expand `~`, `~user`, `$NAME` and `${NAME}` in paths once, where configurations and command lines are read.
+"""Expand `~`, `~user`, `$NAME` and `${NAME}` in paths, once, where configurations and command lines are read.
 
-Libraries that expand paths by themselves then find nothing to expand, so that all of them mean the same file.
+Libraries that expand paths themselves then find nothing left to expand, so all of them mean the same file.
 
-`${NAME}` and `${NAME:-default}` in files that others read, too: of MCP's clients, of Harbor.
+`filled` substitutes `${NAME}` and `${NAME:-default}` in file formats that other programs define (MCP clients, Harbor).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""PF-PPO (arXiv:2409.06957): PPO on samples whose reward can be relied on. A reward model is right about the best and
-the worst answers to a prompt, and least so about those between, which are mostly filtered out.
+"""PF-PPO (arXiv:2409.06957): PPO on the samples whose reward is reliable. A reward model is most reliable on the best
+and the worst answers to a prompt, and least on those between, most of which are filtered out.
 
-What is left goes into a buffer, out of which a step's batch is filled up to the size that it would have had. For
-samples of an earlier policy the ratio is to the engine's own log-probs of then, as `drawn_by` has it.
-
-Rollouts of earlier steps, each on the rank that made it: what algorithms that use samples again draw from.
+The remaining samples go into a replay buffer, which fills a step's batch up to its usual size. For samples of an
+earlier policy the importance ratio uses the engine's log-probs of that time (`drawn_by`). Each rank buffers the
+rollouts that it generated.
 """
 
 from __future__ import annotations

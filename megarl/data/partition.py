@@ -1,6 +1,6 @@
-"""Items shared out into parts of about equal cost. Pure: the same arrays give the same parts on every machine.
+"""Split items into parts of about equal cost, optionally keeping most items where they are.
 
-Items shared out so that most of them stay where they are. Pure, as `partition`.
+Pure: the same arrays give the same parts on every machine.
 """
 
 from __future__ import annotations

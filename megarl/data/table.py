@@ -1,13 +1,10 @@
-"""Rows of a file that are read when they are asked for: what stays in memory of a row is its place.
+"""Read rows of .jsonl and .parquet files on demand: memory holds the position of a row, not the row.
 
-Rows of a data file, .jsonl or .parquet: read by everybody who reads data.
+A malformed row is a ConfigError that names file and line. Missing values and damaged text are repaired: NaN, which
+pandas writes for missing values, becomes null, and half a surrogate pair (a truncated emoji) U+FFFD. Parquet types
+become JSON types: a map an object, a decimal a number, a date or time an ISO 8601 string, a duration seconds.
 
-What cannot be meant is a ConfigError that names the file and the line. What stands for nothing, or for a letter that
-got lost, is set right: NaN, as pandas writes what is missing, becomes null, and half a surrogate pair (a truncated
-emoji) U+FFFD, as in what a tool says. Parquet's further types become what JSON has: a map an object, a decimal a
-number, a date or a time text in ISO 8601, a duration seconds.
-
-A row that is read again is found by its place: the byte at which its line begins, or its number in a parquet file.
+The position of a row is the byte at which its line starts, or its number in a parquet file.
 """
 
 from __future__ import annotations

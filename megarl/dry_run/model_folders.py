@@ -1,11 +1,9 @@
-"""Models that a configuration names and that are not trained: reward models, teachers, those of a fork's roles.
+"""Check the models that a configuration names, as they are on disk, without loading them.
 
-Pure, like `model_folders.py`: they are looked at where they lie, and what they need is worked out.
+`policy_and_critic` covers the trained models: complete folders, known families, one vocabulary. `served_models` covers
+models that are not trained: reward models, teachers and the models of a fork's own roles.
 
-The models that a configuration names, as they are on disk: whole folders, known families, one vocabulary. Here those
-that are trained; `model_folders.py` has the others.
-
-Pure, like `settings.py`: they read files, raise ConfigError, and append to `warnings` what is surely not meant.
+The functions only read files. They raise ConfigError, and append to `warnings` what is valid but surely not intended.
 """
 
 from __future__ import annotations

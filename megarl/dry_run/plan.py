@@ -1,17 +1,17 @@
-"""What can be known before anything starts: whether a configuration fits together, and what it will need.
+"""Check a configuration before anything starts, and estimate what it needs.
 
-`validate` runs at the head of every run, so that a mistake costs seconds and not a queue's wait; `--dry-run` prints its
-report and stops there. It starts no rank, device, Megatron or engine: a 512-GPU recipe is checked on a laptop. What a
-run looks at by itself in its first seconds, with its tokenizer and data (`data_and_tools.py`), it looks at in a dry
-run only.
+`validate` runs at the start of every run, so that a mistake costs seconds instead of a wait in the queue. `--dry-run`
+prints its report and stops. It starts no rank, device, Megatron or engine: a laptop checks a recipe for 512 GPUs.
+Only a dry run also reads the tokenizer and the data (`data_and_tools.py`), which a run reads anyway in its first
+seconds.
 
-The sandbox of a run: its settings reach every process, and it is looked at before anything starts.
+`check_sandbox` hands the sandbox settings to every process and probes the sandbox.
 
-What a run must reach, which its configuration carries under `expect`, so that an example is a test:
+`Expected` holds what a run must reach. A configuration states it under `expect`, which turns an example into a test:
 
 expect:
-  eval/reward_greedy: {least: 0.9}               # when it was last told
-  rollout/logprob_diff: {most: 1.0e-4, step: 5}  # in the newest figures of step 5 or before
+  eval/reward_greedy: {least: 0.9}               # its last value
+  rollout/logprob_diff: {most: 1.0e-4, step: 5}  # its last value at step 5 or earlier
 """
 
 from __future__ import annotations

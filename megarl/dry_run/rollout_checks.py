@@ -1,7 +1,5 @@
-"""What is generated before it is needed, over-sampled or beside training: whether a configuration may have it so.
-
-Whether rollouts can be there in time, worked out before anything starts.
-"""
+"""Check settings that generate ahead of training (asynchronous, over-sampled), and estimate whether timeouts are long
+enough."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What an engine is told on a machine with GPUs. `cpu/sglang_arguments.py` is its counterpart.
+"""What an engine is told on a machine with GPUs. `cpu/sglang_arguments.py` is the counterpart for CPUs.
 
-What the allocator of a GPU's memory must not be told where engines are given weights by CUDA IPC.
-
-With `expandable_segments` torch's blocks are no allocations of CUDA's that a handle names: whether a block can be
-handed to another process depends on torch, driver and container then, and SGLang's memory saver refuses it.
+`check_allocator` refuses `expandable_segments`, since the engine receives weights by CUDA IPC: blocks of torch's
+allocator are then no CUDA allocations that a handle could name. Whether another process can open them depends on torch,
+driver and container, and SGLang's memory saver refuses the setting.
 """
 
 from __future__ import annotations

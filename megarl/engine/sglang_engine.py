@@ -1,9 +1,7 @@
-"""One SGLang engine from start to end: its start, its health, its sleep and its weights.
+"""One SGLang engine: its start, health, sleep, weights and end.
 
-The lead rank of each engine's ranks holds one `Engine`. SGLang runs in processes of its own (see
-`engine_host.py`), so that a rank never imports it on a CPU and survives its failures.
-
-The folder that SGLang reads a tokenizer from.
+The lead rank of an engine's ranks holds the `Engine`. SGLang runs in processes of its own (see `engine_host.py`), so
+that on a CPU a rank never imports it, and survives its failures.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What the policy asked for: SGLang's own parser for the model's format, and what to say where it finds nothing.
+"""Parse tool calls with SGLang's parser for the model's format, and explain to the policy what could not be parsed.
 
-What SGLang's parsers of tool calls would lose or misread, put where they cannot: texts of calls before they are
-parsed, and the arguments afterwards.
-
-Formats with tags (GLM, Qwen3-Coder, MiniMax ...) write an argument as bare text, whose type only the tool's schema
-knows. Some parsers guess it, so that the text 1e5 for a string becomes 100000.0. Here such texts are replaced by words
-without a meaning before the parser sees them, and converted by the schema when it is done. In formats with JSON,
-markers within strings are escaped, so that neither the parser nor who counts them takes them for calls.
+`guard` prevents SGLang's parsers from losing or misreading calls. Formats with tags (GLM, Qwen3-Coder, MiniMax, ...)
+write an argument as bare text, whose type only the tool's schema knows; some parsers guess it, so that the text 1e5 for
+a string becomes 100000.0. Such texts are replaced by placeholders before parsing, and converted by the schema
+afterwards. In JSON formats, markers within strings are escaped, so that neither the parser nor the call counter
+mistakes them for calls.
 """
 
 from __future__ import annotations

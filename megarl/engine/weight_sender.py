@@ -1,6 +1,7 @@
-"""From a rank of the trainer to the engine's rank beside it: buffers handed over while the next ones are filled.
+"""The trainer's end of a weight sync: pass filled buffers to the engine's rank on the same device while filling the
+next.
 
-The trainer's side of `weight_loader.py`: what one of its ranks shares with the engine's rank beside it.
+`Mailbox` is the memory that a trainer rank shares with the engine rank; `weight_loader.py` is the other end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The rank's side of tools and environments: a session for each conversation. Nothing of the user's is imported.
+"""The rank's side of tools and environments: one session per conversation. User code is never imported into the rank.
 
-Processes of one kind, each lent to one at a time, and kept.
+`Leases` lends out processes of one kind, one conversation at a time, and keeps them for the next.
 """
 
 from __future__ import annotations

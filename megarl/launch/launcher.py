@@ -1,12 +1,11 @@
-"""A run's ranks as processes of this machine: they start together, and when one fails, the others end with it.
+"""Run the ranks of a job as processes of this machine. They start together, and when one fails the others are ended.
 
-Ranks tell their launcher why they end (`ending.tell`), in memory that only processes of this user can open. What a
-run ends with is what its first cause is, said in one line: not what the other ranks see of it, that a peer is gone.
+Ranks tell the launcher why they end (`exit_status.tell`), in memory that only processes of this user can open. The
+launcher reports the first cause in one line, not what the other ranks saw of it: that a peer is gone.
 
-A rank that is stopped (SIGSTOP), as its launcher sees it: the last to notice, where no other rank does.
-
-Ranks notice one that hangs (`observe/hang_watchdog.py`) when they have waited for it for `run.timeout_s`. While they
-wait for storage that is much longer, and where all of them are stopped nobody waits.
+`Stopped` notices ranks that were stopped by SIGSTOP where no other rank does. Ranks notice a hang themselves
+(`observe/hang_watchdog.py`) after `run.timeout_s`, but while they wait for storage that takes much longer, and if all
+of them are stopped nobody waits.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""From an HF config to Megatron's `GPTModel`, wrapped for data parallelism.
+"""Build Megatron's `GPTModel` from an HF config, wrapped for data parallelism.
 
-Transformer Engine's layer spec on CUDA, the local spec with `cpu/megatron_modules.py` elsewhere. What the model
-computes comes from its family's table; how it is spread out and in which type, from our configuration;
-`model.megatron` has the last word on everything that neither of them owns.
+Uses Transformer Engine's layer spec on CUDA, and the local spec with `cpu/megatron_modules.py` elsewhere. The family's
+table decides what the model computes; our configuration decides its parallelism and dtype; `model.megatron` overrides
+everything that neither of them owns.
 
-Which of Megatron's fused kernels are there, and are on: those of Apex. Transformer Engine's are on with its modules.
-
-Megatron looks for each where it is used, and fails there if its field is on without it. So it is asked here what it has
-found, and each is on where that is something. `model.megatron` has the last word, as with all fields.
+`fused` asks Megatron which of Apex's fused kernels it has found and turns those on. Megatron itself would fail at the
+first use of a kernel that is turned on and missing. Transformer Engine's fusions come with its modules.
 """
 
 from __future__ import annotations

@@ -1,25 +1,23 @@
-"""Log-probabilities and entropies from hidden states, without ever having all the logits.
+"""Log-probabilities and entropies from hidden states, without materialising all logits.
 
-With h a token's hidden state, W the output layer's weight, whose rows, the vocabulary, are cut over tensor parallel
-ranks, x = h W' divided by the temperature, z = log sum_j exp(x_j) and p_j = exp(x_j - z):
+With h the hidden state of a token, W the weight of the output layer, whose rows (the vocabulary) are split over tensor
+parallel ranks, x = h W' divided by the temperature, z = log sum_j exp(x_j) and p_j = exp(x_j - z):
 
     log p(target) = x_target - z              d log p(target) / d x_j = [j is target] - p_j
     entropy H     = z - sum_j p_j x_j         d H / d x_j             = -p_j (x_j - z + H)
 
 Where a model caps its logits, x = cap tanh(h W' / cap) / temperature, and d x / d h W' = (1 - tanh^2) / temperature.
 
-Where sampling was cut off, j runs over what could have been drawn, for z, p and H alike; all other words have no
-gradient. A rank takes part with those of them that it has, which may be none.
+With truncated sampling, j runs over the tokens that could have been sampled, for z, p and H alike; all others have no
+gradient. A rank contributes those of them that it holds, possibly none.
 
-Both passes make the logits of some tokens, use them and drop them; the backward pass makes them again, a third more
-work for this one layer. Only numbers per token travel between ranks, never logits, and the backward pass needs no
-communication of its own, since every rank has z and H. Logits are made in the weight's type and used in fp32.
+Both passes compute the logits of a chunk of tokens, use them and drop them. The backward pass recomputes them, which is
+a third more work for this one layer. Only per-token numbers are communicated, never logits, and the backward pass needs
+no communication, since every rank has z and H. Logits are computed in the weight's dtype and used in fp32. A chunk
+covers some tokens times this rank's vocabulary or, with truncated sampling, the few candidates of each token, for which
+rows of the weight are gathered.
 
-Which logits are made at a time: of some tokens over this rank's part of the vocabulary, or, where sampling was cut
-off, of each token over those ids of it that it could have had, which are few: rows of the output layer's weight are
-looked up for them, and no logits of others are made.
-
-What a model's last stage emits for a micro-batch, read as numbers per token.
+`Reader` turns what the last pipeline stage emits for a micro-batch into per-token values.
 """
 
 from __future__ import annotations

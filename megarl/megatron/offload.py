@@ -1,13 +1,11 @@
-"""A trained model as it was: a copy on the host of what an update changes, to go back to.
+"""Host copies of a model: `Kept`, a snapshot to roll back to, and `Parking`, which frees the device for the engine.
 
-One copy, of this rank's part, in memory that is taken once: trained weights, and this rank's share of masters and
-moments, as `models.memory.state_bytes` counts them without the gradients. Pinned on a machine with GPUs. What it takes
-is one trip of these bytes to the host each time.
+A snapshot is one copy of this rank's part, in memory that is allocated once: the trained weights and this rank's
+share of masters and moments, as `models.memory.state_bytes` counts them without gradients. It is pinned on machines
+with GPUs. Taking it costs one copy of these bytes to the host.
 
-A model's memory given to somebody else for a while: its tensors' contents go to the host.
-
-Tensors keep their storages, which are emptied and later filled again, so that whatever refers to them (parameters that
-are views of a buffer, Megatron's maps from one to the other) need not know.
+Parked tensors keep their storages, which are resized to zero and refilled later. Whatever refers to them (parameters
+that are views of a buffer, Megatron's maps between the two) stays valid.
 """
 
 from __future__ import annotations

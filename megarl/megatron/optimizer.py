@@ -1,10 +1,9 @@
-"""Megatron's distributed optimizer and schedule, and a step that a non-finite gradient cannot spoil.
+"""Megatron's distributed optimizer and learning-rate schedule, with a step that skips non-finite gradients.
 
-What a rank holds of an optimizer, for a distributed checkpoint: each writes its own part, and nothing is gathered.
-
-A data parallel rank has a run of the buffer that all parameters lie in, so of a parameter a run of its elements in
-row-major order, from somewhere in the middle maybe. A checkpoint is read by boxes of a tensor, in whatever layout: a
-run is a few of them.
+For a distributed checkpoint each rank writes its own share of the optimizer state, and nothing is gathered. A data
+parallel rank holds a contiguous range of the flat parameter buffer, so of a parameter it holds a range of elements in
+row-major order, which may start anywhere. Checkpoints are read in rectangular boxes of a tensor, in any layout: such a
+range is a few boxes.
 """
 
 from __future__ import annotations

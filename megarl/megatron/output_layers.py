@@ -1,12 +1,9 @@
-"""Layers of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): each guesses one token further ahead.
+"""Heads and extra layers behind the decoder: the value head, deferred logits, and multi-token prediction.
 
-Layer k takes what is left of a token by the layer before, at first by the decoder, and the embedding of the k-th token
-that follows, and emits a state that predicts the one after that. Engines draft with them (`rollout.draft_tokens`).
-
-In RL they learn to foresee the policy and must not change it: their input, the embedding and the output layer are taken
-as they are, so that the gradient of their loss ends in the layers themselves.
-
-What stands in a model's `output_layer`: the critic's head, and for the policy what leaves logits to the loss.
+Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layer k takes the previous layer's state of a
+token, at first the decoder's, and the embedding of the k-th following token, and emits a state that predicts the one
+after. Engines draft with these layers (`rollout.draft_tokens`). In RL they learn to predict the policy and must not
+change it: their inputs, the embedding and the output layer are detached, so that their gradient stays within them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""DeepSeek-V2's group-limited routing: a group of experts is as good as its best one.
+"""Router extensions: auxiliary losses as Megatron tracked them over a step, and DeepSeek-V2's group-limited routing.
 
-Megatron 0.16.1 ranks a group by the sum of its best topk / group_topk, which is DeepSeek-V3's rule where that is 2.
-
-The router's auxiliary losses, as Megatron tracked them over a step.
+DeepSeek-V2 scores a group of experts by its best expert. Megatron 0.16.1 scores it by the sum of its best
+topk / group_topk experts, which is DeepSeek-V3's rule where that is 2.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A policy, a critic or a reward model on Megatron-Core: forward over a batch, a training step, its weights, its state.
+"""A policy, critic or reward model on Megatron-Core: forward over a batch, training step, weights and state.
 
-Every method is called by all ranks with the same batch, of which each has its own sequences. The batch is cut here:
-over data parallel ranks, into micro-batches, and over Megatron's pipeline schedule.
-
-What micro-batches and ranks report of a step, added up.
+All ranks call every method with the same batch, of which each rank has its own sequences. The batch is split here: over
+data parallel ranks, into micro-batches, and over Megatron's pipeline schedule.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What training takes besides the states: activations kept for the backward pass, and what the loss takes for logits.
+"""Estimate the memory of a training step beyond the model states: activations kept for the backward pass, and logits.
 
-Estimates, in the units that the functions say. The tensors that enter a matrix product, a norm, an activation function
-or flash attention are kept, as counted in arXiv:2205.05198 section 4, here for gated MLPs, grouped or latent attention
-and routed experts.
-
-Bytes that a micro-batch takes on a rank while it is computed: what is asked for before ranks begin together.
+Tensors that enter a matrix product, a norm, an activation function or flash attention are kept, counted as in
+arXiv:2205.05198 section 4, for gated MLPs, grouped-query or latent attention, and routed experts. The docstrings state
+the units. `working_bytes` is what a rank asks for before a micro-batch.
 """
 
 from __future__ import annotations

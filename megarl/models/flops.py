@@ -1,11 +1,9 @@
-"""Floating point operations of a model by its own shapes, and what GPUs can do: what model FLOPs utilisation is made of
-(MFU, arXiv:2204.02311 appendix B).
+"""Count floating point operations from a model's shapes, for model FLOPs utilisation (MFU, arXiv:2204.02311 appendix
+B).
 
-Matrix products are counted, 2 operations for each multiplication, and nothing else: norms, activations, rotations and
-softmax are below a hundredth. What is computed again to save memory does not count, nor does padding. Of causal
-attention the pairs count that exist, n (n + 1) / 2 of a sequence, fewer where a layer has a sliding window.
-
-How long a sequence takes to compute, beside others.
+Only matrix products count, with 2 operations per multiply-add; norms, activations, rotations and softmax are below 1 %.
+Recomputation and padding do not count. Causal attention counts the n (n + 1) / 2 pairs of a sequence, fewer where a
+layer has a sliding window. `quadratic_cost` gives the relative cost of a sequence for load balancing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""HF folders of safetensors: read lazily, slice by slice, and write atomically, bit for bit.
+"""Hugging Face folders of safetensors: read lazily, slice by slice, and written atomically, bit for bit.
 
-FP8 matrices are read as what they stand for, in bfloat16; written are no FP8 folders.
+FP8 matrices are dequantised to bfloat16 on reading. FP8 folders are not written.
 
-Files of safetensors, written one tensor after the other, and shared out over files of bounded size.
-
-The library's own writer wants all tensors of a file in memory, and makes a copy of all of them besides. Here they may
-be such as are read only when it is their turn, so that what is held is one of them. The bytes are the library's.
+Files are written one tensor after the other, split into files of bounded size. The safetensors library needs all
+tensors of a file in memory and copies them; here a tensor may be read when it is its turn, so that one is in memory
+at a time. The bytes are the same.
 """
 
 from __future__ import annotations

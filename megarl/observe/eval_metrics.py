@@ -1,16 +1,13 @@
-"""The figures of an evaluation, for each data source and for all: out of answers that have been scored.
+"""Evaluation metrics per data source and over all: mean rewards with confidence intervals, and pass@k.
 
-How sure a mean is: by drawing the same number of values again and again out of those that there are.
+Intervals are percentile bootstrap intervals (Efron 1979, Bootstrap Methods: Another Look at the Jackknife) over
+prompts, not over answers: the answers to a prompt depend on each other.
 
-The percentile interval of Efron (1979), Bootstrap Methods: Another Look at the Jackknife. What is drawn are prompts
-with all of their answers, not answers: those of a prompt depend on each other.
+pass@k is the unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples of which c are right: Chen et al., Evaluating
+Large Language Models Trained on Code (arXiv:2107.03374), equation 1. The plug-in estimate 1 - (1 - c / n)^k is biased
+(their appendix A).
 
-pass@k: how likely it is that one of k answers to a problem is right.
-
-Chen et al., Evaluating Large Language Models Trained on Code (arXiv:2107.03374), equation 1: of n samples c are right,
-and 1 - C(n - c, k) / C(n, k) is the unbiased estimate. The plug-in 1 - (1 - c / n)^k is biased (their appendix A).
-
-The answers of an evaluation as plain JSON, one a line, for whoever reads it without this package.
+`as_lines` writes the answers as JSON lines, for readers without this package.
 """
 
 from __future__ import annotations

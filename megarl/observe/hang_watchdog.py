@@ -1,15 +1,13 @@
-"""A rank that hangs: noticed before the time-out that it costs the others, the stacks of all ranks written down, and
-the one that others wait for named, with its node.
+"""Detect a hanging rank before the timeout that it causes, dump the stacks of all ranks, and name it and its node.
 
-Each rank has a thread that sees when the main one has come no further for almost as long as a wait for other ranks may
-take (`ranks.patience`). It tells all others, and every one of them writes where its threads are to logs/rank_N.log, and
-says in the job's store whether it waits. For a rank that does not do so another one on its node speaks: it sends the
-signal at which faulthandler writes the stacks without Python, and reads what the kernel says of the process. One that
-was stopped can write nothing.
+Each rank has a thread that notices when the main thread has made no progress for almost as long as a wait for other
+ranks may take (`ranks.patience`). It notifies all ranks. Each writes the stacks of its threads to logs/rank_N.log, and
+notes in the job's store whether it is waiting. For a rank that does not respond another one of its node takes over: it
+sends the signal on which faulthandler dumps the stacks without Python, and reads the process's state from the kernel. A
+process that was stopped can write nothing.
 
-Where a thread stands: at work, or waiting for other ranks; seen from its stack, by whoever looks at it.
-
-Which rank the others wait for, step after step: from how long each has worked in the phases that all share.
+`standing` tells from a thread's stack whether it waits for other ranks. `Stragglers` finds the rank that the others
+wait for step after step, from the time that each spends in the shared phases.
 """
 
 from __future__ import annotations

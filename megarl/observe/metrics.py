@@ -1,9 +1,8 @@
-"""Figures of a batch of rollouts, under the names that RL users know.
+"""Metrics of a batch of rollouts, under the names that RL users know.
 
-Said in the log: that for some steps all answers to each prompt have had the same reward, so that nothing is learned.
-
-Only of algorithms that learn from nothing else than how samples of a prompt differ; a critic tells actions apart where
-rewards do not. It is no guard: it costs nothing, changes nothing, and is always on.
+`Spread` warns when for several steps all answers to each prompt had the same reward, so that nothing is learned. It
+applies to algorithms that learn only from differences between the samples of a prompt; a critic distinguishes actions
+even if rewards are equal. It is no guard: it costs nothing, changes nothing and is always on.
 """
 
 from __future__ import annotations

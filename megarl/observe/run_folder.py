@@ -1,7 +1,4 @@
-"""The run folder: made, claimed and explained before anything else starts.
-
-How far the run got that a run folder holds, where no checkpoint says so.
-"""
+"""The run folder: created, locked and described before anything else starts."""
 
 from __future__ import annotations
 

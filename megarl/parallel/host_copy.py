@@ -1,9 +1,9 @@
-"""What lies in a device's memory, kept on the host: page-locked where there is a GPU, so that it travels at full speed.
+"""Copy device tensors to host memory: page-locked where there is a GPU, so that copies run at full speed.
 
-torch gives page-locked memory in powers of two (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF is unlimited by
-default), so that 33 GB would take 64 GB; what is kept here is in pieces of just these sizes, one for all tensors.
+torch allocates page-locked memory in powers of two (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF is unlimited
+by default), so 33 GB would take 64 GB. Here one allocation of exactly the needed size holds all tensors.
 
-Host memory into which a rank copies what a checkpoint is to have, while the originals go on changing.
+`Staging` is the host memory into which a rank copies its part of a checkpoint while training continues.
 """
 
 from __future__ import annotations

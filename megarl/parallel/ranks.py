@@ -1,7 +1,4 @@
-"""Who sits where: torch.distributed, Megatron's process groups, and this rank's coordinates in them.
-
-The layouts of a configuration's roles, each on its own ranks.
-"""
+"""Ranks and groups: torch.distributed, Megatron's process groups, and this rank's coordinates in them."""
 
 from __future__ import annotations
 

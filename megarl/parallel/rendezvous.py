@@ -1,11 +1,9 @@
-"""Where the ranks of a job find each other: what the environment says of that, and the store that they meet in.
+"""How the ranks of a job find each other: the environment's variables, and the store in which they meet.
 
-Stores in which processes find each other, kept where only those can reach them who shall.
-
-torch's TCPStore asks nobody who he is, and listens on all addresses of a machine, whichever it is given. Whoever can
-write into one can make ranks talk to him instead of each other. So on one machine ranks and engines meet in a file
-that only this user can open. A store for several is bound to the address that it is reached by, and who believes what
-lies in it asks for the job's secret (`job_secret.py`).
+torch's TCPStore authenticates nobody and listens on all addresses of a machine. Whoever can write to one can make ranks
+talk to him. On one machine, ranks and engines therefore meet in a file that only this user can open. A store for
+several machines is bound to the address that others reach it by, and its values are sealed with the job's secret
+(`job_secret.py`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Rows of packed columns from the ranks that hold them to the ranks that need them.
+"""Send rows of packed columns from the ranks that hold them to the ranks that need them.
 
-Within a machine a home writes what its neighbours want once, into memory that they map: no copy is made for a reader,
-and a column that lies in shared memory already is not written again. To another machine each row that is needed there
-goes once, by gloo, to one of the ranks that want it, and its neighbours map the memory in which it arrives. Where ranks
-of one machine cannot open each other's memory each of them counts as a machine of its own.
+Within a machine, the rank that holds a row writes it once into memory that its readers map: no copy per reader, and a
+column that already lies in shared memory is not copied at all. To another machine each row is sent once, by gloo, to
+one of the ranks that need it, and its neighbours map the memory it arrives in. Where ranks of one machine cannot open
+each other's memory, each counts as a machine of its own.
 
     post = Post()
     delivery = post.deliver({"tokens": tokens}, {"tokens": (torch.int32, ())}, batch.lengths, batch.home, wants)
     rows = delivery.rows("tokens")  # waits; one [length] for each of wants[rank], in order
 
-Nobody waits for a reader: a rank that only sends goes on at once.
-
-What all ranks of the job put together, and the post that carries rows between them.
+Senders do not wait for readers. `AllRanks` is the group of all ranks of the job, for values of which each has a part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What this process has started, and what that has left behind: found, and ended.
+"""Child processes: list them, end them with this process, and find connections of other users.
 
-Who ends with whom: what a process asks of the kernel about its parent and its grandchildren.
-
-Other users of this machine who are connected to a process: gloo's and NCCL's ports take in whoever comes.
+`die_with_parent` and `inherit_orphans` ask the kernel to end a process with its parent and to adopt grandchildren.
+`connected_users` checks the ports of gloo and NCCL, which accept anybody.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One reward out of several parts: each function's, a model's, a service's, by weights; nothing where a part failed.
+"""Combine the parts of a reward (functions, environments, a model, a service) into one number by weights.
 
-The part of a reward that environments give themselves, `Rollout.verdict`.
+If a part failed there is no reward. `Rollout.verdict` holds the part that an environment gave.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-r"""Mathematics (MATH and the like): is the result equal to the ground truth, however it is written?
+r"""Mathematics (MATH and similar): is the result equal to the ground truth, however it is written?
 
-By the library math-verify (Hugging Face, Apache 2.0), which reads LaTeX and plain expressions into sympy: 1/2 is 0.5
-and \frac{2}{4}, 50\% too, x+1 is 1+x, {1,2} is {2,1}. MATH is Hendrycks et al., arXiv:2103.03874.
+Uses the library math-verify (Hugging Face, Apache 2.0), which parses LaTeX and plain expressions into sympy: 1/2 equals
+0.5 and \frac{2}{4}, 50\% as well, x+1 equals 1+x, {1,2} equals {2,1}. MATH is Hendrycks et al., arXiv:2103.03874.
 
-Its time limits are signals, which only a main thread can have. They are off; instead it is given only what is little
-work (`math_verify.py`), and what sympy does then is under `reward.timeout`, as every function is.
-
-What may be worked out of an answer that a policy wrote, so that no short text is much work.
-
-`9^{9^{9}}` has 370 million digits and `\binom{10^9}{10^8}` as many; sympy would begin with either. Right answers are of
-no such size. What is refused here counts as wrong.
+The library's time limits are signals, which only work in a main thread. They are off. Instead, expressions that would
+be expensive to evaluate count as wrong: `9^{9^{9}}` has 370 million digits, `\binom{10^9}{10^8}` as many, and no right
+answer is of that size. The rest is bounded by `reward.timeout`, as for every function.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""One call of a reward function, whatever it does; and what is served to a process that has them.
+"""Call reward functions: in worker processes, with a deadline, or in the rank for functions that cannot leave it.
 
-A `Nursery` forks processes that run `serve`. An order is the number of a function, and the rollout, pickled; its answer
-is {"number", "reward", "parts", "turns"} or {"number", "failed": why}.
+A forked process runs `serve`. A request is the number of a function and the rollout; a response is
+{"number", "reward", "parts", "turns"} or {"number", "failed": why}.
 
-A limit on how long one call of a reward function may take, in the main thread and without a process of its own.
+`Deadline` limits a call in the main thread. Functions may use `signal.alarm`, which works only there, so they run
+there, and a watching thread sends an otherwise unused signal whose handler raises. Where that has no effect, as in C
+code or in a function that catches everything, the thread says so and ends the process.
 
-Functions may use `signal.alarm` themselves, which works in the main thread only. So they run there, and a thread beside
-it sends this process a signal that nobody else uses when time is up; its handler raises. Where that does not help, in
-C code that never comes back or in a function that catches everything, the thread says so and ends the process.
-
-Reward functions that a script hands over, such as a closure, which no other process could have: called here.
+`score` calls functions that a script passes as objects, such as closures, which no other process could import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What an answer states as its result: in a box, or between tags. Each character is looked at a few times at most.
-
-Numbers in prose.
-"""
+"""Extract the result that an answer states: in a box, between tags, or as a number in prose. Runs in linear time."""
 
 from __future__ import annotations
 

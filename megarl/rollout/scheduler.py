@@ -1,6 +1,8 @@
-"""One engine's share of a generation: groups are begun while it has room, and stopped when there are enough of them.
+"""Schedule one engine's share of a generation: start groups while the engine has capacity, stop when enough are
+complete.
 
-An episode by an agent: a client of the policy in a process of its own, and what a session has recorded of it.
+`run_agent` runs one episode of an agent, a client of the policy in its own process, and collects what its session
+recorded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""One box, from its first process to its last: what it is given, what it says, when it has had enough.
-
-Output that is kept in part: its head and its tail, however much there is.
-"""
+"""One box from its first process to its last: inputs, output, limits and end. Long output keeps its head and its
+tail."""
 
 from __future__ import annotations
 

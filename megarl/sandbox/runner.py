@@ -1,11 +1,12 @@
-"""The process that starts boxes, holds nothing worth stealing, and ends with the one that has started it.
+"""The process that starts boxes. It holds nothing worth stealing and ends with the process that started it.
 
     python -I -S -c "..." FD PARENT, as `runner_client.py` starts it
 
-Its environment is empty, its only open file the socket FD, on which the first message says what to be; the answer is
-what it has become, or why it cannot. Orders follow.
+Its environment is empty and its only open file is the socket FD. The first message says what to set up, and the answer
+says what it has become or why it cannot. Requests follow.
 
-So many boxes at once on a machine: locks on the bytes of a file, which the kernel takes back from who has died.
+`Turns` bounds the number of boxes at once on a machine by locks on the bytes of a file, which the kernel releases when
+a process dies.
 """
 
 from __future__ import annotations

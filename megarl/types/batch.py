@@ -1,6 +1,6 @@
-"""Training side: packed batches, what a model says of one, and what a loss makes of it, aligned as `types` says.
+"""The training side: packed batches, model outputs and losses, aligned as `types/__init__.py` describes.
 
-Which columns of a batch a loss reads. It says so itself, and no others are sent to the model that it updates.
+A loss declares with `@reads` which columns of a batch it uses. Only those are sent to the model that it trains.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
-"""Episodes: what an agent did from beginning to end, which may have become several sequences, its branches.
+"""Episodes: everything that one attempt of an agent produced, which may be several sequences, called branches.
 
-An agent that shortens its history, or goes on from an earlier point of it, leaves the engine with sequences that share
-a beginning. Each token that the policy chose is an action in one of them and context in the others. However many they
-are, they came of one attempt at the task, and were paid for by one reward: **an episode counts as one**, in the
-statistics of its group, in means over sequences, in mini-batches, in figures. Nothing changes for a token: the mean
-over tokens has each of them once.
+An agent that shortens its history, or continues from an earlier point of it, leaves the engine with sequences that
+share a prefix. Each token that the policy sampled is an action in exactly one of them and context in the others. All
+branches come from one attempt at the task and earn one reward, so **an episode counts as one** in group statistics, in
+means over sequences, in mini-batches and in metrics. The mean over tokens is unaffected: each token occurs once.
 
-What is said of a sequence is said of an episode by laying its branches end to end, in the order in which they came:
-`Episodes.starts` makes cu_seqlens of episodes out of those of sequences, and a function of sequences that is given
-these is one of episodes. So an episode in branches comes to the same as one that stayed whole.
+A function of sequences becomes a function of episodes by concatenating the branches of an episode in order.
+`Episodes.starts` turns the cu_seqlens of sequences into those of episodes, so that an episode in several branches gives
+the same result as one that stayed whole.
 
     sequences                    0    1    2    3        of which 1 and 2 are branches of one episode
     row                          0    1    1    2
     action tokens                4    3    5    2        sums(..)   4  8  2
     cu_seqlens                0    10   16   30   35     starts(..) 0  10  30  35
-
-What a session server has seen of an agent's client, along one branch of the episode.
 """
 
 from __future__ import annotations

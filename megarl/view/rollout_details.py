@@ -1,6 +1,6 @@
-"""One rollout with its turns and what is on record of each token, as plain data for a page.
+"""One rollout with its turns and everything recorded per token, as plain data for a page.
 
-Token ids as words, by the tokenizer of a run.
+Token ids become text by the run's tokenizer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Generation that goes on beside training: which steps' prompts are admitted, and what is said of it.
+"""Generation beside training: which steps' prompts are admitted, and its metrics.
 
-Each rank keeps the books alike; the leads of engines have a stream of conversations each, see `rollout.stream`.
-
-A generation that no step waits for: it goes on while models are trained, and through the pushes of their weights.
+All ranks keep the same counts. The lead rank of each engine runs a stream of conversations (`rollout/background.py`).
+`Generation` is one generation that no step waits for, such as an evaluation: it continues through training and weight
+syncs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What the roles with a model have in common: it is on their ranks, and all ranks of the job call it.
+"""The base classes of roles that have a model. They live on the role's ranks; all ranks of the job call them.
 
-A policy that has gone too far from the one that was sampled from goes back to it: `guards.ppo_kl`.
+`TrainingWorker` adds updates, and raises an alarm when several updates in a row were skipped.
 
-`actor/ppo_kl` of an update says how far the updates of its step before it have brought the policy: the first has 0, or
-what `rollout.asynchronous` makes of it. So the last good policy is the one that the step began with, which the engine
-has, and that is what is kept. All ranks of the role have the same figure and do the same; others need not know, for
-rows are sent to updates that are left out, too.
-
-What the roles that are trained have in common: updates, and a word where more of them are in vain.
+`GoingBack` implements `guards.ppo_kl`: it rolls the policy back when it has moved too far from the policy that sampled.
+The `actor/ppo_kl` of an update measures how far the earlier updates of its step have moved the policy: it is 0 in the
+first, or what `rollout.asynchronous` makes of it. The last good policy is therefore the one at the start of the step,
+which is also the engine's, and a snapshot of it is taken. All ranks of the role see the same value and decide alike.
+Other ranks need not know: rows are sent for skipped updates, too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Rewards by functions, in processes beside the ranks, while generation goes on; and by what answers over HTTP.
+"""Rewards by functions, in processes beside the ranks and while generation continues, and by HTTP services.
 
-The numbers go everywhere, the texts nowhere. What computes a model is a backend of its own, which adds a part to those
-of the functions, the environments and the service.
-
-Rewards that are begun as soon as a conversation has ended, and found again when they are asked for.
+All ranks get the numbers; no texts are sent. Reward models are workers of their own, which add their part to those of
+the functions, the environments and the service. `Ahead` starts a reward as soon as its conversation has ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""More groups under way than a step needs: which are begun, gone on with and kept, and what is said of it.
+"""Over-sampling: more groups in flight than a step needs, which of them are continued or kept, and their metrics.
 
-The same on all ranks, but for the groups themselves, which stay with the lead of the engine that began them.
-
-How old rollouts are when they are trained on, in versions of the weights.
+All ranks hold the same state, except for the groups themselves, which stay on the lead rank of the engine that started
+them. `lag_figures` reports how many weight versions old the rollouts are when they are trained on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Calls of tools that fail inside the tool, over all engines: said, counted, and how many there may be.
+"""Metrics of tool calls and of agent sessions, over all engines, and the limit on failing tools.
 
-That a tool raised, died or was stopped by `rollout.tool_timeout` is meant. A call that could not be read, of a tool
-that there is not or with arguments that its schema does not allow, reaches no tool and is the policy's own mistake.
-
-Figures of agents' sessions, over all engines.
+A tool call fails when the tool raised, died or exceeded `rollout.tool_timeout`. A call that could not be parsed, names
+an unknown tool or violates the schema reaches no tool: it is an error of the policy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Arithmetic on text, by walking its syntax tree; nothing is ever evaluated as Python.
-
-The tools that come with MegaRL, by their specs.
-
-The least that an environment can be: one tool, no state, a reward by whichever function scores the answer.
-"""
+"""A calculator as a tool and as an environment. It walks the syntax tree of an expression and never runs it as
+Python."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Feeds one tracker in a thread of its own: a step never waits for it, and nothing that it raises reaches the run.
+"""What a tracker adapter implements, and the thread that feeds it.
 
-What an adapter of a tracker is, what it is told of the run, and where it stands.
-
-A few rollouts of a step in words, for trackers that have tables.
+Each tracker has its own thread: a step never waits for it, and no exception of it reaches the run. `rows_of` prepares a
+few rollouts of a step as text for trackers that have tables.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Who sends what to whom: exactly what a rank needs and does not have, from the owners that are busy least.
+"""Decide who sends what to whom: exactly what a rank needs and lacks, from the least busy owners.
 
-Every rank computes the same assignment from the configuration alone, in whole numbers, so that no rank tells another.
-A node gets what several of its ranks need once, in parts, one at each of them (its entries), and they forward these
-parts to each other. All layers of a kind on a stage are assigned alike, so each of them is balanced by itself.
-
-Dealing bytes out to ranks so that the busiest is as idle as can be, and cutting the line of bytes accordingly.
+Every rank computes the same assignment from the configuration alone, in integers, without communication. What several
+ranks of a node need enters the node once, in parts, one part at each of these ranks (its entries), which forward the
+parts to each other. Layers of the same kind on a stage are assigned alike, so each of them is balanced by itself.
+`deal` and `balance` split bytes over ranks such that the busiest rank has as little as possible.
 """
 
 from __future__ import annotations

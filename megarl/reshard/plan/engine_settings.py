@@ -1,18 +1,13 @@
-"""Which of SGLang's settings leave an engine's weights where the tables say they are, found by reading SGLang 0.5.23.
+"""Which SGLang settings keep an engine's weights where the layout tables say they are, from reading SGLang 0.5.23.
 
-A setting that moves, swaps or repacks weights without changing a shape would have the push write them where they do not
-belong: hashes agree, and the engine computes something else. So of the settings that concern weights only what is known
-to be harmless is allowed, by name; a later SGLang's new ones are refused until somebody has read what they do. What an
-engine says about itself when it has started (`rollout.loader`, "describe") is compared besides.
+A setting that moves, swaps or repacks weights without changing a shape would make the weight sync write to wrong
+places: hashes agree, and the engine computes something else. Settings that concern weights are therefore allowed by
+name only, and those of a later SGLang are refused until somebody has read what they do. In addition, a started engine
+describes its layers, and the description is compared (`oddities` in `engine/weight_loader.py`); the run ends before
+training where they differ.
 
-What becomes of an engine's weights in each of SGLang 0.5.23's ways to compute experts, quantise, send tokens and
-place experts: carried by the layout, or refused by name, with the reason.
-
-Every choice that SGLang's source lists has an entry in the tables here, and a test says which has none: so a later
-SGLang's new choice is an error until somebody has read what it does to the weights. `engine_settings.check` reads the
-tables before anything starts; what an engine has made of its settings by itself, by its GPU, model or `ep`, it says of
-its own layers when it has started (`rollout.loader.oddities`), and where that is not as here the run ends before
-anything is trained.
+The tables list every way of SGLang 0.5.23 to compute experts, quantise, dispatch tokens and place experts: supported by
+the layout, or refused by name with a reason. A test fails for every choice in SGLang's source that has no entry.
 """
 
 from __future__ import annotations

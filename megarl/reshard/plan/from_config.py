@@ -1,9 +1,7 @@
-"""The layouts, and the plan of a push, that a configuration describes.
+"""Layouts and weight-sync plans for a configuration, and advice on splitting layers over pipeline stages.
 
-Which split of the layers over the pipeline stages keeps the busiest stage of a push as idle as can be.
-
-What one stage alone holds only its GPUs can send, so the stage with most to send sets the pace. A push looks only at
-bytes: whether the stages also compute equally long is for the reader to judge.
+What only one stage holds, only its GPUs can send, so the stage with the most to send sets the pace. `better_split`
+minimises its bytes; whether the stages also balance in compute is for the reader to judge.
 """
 
 from __future__ import annotations

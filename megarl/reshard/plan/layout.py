@@ -1,9 +1,8 @@
-"""Where every tensor lies on either side: the ranks of the trainer, the ranks of the engines, and what each one holds.
+"""Where every tensor lies, on the trainer's ranks and on the engines' ranks.
 
-Plain data, for any number of ranks, without processes. A `Held` is an interval of one HF tensor in one tensor of one
-rank; everything that the reshard moves is an intersection of such intervals of the two sides.
-
-The two sides of a push among the job's ranks: the trainer's and the engines', the same, others, or some of both.
+Plain data for any number of ranks, without processes. A `Held` is an interval of one HF tensor within one tensor of one
+rank. Everything that the reshard moves is an intersection of such intervals of both sides. `Sides` says which ranks of
+the job are trainer ranks, engine ranks, or both.
 """
 
 from __future__ import annotations

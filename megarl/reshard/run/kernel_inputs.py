@@ -1,7 +1,4 @@
-"""What `copies.py` and its kernels are given.
-
-The numbers of the hash of `checksum.py`, which `hash_kernel.py` computes with, too.
-"""
+"""Inputs and constants shared by the packing and hash functions and their Triton kernels."""
 
 from __future__ import annotations
 

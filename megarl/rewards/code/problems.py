@@ -1,25 +1,19 @@
-"""Hidden tests of a problem, whatever data set they are from.
-
-Tests that are packed: JSON, or base64 of zlib of it, or of a pickle of it as LiveCodeBench has them. Nothing is
-unpickled: of a pickle that holds one text, the text is read.
-
-Assertions of a data set, taken apart: the call goes to the answer, the expected value stays here.
-
-`assert f(3) == [1, 2]` becomes the call `f(3)` and the value `[1, 2]`. What is more than that, `assert abs(f(3) - 0.1)
-< 1e-6`, or statements that go on from one another, is left to a judge: a box of its own, where the text of the test
-runs and gets no more of the answer than plain values. The texts are the data set's, never a policy's.
-
-Hidden tests as data sets have them, made into a `Problem`. Pure; what is none of the formats is an error that says
-why.
+"""Hidden tests in the formats of common data sets, as a `Problem`. Pure; an unknown format is an error that says why.
 
     {"prompt", "test", "entry_point"}                               HumanEval, HumanEval+
     {"test_list", "test_setup_code"?, "test_imports"?}               MBPP; MBPP+ has `test`, a text
     {"inputs", "outputs", "fn_name"?}, or that as `input_output`     APPS, TACO, verl's and PRIME's
     {"public_test_cases"?, "private_test_cases", "metadata"?}        LiveCodeBench
     [{"input", "output", "fn_name"?, "testtype" | "type"?}, ..]      also as `test_cases` or `tests`
-    ["assert ..", ..], or a text of Python with assertions or functions `test_..`
+    ["assert ..", ..], or Python source with assertions or functions `test_..`
 
-Each as it is, or as JSON.
+Each may be given as it is or as JSON. Packed tests are JSON, base64 of zlib of it, or of a pickle of it as in
+LiveCodeBench. Nothing is unpickled: the text is read out of a pickle that holds one string.
+
+Assertions are taken apart: `assert f(3) == [1, 2]` becomes the call `f(3)`, which is sent to the answer's box, and the
+value `[1, 2]`, which stays here. Anything more, such as `assert abs(f(3) - 0.1) < 1e-6` or statements that depend on
+one another, goes to a judge: a box of its own that runs the text of the test and exchanges only plain values with the
+answer. The text is always the data set's, never the policy's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The reward function: does the code in an answer pass the hidden tests of its prompt?
-
-The code in what a policy has said.
-"""
+"""The reward function for code: extract the code from an answer and run the hidden tests of its prompt."""
 
 from __future__ import annotations
 

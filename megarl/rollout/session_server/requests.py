@@ -1,9 +1,8 @@
-"""OpenAI's chat messages, checked and in one form, and what makes two of them the same.
+"""Requests of OpenAI's chat completions API: which fields are honoured, ignored or refused, and normalised messages.
 
-The one form has a role of system, user, assistant or tool, and a content that is a string. Calls have an id, a name and
-arguments as a mapping where they were JSON of one. Fields that no template knows are left out.
-
-The fields of a request for a chat completion: which are followed, which are not, and which are refused.
+A normalised message has a role (system, user, assistant or tool) and a string as content. Its tool calls have an id, a
+name and arguments, a mapping where they were a JSON object. Fields that no template knows are dropped. Two messages are
+the same if their normalised forms are equal.
 """
 
 from __future__ import annotations

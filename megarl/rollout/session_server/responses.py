@@ -1,6 +1,6 @@
-"""What clients get: chat completions, whole or as a stream of events, and errors, in OpenAI's form.
+"""Responses in OpenAI's format: completions, whole or streamed, and errors.
 
-What a client of a stream hears while the policy still writes: only what will stand in the whole answer, too.
+A stream sends only text that is certain to be part of the whole answer as well.
 """
 
 from __future__ import annotations
