@@ -1,6 +1,5 @@
-"""Pure tensor functions over packed `[T]` tensors: token rewards, advantages, losses, KL. The alignment is that of
-`types/`.
+"""Pure tensor functions over packed `[T]` tensors: token rewards, advantages, losses, KL. Aligned as in `types/`.
 
-No devices, ranks or process groups here: imports torch, `types/` and the ranges of `strict`, and is imported by
-controllers and workers. `README.md` lists them, with their papers.
+No devices, ranks or process groups: imports torch, `types/` and `config/strict.py` only. Controllers and workers import
+it. `README.md` lists the functions with their papers.
 """

@@ -1,4 +1,4 @@
-"""Weights and run state on disk: `models/hf_folder.py` reads and writes HF folders; the rest commits and resumes runs.
+"""Save and resume runs: checkpoint folders, manifests, disk space, and conversion to Hugging Face folders.
 
-May import `models`, `parallel` and what is below them; workers and controllers import it.
+May import `models`, `parallel` and below; `megatron`, workers and controllers import it.
 """

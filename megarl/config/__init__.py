@@ -1,13 +1,11 @@
-"""The configuration: dataclasses, strict YAML, `key=value` overrides. Every key is documented here and only here.
+"""The configuration: dataclasses, strict YAML, `key=value` overrides. Every key is documented in `keys.py` and only
+there.
 
-What Megatron or SGLang already names is not named again: `model.megatron` and `rollout.sglang` pass through, checked
+Settings that Megatron or SGLang already name are passed through `model.megatron` and `rollout.sglang`, and checked
 against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
 
-Keys that are paths are of the type `PathStr`: `~` and `$NAME` in them are expanded (`megarl/config/paths.py`).
-
-`keys.py` has the run, its models, ranks and optimizers; `keys.py` data and sampling; `keys.py` rewards,
-advantages and losses; `keys.py` where code runs. What the name of an algorithm sets of them, where the user does
-not, is in `recipes.py`.
+Keys of the type `PathStr` are paths: `~` and `$NAME` in them are expanded (`paths.py`). `recipes.py` has the values
+that the name of an algorithm sets unless the user does.
 """
 
 from __future__ import annotations

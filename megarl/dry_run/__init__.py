@@ -1,4 +1,4 @@
-"""What is looked at before anything starts: settings, the folders of models, boxes, sizes; and which layout would do.
+"""Check a run before anything starts: settings, model folders, data, sandbox, memory; and suggest a layout.
 
-Nothing in it starts ranks or engines, and nothing in megarl but the entry points and the flow imports it.
+Starts neither ranks nor engines. Only the entry points and the flow import it.
 """

@@ -1,1 +1,1 @@
-"""What a policy acts in: tools, environments with a state of their own, agents; each in processes beside the rank."""
+"""What a policy acts in: tools, stateful environments and agents, each in processes beside the rank."""

@@ -1,4 +1,4 @@
-"""How the processes of a run are started, watched, ended and started again, on one machine and by torchrun on many.
+"""Start, watch, end and restart the processes of a run, on one machine and by torchrun on several.
 
-Nothing in megarl but the entry points and the flow imports it.
+Ranks import `exit_status.py`; the rest is for the launcher.
 """

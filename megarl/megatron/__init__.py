@@ -1,6 +1,7 @@
-"""Everything that touches Megatron-Core: the CPU shim, model building, heads, log-probs, the training step, names.
+"""Everything that touches Megatron-Core: building models, heads, log-probs, the training step, its checkpoint format.
 
-Imports models, data, parallel and types. Imported by workers (and, for the shim alone, by `parallel/ranks.py`).
+Importing this package patches Megatron-Core for machines without a GPU (`cpu/megatron_platform.py`).
+`parallel/ranks.py` imports it for that reason alone.
 """
 
 import sys

@@ -1,5 +1,4 @@
-"""What a run shows and leaves behind: metrics, trackers, the live display, recorded rollouts, the run folder.
+"""What a run shows and records: metrics, trackers, the progress display, recorded rollouts, the run folder, watchdogs.
 
-Imports `parallel/`, `config/`, `types/` and `models/` only; controllers and workers import it. Nothing here may stop
-training.
+Controllers and workers import it. Nothing here may stop training, except the guards that the user sets.
 """

@@ -1,4 +1,4 @@
-"""Ranks, groups and the device: what hardware there is and who sits where. Imported by everything above `models/`.
+"""Ranks, groups and the device: what hardware there is, who runs where, and how values travel between ranks.
 
-`device.py` alone asks whether there is a GPU; `ranks.py` starts torch.distributed and Megatron's groups.
+Only `device.py` asks whether there is a GPU. `ranks.py` initialises torch.distributed and Megatron's groups.
 """

@@ -1,2 +1,3 @@
-"""Processes beside a rank that run somebody else's code, and may hang, crash or be killed: they end with the rank, and
-with each ends all that it has started. May import `config/` only."""
+"""Processes beside a rank that run user code, which may hang, crash or be killed. They end with the rank, and
+everything that they started ends with them. Imports `config/` only.
+"""

@@ -1,5 +1,4 @@
-"""What judges a finished rollout: functions and the processes that call them, classifiers, services; `README.md`.
+"""Reward functions, reward models and services, and the processes that call them. `README.md` lists them.
 
-May import `data/`, `models/`, `parallel/` (the device, settings of roles), `types/` and `config/`; imported by
-workers and controllers. A reward of yours may live in any module: name it `module:name` in `reward.functions`.
+A reward function of your own may live in any module: name it `module:name` in `reward.functions`.
 """

@@ -1,7 +1,7 @@
-"""A sandbox for what a policy wrote: programs, tests of programs, sessions of an interpreter; `README.md`.
+"""A sandbox for code that the policy wrote: programs, tests of programs, interpreter sessions. See `README.md`.
 
-`box.py` has the API: `Sandbox.from_environment()` in any process of a run. `runner.py`, `spawning.py`, `mounts.py`,
+`box.py` is the API: `Sandbox.from_environment()` works in any process of a run. `runner.py`, `spawning.py`,
+`mounts.py`,
 `seccomp.py`, `cgroups.py` and `memory_watch.py` are the process that starts boxes, `namespace.py` and `warm_pool.py`
-what it prepares of them ahead, `inside_*.py` what runs in them. May import `config/` only; imported by `rewards/` and
-`environments/`.
+prepare boxes ahead of time, and `inside_*.py` run in a box. Imports `config/` only.
 """

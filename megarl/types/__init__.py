@@ -44,8 +44,7 @@ record covers those before it.
 distribution over these.
 
 `rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `sampling_mask.py` and `comm.py` what they
-are made of. Where an agent's conversation became several sequences, these are one episode: `episodes.py`; what its
-session saw of each is `episodes.py`.
+are made of. Where an agent's conversation became several sequences, these are one episode: `episodes.py`.
 """
 
 from megarl.types.arrays import Ids, Logprobs, ids_of, no_logprobs

@@ -1,1 +1,1 @@
-"""Small helpers that several packages share: paths, text, plugins, lossless JSON."""
+"""Small helpers that several packages share: lossless JSON, text that can be encoded, kinds of IP addresses."""

@@ -1,1 +1,1 @@
-"""Environments to begin with: an interpreter for mathematics and code, a search, a game; see `../README.md`."""
+"""Environments to start with: a calculator, a Python session, a search, a game. See `../README.md`."""

@@ -1,1 +1,2 @@
-"""The running half of the reshard: transport, packing kernels, quantisation and verification."""
+"""The executing half of the reshard: transport (`executor.py`), packing, FP8 scales and checksums, with Triton
+kernels."""

@@ -2,9 +2,9 @@
 
     reward: {functions: [megarl.rewards.code:hidden_tests]}
 
-`problems.py` reads the tests of the usual data sets, `scorer.py` finds the code; `grading.py` runs it and compares what
-came out here, where the expected answers stay. `plain.py`, `answering.py` and `judging.py` run in boxes, too. May
-import `sandbox/` and what rewards may.
+`problems.py` reads the tests of common data sets, `scorer.py` extracts the code, and `grading.py` runs it and compares
+the results on our side of the sandbox, where the expected answers stay. `plain.py`, `answering.py` and `judging.py`
+also run inside boxes.
 """
 
 from megarl.rewards.code.grading import Graded, Grading, grade

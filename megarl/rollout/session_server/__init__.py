@@ -1,7 +1,8 @@
-"""A server that speaks OpenAI's chat completions to agents and records, token for token, what the engine saw and said.
+"""A server of OpenAI's chat completions API for agents. It records, token for token, what the engine was given and
+sampled.
 
-`messages`: what clients send, in one form; `asked`: the fields of a request; `tree`: tokens and how histories fork;
-`recording`: one session; `answers`: what clients get; `server`: HTTP on loopback.
+`requests.py` and `responses.py` are the API; `rendering.py` and `token_tree.py` map messages to tokens along every
+branch of the history; `recording.py` is one session; `server.py` serves HTTP on loopback.
 """
 
 from megarl.rollout.session_server.recording import Recording
