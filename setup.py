@@ -77,6 +77,6 @@ setup(
     entry_points={
         "console_scripts": ["megarl = megarl.__main__:main"],
         # SGLang loads every plug-in of this group in each of its processes; ours makes its CPU path whole.
-        "sglang.srt.plugins": ["megarl = megarl.rollout.cpu_plugin:register"],
+        "sglang.srt.plugins": ["megarl = megarl.cpu.sglang_plugin:register"],
     },
 )
