@@ -38,11 +38,7 @@ from megarl.rollout.partial_rollouts import Partial
 from megarl.types import Ids, Message, Prompt, Verdict, ids_of
 
 if TYPE_CHECKING:
-    from megarl.chat_format.chat_template import Chat
     from megarl.engine.sglang_engine import Engine
-    from megarl.environments.protocol import ToolResult
-
-    pass
 
 MARK = "> "
 
@@ -76,7 +72,6 @@ class Terminal:
     """Shows a conversation on stdout."""
 
     def heard(self, text: str) -> None:
-
         sys.stdout.write(printable(text))
         sys.stdout.flush()
 
@@ -84,7 +79,6 @@ class Terminal:
         print(flush=True)
 
     def answered(self, name: str, result: ToolResult) -> None:
-
         print(f"  [{printable(name)}] {printable(result.text)}", flush=True)
 
 
@@ -114,7 +108,6 @@ def talk(options: Namespace) -> int:
 
 def converse(config: Config, options: Namespace) -> int:
     """Start an engine, and answer line by line."""
-    from megarl.chat_format.chat_template import Chat
     from megarl.dry_run.plan import validate
     from megarl.engine.sglang_engine import Engine
     from megarl.engine.tool_calls import rehearse
@@ -155,7 +148,6 @@ def converse(config: Config, options: Namespace) -> int:
 
 
 async def _begin(config: Config, chat: Chat, terminal: Terminal, options: Namespace) -> Talk:
-
     return Talk(config, chat, terminal, options.row, options.system)
 
 
@@ -201,10 +193,6 @@ async def _answer(talk: Talk, engine: Engine, config: Config, line: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     return ends_in_a_line(lambda: talk(parse(arguments)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 _CALLS_OF_A_LINE = 1 << 20
@@ -393,3 +381,7 @@ def known_here(chat: Chat) -> str:
     """The environment and the tools, in words."""
     environments = [f"the environment {name}" for name in chat.known.environments]
     return ", ".join([*environments, *chat.tools]) or "no tools"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
