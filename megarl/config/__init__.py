@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.config import plain_yaml, strict
+from megarl.config import strict
 from megarl.config.hub import folder_of
 from megarl.config.keys import (
     AdvantageConfig,
@@ -206,6 +206,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
             "track.webhook=URL on the command line is read by everybody on this machine: put it into the file, or the "
             "URL into an environment variable and track.webhook=env:NAME"
         )
+    from megarl.config import plain_yaml  # imports yaml, and whoever lacks it is told so in one line
+
     tree = plain_yaml.read(file)
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
