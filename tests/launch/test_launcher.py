@@ -28,10 +28,10 @@ ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 LAUNCHER = """
 import sys
-from megarl.launch import launcher, stopped
+from megarl.launch import launcher
 from megarl.processes.children import inherit_orphans
 launcher.ORPHANS_S = 1.0
-stopped.FURTHER_S = 0.5
+launcher.FURTHER_S = 0.5
 pending = []
 def attempt(environment):
     launch = launcher.Launch((sys.executable, "rank.py"), 2, sys.argv[1] == "saves", GRACE, pending=pending)
