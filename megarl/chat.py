@@ -28,7 +28,7 @@ from megarl.chat_format.chat_template import Chat
 from megarl.config import Config, ConfigError
 from megarl.config.command_line import Parser, ends_in_a_line, path_text
 from megarl.engine.generation import Generation, Policy, Streams
-from megarl.engine.tool_calls import Parse
+from megarl.engine.tool_calls import Parse, parser, rehearse
 from megarl.environments.process_sessions import Session, Sessions
 from megarl.environments.protocol import SessionLost, ToolResult
 from megarl.processes.process_limits import Limits
@@ -110,7 +110,6 @@ def converse(config: Config, options: Namespace) -> int:
     """Start an engine, and answer line by line."""
     from megarl.dry_run.plan import validate
     from megarl.engine.sglang_engine import Engine
-    from megarl.engine.tool_calls import rehearse
     from megarl.environments.catalog import known_of
 
     if config.parallel.world_size > config.rollout.tp:
@@ -185,7 +184,6 @@ def lines(runner: asyncio.Runner, talk: Talk, engine: Engine, config: Config) ->
 
 async def _answer(talk: Talk, engine: Engine, config: Config, line: str) -> str:
     from megarl.engine.client import Client
-    from megarl.engine.tool_calls import parser
 
     async with Client(engine.url, engine.api_key, config.rollout.request_timeout, None, engine.version) as client:
         return await talk.say(line, client, parser(client, engine.tool_call_parser, engine.tool_call_marker))

@@ -19,7 +19,7 @@ class Thread:
         self.largest = 0  # bytes that it gave to `total` at once
 
     def total(self, mine: torch.Tensor) -> torch.Tensor:
-        """Added up by rank, as `parallel.everyone` does: the same bits on all."""
+        """Added up by rank, as `parallel.row_exchange` does: the same bits on all."""
         self.largest = max(self.largest, mine.nbytes)
         shares = self._meet(self.rank, mine)
         assert {(share.shape, share.dtype) for share in shares} == {(mine.shape, mine.dtype)}

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from megarl.config.strict import ConfigError, is_path, require, types_of
 
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
 def filled(text: str, where: str) -> str:
@@ -30,10 +30,10 @@ def filled(text: str, where: str) -> str:
             raise ConfigError(f"{where}: ${{{name}}} is not set; name it in rollout.pass_env and set it for the run")
         return os.environ.get(name, default or "")
 
-    return _VARIABLE.sub(value, text)
+    return _PLACEHOLDER.sub(value, text)
 
 
-_VARIABLE_PATHS = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\}|(?=\{))", re.ASCII)
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\}|(?=\{))", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PATH_NAME = re.compile(r"(.*_)?(path|dir|folder|file)")
 """Keys that are paths in mappings which pass through: `rollout.sglang.download_dir`, `options.tasks_file`."""
@@ -59,11 +59,11 @@ def expand(text: str, key: str) -> str:
             raise ConfigError(
                 f"{key}: the environment variable {name} is not set{fault}; set it, or write the path without it"
             )
-        if _VARIABLE_PATHS.search(value):
+        if _VARIABLE.search(value):
             raise ConfigError(f"{key}: the environment variable {name} holds a variable itself; write the path out")
         return value
 
-    expanded = os.path.expanduser(_VARIABLE_PATHS.sub(value_of, text))
+    expanded = os.path.expanduser(_VARIABLE.sub(value_of, text))
     if str(Path(expanded)).startswith("~"):  # pathlib makes ~x of ./~x, which some libraries expand later
         fault = f"{expanded[:80]!r} begins with ~, but that is no user's home"
         raise ConfigError(f"{key}: {fault}; write the path from / on")

@@ -28,7 +28,7 @@ def plan_micro_batches(
     """Share out sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
     lengths: [sequences] whole numbers, at least 1: a list, an array or a tensor of the host.
-    quadratic: a sequence of n tokens is taken to cost n + quadratic * n^2, see `models.cost.quadratic_cost`. Micro-
+    quadratic: a sequence of n tokens is taken to cost n + quadratic * n^2, see `models.flops.quadratic_cost`. Micro-
     batches cost about the same, those that ranks compute at the same time most of all, and so do whole ranks.
     together: a number for each sequence; those of the same number are not parted. Everything below that is said of a
     sequence is then said of all that have one number.

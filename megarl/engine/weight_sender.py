@@ -60,8 +60,8 @@ class Mailbox:
 
 class HandOff:
     """Call it, between `open` and `close`, with a buffer, an order to write, and whether that is for the draft model;
-    see `reshard.executor.HandOver`. Each rank speaks with the engine's rank beside it then, and with nobody else; all
-    else is collective over an engine's ranks.
+    see `reshard.run.executor.HandOver`. Each rank speaks with the engine's rank beside it then, and with nobody else;
+    all else is collective over an engine's ranks.
 
     engine: on the lead rank, None on the others. patience: seconds that the engine may take for an order. Nothing is
     raised for an engine that fails: its ranks go on taking part, since others wait for what they send, and `errors`

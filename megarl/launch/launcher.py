@@ -30,7 +30,7 @@ from megarl.processes.children import children, end_orphans, is_stopped
 
 FURTHER_S = 15.0
 """How long behind `run.timeout_s`: where others notice they know more."""
-_LOOK_S = 1.0
+_STOPPED_LOOK_S = 1.0
 _AWAY_S = 10.0
 """Between two looks: the launcher was stopped itself, as by Ctrl-Z or `scontrol suspend`, and its ranks with it."""
 
@@ -48,7 +48,7 @@ class Stopped:
         what is to be said of it. ranks: the pids of those that are there, by rank. To be called again and again; most
         times it does nothing."""
         now = time.monotonic()
-        if rules is None or self._over or now - self._looked < _LOOK_S:
+        if rules is None or self._over or now - self._looked < _STOPPED_LOOK_S:
             return None
         if now - self._looked > _AWAY_S:
             self._since.clear()
@@ -73,7 +73,7 @@ NOTICE_S = 3.0
 """How long the others have to see by themselves that one has failed, and to write down where they were."""
 ORPHANS_S = 20.0
 """How long what ranks have left behind may take to end, before it is killed: engines that are on their way out."""
-_LOOK_S_LAUNCHER = 0.05
+_LOOK_S = 0.05
 _TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _WHY = {
     "SIGKILL": " (the kernel does that when memory is short)",
@@ -257,7 +257,7 @@ class Launch:
                 words.add(self._stopped.look(self._there, words.rules()))
                 if time.monotonic() > self.deadline:
                     killed |= self._send(signal.SIGKILL)
-                time.sleep(_LOOK_S_LAUNCHER)
+                time.sleep(_LOOK_S)
             self._look()  # what came to all at once
             codes = {n: rank.returncode for n, rank in enumerate(self.ranks) if n not in killed}
             return verdict(codes, words.read(), self.asked, self.roles), words.rules()
@@ -333,7 +333,7 @@ def until_it_ends(attempt: Callable[[Mapping[str, str]], tuple[Verdict, Rules | 
         note(rules, after.text.splitlines()[-1])
         until = time.monotonic() + after.wait_s
         while time.monotonic() < until:
-            time.sleep(_LOOK_S_LAUNCHER)
+            time.sleep(_LOOK_S)
             for number in pending:
                 if number != signal.SIGUSR1:
                     print(f"ended by {name_of(number)}", file=sys.stderr, flush=True)

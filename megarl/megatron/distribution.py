@@ -89,7 +89,7 @@ class Distribution:
     """How the work of one model is shared among its ranks. All ranks of the job have the same, also those that the
     model is not on: they send it rows, and get back what is about their sequences.
 
-    budget: tokens of a micro-batch, on all context parallel ranks together. quadratic: see `models.cost`. multiple: of
+    budget: tokens of a micro-batch, on all context parallel ranks together. quadratic: see `models.flops`. multiple: of
     which the number of micro-batches is one. together: whether training must not part the sequences of a group. shape:
     of the record of routing that the model replays, if it does. words: whether it emits distributions of words, which
     are over what could have been sampled, where that was cut off.

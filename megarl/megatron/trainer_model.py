@@ -138,7 +138,8 @@ class MegatronModel:
         return lora.Merged(self.local_params(), self.local_adapters(), settings.alpha / settings.rank)
 
     def load(self, get: Get) -> None:
-        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.cuts.pieces` cuts it.
+        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.layout_algebra.pieces` cuts
+        it.
 
         Raises ConfigError on all ranks, naming the first tensor, where some are not finite.
         """

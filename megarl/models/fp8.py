@@ -87,11 +87,11 @@ def block_amax(weight: torch.Tensor, r0: int, c0: int, grid_shape: Sequence[int]
     """
     grid = torch.zeros(*grid_shape, dtype=torch.float32, device=weight.device)
     if weight.numel():
-        _raise_to(grid, weight, r0, c0)
+        update_amax(grid, weight, r0, c0)
     return grid
 
 
-def _raise_to(grid: torch.Tensor, weight: torch.Tensor, r0: int, c0: int) -> None:
+def update_amax(grid: torch.Tensor, weight: torch.Tensor, r0: int, c0: int) -> None:
     """Make each element of a grid of maxima at least the shard's."""
     inside = _blocks(weight, r0, c0, grid)
     top, left = r0 % BLOCK, c0 % BLOCK

@@ -158,7 +158,7 @@ class EngineVocab(Cut):
 
 
 EngineGrid = Literal["attention", "mlp", "shared", "expert", "embedding", "head"]
-"""By which of its groups of ranks an engine divides a tensor; `reshard.layout.EngineLayout` has their sizes."""
+"""By which of its groups of ranks an engine divides a tensor; `reshard.plan.layout.EngineLayout` has their sizes."""
 
 
 @dataclass(frozen=True)

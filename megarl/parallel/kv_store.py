@@ -16,7 +16,7 @@ _MOST_PARTS = 1024
 
 
 class Board:
-    """Counters and notes that all ranks of the job see; as `rollout.queue.Board`."""
+    """Counters and notes that all ranks of the job see; as `rollout.group_queue.Board`."""
 
     def add(self, name: str, more: int) -> int:
         return count(name, more)

@@ -149,7 +149,7 @@ def joined(turn: Turn, more: Turn) -> Turn:
 
 
 def to_record(partial: Partial, put: Put) -> dict[str, Any]:
-    """As plain values that JSON can hold (`observe.exact_json` where a prompt's own may be odd), for a checkpoint; its
+    """As plain values that JSON can hold (`utils.exact_json` where a prompt's own may be odd), for a checkpoint; its
     arrays, which routing makes large, go through `put`."""
     gone = ("session", "before", "branch")  # no agent's is gone on with
     record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial) if item.name not in gone}

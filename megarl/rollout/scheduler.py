@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.chat_format.chat_template import Chat
 from megarl.engine.engine_loss import EngineLost
@@ -25,9 +25,6 @@ from megarl.rollout.partial_rollouts import Partial
 from megarl.rollout.request_gate import Room, Seat
 from megarl.types import Failed, Prompt, Rollout, Verdict, ids_of
 from megarl.types.reward_values import RewardError, reward_of
-
-if TYPE_CHECKING:
-    from megarl.rollout.conversation import Surroundings
 
 
 async def run_agent(

@@ -208,7 +208,7 @@ class Engines:
         return ranks.patient(seconds + self.config.run.timeout_s)
 
     def _collect(self, payload: str) -> list[str]:
-        """Of the ranks of this engine, on each of them; see `rollout.engine.Collect`.
+        """Of the ranks of this engine, on each of them; see `engine.sglang_engine.Collect`.
 
         Nobody returns before all have come, for the sizes of the payloads go from all to all first.
         """

@@ -215,7 +215,7 @@ class TrainingWorker(ModelWorker):
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> Mapping[str, float]:
         """One optimizer step on a mini-batch with `loss_weights`; metrics under the role's name. Of a loss that names
-        what it reads, see `types.reads`, nothing else is sent or looked at."""
+        what it reads, see `types.batch`, nothing else is sent or looked at."""
         rewards = batch.sequence_reward
         if len(odd := rewards[~torch.isfinite(rewards)]):
             self.complain("sequence_reward in the batch", float(odd[0]), len(odd), len(rewards))

@@ -3,7 +3,8 @@
 python post_load.py BACKEND,... for the experts
 
 For each kind of layer, type and choice of backend a line of JSON: whether the tensors hold the bits that they were
-given, and what the layer says of itself, see `rollout.loader.oddities`. What needs a GPU's kernel says which error.
+given, and what the layer says of itself, see `engine.weight_loader.oddities`. What needs a GPU's kernel says which
+error.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_whole_shards_are_fine(local: dict[str, torch.Tensor]) -> None:
 
 
 def test_a_tied_head_is_a_copy_of_the_embedding_on_the_last_stage(local: dict[str, torch.Tensor]) -> None:
-    """By the name that `megatron.names` gives it."""
+    """By the name that `megatron.parameter_names` gives it."""
     tied = family_of(HF).params(HF | {"tie_word_embeddings": True}, 1)
     local["embedding.word_embeddings.weight"] = local.pop("output_layer.weight")
     assert shard_problems(local, tied, TRAIN, 3, 4) == []

@@ -153,7 +153,7 @@ def place_of_critic(place: distribution.Place) -> distribution.Place:
 
 
 class _Post:
-    """As `parallel.delivery.Post`, which sends what this counts."""
+    """As `parallel.row_exchange.Post`, which sends what this counts."""
 
     def __init__(self, machines: Sequence[Sequence[int]], rank: int, sent: Sent) -> None:
         self._machines, self._rank, self._sent = machines, rank, sent

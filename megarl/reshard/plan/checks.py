@@ -79,7 +79,8 @@ def engine_problems(
 
 
 def layout_problems(odd: Iterable[str]) -> list[str]:
-    """What an engine says of its layers (see `rollout.loader.oddities`) that a push could not serve; one line each."""
+    """What an engine says of its layers (see `engine.weight_loader.oddities`) that a push could not serve; one line
+    each."""
     remedy = "leave moe_runner_backend, fp8_gemm_runner_backend and the like out of rollout.sglang"
     return [f"in the engine, {line}: weights would be pushed to the wrong places; {remedy}" for line in odd]
 

@@ -28,7 +28,8 @@ from megarl.reshard.run.checksum import device_hashes
 from megarl.reshard.run.scale_grids import Grids, scale_grids
 
 Slice = list[Any]
-"""[name, index, r0, r1, c0, c1, offset, hash_offset]: a box of an engine's tensor and its place, see rollout.loader."""
+"""[name, index, r0, r1, c0, c1, offset, hash_offset]: a box of an engine's tensor and its place, see
+engine.weight_loader."""
 
 HandOver = Callable[[torch.Tensor, dict[str, Any], bool], None]
 """Gives a buffer and the order to write it to the engine process beside this rank, for its draft model or not. It may

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from megarl.models.fp8 import BLOCK, _raise_to, grid_shape, scales
+from megarl.models.fp8 import BLOCK, grid_shape, scales, update_amax
 from megarl.models.layout_algebra import Param
 from megarl.reshard.plan.layout import TrainLayout
 
@@ -62,7 +62,7 @@ def scale_grids(
         for held in train.held(rank, param):
             shard = local[param.megatron].narrow(held.dim, held.offset, held.stop - held.start)
             r0, c0 = (held.start, 0) if held.dim == 0 else (0, held.start)
-            _raise_to(amax[param.megatron, held.source], shard, r0, c0)
+            update_amax(amax[param.megatron, held.source], shard, r0, c0)
     for expert, keys in shared.items():
         if keys:
             parts = train.cut(expert)

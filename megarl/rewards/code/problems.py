@@ -102,7 +102,7 @@ def unpacked(text: str) -> Any:
     """What a text holds, not to be changed: once for the samples of a prompt. Raises ValueError for anything else."""
     start = text.lstrip()[:1]
     if start in ("[", "{", '"'):
-        return _json(text)
+        return _parse_json(text)
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -116,8 +116,8 @@ def unpacked(text: str) -> Any:
         raise ValueError(f"it has more than {MOST >> 20} MiB")
     if not machine.eof:
         raise ValueError("it is cut off")
-    found = _json(pickled_text(data) if data[:1] == b"\x80" else data.decode(errors="replace"))
-    return _json(found) if isinstance(found, str) else found
+    found = _parse_json(pickled_text(data) if data[:1] == b"\x80" else data.decode(errors="replace"))
+    return _parse_json(found) if isinstance(found, str) else found
 
 
 def pickled_text(data: bytes) -> str:
@@ -136,7 +136,7 @@ def pickled_text(data: bytes) -> str:
     return found[0]
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -196,7 +196,7 @@ def of_module(source: str, setup: str = "") -> Problem:
     named = [alias.name for one in imports for alias in one.names if alias.name != "*"]
     body = [one for one in module.body if one not in imports]
     chosen: list[ast.stmt] = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
-    if not chosen and all(isinstance(one, ast.Assert | ast.Import | ast.ImportFrom) or _text(one) for one in body):
+    if not chosen and all(isinstance(one, ast.Assert | ast.Import | ast.ImportFrom) or _is_text(one) for one in body):
         chosen = [one for one in body if isinstance(one, ast.Assert) and not _says_nothing(one)]
     if not chosen:
         return of_statements([ast.unparse(ast.Module(body, []))], setup, False, named)
@@ -219,7 +219,7 @@ def of_check(test: str, entry: str, prompt: str) -> Problem:
     candidate = check.args.args[0].arg
     others = ast.unparse(ast.Module([one for one in module.body if one is not check and not _runs(one)], []))
     body = [_Renamed(candidate, entry).visit(one) for one in check.body]
-    body = [one for one in body if not isinstance(one, ast.Pass) and not _text(one)]
+    body = [one for one in body if not isinstance(one, ast.Pass) and not _is_text(one)]
     if all(isinstance(one, ast.Assert) for one in body):
         sources = [ast.unparse(one) for one in body if not _says_nothing(one)]
     else:
@@ -327,7 +327,7 @@ def _missing(free: set[str], functions: Sequence[str], simple: Call | None) -> l
     return functional if len(functional) > 1 else []
 
 
-def _text(statement: ast.stmt) -> bool:
+def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
@@ -421,11 +421,9 @@ def _of_mapping(truth: Mapping[str, Any]) -> Problem:
             raise ValueError("its `test_list` is no list of assertions")
         return of_statements(sources, setup)
     if "entry_point" in truth and "test" in truth:
-        return of_check(
-            _text_formats(truth, "test"), _text_formats(truth, "entry_point"), str(truth.get("prompt") or "")
-        )
+        return of_check(_text_field(truth, "test"), _text_field(truth, "entry_point"), str(truth.get("prompt") or ""))
     if "public_test_cases" in truth or "private_test_cases" in truth:
-        about = _json_formats(truth.get("metadata") or {}, "metadata")
+        about = _json_field(truth.get("metadata") or {}, "metadata")
         name = _name(about.get("func_name") if isinstance(about, Mapping) else None)
         cases = [case for key in ("public_test_cases", "private_test_cases") for case in _cases(truth.get(key), key)]
         return _of_cases(cases, name)
@@ -515,19 +513,19 @@ def _printed(value: Any, what: str) -> str:
 
 
 def _listed(truth: Mapping[str, Any], key: str) -> list[Any]:
-    found = _json_formats(truth[key], key)
+    found = _json_field(truth[key], key)
     if not isinstance(found, list):
         raise ValueError(f"its `{key}` is {_shown(found)}, not a list")
     return found
 
 
-def _text_formats(truth: Mapping[str, Any], key: str) -> str:
+def _text_field(truth: Mapping[str, Any], key: str) -> str:
     if not isinstance(truth[key], str):
         raise ValueError(f"its `{key}` is {_shown(truth[key])}, not a text")
     return str(truth[key])
 
 
-def _json_formats(value: Any, key: str) -> Any:
+def _json_field(value: Any, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
