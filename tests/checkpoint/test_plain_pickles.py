@@ -58,6 +58,23 @@ def test_a_table_may_not_call_into_torch(name: str) -> None:
         dist_checkpoint_reader.read_table(io.BytesIO(data))
 
 
+def test_members_of_enums_are_read_as_each_python_pickles_them() -> None:
+    """Python 3.11.0 to 3.11.3 pickle them as `getattr(class, name)`, which may reach nothing else."""
+
+    class Asks:
+        def __init__(self, owner: Any, name: str) -> None:
+            self.call = (getattr, (owner, name))
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return self.call
+
+    member = dcp.planner.WriteItemType.SHARD
+    for data in (pickle.dumps(member), pickle.dumps(Asks(type(member), "SHARD"))):
+        assert dist_checkpoint_reader.read_table(io.BytesIO(data)) is member
+    with pytest.raises(pickle.UnpicklingError, match="which is no enum"):
+        dist_checkpoint_reader.read_table(io.BytesIO(pickle.dumps(Asks(torch.Size, "__init__"))))
+
+
 def test_what_is_no_tensor_is_refused_where_it_is_no_plain_value(tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     folder = saved(tmp_path / "c", {"counts": Bad(trap)})
