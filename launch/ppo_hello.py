@@ -6,9 +6,9 @@
 import sys
 
 from megarl.flow import HybridFlow
-from megarl.launch.exit_status import one_line
+from megarl.launch.exit_status import exit_on_error
 
-with one_line():  # whatever ends it; not needed
+with exit_on_error():  # whatever ends it; not needed
     flow = HybridFlow("configs/quickstart.yaml", sys.argv[1:] or ["run.dir=runs/hello"])
     flow.register_worker("actor")
     flow.register_worker("critic")

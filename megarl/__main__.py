@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl import __version__
-from megarl.config.command_line import INSTALL, WRONG, Parser, ends_in_a_line, missing_package
+from megarl.config.command_line import INSTALL_HINT, USAGE_ERROR, Parser, missing_package_hint, run_cli
 
-NEEDED = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
+REQUIRED = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
 PROGRAMS = ("train", "eval", "chat", "torchrun")
 
 
-class Line(NamedTuple):
+class CheckResult(NamedTuple):
     """state: `yes`, `no` where something can do without it, `MISSING` where nothing runs without it."""
 
     name: str
     state: str
-    said: str
+    detail: str
 
 
-def installed(name: str) -> str:
+def installed_version(name: str) -> str:
     """The version of a distribution; empty where there is none."""
     try:
         return importlib.metadata.version(name)
@@ -42,7 +42,7 @@ def installed(name: str) -> str:
         return ""
 
 
-def there(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module is there, without importing it or its packages."""
     try:
         return find_spec(module.partition(".")[0]) is not None
@@ -50,78 +50,82 @@ def there(module: str) -> bool:
         return False
 
 
-def packages() -> Iterator[Line]:
-    for name, module in NEEDED.items():
-        found = installed(name)
-        good = bool(found) and there(module)
-        yield Line(name, "yes" if good else "MISSING", found or INSTALL)
-    yield _optional("transformer-engine", "transformer_engine", "fused attention and norms, FP8; needed on a GPU")
-    yield _optional("apex", "apex", "fused optimizers, from NVIDIA's source; nothing needs it")
+def check_packages() -> Iterator[CheckResult]:
+    for name, module in REQUIRED.items():
+        found = installed_version(name)
+        good = bool(found) and is_installed(module)
+        yield CheckResult(name, "yes" if good else "MISSING", found or INSTALL_HINT)
+    yield _check_optional("transformer-engine", "transformer_engine", "fused attention and norms, FP8; needed on a GPU")
+    yield _check_optional("apex", "apex", "fused optimizers, from NVIDIA's source; nothing needs it")
 
 
-def _optional(name: str, module: str, use: str) -> Line:
-    return Line(name, "yes" if there(module) else "no", installed(name) if there(module) else use)
+def _check_optional(name: str, module: str, use: str) -> CheckResult:
+    return CheckResult(
+        name, "yes" if is_installed(module) else "no", installed_version(name) if is_installed(module) else use
+    )
 
 
-def devices() -> list[Line]:
-    if not installed("torch") or not there("torch"):
-        return [Line("devices", "MISSING", f"torch tells them: {INSTALL}")]
+def check_devices() -> list[CheckResult]:
+    if not installed_version("torch") or not is_installed("torch"):
+        return [CheckResult("devices", "MISSING", f"torch tells them: {INSTALL_HINT}")]
     from megarl.parallel import device
 
-    names = device.names()
+    names = device.gpu_names()
     cores = f"{len(os.sched_getaffinity(0))} cores"
     said = ", ".join(names) if names else "no GPU: trains and generates on the CPU"
-    return [Line("devices", "yes", f"{said}; {cores}")]
+    return [CheckResult("devices", "yes", f"{said}; {cores}")]
 
 
-def sandbox() -> Line:
+def check_sandbox() -> CheckResult:
     """Whether bubblewrap makes a box here. What the sandbox itself asks of one is more, and is asked before a run."""
     name, remedy = "bubblewrap", "code of the policy runs in no box here: megarl/sandbox/README.md"
     if not (program := shutil.which("bwrap")):
-        return Line(name, "no", f"not installed; {remedy}")
+        return CheckResult(name, "no", f"not installed; {remedy}")
     command = [program, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Line(name, "no", f"{type(error).__name__}; {remedy}")
+        return CheckResult(name, "no", f"{type(error).__name__}; {remedy}")
     said = " ".join(done.stderr.split())[:100]
-    return Line(name, "no", f"{said}; {remedy}") if done.returncode else Line(name, "yes", "makes a box")
+    return CheckResult(name, "no", f"{said}; {remedy}") if done.returncode else CheckResult(name, "yes", "makes a box")
 
 
-def slurm() -> Line:
+def check_slurm() -> CheckResult:
     if job := os.environ.get("SLURM_JOB_ID"):
-        return Line("Slurm", "yes", f"job {job} on {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes")
+        return CheckResult("Slurm", "yes", f"job {job} on {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes")
     if shutil.which("sbatch"):
-        return Line("Slurm", "yes", "sbatch slurm/ppo_moe.sh CONFIG")
-    return Line("Slurm", "no", "no sbatch on this machine")
+        return CheckResult("Slurm", "yes", "sbatch slurm/ppo_moe.sh CONFIG")
+    return CheckResult("Slurm", "no", "no sbatch on this machine")
 
 
-def room() -> Iterator[Line]:
+def check_space() -> Iterator[CheckResult]:
     usage = shutil.disk_usage(".")
-    yield Line("disk", "yes", f"{usage.free / 1e9:.0f} of {usage.total / 1e9:.0f} GB free in {Path.cwd()}")
+    yield CheckResult("disk", "yes", f"{usage.free / 1e9:.0f} of {usage.total / 1e9:.0f} GB free in {Path.cwd()}")
     memory = Path("/proc/meminfo")
     if memory.is_file():
         values = {line.split()[0]: int(line.split()[1]) * 1024 for line in memory.read_text().splitlines()}
-        yield Line("memory", "yes", f"{values['MemAvailable:'] / 1e9:.0f} of {values['MemTotal:'] / 1e9:.0f} GB free")
+        yield CheckResult(
+            "memory", "yes", f"{values['MemAvailable:'] / 1e9:.0f} of {values['MemTotal:'] / 1e9:.0f} GB free"
+        )
     if Path("/dev/shm").is_dir():
         shared = shutil.disk_usage("/dev/shm").total
         short = "" if shared >= 2e9 else "; ranks share memory by it: give the container more (--shm-size)"
-        yield Line("/dev/shm", "no" if short else "yes", f"{shared / 1e9:.1f} GB{short}")
+        yield CheckResult("/dev/shm", "no" if short else "yes", f"{shared / 1e9:.1f} GB{short}")
 
 
-def found() -> list[Line]:
+def run_checks() -> list[CheckResult]:
     """All of it, in order."""
     right = sys.version_info[:2] == (3, 11)
     odd = "" if right else "; the lists of launch/ are for 3.11"
-    python = Line("Python", "yes" if right else "no", sys.version.split()[0] + odd)
-    return [python, *devices(), *packages(), sandbox(), slurm(), *room()]
+    python = CheckResult("Python", "yes" if right else "no", sys.version.split()[0] + odd)
+    return [python, *check_devices(), *check_packages(), check_sandbox(), check_slurm(), *check_space()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in PROGRAMS:
         return run(*arguments)
-    return ends_in_a_line(lambda: show(arguments))
+    return run_cli(lambda: print_report(arguments))
 
 
 def run(program: str, *arguments: str) -> int:
@@ -132,23 +136,23 @@ def run(program: str, *arguments: str) -> int:
     try:
         runpy.run_module(f"megarl.{program}", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
-        if not (text := missing_package(error)):
+        if not (text := missing_package_hint(error)):
             raise
         print(f"error: {text}", file=sys.stderr)
-        return WRONG
+        return USAGE_ERROR
     return 0
 
 
-def show(arguments: Sequence[str] | None) -> int:
+def print_report(arguments: Sequence[str] | None) -> int:
     """Print the page; returns 1 where something is missing that every run needs."""
     Parser(__doc__, prog="python -m megarl").parse_args(arguments)
-    lines = found()
+    lines = run_checks()
     print(f"MegaRL {__version__}")
     for name, state, said in lines:
         print(f"  {name:<20}{state:<9}{said}")
     missing = [line.name for line in lines if line.state == "MISSING"]
     if missing:
-        print(f"\nmissing: {', '.join(missing)}. To install what is needed: {INSTALL}")
+        print(f"\nmissing: {', '.join(missing)}. To install what is needed: {INSTALL_HINT}")
     else:
         print("\nNext: bash launch/quickstart.sh, or .venv/bin/python -m megarl.train CONFIG --dry-run")
     return 1 if missing else 0

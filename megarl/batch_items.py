@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
-from megarl.data.curriculum import check_known, key_of
+from megarl.data.curriculum import check_has_keys, read_key
 from megarl.data.first_rows import answer_key
-from megarl.data.mixture import Joined, Stream, names_of
-from megarl.data.preference_data import Pair, Preferences, read_preferences
+from megarl.data.mixture import ConcatDataset, Stream, name_datasets
+from megarl.data.preference_data import Pair, PreferenceDataset, read_preferences
 from megarl.data.prompt_data import read_prompts, render_prompts
-from megarl.data.sft_data import Demonstrations, all_conversations_too_long, sft_rollouts
+from megarl.data.sft_data import SFTDataset, conversations_too_long_error, read_conversations
 from megarl.data.table import Table
 from megarl.models.registry import family_of
 from megarl.parallel import ranks, row_exchange
@@ -29,11 +29,11 @@ class Items:
 
     config: Config
     hf_config: dict[str, Any]
-    chat: Chat
+    chat: ChatTemplate
     job: ranks.Job
     _notes: list[str]
 
-    def load_prompts(self, files: str | Sequence[str], whole: bool = False) -> Joined[Prompt]:
+    def load_prompts(self, files: str | Sequence[str], whole: bool = False) -> ConcatDataset[Prompt]:
         """Read and render prompts of a file or several; those that leave no room for an answer are dropped, and a line
         says how many. whole: whether a step takes all of them, and none is dealt out."""
         data, longest = self.config.data, self.config.rollout.max_context - 1
@@ -44,45 +44,45 @@ class Items:
             for prompt in prompts:
                 if (other := taken.setdefault(prompt.id, path)) != path:
                     raise ConfigError(f"{path}: the id {prompt.id!r} is taken by a row of {other}; rename that file")
-            kept, dropped = render_prompts(prompts, self.chat.render, longest)
+            kept, dropped = render_prompts(prompts, self.chat.encode_prompt, longest)
             if dropped:
                 self._notes.append(
                     f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out"
                 )
-            keys = [key_of(prompt.extra, order, prompt.id) for prompt in kept] if order else None
+            keys = [read_key(prompt.extra, order, prompt.id) for prompt in kept] if order else None
             return kept, None if keys is None else np.array(keys)
 
-        return self._joined(files, load, whole)
+        return self._load_files(files, load, whole)
 
-    def load_conversations(self, files: str | Sequence[str]) -> Joined[Rollout]:
+    def load_conversations(self, files: str | Sequence[str]) -> ConcatDataset[Rollout]:
         """Read conversations for SFT; those longer than the model's positions are dropped, and a line says how many."""
-        data, longest = self.config.data, self._positions()
+        data, longest = self.config.data, self._max_positions()
 
-        def load(path: str, name: str, order: str) -> tuple[Demonstrations, np.ndarray | None]:
+        def load(path: str, name: str, order: str) -> tuple[SFTDataset, np.ndarray | None]:
             answers = answer_key(self.config)
-            talks = sft_rollouts(path, self.chat.tokenizer, None, data.prompt_key, answers, name, order)
-            lengths = ranks.shared_out(len(talks), lambda index: talks[index].num_tokens)
+            talks = read_conversations(path, self.chat.tokenizer, None, data.prompt_key, answers, name, order)
+            lengths = ranks.split_work(len(talks), lambda index: talks[index].num_tokens)
             kept = [index for index, length in enumerate(lengths) if length <= longest]
             dropped = len(talks) - len(kept)
             if not kept:
-                raise all_conversations_too_long(path, len(talks), longest, min(lengths))
+                raise conversations_too_long_error(path, len(talks), longest, min(lengths))
             if dropped:
                 self._notes.append(
                     f"{path}: {dropped} of {len(talks)} conversations are longer than the model's {longest} "
                     "positions: left out"
                 )
             self._note_slow(talks.rows)
-            talks = talks.only(kept)
+            talks = talks.select(kept)
             return talks, talks.keys
 
-        return self._joined(files, load)
+        return self._load_files(files, load)
 
-    def load_preferences(self, files: str | Sequence[str]) -> Joined[Pair]:
+    def load_preferences(self, files: str | Sequence[str]) -> ConcatDataset[Pair]:
         """Read pairs; those that do not fit into a micro-batch or the model are dropped, and a line says how many."""
         budget = self.config.train.token_budget * self.config.parallel.cp
-        longest = self._positions()
+        longest = self._max_positions()
 
-        def load(path: str, name: str, order: str) -> tuple[Preferences, np.ndarray | None]:
+        def load(path: str, name: str, order: str) -> tuple[PreferenceDataset, np.ndarray | None]:
             pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest, name, order)
             if dropped:
                 self._notes.append(
@@ -92,58 +92,60 @@ class Items:
             self._note_slow(pairs.rows)
             return pairs, pairs.keys
 
-        return self._joined(files, load)
+        return self._load_files(files, load)
 
-    def _joined(
+    def _load_files(
         self,
         files: str | Sequence[str],
         load: Callable[[str, str, str], tuple[Sequence[T], np.ndarray | None]],
         whole: bool = False,
-    ) -> Joined[T]:
+    ) -> ConcatDataset[T]:
         """Each file's items by `load(path, name, order)`, with the numbers that order them if they are trained on."""
         paths, data = (files,) if isinstance(files, str) else tuple(files), self.config.data
         order = data.order if paths == data.train else ""
-        names = names_of(paths)
+        names = name_datasets(paths)
         found = [load(path, name, order) for path, name in zip(paths, names, strict=True)]
         numbers = [keys for _, keys in found if keys is not None]
         keys = np.concatenate(numbers) if numbers else None
-        check_known(keys, order, paths)
-        joined = Joined(tuple(items for items, _ in found), names, keys)
+        check_has_keys(keys, order, paths)
+        joined = ConcatDataset(tuple(items for items, _ in found), names, keys)
         if whole:
             self._notes.append(f"{len(joined):,} prompts of {', '.join(paths)}")
         elif paths == data.train:
-            self._notes.append(self._passes(joined))
+            self._notes.append(self._describe_epochs(joined))
         return joined
 
-    def _passes(self, joined: Joined[Any]) -> str:
+    def _describe_epochs(self, joined: ConcatDataset[Any]) -> str:
         """How far the run goes over its data, in a line."""
         data, steps = self.config.data, self.config.run.num_rollout
         stream = Stream(joined.sizes, data.weights)
         counts = zip(
             joined.names if data.weights else ("",),
             stream.sizes,
-            stream.counts(steps * data.prompts_per_step),
+            stream.count_before(steps * data.prompts_per_step),
             strict=True,
         )
-        parts = [f"{name} {size:,} rows, {_share(count / size)} passes".lstrip() for name, size, count in counts]
+        parts = [
+            f"{name} {size:,} rows, {_format_passes(count / size)} passes".lstrip() for name, size, count in counts
+        ]
         return f"data.train: {'; '.join(parts)} in {steps} steps of {data.prompts_per_step}"
 
     def _note_slow(self, rows: Table) -> None:
-        if rows.slow:
-            self._notes.append(f"warning: {rows.slow}")
+        if rows.slow_read_warning:
+            self._notes.append(f"warning: {rows.slow_read_warning}")
 
-    def _positions(self) -> int:
+    def _max_positions(self) -> int:
         return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
 
-    def deal(self, finished: Sequence[Rollout], together: int = 1) -> Rollouts:
+    def shard(self, finished: Sequence[Rollout], together: int = 1) -> Rollouts:
         """Conversations that every rank can read, dealt out: each keeps its share, which it alone tokenises.
 
         together: as many at a time stay with each other.
         """
         units = range(self.job.rank, -(-len(finished) // together), self.job.world)
         own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
-        return Rollouts.of([finished[i] for i in own], own, row_exchange.AllRanks())
+        return Rollouts.gather([finished[i] for i in own], own, row_exchange.WorldComm())
 
 
-def _share(passes: float) -> str:
+def _format_passes(passes: float) -> str:
     return f"{passes:.2f}" if passes >= 0.01 else f"{passes:.1g}"

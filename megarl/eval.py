@@ -24,39 +24,51 @@ from typing import Any
 
 from megarl import train
 from megarl.config import Config, ConfigError
-from megarl.config.command_line import Parser, amount, count, ends_in_a_line, folder_to_write, path_text, to_paste
+from megarl.config.command_line import (
+    Parser,
+    check_writable_folder,
+    float_in_range,
+    format_command,
+    int_in_range,
+    parse_path_text,
+    run_cli,
+)
 from megarl.launch import exit_status
-from megarl.processes.temp_folders import Scratch
+from megarl.processes.temp_folders import TempFolder
 
 SAMPLES = 100_000
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
+def parse_counts(text: str) -> tuple[int, ...]:
     """The type of `--k`: `1,8`."""
-    one = count(1, SAMPLES)
+    one = int_in_range(1, SAMPLES)
     return tuple(sorted({one(part.strip()) for part in text.split(",")}))
 
 
-def parse(arguments: Sequence[str] | None) -> Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(__doc__, prog="python -m megarl.eval")
     parser.add_argument(
-        "target", type=path_text, metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder"
+        "target", type=parse_path_text, metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder"
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--data", type=Path, action="append", required=True, help="prompts, .parquet or .jsonl")
-    parser.add_argument("--k", type=whole_numbers, default=(1,), help="of pass@k, such as 1,8 (default 1)")
-    parser.add_argument("--samples", type=count(1, SAMPLES), help="answers to each prompt (default the largest k)")
-    parser.add_argument("--right", type=amount(-1e6, 1e6), default=0.5, help="least reward of a right answer (0.5)")
+    parser.add_argument("--k", type=parse_counts, default=(1,), help="of pass@k, such as 1,8 (default 1)")
+    parser.add_argument(
+        "--samples", type=int_in_range(1, SAMPLES), help="answers to each prompt (default the largest k)"
+    )
+    parser.add_argument(
+        "--right", type=float_in_range(-1e6, 1e6), default=0.5, help="least reward of a right answer (0.5)"
+    )
     parser.add_argument("--out", type=Path, help="folder to write (default runs/eval/NAME-TIME)")
     return parser.parse_intermixed_args(arguments)
 
 
 def evaluate(options: Namespace) -> int:
     from megarl import model_sources
-    from megarl.observe.run_folder import look
+    from megarl.observe.run_folder import check_folder
     from megarl.parallel import rendezvous
 
-    if rendezvous.place().launched:
+    if rendezvous.read_launch_env().is_launched:
         raise ConfigError("start megarl.eval without torchrun: it starts as many ranks itself as engines need")
     samples = options.samples or max(options.k)
     if max(options.k) > samples:
@@ -64,9 +76,9 @@ def evaluate(options: Namespace) -> int:
     for path in options.data:
         if not path.exists():
             raise ConfigError(f"--data {path}: there is no such file; correct the path")
-    target = model_sources.find(options.target)
+    target = model_sources.resolve_target(options.target)
     out: Path = options.out or Path("runs/eval", f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder_to_write(out, "--out")
+    check_writable_folder(out, "--out")
     own: dict[str, dict[str, Any]] = {
         "run": {"dir": str(out), "num_rollout": 1, "max_restarts": 0},
         "data": {"train": [str(path) for path in options.data], "prompts_per_step": 1},
@@ -74,25 +86,25 @@ def evaluate(options: Namespace) -> int:
         "options": {"whole": True},
     }
     taken = {
-        **model_sources.TAKEN,
+        **model_sources.RESERVED_KEYS,
         "run.dir": "--out says it",
         "run.num_rollout": "there is one step",
         "data.train": "--data says it",
         "data.prompts_per_step": "it is all of the data",
         "rollout.samples_per_prompt": "--samples says it",
     }
-    with Scratch("megarl-eval-") as place:
+    with TempFolder("megarl-eval-") as place:
         file = Path(place, "eval.yaml")
-        config = model_sources.configured(target, own, options.overrides, file, taken)
-        if samples > 1 and config.rollout.held_out.temperature == 0:
+        config = model_sources.build_config(target, own, options.overrides, file, taken)
+        if samples > 1 and config.rollout.eval_config.temperature == 0:
             raise ConfigError(
                 f"rollout.temperature=0 gives a prompt the same answer {samples} times; set it above 0, or --k and "
                 "--samples to 1"
             )
-        look(config)
-        problems = check_truths(config)
-        ready = target.ready(out / "model")
-        config = model_sources.configured(ready, own, options.overrides, file, taken)
+        check_folder(config)
+        problems = check_ground_truths(config)
+        ready = target.prepare(out / "model")
+        config = model_sources.build_config(ready, own, options.overrides, file, taken)
         began = time.monotonic()
         status = train.main([str(file), *options.overrides])
         if status:
@@ -101,10 +113,10 @@ def evaluate(options: Namespace) -> int:
     return report(options, config, ready, samples, problems, seconds)
 
 
-def check_truths(config: Config) -> int:
+def check_ground_truths(config: Config) -> int:
     """How many prompts there are. Raises ConfigError for a row of which a reward function says that it cannot judge an
     answer to it, and for files without rows."""
-    from megarl.data.prompt_data import each_prompt
+    from megarl.data.prompt_data import iter_prompts
     from megarl.rewards.functions import load_functions
 
     functions = load_functions(config.reward.functions)
@@ -112,7 +124,7 @@ def check_truths(config: Config) -> int:
     prompts = 0
     for path in config.data.train:
         rows = 0
-        for where, prompt in each_prompt(Path(path), config.data.prompt_key, config.data.label_key):
+        for where, prompt in iter_prompts(Path(path), config.data.prompt_key, config.data.label_key):
             rows += 1
             for check in checks:
                 try:
@@ -129,17 +141,17 @@ def check_truths(config: Config) -> int:
 def report(options: Namespace, config: Config, target: Any, samples: int, problems: int, seconds: float) -> int:
     """Print the table, and write eval.json and answers.jsonl."""
     from megarl.checkpoint.provenance import code_revision
-    from megarl.observe.eval_metrics import as_lines, figures_of, scored, table
+    from megarl.observe.eval_metrics import collect_scored, compute_metrics, format_table, iter_json_rows
     from megarl.observe.rollout_log import read_rollouts
     from megarl.utils import exact_json
 
     out = Path(config.run.dir)
     rollouts = read_rollouts(out, 1)
     # Of several files, those without a source have the names of these.
-    answers = scored(rollouts, options.data[0].stem)
+    answers = collect_scored(rollouts, options.data[0].stem)
     if not answers:
         raise ConfigError(f"no answer has a reward; {out}/log.txt says why")
-    found = figures_of(answers, options.k, options.right, config.run.seed)
+    found = compute_metrics(answers, options.k, options.right, config.run.seed)
     tree = {
         "target": options.target,
         "model": target.model,
@@ -148,8 +160,8 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
         "k": list(options.k),
         "samples": samples,
         "right": options.right,
-        "temperature": config.rollout.held_out.temperature,
-        "top_p": config.rollout.held_out.top_p,
+        "temperature": config.rollout.eval_config.temperature,
+        "top_p": config.rollout.eval_config.top_p,
         "seed": config.run.seed,
         "reward": list(config.reward.functions),
         "prompts": problems,
@@ -159,21 +171,21 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
         "code": code_revision(),
         "sources": {name: one.as_json() for name, one in found.items()},
     }
-    lines = (exact_json.dumps(line) for line in as_lines(rollouts, options.right, options.data[0].stem))
-    write(out / "answers.jsonl", "".join(f"{line}\n" for line in lines))
-    write(out / "eval.json", json.dumps(tree, indent=1) + "\n")
+    lines = (exact_json.dumps(line) for line in iter_json_rows(rollouts, options.right, options.data[0].stem))
+    write_atomic(out / "answers.jsonl", "".join(f"{line}\n" for line in lines))
+    write_atomic(out / "eval.json", json.dumps(tree, indent=1) + "\n")
     weights = f"step {target.step}" if target.step is not None else target.model
     of = options.target if weights == options.target else f"{options.target} ({weights})"
     print(f"{of}: {samples} answer{'s' if samples > 1 else ''} to each prompt")
-    print(table(found, options.k))
+    print(format_table(found, options.k))
     if tree["without_reward"]:
         print(f"{tree['without_reward']} answers without a reward (aborted, or it failed) count in nothing")
     print(f"{out}/eval.json, answers.jsonl")
-    print(to_paste("tools/view_rollouts.py", out), flush=True)
+    print(format_command("tools/view_rollouts.py", out), flush=True)
     return 0
 
 
-def write(file: Path, text: str) -> None:
+def write_atomic(file: Path, text: str) -> None:
     """Whole or not at all."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     unfinished.write_text(text, encoding="utf-8")
@@ -181,8 +193,8 @@ def write(file: Path, text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return ends_in_a_line(lambda: evaluate(parse(arguments)))
+    return run_cli(lambda: evaluate(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":
-    exit_status.exit_with(main)
+    exit_status.run_and_exit(main)

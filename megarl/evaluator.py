@@ -13,20 +13,20 @@ from megarl.config import Config, ConfigError
 from megarl.controllers.controller import Controller, Evaluation
 from megarl.observe.clock import Clock
 from megarl.observe.run_log import RunLog
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 
 
 class Evaluating:
     """Of a flow."""
 
     config: Config
-    declared: Declared
+    requirements: Requirements
     controller: Controller
     clock: Clock
     log: RunLog
     step: int
     eval_items: Sequence[Any]
-    under_way: tuple[int, Evaluation] | None = None
+    pending_evaluation: tuple[int, Evaluation] | None = None
     """After which step an evaluation began."""
 
     def _begin_step(self) -> None:
@@ -38,40 +38,40 @@ class Evaluating:
 
     def _evaluate(self) -> dict[str, float]:
         """Of the weights of now; nothing where it goes on beside the next steps."""
-        self._look_at_evaluation(wait=True)
+        self._poll_evaluation(wait=True)
         self._begin_step()  # so that seeds do not depend on what the step before has sampled
         flow: Any = self
-        begun = self.controller.begin_evaluation(flow, self.eval_items) if self._generates_beside else None
+        begun = self.controller.begin_evaluation(flow, self.eval_items) if self._is_async else None
         if begun is not None:
-            self.under_way = self.step, begun
+            self.pending_evaluation = self.step, begun
             self.clock.lap()
             return {}
-        return self._evaluated(self.step, self.controller.evaluate(flow, self.eval_items))
+        return self._log_evaluation(self.step, self.controller.evaluate(flow, self.eval_items))
 
     @property
-    def _generates_beside(self) -> bool:
-        return self.declared.generates and self.config.rollout.asynchronous
+    def _is_async(self) -> bool:
+        return self.requirements.has_rollout and self.config.rollout.asynchronous
 
-    def _look_at_evaluation(self, wait: bool) -> dict[str, float]:
+    def _poll_evaluation(self, wait: bool) -> dict[str, float]:
         """What has come of the one that is under way, if any; nothing while it is, or where it has failed."""
-        if self.under_way is None or not (wait or self.under_way[1].is_over()):
+        if self.pending_evaluation is None or not (wait or self.pending_evaluation[1].is_done()):
             return {}
-        (step, evaluation), self.under_way = self.under_way, None
+        (step, evaluation), self.pending_evaluation = self.pending_evaluation, None
         try:
-            figures = evaluation.figures()
+            figures = evaluation.result()
         except ConfigError as error:
             self.clock.lap()
             self.log.alarm(f"the evaluation after step {step} has failed: {error}")
             return {}
-        return self._evaluated(step, figures)
+        return self._log_evaluation(step, figures)
 
-    def _leave_evaluation(self) -> None:
+    def _drop_evaluation(self) -> None:
         """The run stops here, in a hurry."""
-        if self.under_way is not None:
-            self.log.say(f"the evaluation after step {self.under_way[0]} is not over, and is left out")
-            self.under_way = None
+        if self.pending_evaluation is not None:
+            self.log.log(f"the evaluation after step {self.pending_evaluation[0]} is not over, and is left out")
+            self.pending_evaluation = None
 
-    def _evaluated(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+    def _log_evaluation(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         self.clock.lap()  # evaluation is not part of a training step's time
-        self.log.metrics(step, metrics)
+        self.log.log_evaluation(step, metrics)
         return metrics

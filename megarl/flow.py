@@ -19,12 +19,12 @@ from megarl.batch_items import Items
 from megarl.checkpoint import disk_space
 from megarl.checkpointing import Keeping
 from megarl.config import Config, ConfigError, load_config
-from megarl.config.command_line import to_paste
-from megarl.config.paths import with_expanded_paths
+from megarl.config.command_line import format_command
+from megarl.config.paths import expand_config_paths
 from megarl.controllers.controller import StepResult
-from megarl.controllers.lookup import declare, make_controller
+from megarl.controllers.lookup import load_requirements, make_controller
 from megarl.data.prompt_data import PromptLoader
-from megarl.dry_run.data_and_tools import check_offered, offers_all, read_chat
+from megarl.dry_run.data_and_tools import check_offered, read_chat, should_check_offered
 from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.dry_run.plan import validate
 from megarl.dry_run.rollout_checks import check_enough_prompts
@@ -35,14 +35,14 @@ from megarl.models.flops import peak_flops
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
-from megarl.observe.hang_watchdog import Lookout
-from megarl.observe.metrics import Spread, batch_metrics, rollout_metrics
-from megarl.observe.mfu import Gpu, clocks_of, speed
-from megarl.observe.profiler import Profile
+from megarl.observe.hang_watchdog import HangWatchdog
+from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, rollout_metrics
+from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
+from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, last_words, ranks, row_exchange, wait_listeners
 from megarl.parallel.placement import placement_of
-from megarl.parallel.ranks import lay_out
+from megarl.parallel.ranks import create_role_layouts
 from megarl.parallel.role_settings import with_role
 from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker
@@ -52,11 +52,11 @@ from megarl.workers.model_worker import ModelWorker
 from megarl.workers.reference import ReferenceWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_training import RewardModelWorker
-from megarl.workers.role_workers import Registered, find_workers
+from megarl.workers.role_workers import RegisteredWorker, load_workers
 from megarl.workers.rollout import RolloutWorker
 
 
-class NotThere(ConfigError, AttributeError):
+class RoleUnavailable(ConfigError, AttributeError):
     """A role that a controller reads before it has started, or does not list."""
 
 
@@ -79,11 +79,11 @@ class HybridFlow(Items, Evaluating, Keeping):
 
     def __init__(self, config: Config | str | Path, overrides: Sequence[str] = ()) -> None:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
-        self.registered: dict[str, Registered] = {}
-        self.lookout: Lookout | None = None
-        self.gpu: Gpu | None = None
+        self.registered: dict[str, RegisteredWorker] = {}
+        self.watchdog: HangWatchdog | None = None
+        self.gpu: GpuMonitor | None = None
         self.step = 0
-        self.stagings, self.lost = {}, None
+        self.stagings, self.save_error = {}, None
 
     def register_worker(
         self,
@@ -101,19 +101,21 @@ class HybridFlow(Items, Evaluating, Keeping):
         model, parallel: HF folder and layout of the role's own model, as the configuration would have them.
         """
         self.config = with_role(self.config, role, model, parallel, backend)
-        self.registered[role] = Registered(worker, options)
+        self.registered[role] = RegisteredWorker(worker, options)
 
     def __getattr__(self, name: str) -> Any:
         """Of a role that is not there: what to do, instead of a name that is missing."""
         declared = vars(self).get("declared")
         if declared is None and name in {*HybridFlow.__annotations__, *vars(self).get("registered", ())}:
-            raise NotThere(f"flow.{name} is not there before flow.run(...): the workers start in it")
+            raise RoleUnavailable(f"flow.{name} is not there before flow.run(...): the workers start in it")
         if name.startswith("_") or declared is None:
             raise AttributeError(f"a HybridFlow has no {name!r}")
         if name in declared.roles:
-            raise NotThere(f"flow.{name} is not there yet: the workers start after `items`, which reads the data")
+            raise RoleUnavailable(
+                f"flow.{name} is not there yet: the workers start after `items`, which reads the data"
+            )
         roles = f"`roles()` of {declared.name} lists {', '.join(declared.roles)}"
-        raise NotThere(f"flow.{name} is not there: {roles}; add it to them")
+        raise RoleUnavailable(f"flow.{name} is not there: {roles}; add it to them")
 
     def set_placement(self, placement: Mapping[str, str | int]) -> None:
         """Say which ranks the roles are on, as the key `placement` does."""
@@ -127,75 +129,75 @@ class HybridFlow(Items, Evaluating, Keeping):
         it was asked to stop and has saved, and Ended where a signal ends it; `ending.one_line` tells them apart.
         """
         exit_status.catch_signals()
-        self.config = with_expanded_paths(self.config)  # of one that was made in Python
+        self.config = expand_config_paths(self.config)  # of one that was made in Python
         run = self.config.run
         run = dataclasses.replace(
             run,
             num_rollout=run.num_rollout if num_rollout is None else num_rollout,
             num_update=run.num_update if num_update is None else num_update,
-            resume="auto" if exit_status.restarted() and not run.goes_on else run.resume,
+            resume="auto" if exit_status.get_restart_count() and not run.resumes else run.resume,
         )
-        exit_status.introduce(
+        exit_status.register_run(
             run_dir=run.dir, save_every=run.save_every, max_restarts=run.max_restarts, timeout_s=run.timeout_s
         )
         self.config = dataclasses.replace(self.config, run=run)
-        self.until = until or run.num_rollout
-        report = validate(self.config, registered=self.registered, until=self.until)
+        self.last_step = until or run.num_rollout
+        report = validate(self.config, registered=self.registered, until=self.last_step)
         report.raise_errors()
-        self.declared = declare(self.config)
+        self.requirements = load_requirements(self.config)
         self.controller = make_controller(self.config)
         self.workers: list[Worker] = []
         self._read_chat()
         self.job = ranks.join(self.config.parallel.world_size, run.timeout_s)
-        self.layouts = lay_out(self.config, self.declared.roles)
-        self.makers = find_workers(self.config, self.declared, self.registered)
-        with ranks.patient(run.storage_timeout_s):
+        self.layouts = create_role_layouts(self.config, self.requirements.roles)
+        self.worker_factories = load_workers(self.config, self.requirements, self.registered)
+        with ranks.with_timeout(run.storage_timeout_s):
             self._read_data()
-        records = self.config.track.rollouts and self.declared.generates
+        records = self.config.track.rollouts and self.requirements.has_rollout
         vocabulary = vocabulary_hash(self.config.model.path) if records else ""
-        self.log = RunLog(self.config, self.job, vocabulary, trains=bool(self.declared.trains))
-        self.spread = Spread(self.declared)
+        self.log = RunLog(self.config, self.job, vocabulary, trains=bool(self.requirements.trained_roles))
+        self.spread = ZeroSpreadWarning(self.requirements)
         finished = False
         try:
             for warning in report.warnings:
-                self.log.say(f"warning: {warning}")
-            with ranks.patient(run.storage_timeout_s):
+                self.log.log(f"warning: {warning}")
+            with ranks.with_timeout(run.storage_timeout_s):
                 self._start()
             gc.freeze()  # models and modules stay: else a collection in a step goes through all of them
             metrics = self._loop()
             finished = True
-            if self.declared.trains:
-                self.log.say(f"done: {self.step} steps in {run.dir}")
-                if command := to_paste("tools/report.py", run.dir):
-                    self.log.say(command)
+            if self.requirements.trained_roles:
+                self.log.log(f"done: {self.step} steps in {run.dir}")
+                if command := format_command("tools/report.py", run.dir):
+                    self.log.log(command)
             return metrics
         except BaseException as error:
-            exit_status.begin()
+            exit_status.begin_exit()
             if isinstance(error, Exception):
-                self._finish_together(error)
-            self.log.failed(self.step, self._made())
-            if self.lookout is not None:
-                self.lookout.settle()
-            cause = last_words.exchanged(error, exit_status.describe(error)[0])
-            self.log.ended(error, isinstance(error, exit_status.ORDERLY), cause)
+                self._finish_on_error(error)
+            self.log.record_failed_step(self.step, self._step_rollouts())
+            if self.watchdog is not None:
+                self.watchdog.drain()
+            cause = last_words.exchange_root_cause(error, exit_status.classify_error(error)[0])
+            self.log.log_end(error, isinstance(error, exit_status.ORDERLY_EXITS), cause)
             raise
         finally:
             gc.unfreeze()  # what is left at a program's end is taken for lost, and said, by libraries
-            self._leave_save()
+            self._cancel_save()
             for worker in reversed(self.workers):
                 worker.close()
-            if self.lookout is not None:
-                self.lookout.close()
+            if self.watchdog is not None:
+                self.watchdog.close()
             if self.gpu is not None:
                 self.gpu.close()
             if hasattr(self, "clock"):
-                wait_listeners.watch(None)
-                wait_listeners.tell_share(None)
+                wait_listeners.set_wait_listener(None)
+                wait_listeners.set_progress_listener(None)
                 self.profile.close()
-                self.log.spans(self.clock.spans())
+                self.log.write_spans(self.clock.drain_spans())
             self.log.close()
             if finished:
-                row_exchange.close_post()
+                row_exchange.close_row_exchange()
                 ranks.shutdown()
 
     # --- the loop ---------------------------------------------------------------------------------------------
@@ -204,8 +206,8 @@ class HybridFlow(Items, Evaluating, Keeping):
         run = self.config.run
         metrics: dict[str, float] = {}
         if run.save_every:
-            exit_status.answer_by_saving()
-        while self.step < self.until:
+            exit_status.save_on_sigterm()
+        while self.step < self.last_step:
             if self._eval_due(first=0):
                 self._evaluate()
             items = self.loader.next_batch()
@@ -213,22 +215,24 @@ class HybridFlow(Items, Evaluating, Keeping):
             self.log.begin_step(self.step)
             self.profile.begin(self.step)
             self._begin_step()
-            self.control.take(self.step, ranks.broadcast_object(self.control.read() if self.log.writes else None))
+            self.control.apply(self.step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
             # No name for what it returns: the next step would be taken with all of this one still in memory.
             metrics = self._finish_step(self.controller.step(self, items))
-            self._look_at_evaluation(wait=bool(self.log.guards.in_vain))
-            if self.log.guards.in_vain:
-                self._go_back()
-            if self._keep():
-                self._leave_evaluation()
-                raise exit_status.Stopped(f"asked to stop: saved step {self.step}, start again with run.resume=auto")
+            self._poll_evaluation(wait=bool(self.log.guards.skip_limited_roles))
+            if self.log.guards.skip_limited_roles:
+                self._rollback()
+            if self._save_if_due():
+                self._drop_evaluation()
+                raise exit_status.GracefulExit(
+                    f"asked to stop: saved step {self.step}, start again with run.resume=auto"
+                )
         if self._eval_due(first=1):
             metrics |= self._evaluate()
-        metrics |= self._look_at_evaluation(wait=True)
-        if run.export and self.declared.trains:
+        metrics |= self._poll_evaluation(wait=True)
+        if run.export and self.requirements.trained_roles:
             self._export()
-        if self.lost is not None:
-            raise self.lost  # of the last step: nothing can be written later, but the export was tried first
+        if self.save_error is not None:
+            raise self.save_error  # of the last step: nothing can be written later, but the export was tried first
         return metrics
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
@@ -236,35 +240,35 @@ class HybridFlow(Items, Evaluating, Keeping):
         if result.rollouts is not None:
             metrics |= rollout_metrics(result.rollouts)
         for worker in self.workers:
-            metrics |= worker.figures()
-        if self.lookout is not None:
-            figures, line = self.lookout.look(self.step)
+            metrics |= worker.metrics()
+        if self.watchdog is not None:
+            figures, line = self.watchdog.check_step(self.step)
             metrics |= figures
             if line:
                 self.log.alarm(line)
-        if line := self.spread.look(self.step, metrics):
+        if line := self.spread.check(self.step, metrics):
             self.log.alarm(line)
-        metrics |= self.loader.epochs() | self.clock.lap(self.step)
-        self.log.spans(self.clock.spans())
+        metrics |= self.loader.epoch_metrics() | self.clock.lap(self.step)
+        self.log.write_spans(self.clock.drain_spans())
         self.profile.end(self.step)
         if result.batch is not None:
             metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
         works = [worker.work for worker in self.workers if isinstance(worker, ModelWorker) and worker.work]
         elsewhere = {
             first: ranks.broadcast_object({name: metrics.get(name, 0.0) for name in names}, first)
-            for first, names in clocks_of(works).items()
+            for first, names in select_remote_clocks(works).items()
         }
-        metrics |= speed(works, metrics, self.job.world, peak_flops(device.gpu_name()), elsewhere)
+        metrics |= compute_throughput(works, metrics, self.job.world, peak_flops(device.gpu_name()), elsewhere)
         if self.gpu is not None:
-            metrics |= self.gpu.figures()
+            metrics |= self.gpu.metrics()
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
-        return self.log.step(self.step, metrics, result.rollouts, result.batch, result.trained)
+        return self.log.end_step(self.step, metrics, result.rollouts, result.batch, result.trained_rollouts)
 
     def _begin_step(self) -> None:
         for worker in self.workers:
             worker.begin_step(self.step)
 
-    def _made(self) -> list[Rollouts]:
+    def _step_rollouts(self) -> list[Rollouts]:
         """What the step under way has sampled, with rewards where it has got so far."""
         made = vars(self)["rollout"].made if "rollout" in vars(self) else []
         pairs = getattr(vars(self).get("reward"), "scored", [])
@@ -277,87 +281,89 @@ class HybridFlow(Items, Evaluating, Keeping):
         """Tokenizer, template and tools, before anything is started."""
         config = self.config
         self.hf_config = load_hf_config(config.model.path)
-        self.chat = read_chat(self.hf_config, config, self.declared)
+        self.chat = read_chat(self.hf_config, config, self.requirements)
 
     def _read_data(self) -> None:
         """Before a model is loaded and a run folder made: a broken line must not cost either."""
         config, run = self.config, self.config.run
         self._notes = []  # for the log, which is not there yet
-        items = self.controller.items(self)
+        items = self.controller.load_items(self)
         check_enough_prompts(len(items), config)
-        self.loader = PromptLoader.of(items, config)
-        self.eval_items = self.controller.eval_items(self) if config.data.eval and run.eval_every else ()
-        if offers_all(config, self.declared):
-            check_offered((one for items in (items, self.eval_items) for one in items), self.chat.known)
+        self.loader = PromptLoader.from_config(items, config)
+        self.eval_items = self.controller.load_eval_items(self) if config.data.eval and run.eval_every else ()
+        if should_check_offered(config, self.requirements):
+            check_offered((one for items in (items, self.eval_items) for one in items), self.chat.catalog)
 
     def _start(self) -> None:
         config = self.config
-        self.clock = Clock(self.log.phase)
-        wait_listeners.watch(self.clock.span)
-        wait_listeners.tell_share(self.log.share if self.log.writes else None)
-        self.profile = Profile(
-            *(config.track.profile, self.clock, self.log.run_dir / "profile", self.job.rank), self.log.say
+        self.clock = Clock(self.log.begin_phase)
+        wait_listeners.set_wait_listener(self.clock.span)
+        wait_listeners.set_progress_listener(self.log.update_phase if self.log.is_writer else None)
+        self.profile = StepProfiler(
+            *(config.track.profile, self.clock, self.log.run_dir / "profile", self.job.rank), self.log.log
         )
         if self.job.world > 1:
-            self.lookout = Lookout(
+            self.watchdog = HangWatchdog(
                 *(self.job, self.log.run_dir, self.clock, self.layouts.keys()),
-                alarm=self.log.alarm_from_any,
-                tell=lambda rank, text: exit_status.tell_launcher("late", text, rank),
+                alarm=self.log.alarm_any_rank,
+                tell=lambda rank, text: exit_status.notify_launcher("late", text, rank),
             )
-            self.lookout.start()
-        if self.log.writes:
-            self.gpu = Gpu(device.gpu_load)
+            self.watchdog.start()
+        if self.log.is_writer:
+            self.gpu = GpuMonitor(device.gpu_load)
         newest = self._find_checkpoint()
-        critic = config.critic.path or config.model.path if "critic" in self.declared.roles else None
-        self.needs = disk_space.needs(self.hf_config, load_hf_config(critic) if critic else None, config, self.declared)
+        critic = config.critic.path or config.model.path if "critic" in self.requirements.roles else None
+        self.needs = disk_space.estimate_space(
+            self.hf_config, load_hf_config(critic) if critic else None, config, self.requirements
+        )
         for note in self._notes:
-            self.log.say(note)
+            self.log.log(note)
         context = Context(
             config=config,
             job=self.job,
             layouts=self.layouts,
-            upcoming=self._upcoming,
+            next_prompts=self._peek_items,
             hf_config=self.hf_config,
             chat=self.chat,
             clock=self.clock,
             run_dir=self.log.run_dir,
-            updates={role: self.controller.updates(role) for role in self.declared.roles},
-            source=self.loader,
-            say=self.log.say,
+            num_updates={role: self.controller.num_updates(role) for role in self.requirements.roles},
+            prompt_loader=self.loader,
+            log=self.log.log,
             alarm=self.log.alarm,
         )
-        for role, make in self.makers.items():
+        for role, make in self.worker_factories.items():
             given = {"actor": self.actor} if role == "reference" else {}
             worker = make(dataclasses.replace(context, role=role), **given)
             setattr(self, role, worker)
             self.workers.append(worker)
-            ranks.together(worker.start)
+            ranks.run_on_all(worker.start)
         for worker in self.workers:
-            worker.ready()
-        self.control = Control(self.log.run_dir, self.workers, self.log.say)
-        for line in sum(ranks.all_gather_objects(self._models_here()), []):
-            self.log.say(line)
+            worker.wait_ready()
+        self.control = Control(self.log.run_dir, self.workers, self.log.log)
+        for line in sum(ranks.all_gather_objects(self._describe_models()), []):
+            self.log.log(line)
         self._check_copies()
         if newest is not None:
             self._resume(newest)
             self._begin_step()
             if "rollout" in vars(self) and "actor" in vars(self):
-                self._push_again()
-            written = self.store.differs(newest) if self.log.writes else ""
-            self.log.say(f"resumed from {newest} after step {self.step}{written}")
+                self._sync_weights()
+            written = self.store.describe_changes(newest) if self.log.is_writer else ""
+            self.log.log(f"resumed from {newest} after step {self.step}{written}")
         self.clock.lap()
 
-    def _upcoming(self, steps: int) -> Sequence[Sequence[Any]]:
+    def _peek_items(self, steps: int) -> Sequence[Sequence[Any]]:
         """What the next steps will be given, so many at most."""
         return self.loader.peek(min(steps, self.config.run.num_rollout - self.step))
 
-    def _models_here(self) -> list[str]:
+    def _describe_models(self) -> list[str]:
         """A line for each trained model whose first rank this is."""
         lines, placement = [], placement_of(self.config)
         for role, model in self._trained().items():
             if model.ranks.role_rank == 0:
                 layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
-                where = "" if placement.colocated else f" on ranks {placement.text(role)}"
+                where = "" if placement.is_colocated else f" on ranks {placement.format_ranks(role)}"
                 adapters = sum(map(torch.numel, model.local_adapters().values()))
                 count = sum(map(torch.numel, model.local_params().values())) + adapters
                 trained = f", of which LoRA trains {adapters:,} ({adapters / count:.2%})" if adapters else ""

@@ -10,15 +10,15 @@ from typing import Any
 import yaml
 
 from megarl.checkpoint import manifest
-from megarl.checkpoint.manifest import chosen, models_in
+from megarl.checkpoint.manifest import list_models, resolve_checkpoint
 from megarl.checkpoint.to_hf import convert
 from megarl.config import Config, ConfigError, RolloutConfig, load_config, plain_yaml
 from megarl.config.hub import folder_of
-from megarl.controllers.lookup import declare
+from megarl.controllers.lookup import load_requirements
 from megarl.dry_run.model_folders import folder_config
-from megarl.models.registry import family_of, load_hf_config, trained_mtp
+from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
 
-KEPT = ("model", "rollout", "reward", "sandbox")
+POLICY_SECTIONS = ("model", "rollout", "reward", "sandbox")
 """Sections of a run's configuration that say how its policy answers, and what an answer is worth."""
 BY_SOURCE = "megarl.rewards.by_source:by_source"
 
@@ -28,7 +28,7 @@ class Target:
     """`given` as the user wrote it. model: an HF folder; of a checkpoint, which has yet to be converted, that which its
     run began with. settings: sections of its run's configuration, where there is one."""
 
-    given: str
+    argument: str
     model: str
     checkpoint: Path | None = None
     step: int | None = None
@@ -38,13 +38,13 @@ class Target:
     @property
     def name(self) -> str:
         """Short, for a folder."""
-        where = Path(self.given).absolute()
+        where = Path(self.argument).absolute()
         if self.checkpoint is not None:
             where = self.checkpoint.absolute()
             return f"{where.parent.parent.name}-{where.name}"
         return where.parent.name if where.name in ("export", "model") else where.name
 
-    def ready(self, out: Path) -> Target:
+    def prepare(self, out: Path) -> Target:
         """With an HF folder as its model: a checkpoint is converted into `out`, a folder that is not there yet. Raises
         ConfigError and OSError."""
         if self.checkpoint is None or self.run is None:
@@ -54,13 +54,13 @@ class Target:
         source = Path(self.run.model.path)
         folder_config(str(source), "model.path of the run, which has its tokenizer,")
         hf = load_hf_config(source)
-        table = family_of(hf).params(hf, 1, mtp=bool(trained_mtp(hf, self.run)))
+        table = family_of(hf).params(hf, 1, mtp=bool(num_trained_mtp(hf, self.run)))
         out.parent.mkdir(parents=True, exist_ok=True)
         convert(self.checkpoint / "actor", out, self.run, source, table)
         return replace(self, model=str(out))
 
 
-def find(given: str) -> Target:
+def resolve_target(given: str) -> Target:
     """What a path or a name means. Raises ConfigError for what is no model, nor has one."""
     path = Path(folder_of(given))
     try:
@@ -72,19 +72,21 @@ def find(given: str) -> Target:
     if not there or is_model:
         folder_config(str(path), "TARGET")
         run = path.absolute().parent / "config.yaml"
-        return Target(given, str(path), settings=_settings(run) if path.name == "export" and run.is_file() else None)
-    if not (path / manifest.NAME).is_file() and not path.name.startswith("step_"):
+        return Target(
+            given, str(path), settings=_read_settings(run) if path.name == "export" and run.is_file() else None
+        )
+    if not (path / manifest.FILE_NAME).is_file() and not path.name.startswith("step_"):
         if (path / "config.yaml").is_file() and not any((path / "checkpoints").glob("step_*")):
-            return _exported(given, path)
+            return _export_target(given, path)
         if not (path / "checkpoints").is_dir():
             raise ConfigError(
                 f"TARGET {given} is no model (it has no config.json), no checkpoint and no run folder; name one"
             )
-    checkpoint = chosen(path)
-    return _of_checkpoint(given, checkpoint)
+    checkpoint = resolve_checkpoint(path)
+    return _checkpoint_target(given, checkpoint)
 
 
-def _exported(given: str, run: Path) -> Target:
+def _export_target(given: str, run: Path) -> Target:
     """Of a run that has no checkpoint: what it has exported."""
     if not (run / "export/config.json").is_file():
         raise ConfigError(
@@ -92,10 +94,10 @@ def _exported(given: str, run: Path) -> Target:
             "run.export, or is not that far; name another"
         )
     folder_config(str(run / "export"), "TARGET")
-    return Target(given, str(run / "export"), settings=_settings(run / "config.yaml"))
+    return Target(given, str(run / "export"), settings=_read_settings(run / "config.yaml"))
 
 
-def _of_checkpoint(given: str, folder: Path) -> Target:
+def _checkpoint_target(given: str, folder: Path) -> Target:
     file = folder.parent.parent / "config.yaml"
     if not file.is_file():
         raise ConfigError(
@@ -107,24 +109,24 @@ def _of_checkpoint(given: str, folder: Path) -> Target:
     if isinstance(found, str):
         raise ConfigError(f"{folder} is no whole checkpoint: {found}")
     tree, files = found
-    declared = declare(run)
-    if "actor" not in models_in(files) or declared.trains_head:
-        raise ConfigError(f"{folder} has no policy; it has {', '.join(models_in(files)) or 'no model'}")
+    declared = load_requirements(run)
+    if "actor" not in list_models(files) or declared.has_scalar_head:
+        raise ConfigError(f"{folder} has no policy; it has {', '.join(list_models(files)) or 'no model'}")
     mine = [name for name in files if name.startswith("actor/")]
-    for look in (manifest.size_fault, manifest.content_fault):
+    for look in (manifest.check_sizes, manifest.check_hashes):
         if fault := look(folder, files, mine):
             raise ConfigError(f"{folder} is damaged: {fault}; name another checkpoint")
     step = tree.get("step")
-    settings = _settings(file)
+    settings = _read_settings(file)
     return Target(given, run.model.path, folder, step if isinstance(step, int) else None, run, settings)
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _read_settings(file: Path) -> dict[str, Any]:
     """Of a run's configuration what holds for its policy without a trainer."""
     tree = plain_yaml.read(file)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds no mapping of sections")
-    kept = {name: dict(tree[name]) for name in KEPT if isinstance(tree.get(name), dict)}
+    kept = {name: dict(tree[name]) for name in POLICY_SECTIONS if isinstance(tree.get(name), dict)}
     kept["model"] = {name: value for name, value in kept.get("model", {}).items() if name in ("dtype",)}
     for name in ("asynchronous", "oversample", "max_lag", "replay", "samples_per_prompt", "on_push"):
         kept.get("rollout", {}).pop(name, None)
@@ -133,7 +135,7 @@ def _settings(file: Path) -> dict[str, Any]:
     return {**kept, "data": data, **({"roles": roles} if roles else {})}
 
 
-TAKEN = {
+RESERVED_KEYS = {
     "algorithm": "nothing is trained",
     "options": "nothing is trained",
     "model.path": "TARGET says it",
@@ -142,12 +144,12 @@ TAKEN = {
 """Keys that a user cannot set here, and who says them."""
 
 
-def configured(
+def build_config(
     target: Target,
     own: Mapping[str, Mapping[str, Any]],
     overrides: Sequence[str],
     file: Path,
-    taken: Mapping[str, str] = TAKEN,
+    taken: Mapping[str, str] = RESERVED_KEYS,
 ) -> Config:
     """The configuration of engines alone, written to `file` but for the overrides: what the target's run says, then
     `own`. Raises ConfigError.
@@ -168,8 +170,8 @@ def configured(
         tree[name] = {**tree.get(name, {}), **section}
     tree["algorithm"], tree["model"] = "generate", {**tree.get("model", {}), "path": target.model}
     if target.settings is None:
-        tree["rollout"] = {**_lengths(target), **tree.get("rollout", {})}
-    config = _read(tree, overrides, file)
+        tree["rollout"] = {**_fit_lengths(target), **tree.get("rollout", {})}
+    config = _load_tree(tree, overrides, file)
     more: dict[str, dict[str, Any]] = {}
     judged = config.reward.functions or config.reward.model or config.roles.get("reward")
     if not judged and not config.rollout.environments:
@@ -179,12 +181,12 @@ def configured(
     if "parallel.ranks_per_node" not in keys:
         world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
         more["parallel"] = {**more.get("parallel", {}), "ranks_per_node": world}
-    return _read(
+    return _load_tree(
         {**tree, **{name: {**tree.get(name, {}), **section} for name, section in more.items()}}, overrides, file
     )
 
 
-def _lengths(target: Target) -> dict[str, int]:
+def _fit_lengths(target: Target) -> dict[str, int]:
     """Of a model whose positions are fewer than conversations have by default, what fits it."""
     usual, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")
     if not isinstance(positions, int) or positions >= usual.max_context:
@@ -192,6 +194,6 @@ def _lengths(target: Target) -> dict[str, int]:
     return {"max_context": positions, "max_new_tokens": min(usual.max_new_tokens, max(1, positions // 2))}
 
 
-def _read(tree: dict[str, Any], overrides: Sequence[str], file: Path) -> Config:
+def _load_tree(tree: dict[str, Any], overrides: Sequence[str], file: Path) -> Config:
     file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     return load_config(file, overrides)

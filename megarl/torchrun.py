@@ -24,34 +24,34 @@ from pathlib import Path
 
 from megarl import __version__
 from megarl.launch import launcher
-from megarl.launch.exit_status import RESTARTED, SAME_S, name_of
-from megarl.launch.launcher import Stopped
-from megarl.launch.nodes import Alone, Report, Several, own_name
-from megarl.launch.restarts import note
-from megarl.parallel.job_secret import SealedPickle, of_launchers
-from megarl.processes.children import children, end_orphans, inherit_orphans
-from megarl.processes.temp_folders import Scratch
+from megarl.launch.exit_status import RESTART_COUNT_ENV, SIGNAL_DEBOUNCE_S, signal_name
+from megarl.launch.launcher import StoppedRankMonitor
+from megarl.launch.nodes import MultiNode, NodeReport, SingleNode, node_name
+from megarl.launch.restarts import append_to_log
+from megarl.parallel.job_secret import SealedPickle, launcher_key
+from megarl.processes.children import end_orphans, inherit_orphans, list_children
+from megarl.processes.temp_folders import TempFolder
 
-_LOOK_S = 1.0
+_FAILURE_POLL_S = 1.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _Watch(threading.Thread):
+class _SignalForwarder(threading.Thread):
     """Passes signals on to the ranks and hears what they say, also while the agent waits in C++ for other nodes; ends
     them where those of another node have failed."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.words = launcher.Words()
-        self.asked = 0
+        self.messages = launcher.RankMessages()
+        self.stop_signal = 0
         self.has_killed = False
-        self.has_failed: Callable[[], bool] = bool  # on another node
-        self.logs = Scratch("megarl-torchrun-")  # else the agent makes one, and leaves it
-        self._again = False  # they have been asked twice
+        self.has_remote_failure: Callable[[], bool] = bool  # on another node
+        self.log_folder = TempFolder("megarl-torchrun-")  # else the agent makes one, and leaves it
+        self._is_asked_twice = False  # they have been asked twice
         self._deadline = float("inf")
-        self._notice = float("inf")
-        self._since: dict[int, float] = {}
-        self._stopped = Stopped()
+        self._notice_deadline = float("inf")
+        self._last_signal_times: dict[int, float] = {}
+        self._stopped_monitor = StoppedRankMonitor()
         self._signals, write = os.pipe2(os.O_NONBLOCK)
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -59,16 +59,16 @@ class _Watch(threading.Thread):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)  # the byte in the pipe is what counts
 
-    def begin(self, has_failed: Callable[[], bool]) -> None:
+    def begin_attempt(self, has_failed: Callable[[], bool]) -> None:
         """For ranks that start now."""
-        self.words.forget()
-        self.has_killed, self._deadline, self._notice = False, float("inf"), float("inf")
-        self._stopped = Stopped()
-        self.has_failed = has_failed
+        self.messages.clear()
+        self.has_killed, self._deadline, self._notice_deadline = False, float("inf"), float("inf")
+        self._stopped_monitor = StoppedRankMonitor()
+        self.has_remote_failure = has_failed
 
-    def rest(self) -> None:
+    def end_attempt(self) -> None:
         """The ranks have ended."""
-        self.has_failed, self._notice = bool, float("inf")
+        self.has_remote_failure, self._notice_deadline = bool, float("inf")
 
     def run(self) -> None:
         looked = 0.0
@@ -76,65 +76,65 @@ class _Watch(threading.Thread):
             if select.select([self._signals], [], [], 0.2)[0]:
                 for number in os.read(self._signals, 64):
                     if number in _HANDLED:
-                        self._pass_on(number)
-            self.words.read()
-            self.words.add(self._stopped.look(_ranks, self.words.rules()))
+                        self._forward(number)
+            self.messages.read()
+            self.messages.add_late(self._stopped_monitor.poll(_find_rank_pids, self.messages.restart_policy()))
             now = time.monotonic()
-            if now - looked > _LOOK_S and self._notice == float("inf"):
+            if now - looked > _FAILURE_POLL_S and self._notice_deadline == float("inf"):
                 looked = now
                 with contextlib.suppress(RuntimeError):  # node 0 is gone, which its own ranks' peers will see
-                    self._notice = now + launcher.NOTICE_S if self.has_failed() else float("inf")
-            if now > self._notice and self._deadline == float("inf"):
-                self._end()
+                    self._notice_deadline = now + launcher.NOTICE_S if self.has_remote_failure() else float("inf")
+            if now > self._notice_deadline and self._deadline == float("inf"):
+                self._interrupt_all()
             if now > self._deadline:
                 self.has_killed = True
-                _send(signal.SIGKILL)
+                _signal_ranks(signal.SIGKILL)
 
-    def _end(self) -> int:
+    def _interrupt_all(self) -> int:
         self._deadline = min(self._deadline, time.monotonic() + launcher.GRACE_S)
-        return _send(signal.SIGINT)
+        return _signal_ranks(signal.SIGINT)
 
-    def _pass_on(self, number: int) -> None:
-        if time.monotonic() - self._since.get(number, 0.0) < SAME_S:
+    def _forward(self, number: int) -> None:
+        if time.monotonic() - self._last_signal_times.get(number, 0.0) < SIGNAL_DEBOUNCE_S:
             return
-        self._since[number] = time.monotonic()
-        if number == signal.SIGINT or self._again:
-            there = self._end()
+        self._last_signal_times[number] = time.monotonic()
+        if number == signal.SIGINT or self._is_asked_twice:
+            there = self._interrupt_all()
         else:
-            there = _send(number)  # by a second one ranks end, but for those that are writing a checkpoint
-            self._again = self.asked != 0
-        if self.asked != signal.SIGINT:
-            self.asked = number
+            there = _signal_ranks(number)  # by a second one ranks end, but for those that are writing a checkpoint
+            self._is_asked_twice = self.stop_signal != 0
+        if self.stop_signal != signal.SIGINT:
+            self.stop_signal = number
         if not there:
-            self.tidy()
-            _say_last(f"ended by {name_of(number)}")
+            self.remove_logs()
+            _write_final_line(f"ended by {signal_name(number)}")
             os._exit(128 + number)
 
-    def tidy(self) -> None:
-        self.logs.close()
+    def remove_logs(self) -> None:
+        self.log_folder.close()
 
 
-def _say_last(text: str) -> None:
+def _write_final_line(text: str) -> None:
     """Nothing comes behind it: what the agent waits for in C++ says that it was interrupted."""
     stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.write(stderr, f"{text}\n".encode())
 
 
-def _send(number: int) -> int:
+def _signal_ranks(number: int) -> int:
     """Send a signal to all processes that this one has started, which are the ranks. Return their number."""
     sent = 0
-    for pid in children():
+    for pid in list_children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
             sent += 1
     return sent
 
 
-def _ranks() -> dict[int, int]:
+def _find_rank_pids() -> dict[int, int]:
     """Pids of the ranks that this process has started."""
     found: dict[int, int] = {}
-    for pid in children():
+    for pid in list_children():
         with contextlib.suppress(OSError):  # it has ended
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             found |= {int(one[5:]): pid for one in variables if one.startswith(b"RANK=")}
@@ -155,7 +155,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     inherit_orphans()
-    watch = _Watch()
+    watch = _SignalForwarder()
     watch.start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Slurm sends it to all; it is for the ranks
     try:
@@ -163,58 +163,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"MegaRL {__version__}")
             return 0
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        options.log_dir = options.log_dir or watch.logs.path
+        options.log_dir = options.log_dir or watch.log_folder.path
         options.signals_to_handle = "SIGQUIT"
         options.shutdown_timeout = int(launcher.GRACE_S)
-        return _until_it_ends(options, watch)
+        return _run_with_restarts(options, watch)
     except ValueError as error:
         print(f"error: torchrun: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
     except Exception as error:
-        print(f"error: torchrun: {_apart(error)}", file=sys.stderr, flush=True)
+        print(f"error: torchrun: {_rendezvous_error(error)}", file=sys.stderr, flush=True)
         return 1
     finally:
-        watch.tidy()
+        watch.remove_logs()
 
 
-def _until_it_ends(options: argparse.Namespace, watch: _Watch) -> int:
-    """As `launcher.until_it_ends`, on each node."""
-    from megarl.parallel.rendezvous import keep_store
+def _run_with_restarts(options: argparse.Namespace, watch: _SignalForwarder) -> int:
+    """As `launcher.run_with_restarts`, on each node."""
+    from megarl.parallel.rendezvous import serve_local_store
 
-    nodes, static = _nodes(options), options.rdzv_backend == "static" or options.standalone
+    nodes, static = _join_nodes(options), options.rdzv_backend == "static" or options.standalone
     number, attempt = int(options.node_rank), 0
     while True:
-        os.environ.update({**watch.words.environment, RESTARTED: str(attempt)})
-        watch.begin(lambda: nodes.has_failed(attempt))  # noqa: B023  only while it is this one
+        os.environ.update({**watch.messages.environment, RESTART_COUNT_ENV: str(attempt)})
+        watch.begin_attempt(lambda: nodes.has_remote_failure(attempt))  # noqa: B023  only while it is this one
         with contextlib.ExitStack() as stack:
-            if static and nodes.count == 1:
-                os.environ.update(stack.enter_context(keep_store()))
-            port = nodes.meeting_port(attempt, options.master_port)
-            report = _attempt(options, port, watch, own_name(number, nodes.count))
-        watch.rest()
-        if report.failed:
-            nodes.failed(attempt)
-        end_orphans((), launcher.ORPHANS_S)
+            if static and nodes.num_nodes == 1:
+                os.environ.update(stack.enter_context(serve_local_store()))
+            port = nodes.agree_port(attempt, options.master_port)
+            report = _run_attempt(options, port, watch, node_name(number, nodes.num_nodes))
+        watch.end_attempt()
+        if report.has_failed:
+            nodes.announce_failure(attempt)
+        end_orphans((), launcher.ORPHAN_TIMEOUT_S)
         # Nodes that have met otherwise do not hear of each other.
-        after = nodes.next(attempt, report, watch.words.rules() if static else None)
+        after = nodes.decide_next(attempt, report, watch.messages.restart_policy() if static else None)
         if after.text:
             print(after.text, file=sys.stderr, flush=True)
-        if not after.again:
+        if not after.should_restart:
             return after.status
         if number == 0:
-            note(watch.words.rules(), after.text.splitlines()[-1])
+            append_to_log(watch.messages.restart_policy(), after.text.splitlines()[-1])
         time.sleep(after.wait_s)  # a signal meanwhile ends this process
         attempt += 1
 
 
-def _nodes(options: argparse.Namespace) -> Alone:
+def _join_nodes(options: argparse.Namespace) -> SingleNode:
     count = int(str(options.nnodes).rpartition(":")[2])
     if count == 1 or options.standalone or options.rdzv_backend != "static":
-        return Alone()
-    return Several(int(options.node_rank), count, options.master_addr, int(options.master_port))
+        return SingleNode()
+    return MultiNode(int(options.node_rank), count, options.master_addr, int(options.master_port))
 
 
-def _attempt(options: argparse.Namespace, port: int, watch: _Watch, name: str) -> Report:
+def _run_attempt(options: argparse.Namespace, port: int, watch: _SignalForwarder, name: str) -> NodeReport:
     """Start the ranks of this node once, and wait until they have ended."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -223,7 +223,7 @@ def _attempt(options: argparse.Namespace, port: int, watch: _Watch, name: str) -
     for logger in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     # What agents of several nodes tell each other with `--rdzv-backend=c10d` is pickled.
-    vars(dynamic_rendezvous)["pickle"] = SealedPickle("rendezvous", of_launchers())
+    vars(dynamic_rendezvous)["pickle"] = SealedPickle("rendezvous", launcher_key())
     once = copy.copy(options)
     once.master_port = port
     codes: dict[int, int] = {}
@@ -242,14 +242,14 @@ def _attempt(options: argparse.Namespace, port: int, watch: _Watch, name: str) -
     except ValueError:
         raise
     except Exception as error:
-        problem = _apart(error)
+        problem = _rendezvous_error(error)
     local = int(options.nproc_per_node) if str(options.nproc_per_node).isdigit() else 0
     first_rank = local * int(options.node_rank)
     ranks = tuple(range(first_rank, first_rank + local))
-    return Report(name, well, codes, tuple(watch.words.read()), watch.asked, problem, ranks)
+    return NodeReport(name, well, codes, tuple(watch.messages.read()), watch.stop_signal, problem, ranks)
 
 
-def _apart(error: Exception) -> str:
+def _rendezvous_error(error: Exception) -> str:
     return f"the nodes did not come together: {type(error).__name__}: {' '.join(str(error).split())}"
 
 

@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.config is None and not options.keys:
             parser.error("name a configuration, for example configs/quickstart.yaml")
     except ConfigError as error:
-        return exit_status.tell(error)
+        return exit_status.report_error(error)
     try:
         if options.keys:
             words = [options.config, *options.overrides] if options.config else []
-            _say("\n".join(listed_keys(words)))
+            _print("\n".join(list_keys(words)))
             return 0
         config = load_config(options.config, options.overrides)
         if options.dry_run:
@@ -55,16 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megarl.observe import run_folder
 
             report = validate(config, dry_run=True)
-            _say(render(report))
+            _print(render(report))
             report.raise_errors()
             try:
-                run_folder.look(config)
+                run_folder.check_folder(config)
             except ConfigError as error:
-                _say(f"warning: a run would be refused: {error}")
+                _print(f"warning: a run would be refused: {error}")
             return 0
         from megarl.parallel import rendezvous
 
-        if not rendezvous.place().launched and config.parallel.world_size > 1:
+        if not rendezvous.read_launch_env().is_launched and config.parallel.world_size > 1:
             inherit_orphans()
             return start_ranks(config, arguments)
         from megarl.flow import HybridFlow
@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         HybridFlow(config).run()
         return 0
     except BaseException as error:  # noqa: B036  the end of the program
-        return exit_status.tell(error)
+        return exit_status.report_error(error)
 
 
-def listed_keys(words: Sequence[str] = ()) -> list[str]:
+def list_keys(words: Sequence[str] = ()) -> list[str]:
     """A line for each configuration key: default, range and meaning; with words, of the keys whose names have one of
     them. Raises ConfigError for a word that is in no key's name."""
     keys = describe_keys()
@@ -92,7 +92,7 @@ def listed_keys(words: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:  # who reads the output has seen enough
@@ -101,17 +101,17 @@ def _say(text: str) -> None:
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
-    from megarl.controllers.lookup import declare
+    from megarl.controllers.lookup import load_requirements
     from megarl.dry_run.plan import validate
-    from megarl.engine.engine_host_client import SHARED
+    from megarl.engine.engine_host_client import HOST_VARIABLE
     from megarl.engine.sglang_engine import start_host
     from megarl.launch import launcher, restarts
     from megarl.observe import run_folder
-    from megarl.parallel.placement import roles_of_ranks
-    from megarl.parallel.rendezvous import keep_store
+    from megarl.parallel.placement import describe_rank_roles
+    from megarl.parallel.rendezvous import serve_local_store
 
     validate(config).raise_errors()
-    run_folder.look(config)
+    run_folder.check_folder(config)
     world = config.parallel.world_size
     if world > config.parallel.ranks_per_node:
         raise ConfigError(
@@ -119,28 +119,28 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
             "start it with slurm/ppo_moe.sh or launch/multi_node.sh"
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    declared = declare(config)
-    roles = roles_of_ranks(config, declared.roles)
+    declared = load_requirements(config)
+    roles = describe_rank_roles(config, declared.roles)
     command = (sys.executable, "-m", "megarl.train", *arguments)
     pending: list[int] = []
 
-    def attempt(environment: Mapping[str, str]) -> tuple[exit_status.Verdict, restarts.Rules | None]:
+    def attempt(environment: Mapping[str, str]) -> tuple[exit_status.RunOutcome, restarts.RestartPolicy | None]:
         ranks = launcher.Launch(command, world, saves=config.run.save_every > 0, roles=roles, pending=pending)
         host = None
-        if declared.generates and not config.rollout.replay and SHARED not in os.environ:
-            with launcher.blocked((signal.SIGINT, signal.SIGUSR1)):
+        if declared.has_rollout and not config.rollout.replay and HOST_VARIABLE not in os.environ:
+            with launcher.block_signals((signal.SIGINT, signal.SIGUSR1)):
                 host = start_host(config)  # one for all engines, and they load while the ranks do
-            environment = {**environment, SHARED: host.path}
+            environment = {**environment, HOST_VARIABLE: host.path}
         try:
-            with keep_store() as meeting_place:
+            with serve_local_store() as meeting_place:
                 return ranks.run({**environment, **meeting_place})
         finally:
             if host is not None:
                 host.close()
 
-    with launcher.noted(pending):
-        return launcher.until_it_ends(attempt, pending)
+    with launcher.record_signals(pending):
+        return launcher.run_with_restarts(attempt, pending)
 
 
 if __name__ == "__main__":
-    exit_status.exit_with(main)
+    exit_status.run_and_exit(main)

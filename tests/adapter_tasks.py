@@ -14,7 +14,7 @@ from environment_tasks import NAMES, Conversation, Row, Task, calls, says, user
 from environment_tasks import rewards as ready_rewards
 
 from megarl.environments.harbor import HarborTask, rows
-from megarl.environments.schemas import schema_of
+from megarl.environments.schemas import build_schema
 from megarl.rewards.arithmetic import arithmetic
 from megarl.rewards.by_source import BySource
 from megarl.types import Rollout
@@ -81,7 +81,7 @@ def harbor(draw: random.Random, well: bool, folder: Path) -> tuple[Row, Conversa
 
 TASKS: dict[str, tuple[Task, list[dict[str, Any]]]] = {
     "mcp": (mcp, [ADDS]),
-    "harbor": (harbor, [schema_of(HarborTask.bash, "bash", bound=True)]),
+    "harbor": (harbor, [build_schema(HarborTask.bash, "bash", bound=True)]),
 }
 """With the schemas of their tools."""
 if find_spec("mcp") is None:  # an extra: pip install -e .[mcp]

@@ -26,22 +26,22 @@ class Dying(RolloutWorker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._plan = {int(step): what for step, what in json.loads(os.environ["DYING"]).items()}
-        context.ended.tell(self._one_has_ended)
-        if (engine := self.engines.lead) is not None:
-            order = engine.order
+        context.on_rollout_finished.subscribe(self._one_has_ended)
+        if (engine := self.engines.lead_engine) is not None:
+            order = engine.call_loader
 
             def and_die(payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
                 self._die("push")
                 order(payloads, draft, lasting)
 
-            engine.order = and_die  # type: ignore[method-assign]
+            engine.call_loader = and_die  # type: ignore[method-assign]
 
     def _one_has_ended(self, rollout: Rollout) -> None:
         for how in ("kill", "stop", "host", "stopped"):
             self._die(how)
 
     def _die(self, how: str) -> None:
-        engine = self.engines.lead
+        engine = self.engines.lead_engine
         if engine is None or self._plan.get(self.step) != [how, engine.index]:
             return
         del self._plan[self.step]

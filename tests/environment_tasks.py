@@ -126,10 +126,10 @@ def schemas() -> dict[str, list[dict[str, Any]]]:
     from megarl.environments.ready.guess import Guess
     from megarl.environments.ready.python import Python
     from megarl.environments.ready.search import Search
-    from megarl.environments.schemas import schema_of
+    from megarl.environments.schemas import build_schema
 
     def of(function: Any) -> list[dict[str, Any]]:
-        return [schema_of(function, function.__name__, bound=True)]
+        return [build_schema(function, function.__name__, bound=True)]
 
     python = of(Python.python)
     return {

@@ -19,15 +19,17 @@ STEPS = 2
 
 def names() -> list[str]:
     """The recipes that learn from rewards with a policy, a critic and a reference at most."""
-    from megarl.controllers.lookup import declare
+    from megarl.controllers.lookup import load_requirements
 
     ours = {"rollout", "actor", "critic", "reference", "reward"}
-    found = {name: declare(from_dict({"algorithm": name})) for name in RECIPES}
-    return [name for name, one in found.items() if one.item == "prompts" and one.trains and set(one.roles) <= ours]
+    found = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
+    return [
+        name for name, one in found.items() if one.item == "prompts" and one.trained_roles and set(one.roles) <= ours
+    ]
 
 
 class EveryAlgorithm(PolicyController):
-    trains = ("actor", "critic")
+    trained_roles = ("actor", "critic")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -12,7 +12,7 @@ from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import routing_shape
 from megarl.observe.rollout_log import part_file, write_part
-from megarl.types import Prompt, Rollout, Support, Turn
+from megarl.types import Prompt, Rollout, SamplingMask, Turn
 
 PROMPTS, SAMPLES, CHOICES = 4, 4, 10
 
@@ -29,7 +29,7 @@ def write(run_dir: Path, model: Path, steps: int, ranks: int = 1) -> None:
             ids = draw.integers(0, 200, count)
             logprobs = -draw.random(count).astype(np.float32)
             each = (11 + count) * len(shape.moe_layers)
-            routing = np.stack([draw.permutation(shape.experts)[: shape.topk] for _ in range(each)])
+            routing = np.stack([draw.permutation(shape.num_experts)[: shape.topk] for _ in range(each)])
             others = 300 + np.tile(np.arange(CHOICES - 1), (count, 1))
             rollouts.append(
                 Rollout(
@@ -39,7 +39,7 @@ def write(run_dir: Path, model: Path, steps: int, ranks: int = 1) -> None:
                     group=number // SAMPLES,
                     messages=(*prompt.messages, {"role": "assistant", "content": str(int(ids.sum()))}),
                     routing=torch.from_numpy(routing.astype(np.uint8)).view(-1, len(shape.moe_layers), shape.topk),
-                    support=Support.of(np.concatenate([ids[:, None], others], 1).tolist()),
+                    sampling_mask=SamplingMask.from_rows(np.concatenate([ids[:, None], others], 1).tolist()),
                 )
             )
         for rank in range(ranks):

@@ -12,33 +12,33 @@ from collections.abc import Mapping
 import torch
 
 from megarl.engine.sglang_engine import allocate
-from megarl.engine.weight_sender import HandOff
+from megarl.engine.weight_sender import WeightSender
 from megarl.flow import HybridFlow
-from megarl.launch.exit_status import one_line
-from megarl.workers.weight_sync import WeightPush
+from megarl.launch.exit_status import exit_on_error
+from megarl.workers.weight_sync import WeightSync
 
 LOST = "model.layers.1.self_attn.o_proj.weight"
-push = WeightPush.push
+push = WeightSync.sync
 
 
-def sabotaged(self: WeightPush, local: Mapping[str, torch.Tensor], version: int) -> bool:
+def sabotaged(self: WeightSync, local: Mapping[str, torch.Tensor], version: int) -> bool:
     done = push(self, local, version)
     if version == 1 and self.engine_rank is not None:
-        self._on_engine(lambda engine: engine.begin_update())
-        hand_over = HandOff(self.engine, self.collect)
-        dtype, shape = hand_over.ask({"do": "describe"})["tensors"][LOST]
+        self._run_on_engine(lambda engine: engine.begin_update())
+        hand_over = WeightSender(self.engine, self.collect)
+        dtype, shape = hand_over.send_order({"do": "describe"})["tensors"][LOST]
         data = torch.randn(math.prod(shape)).to(getattr(torch, dtype)).view(torch.uint8)
         bytes_ = allocate(len(data)).copy_(data)
         whole = [LOST, -1, 0, shape[0], 0, shape[1], 0, -1]
         hand_over.open([bytes_, allocate(1)])
         hand_over(bytes_, {"do": "write", "version": 1, "tensor_dtype": {LOST: dtype}, "slices": [whole]})
-        assert hand_over.settle() == {"wrong": []}
+        assert hand_over.wait_pending() == {"wrong": []}
         hand_over.close()
-        self._on_engine(lambda engine: engine.end_update(version))
+        self._run_on_engine(lambda engine: engine.end_update(version))
     return done
 
 
 if __name__ == "__main__":
-    WeightPush.push = sabotaged  # type: ignore[method-assign]
-    with one_line():
+    WeightSync.sync = sabotaged  # type: ignore[method-assign]
+    with exit_on_error():
         HybridFlow(sys.argv[1], sys.argv[2:]).run()

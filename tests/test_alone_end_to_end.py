@@ -13,7 +13,7 @@ import recorded_run
 from whole_run import ENVIRONMENT, ROOT, command_of, make_folder, metrics_of, start, train
 
 from megarl.observe.rollout_log import read_rollouts
-from megarl.observe.run_folder import RESULTS
+from megarl.observe.run_folder import RESULT_NAMES
 
 PLAIN = ["algorithm=grpo", "run.export=false", "run.epochs=1", "run.num_update=2"]
 ONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
@@ -85,7 +85,7 @@ def test_its_mismatch_is_taken_apart(trained: Path) -> None:
 
 def test_a_recorded_step_is_taken_again_in_a_debugger_bit_for_bit(trained: Path) -> None:
     """From the checkpoint before it; the run stays as it was."""
-    before = {path: path.stat().st_mtime_ns for name in RESULTS for path in (trained / name).rglob("*")}
+    before = {path: path.stat().st_mtime_ns for name in RESULT_NAMES for path in (trained / name).rglob("*")}
     command = [sys.executable, "tools/replay_step.py", str(trained), "--step", "3"]
     command += ["--break", "megarl.controllers.policy_gradient:policy_loss"]
     talk = "p ('asked', batch.num_sequences, config.rollout.replay)\n" + "c\n" * 8
@@ -95,7 +95,7 @@ def test_a_recorded_step_is_taken_again_in_a_debugger_bit_for_bit(trained: Path)
     assert done.stdout.count("> ") >= 2 and "policy_loss()" in done.stdout  # once for each update
     same, _, of, *_ = done.stdout.splitlines()[-1].split()
     assert same == of and int(same) > 30
-    assert before == {path: path.stat().st_mtime_ns for name in RESULTS for path in (trained / name).rglob("*")}
+    assert before == {path: path.stat().st_mtime_ns for name in RESULT_NAMES for path in (trained / name).rglob("*")}
 
 
 def test_in_another_world_and_from_a_later_step(folder: Path, recorded: Path, trained: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import command_line
-from megarl.config.command_line import file_beside, to_paste
+from megarl.config.command_line import default_output_file, format_command
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,17 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_a_command_is_by_this_interpreter_and_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command_line, "_PYTHON", ROOT / ".venv/bin/python")
     monkeypatch.chdir(ROOT)
-    assert to_paste("tools/report.py", "runs/my run") == ".venv/bin/python tools/report.py 'runs/my run'"
+    assert format_command("tools/report.py", "runs/my run") == ".venv/bin/python tools/report.py 'runs/my run'"
     monkeypatch.chdir(tmp_path)
-    python, program, folder = shlex.split(to_paste("tools/report.py", Path("runs/it's")))
+    python, program, folder = shlex.split(format_command("tools/report.py", Path("runs/it's")))
     assert (python, program) == (
         str(ROOT / ".venv/bin/python"),
         str(ROOT / "tools/report.py"),
     ) and folder == "runs/it's"
-    assert to_paste("tools/no_such.py") == ""
+    assert format_command("tools/no_such.py") == ""
 
 
 def test_a_file_about_several_runs_is_named_after_the_others() -> None:
-    assert file_beside([Path("runs/a")], "view.html") == Path("runs/a/view.html")
-    assert file_beside([Path("runs/a"), Path("runs/b")], "view.html") == Path("runs/a/view_b.html")
-    assert len(file_beside([Path("a"), *[Path("run" * 20)] * 9], "view.html").name) < 100
+    assert default_output_file([Path("runs/a")], "view.html") == Path("runs/a/view.html")
+    assert default_output_file([Path("runs/a"), Path("runs/b")], "view.html") == Path("runs/a/view_b.html")
+    assert len(default_output_file([Path("a"), *[Path("run" * 20)] * 9], "view.html").name) < 100

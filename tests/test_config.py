@@ -83,7 +83,7 @@ def test_recipes_have_the_values_of_their_sources():
     for optimizer in (tulu.actor_optimizer, tulu.critic.optimizer):
         assert (optimizer.warmup_fraction, optimizer.beta2, optimizer.weight_decay) == (0.1, 0.999, 0.01)
     assert tulu.reward.weights == {"math_verify": 10.0} and tulu.kl.coef == 0.07
-    held_out = dapo.rollout.held_out
+    held_out = dapo.rollout.eval_config
     assert (held_out.temperature, held_out.top_p, dapo.rollout.top_p) == (1.0, 0.7, 1.0)
     assert (dapo.actor_optimizer.beta2, dapo.actor_optimizer.weight_decay) == (0.999, 0.1)
     assert r1.actor_optimizer.warmup_fraction == 0.0
@@ -191,10 +191,10 @@ def replaced(config: Any, name: str, value: Any) -> Any:
 # What may be an algorithm's name is in tests/controllers/test_registry.py.
 @pytest.mark.parametrize("name", [name for name, _ in describe_keys() if name != "algorithm"])
 def test_every_key_takes_what_fits_its_range_and_nothing_else(name):
-    kind = strict.kinds_of(Config)[name]
-    base, within, optional = strict._parts(kind)
+    kind = strict.collect_key_types(Config)[name]
+    base, within, optional = strict._split_type(kind)
     assert base not in (int, float) or str(within), f"{name} has no range"
-    assert strict.fits(at(Config(), name), kind)
+    assert strict.is_valid(at(Config(), name), kind)
     for value in ODD:
         meant = isinstance(value, int | float) and not isinstance(value, bool)
         good = {
@@ -221,13 +221,13 @@ def test_every_key_takes_what_fits_its_range_and_nothing_else(name):
 
 def made(name: str, value: Any) -> Config:
     """A configuration made in Python, which nothing converts."""
-    base, _, _ = strict._parts(strict.kinds_of(Config)[name])
+    base, _, _ = strict._split_type(strict.collect_key_types(Config)[name])
     if value is None and base is str:
         value = ""
     if get_origin(base) is tuple and (value is None or isinstance(value, str)):
         value = (value,) if value else ()
     config = replaced(Config(), name, value)
-    strict.check(config)
+    strict.check_dataclass(config)
     return config
 
 
@@ -237,7 +237,7 @@ def test_a_section_must_be_one():
             with pytest.raises(ConfigError, match=rf"^{section} must be a section of keys, not "):
                 from_dict(tree_of(section, value))
             with pytest.raises(ConfigError, match=rf"^{section} must be a \w+Config, not "):
-                strict.check(replaced(Config(), section, value))
+                strict.check_dataclass(replaced(Config(), section, value))
 
 
 def test_what_passes_through_is_plain():

@@ -64,7 +64,7 @@ def test_what_could_have_been_drawn_is_in_the_checkpoint(
     shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
     held = [group for file in (tmp_path / checkpoint / "carried").iterdir() for group in read_groups(file)]
     written = [one for group in held for one in group if len(one.turns) > 1]
-    assert written and all(one.support for one in written)
+    assert written and all(one.sampling_masks for one in written)
     pipeline = ["parallel.tp=1", "parallel.pp=2", "parallel.ep=1"]
     train(folder, tmp_path, *PLAIN, *CUT, *SURPLUS, *pipeline, "run.resume=auto", host=host)
     assert_of_what_was_drawn_from(tmp_path, [3])

@@ -272,7 +272,12 @@ def test_what_is_not_done_when_enough_is_goes_on_in_the_next_step(oversampled: P
         assert [rollout.group for rollout in rollouts] == [group for group in range(4) for _ in range(4)]
         assert len({rollout.seed for rollout in rollouts}) == 16
         assert all(seen.setdefault(rollout.prompt.id, step) == step for rollout in rollouts)
-        ages = [step - 1 - version for rollout in rollouts for version, tokens in rollout.runs for _ in range(tokens)]
+        ages = [
+            step - 1 - version
+            for rollout in rollouts
+            for version, tokens in rollout.version_spans
+            for _ in range(tokens)
+        ]
         assert row["rollout/lag_max"] == max(ages) and row["rollout/lag_mean"] == pytest.approx(sum(ages) / len(ages))
         assert ("rollout/logprob_diff_stale" in row) == (max(ages) > 0)
         assert row["rollout/logprob_diff_p95"] <= 1e-4 and 0 < row["rollout/idle_frac"] < 1

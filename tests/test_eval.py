@@ -116,7 +116,7 @@ def test_bad_targets(say: Say, tmp_path: Path) -> None:
 def test_what_is_in_the_way(say: Say, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = model_sources.Target("run", str(model), tmp_path / "step_000001", 1, from_dict({}))
     with pytest.raises(ConfigError, match="exists, where the checkpoint would be converted to"):
-        target.ready(model)
+        target.prepare(model)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert "without torchrun" in say()
@@ -143,19 +143,19 @@ def test_a_runs_settings_hold_unless_said_otherwise(model: Path, tmp_path: Path)
         "data: {train: a, prompt_key: question}\n"
     )
     (run / "export").symlink_to(model)
-    target = model_sources.find(str(run))
+    target = model_sources.resolve_target(str(run))
     assert target.model == str(run / "export") and target.name == "run"
     file = tmp_path / "eval.yaml"
-    config = model_sources.configured(target, {"data": {"train": ["rows.jsonl"]}}, ["rollout.max_turns=4"], file)
+    config = model_sources.build_config(target, {"data": {"train": ["rows.jsonl"]}}, ["rollout.max_turns=4"], file)
     assert config == load_config(file, ["rollout.max_turns=4"])
     assert (config.algorithm, config.model.dtype, config.lora.rank, config.placement) == ("generate", "float32", 0, {})
     assert (config.rollout.max_turns, config.rollout.temperature, config.rollout.asynchronous) == (4, 0.7, False)
     assert (config.parallel.world_size, config.parallel.tp, config.data.prompt_key) == (2, 1, "question")
     assert config.reward.weights == {"gsm8k": 2}
-    own = model_sources.configured(target, {}, ["reward.functions=[sum_reward:even]", "parallel.world_size=4"], file)
+    own = model_sources.build_config(target, {}, ["reward.functions=[sum_reward:even]", "parallel.world_size=4"], file)
     assert own.reward.functions == ("sum_reward:even",) and not own.reward.weights
     assert (own.parallel.world_size, own.parallel.ranks_per_node) == (4, 4)
-    assert model_sources.configured(model_sources.find(str(model)), {}, [], file).reward.functions == (
+    assert model_sources.build_config(model_sources.resolve_target(str(model)), {}, [], file).reward.functions == (
         model_sources.BY_SOURCE,
     )
 
@@ -164,14 +164,18 @@ def test_an_export_is_that_of_its_run_and_a_folder_has_the_limits_of_its_model(m
     hf = json.loads((model / "config.json").read_text())
     shutil.copytree(model, tmp_path / "run/export")
     file = tmp_path / "eval.yaml"
-    alone = model_sources.configured(model_sources.find(str(tmp_path / "run/export")), {}, [], file).rollout
+    alone = model_sources.build_config(model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file).rollout
     assert hf["max_position_embeddings"] == 2048  # fewer than conversations have by default
     assert (alone.max_context, alone.max_new_tokens, alone.tools) == (2048, 1024, ())
-    given = model_sources.configured(model_sources.find(str(model)), {}, ["rollout.max_context=96"], file).rollout
+    given = model_sources.build_config(
+        model_sources.resolve_target(str(model)), {}, ["rollout.max_context=96"], file
+    ).rollout
     assert given.max_context == 96
     kept = {"max_context": 192, "max_new_tokens": 40, "tools": ["megarl.environments.ready.calculator:calculator"]}
     (tmp_path / "run/config.yaml").write_text(json.dumps({"algorithm": "ppo", "rollout": kept}))
-    of_run = model_sources.configured(model_sources.find(str(tmp_path / "run/export")), {}, [], file).rollout
+    of_run = model_sources.build_config(
+        model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file
+    ).rollout
     assert (of_run.max_context, of_run.max_new_tokens, list(of_run.tools)) == (192, 40, kept["tools"])
 
 

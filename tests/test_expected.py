@@ -7,31 +7,31 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.dry_run.plan import Expected, expectations, reached
+from megarl.dry_run.plan import Expectation, check_expectations, parse_expectations
 
 
-def read(**expect: Any) -> dict[str, Expected]:
-    return expectations(from_dict({"expect": expect, "run": {"num_rollout": 10}}))
+def read(**expect: Any) -> dict[str, Expectation]:
+    return parse_expectations(from_dict({"expect": expect, "run": {"num_rollout": 10}}))
 
 
 def test_figures_are_compared_where_they_were_last_told() -> None:
     metrics = {1: {"a": 1.0, "b": 5.0}, 2: {"a": 2.0}, 3: {"c": float("nan")}}
     expected = {
-        "a": Expected(least=2.0),
-        "b": Expected(least=4.0, most=5.0),
-        "c": Expected(most=1e9),
-        "d": Expected(most=0.0),
+        "a": Expectation(least=2.0),
+        "b": Expectation(least=4.0, most=5.0),
+        "c": Expectation(most=1e9),
+        "d": Expectation(most=0.0),
     }
-    found = reached(expected, metrics)
+    found = check_expectations(expected, metrics)
     assert [good for _, good in found.values()] == [True, True, False, False]
     assert (found["a"][0], found["b"][0], found["d"][0]) == (2.0, 5.0, None)
-    assert reached({"a": Expected(most=1.0, step=1)}, metrics) == {"a": (1.0, True)}
-    assert reached({"a": Expected(most=1.0, step=0)}, metrics) == {"a": (None, False)}
+    assert check_expectations({"a": Expectation(most=1.0, step=1)}, metrics) == {"a": (1.0, True)}
+    assert check_expectations({"a": Expectation(most=1.0, step=0)}, metrics) == {"a": (None, False)}
 
 
 def test_they_are_read_strictly() -> None:
-    assert read(**{"eval/x": {"least": 1, "step": 3}}) == {"eval/x": Expected(least=1.0, step=3)}
-    assert str(Expected(least=0.5, most=1.0, step=3)) == "at least 0.5 and at most 1 at step 3"
+    assert read(**{"eval/x": {"least": 1, "step": 3}}) == {"eval/x": Expectation(least=1.0, step=3)}
+    assert str(Expectation(least=0.5, most=1.0, step=3)) == "at least 0.5 and at most 1 at step 3"
 
 
 @pytest.mark.parametrize(

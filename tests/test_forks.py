@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, from_dict, plugins
-from megarl.controllers.lookup import declare
+from megarl.controllers.lookup import load_requirements
 from megarl.models import dense
 from megarl.models.registry import family_of
 from megarl.parallel.placement import role_parallel
 from megarl.parallel.role_settings import role_settings, with_role
-from megarl.workers.role_workers import Registered, check_roles, find_worker, options_of, who_plays
+from megarl.workers.role_workers import RegisteredWorker, check_roles, load_worker, resolve_worker, worker_options
 
 ROOT = Path(__file__).resolve().parent.parent
 MINE = '''
@@ -172,20 +172,20 @@ def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script before the configuration, that before the controller, that before what is known here."""
     monkeypatch.syspath_prepend(lab)
     config = from_dict({"algorithm": "lab.mine:Liked"})
-    declared = declare(config)
+    declared = load_requirements(config)
     check_roles(config, declared, {})
-    assert who_plays(config, declared, "judge", Registered()) == "lab.judge:Judge"
-    assert who_plays(config, declared, "actor", Registered()) == "megarl.workers.actor:ActorWorker"
+    assert resolve_worker(config, declared, "judge", RegisteredWorker()) == "lab.judge:Judge"
+    assert resolve_worker(config, declared, "actor", RegisteredWorker()) == "megarl.workers.actor:ActorWorker"
     said = with_role(config, "actor", None, None, "megatron")
-    assert who_plays(said, declared, "actor", Registered()) == "megarl.workers.actor:ActorWorker"
-    assert find_worker(config, declared, "judge", Registered("lab.mine:short")).__name__ == "short"
+    assert resolve_worker(said, declared, "actor", RegisteredWorker()) == "megarl.workers.actor:ActorWorker"
+    assert load_worker(config, declared, "judge", RegisteredWorker("lab.mine:short")).__name__ == "short"
     named = from_dict({"algorithm": "lab.mine:Liked", "roles": {"judge": {"worker": "lab.mine:short"}}})
-    assert find_worker(named, declared, "judge", Registered()).__name__ == "short"
-    assert find_worker(named, declared, "judge", Registered(print)) is print
-    given = find_worker(config, declared, "judge", Registered(options={"longest": 3}))
+    assert load_worker(named, declared, "judge", RegisteredWorker()).__name__ == "short"
+    assert load_worker(named, declared, "judge", RegisteredWorker(print)) is print
+    given = load_worker(config, declared, "judge", RegisteredWorker(options={"longest": 3}))
     assert given.keywords == {"longest": 3}  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"^the options of the role judge: .*'widest'; see its worker, Judge$"):
-        find_worker(config, declared, "judge", Registered(options={"widest": 3}))
+        load_worker(config, declared, "judge", RegisteredWorker(options={"widest": 3}))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             r"^roles\.jugde: lab\.mine:Liked has no such role; did you mean judge\? \(it has actor, judge",
         ),
-        ({}, {"jugde": Registered()}, r"^register_worker\('jugde'\): .* did you mean judge\?"),
+        ({}, {"jugde": RegisteredWorker()}, r"^register_worker\('jugde'\): .* did you mean judge\?"),
         ({"judge": {"wroker": "a:b"}}, {}, r"^unknown key roles\.judge\.wroker; did you mean roles\.judge\.worker\?"),
         ({"actor": {"backend": "mega"}}, {}, r"^roles\.actor\.backend=mega: there is no such backend .* has megatron$"),
         (
@@ -213,7 +213,7 @@ def test_settings_of_roles_that_do_not_fit(
     monkeypatch.syspath_prepend(lab)
     config = from_dict({"algorithm": "lab.mine:Liked", "roles": roles})
     with pytest.raises(ConfigError, match=complaint):
-        check_roles(config, declare(config), registered)
+        check_roles(config, load_requirements(config), registered)
 
 
 def test_a_script_says_what_the_configuration_would() -> None:
@@ -229,7 +229,7 @@ def test_a_script_says_what_the_configuration_would() -> None:
     assert (judge.backend, judge.parallel, judge.worker) == (("transformers",), {"pp": 2}, "")
     named = from_dict({"roles": {"reward": {"worker": "lab:Judge", "options": {"batch": 2}}}})
     assert role_settings(with_role(named, "reward", None, None, "http"), "reward").worker == ""
-    assert options_of(named, "reward", Registered(options={"url": "u"})) == {"batch": 2, "url": "u"}
+    assert worker_options(named, "reward", RegisteredWorker(options={"url": "u"})) == {"batch": 2, "url": "u"}
     assert config.model.path == "" and from_dict({}).roles == {}
     with pytest.raises(ConfigError, match=r"^register_worker\('rollout'\): the rollout has no model of its own"):
         with_role(config, "rollout", "/x", None)
@@ -250,7 +250,7 @@ def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -
         "LabForCausalLM": EntryPoint("LabForCausalLM", "megarl.models.dense:QWEN3", "megarl.families"),
         "OddForCausalLM": EntryPoint("OddForCausalLM", "megarl.models.dense:partial", "megarl.families"),
     }
-    monkeypatch.setattr(plugins, "entries", lambda group: own if group == "megarl.families" else {})
+    monkeypatch.setattr(plugins, "list_entry_points", lambda group: own if group == "megarl.families" else {})
     assert family_of({"architectures": ["LabForCausalLM"]}) is dense.QWEN3
     assert family_of({"architectures": ["LabForSequenceClassification"]}) is dense.QWEN3
     with pytest.raises(ConfigError, match=r"known: Qwen2ForCausalLM, .*, LabForCausalLM, OddForCausalLM$"):
@@ -261,6 +261,6 @@ def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_worker_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"judge": EntryPoint("judge", "lab.judge:Judge", "megarl.workers")}
-    monkeypatch.setattr(plugins, "entries", lambda group: own if group == "megarl.workers" else {})
+    monkeypatch.setattr(plugins, "list_entry_points", lambda group: own if group == "megarl.workers" else {})
     config = from_dict({})
-    assert who_plays(config, declare(config), "judge", Registered()) == "lab.judge:Judge"
+    assert resolve_worker(config, load_requirements(config), "judge", RegisteredWorker()) == "lab.judge:Judge"

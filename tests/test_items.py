@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.batch_items import Items, _share
+from megarl.batch_items import Items, _format_passes
 from megarl.config import ConfigError, from_dict
 from megarl.data.prompt_data import PromptLoader
 from megarl.models.registry import load_hf_config
@@ -37,7 +37,7 @@ class Letters:
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Of data in tmp_path, by its keys: what a flow has when it reads items."""
-    monkeypatch.setattr(ranks, "shared_out", lambda count, work: [work(number) for number in range(count)])
+    monkeypatch.setattr(ranks, "split_work", lambda count, work: [work(number) for number in range(count)])
     monkeypatch.chdir(tmp_path)
 
     def make(**data: Any) -> Items:
@@ -89,11 +89,11 @@ def test_ids_and_sources_of_several_files(reader: Any) -> None:
     assert found.names == ("m/train", "n/train", "own") and found.sizes == (2, 2, 1)
     assert [prompt.id for prompt in found] == ["m/train-0", "m/train-1", "n/train-0", "n/train-1", "own-0"]
     assert [prompt.data_source for prompt in found] == ["gsm8k", "gsm8k", "n/train", "n/train", "own"]
-    loader = PromptLoader.of(found, flow.config)
-    assert [prompt.id for prompt in loader.further(4)].count("own-0") == 2
+    loader = PromptLoader.from_config(found, flow.config)
+    assert [prompt.id for prompt in loader.next_items(4)].count("own-0") == 2
     passes = "m/train 2 rows, 80.00 passes; n/train 2 rows, 80.00 passes; own 1 rows, 320.00 passes"
     assert flow._notes == [f"data.train: {passes} in 10 steps of 64"]
-    assert loader.epochs() == {"data/epoch/m/train": 0.5, "data/epoch/n/train": 0.5, "data/epoch/own": 2.0}
+    assert loader.epoch_metrics() == {"data/epoch/m/train": 0.5, "data/epoch/n/train": 0.5, "data/epoch/own": 2.0}
 
 
 def test_ids_that_come_out_alike_are_refused(reader: Any) -> None:
@@ -150,4 +150,10 @@ def test_pairs_of_several_files(reader: Any) -> None:
 
 
 def test_a_run_over_a_part_of_the_data_says_how_small_it_is() -> None:
-    assert [_share(share) for share in (320.0, 1.5, 0.25, 0.004, 0.0)] == ["320.00", "1.50", "0.25", "0.004", "0"]
+    assert [_format_passes(share) for share in (320.0, 1.5, 0.25, 0.004, 0.0)] == [
+        "320.00",
+        "1.50",
+        "0.25",
+        "0.004",
+        "0",
+    ]

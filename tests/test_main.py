@@ -49,7 +49,7 @@ def test_nothing_heavy_is_imported() -> None:
 def test_what_is_missing_is_said_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = page.installed
+    known = page.installed_version
     monkeypatch.setattr(page, "installed", lambda name: "" if name == "sglang" else known(name))
     monkeypatch.setattr(page.shutil, "which", lambda name: None)
     assert page.main([]) == 1

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megarl.config import Config, ConfigError, RunConfig, from_dict, load_config, to_dict
-from megarl.config.command_line import Parser, path_text
-from megarl.config.paths import expand, expand_spec, with_expanded_paths
-from megarl.config.strict import is_path, keys_of, kinds_of
+from megarl.config.command_line import Parser, parse_path_text
+from megarl.config.paths import expand, expand_config_paths, expand_spec
+from megarl.config.strict import collect_key_types, is_path_type, list_keys
 from megarl.data.table import open_parquet
 
 pytestmark = pytest.mark.alone
@@ -46,16 +46,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_key_of_text_is_a_path_or_known_to_be_none() -> None:
-    text = {key for key, kind in kinds_of(Config).items() if "str" in str(kind) and "Literal" not in str(kind)}
-    mappings = {key for key, value in keys_of(Config()) if isinstance(value, dict)}
-    paths = {key for key, kind in kinds_of(Config).items() if is_path(kind)}
+    text = {key for key, kind in collect_key_types(Config).items() if "str" in str(kind) and "Literal" not in str(kind)}
+    mappings = {key for key, value in list_keys(Config()) if isinstance(value, dict)}
+    paths = {key for key, kind in collect_key_types(Config).items() if is_path_type(kind)}
     assert text - mappings - paths == NO_PATHS
     assert not paths & NO_PATHS
 
 
 def test_every_key_that_is_a_path_is_expanded(home: Path) -> None:
-    for key, kind in kinds_of(Config).items():
-        if is_path(kind):
+    for key, kind in collect_key_types(Config).items():
+        if is_path_type(kind):
             section, _, name = key.partition(".")
             if "." in name:
                 continue
@@ -156,14 +156,14 @@ def test_a_variable_may_begin_with_a_tilde(home: Path, monkeypatch: pytest.Monke
 
 def test_a_configuration_made_in_python(home: Path) -> None:
     made = dataclasses.replace(Config(), run=RunConfig(dir="~/x"), rollout=Config().rollout)
-    once = with_expanded_paths(made)
-    assert once.run.dir == f"{home}/x" and with_expanded_paths(once) == once
+    once = expand_config_paths(made)
+    assert once.run.dir == f"{home}/x" and expand_config_paths(once) == once
 
 
 def test_arguments(home: Path) -> None:
     parser = Parser("x")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--model", type=path_text)
+    parser.add_argument("--model", type=parse_path_text)
     options = parser.parse_args(["--out=~/x", "--model=$SCRATCH/m"])
     assert options.out == home / "x" and options.model == "/scratch/me/m"
     with pytest.raises(ConfigError, match="argument --out: the environment variable NOWHERE is not set"):

@@ -167,5 +167,10 @@ def test_answers_go_on_through_pushes(folder: Path, host: str, tmp_path: Path, h
         row["rollout/age_max"] >= row["rollout/age_mean"] > 0 for row in rows
     )
     assert_answers_wait_for_no_training(run_dir, steps=5)
-    mixed = [len(turn.runs) > 1 for step in range(1, 6) for one in read_rollouts(run_dir, step) for turn in one.turns]
+    mixed = [
+        len(turn.version_spans) > 1
+        for step in range(1, 6)
+        for one in read_rollouts(run_dir, step)
+        for turn in one.turns
+    ]
     assert any(mixed) == (how == "retract")  # an answer by two versions, whose keys and values are by the second

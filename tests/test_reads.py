@@ -5,7 +5,7 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.types import Prompt, Rollout, TrainBatch, Turn, reads
-from megarl.types.batch import named_by, read_by
+from megarl.types.batch import get_declared_columns, select_columns
 
 PACKED = TrainBatch.from_rollouts([Rollout(Prompt("p", ()), (Turn((1, 2)), Turn((3,), (-0.5,), True)))])
 
@@ -17,14 +17,18 @@ def test_a_loss_is_given_what_it_names_and_what_all_are_given():
     def loss(output, part):
         return output
 
-    assert named_by(loss) == ("returns", "advantages")
-    assert read_by(loss, batch) == ("tokens", "loss_mask", "returns", "loss_weights")  # there are no advantages
-    assert read_by(reads()(lambda output, part: None), batch) == ("tokens", "loss_mask", "loss_weights")
+    assert get_declared_columns(loss) == ("returns", "advantages")
+    assert select_columns(loss, batch) == ("tokens", "loss_mask", "returns", "loss_weights")  # there are no advantages
+    assert select_columns(reads()(lambda output, part: None), batch) == ("tokens", "loss_mask", "loss_weights")
 
 
 def test_a_loss_that_says_nothing_is_given_everything():
-    assert named_by(lambda output, part: None) is None
-    assert read_by(lambda output, part: None, PACKED) == PACKED.columns() == ("tokens", "loss_mask", "rollout_logprobs")
+    assert get_declared_columns(lambda output, part: None) is None
+    assert (
+        select_columns(lambda output, part: None, PACKED)
+        == PACKED.columns()
+        == ("tokens", "loss_mask", "rollout_logprobs")
+    )
 
 
 def test_a_name_that_is_no_column_is_refused():

@@ -9,15 +9,15 @@ import pytest
 
 from megarl.config import Config, ConfigError, from_dict, load_config
 from megarl.config.keys import KLConfig
-from megarl.config.recipes import RECIPES, Recipe, with_recipe
-from megarl.controllers.lookup import declare, find_controller
+from megarl.config.recipes import RECIPES, Recipe, apply_recipe
+from megarl.controllers.lookup import find_controller, load_requirements
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_every_recipe_is_a_whole_controller_and_sets_keys_that_are_there(name: str) -> None:
     config = from_dict({"algorithm": name})
-    assert declare(config).name == name and find_controller(name).__name__.endswith("Controller")
-    for key, value in RECIPES[name].values.items():
+    assert load_requirements(config).name == name and find_controller(name).__name__.endswith("Controller")
+    for key, value in RECIPES[name].defaults.items():
         section, _, leaf = key.rpartition(".")
         assert getattr(getattr(config, section) if section else config, leaf) == value
 
@@ -38,7 +38,7 @@ def test_what_the_user_sets_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_the_given_tree_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "mine", Recipe("no.such:Module", {"kl.place": "loss", "options": {"a": 1}}))
     tree = {"kl": {"coef": 0.25}}
-    assert with_recipe(tree, "mine") == {"kl": {"place": "loss", "coef": 0.25}, "options": {"a": 1}}
+    assert apply_recipe(tree, "mine") == {"kl": {"place": "loss", "coef": 0.25}, "options": {"a": 1}}
     assert tree == {"kl": {"coef": 0.25}}
     with pytest.raises(ConfigError, match="^kl "):
         from_dict({"algorithm": "mine", "kl": 3})
@@ -51,7 +51,7 @@ def test_a_fork_has_recipes_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     )
     try:
         config = from_dict({"algorithm": "lab_recipes:mine"})
-        assert config.advantage.group_std is False and declare(config).name == "lab_recipes:mine"
+        assert config.advantage.group_std is False and load_requirements(config).name == "lab_recipes:mine"
     finally:
         sys.modules.pop("lab_recipes", None)
 

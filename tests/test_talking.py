@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from scripted import CHAT, CONFIG, TOKENIZER, Fails, Script, call, parse  # noqa: E402
 
-from megarl.chat import Talk, Words, known_here, printable
-from megarl.chat_format.chat_template import Chat
+from megarl.chat import ChatConversation, IncrementalDetokenizer, describe_tools, printable
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config
 from megarl.engine.generation import RequestFailed
-from megarl.environments.catalog import known_of
+from megarl.environments.catalog import load_catalog
 from megarl.environments.protocol import ToolResult
-from megarl.types import ids_of
+from megarl.types import as_token_ids
 
 pytestmark = pytest.mark.alone
 
@@ -32,26 +32,26 @@ class Screen:
     def __init__(self) -> None:
         self.shown: list[str] = [""]
 
-    def heard(self, text: str) -> None:
+    def on_text(self, text: str) -> None:
         self.shown[-1] += text
 
-    def turned(self) -> None:
+    def on_turn_end(self) -> None:
         self.shown.append("")
 
-    def answered(self, name: str, result: ToolResult) -> None:
+    def on_tool_result(self, name: str, result: ToolResult) -> None:
         self.shown.insert(-1, f"[{name}] {result.text}")
 
 
 def talk(
-    script: Callable[[Talk], Coroutine[Any, Any, None]],
-    chat: Chat = CHAT,
+    script: Callable[[ChatConversation], Coroutine[Any, Any, None]],
+    chat: ChatTemplate = CHAT,
     row: dict[str, Any] | None = None,
     **given: Any,
 ) -> Screen:
     screen, config = Screen(), dataclasses.replace(Config(), rollout=dataclasses.replace(CONFIG, **given))
 
     async def run() -> None:
-        conversation = Talk(config, chat, screen, row or {})
+        conversation = ChatConversation(config, chat, screen, row or {})
         try:
             await script(conversation)
         finally:
@@ -64,14 +64,14 @@ def talk(
 def test_lines_with_a_tool_and_a_new_beginning() -> None:
     policy = Script(call("1+2"), "It is 3.", "Yes.", "Who?")
 
-    async def script(conversation: Talk) -> None:
-        assert await conversation.say("What is 1+2?", policy, parse) == ""
+    async def script(conversation: ChatConversation) -> None:
+        assert await conversation.send("What is 1+2?", policy, parse) == ""
         roles = [message["role"] for message in conversation.messages]
         assert roles == ["user", "assistant", "tool", "assistant"]
-        assert await conversation.say("Sure?", policy, parse) == ""
+        assert await conversation.send("Sure?", policy, parse) == ""
         assert len(conversation.messages) == 6
         await conversation.reset()
-        assert await conversation.say("Hello", policy, parse) == ""
+        assert await conversation.send("Hello", policy, parse) == ""
         assert [message["content"] for message in conversation.messages] == ["Hello", "Who?"]
 
     screen = talk(script)
@@ -84,47 +84,47 @@ def test_lines_with_a_tool_and_a_new_beginning() -> None:
 def test_the_same_call_in_a_later_line_is_made_again() -> None:
     policy = Script(call("1+2"), "3", call("2+2"), "4")
 
-    async def script(conversation: Talk) -> None:
-        await conversation.say("1+2?", policy, parse)
-        await conversation.say("2+2?", policy, parse)
+    async def script(conversation: ChatConversation) -> None:
+        await conversation.send("1+2?", policy, parse)
+        await conversation.send("2+2?", policy, parse)
 
     assert [line for line in talk(script).shown if line.startswith("[")] == ["[calculator] 3", "[calculator] 4"]
 
 
 def test_an_environment_lasts_from_line_to_line() -> None:
-    known = known_of(dataclasses.replace(CONFIG, environments=(GUESS,)))
-    chat = Chat(TOKENIZER, known.tools, environments=known.environments)
+    known = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
+    chat = ChatTemplate(TOKENIZER, known.tools, environments=known.environments)
     guess = '<tool_call>\n{{"name": "guess", "arguments": {{"number": {}}}}}\n</tool_call>'
     policy = Script(guess.format(50), "Lower?", guess.format(17), "Done.", guess.format(1), "Again.")
 
-    async def script(conversation: Talk) -> None:
-        assert await conversation.say("Find it.", policy, parse) == ""
-        assert await conversation.say("Go on.", policy, parse) == ""
-        assert await conversation.say("And now?", policy, parse) == ""
+    async def script(conversation: ChatConversation) -> None:
+        assert await conversation.send("Find it.", policy, parse) == ""
+        assert await conversation.send("Go on.", policy, parse) == ""
+        assert await conversation.send("And now?", policy, parse) == ""
 
     screen = talk(script, chat, {"ground_truth": 17})
     answers = [line for line in screen.shown if line.startswith("[")]
     assert answers == ["[guess] lower", "[guess] right", "[guess] right, and found before"]
-    assert known_here(chat) == "the environment Guess, guess"
+    assert describe_tools(chat) == "the environment Guess, guess"
 
-    async def without(conversation: Talk) -> None:
-        assert "reset raised" in await conversation.say("Find it.", policy, parse)
+    async def without(conversation: ChatConversation) -> None:
+        assert "reset raised" in await conversation.send("Find it.", policy, parse)
         assert conversation.messages == ()
 
     talk(without, chat)
 
 
 def test_a_new_conversation_begins_the_environment_anew_and_keeps_the_system_message() -> None:
-    known = known_of(dataclasses.replace(CONFIG, environments=(GUESS,)))
-    chat = Chat(TOKENIZER, known.tools, environments=known.environments)
+    known = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
+    chat = ChatTemplate(TOKENIZER, known.tools, environments=known.environments)
     guess = '<tool_call>\n{"name": "guess", "arguments": {"number": 17}}\n</tool_call>'
     policy = Script(guess, "Found.", guess, "Found.")
     screen = Screen()
 
     async def script() -> None:
-        conversation = Talk(Config(), chat, screen, {"ground_truth": 17}, "Be quick.")
+        conversation = ChatConversation(Config(), chat, screen, {"ground_truth": 17}, "Be quick.")
         for _ in range(2):
-            assert await conversation.say("Find it.", policy, parse) == ""
+            assert await conversation.send("Find it.", policy, parse) == ""
             assert conversation.messages[0] == {"role": "system", "content": "Be quick."}
             await conversation.reset()
         await conversation.close()
@@ -134,37 +134,37 @@ def test_a_new_conversation_begins_the_environment_anew_and_keeps_the_system_mes
 
 
 def test_what_ends_an_answer_is_said_and_a_failed_line_forgotten() -> None:
-    async def script(conversation: Talk) -> None:
-        assert "aborted: no answer" in await conversation.say("a", Fails(RequestFailed("no answer")), parse)
+    async def script(conversation: ChatConversation) -> None:
+        assert "aborted: no answer" in await conversation.send("a", Fails(RequestFailed("no answer")), parse)
         assert conversation.messages == ()
         always = Script(call("1+1"))
-        assert await conversation.say("b", always, parse) == "cut off by rollout.max_turns"
+        assert await conversation.send("b", always, parse) == "cut off by rollout.max_turns"
         long = Script("word " * 3000)
-        assert "rollout.max_context" in await conversation.say("x " * 1000, long, parse)
+        assert "rollout.max_context" in await conversation.send("x " * 1000, long, parse)
         assert len(long.asked) == 0
 
     talk(script)
 
 
 def test_an_answer_that_is_cut_off_leaves_the_conversation_as_it_was() -> None:
-    async def script(conversation: Talk) -> None:
-        await conversation.say("a", Script("b"), parse)
+    async def script(conversation: ChatConversation) -> None:
+        await conversation.send("a", Script("b"), parse)
         before = conversation.messages
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await conversation.say("c", Fails(None), parse)  # type: ignore[arg-type]
+                await conversation.send("c", Fails(None), parse)  # type: ignore[arg-type]
         assert conversation.messages == before
-        assert await conversation.say("d", Script("e"), parse) == ""
+        assert await conversation.send("d", Script("e"), parse) == ""
 
     talk(script)
 
 
 def test_letters_whose_bytes_come_one_by_one_are_said_whole() -> None:
     said: list[str] = []
-    words = Words(CHAT, said.append)
+    words = IncrementalDetokenizer(CHAT, said.append)
     for token in TOKENIZER.encode("naïve 🙂 ok", add_special_tokens=False):
-        words.add(ids_of([token]))
-    words.add(ids_of([CHAT.end_of_turn]))
+        words.add(as_token_ids([token]))
+    words.add(as_token_ids([CHAT.end_of_turn]))
     words.end()
     assert "".join(said) == "naïve 🙂 ok" and not any("\N{REPLACEMENT CHARACTER}" in part for part in said)
 

@@ -15,7 +15,7 @@ from megarl.config import load_config
 from megarl.dry_run import plan
 from megarl.engine import engine_host_client, sglang_engine
 from megarl.launch import launcher
-from megarl.launch.exit_status import Verdict
+from megarl.launch.exit_status import RunOutcome
 from megarl.train import main, start_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,22 +143,22 @@ def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run_dir = f"run.dir={tmp_path}/run"
-    monkeypatch.delenv(engine_host_client.SHARED, raising=False)
+    monkeypatch.delenv(engine_host_client.HOST_VARIABLE, raising=False)
     seen: list[str | None] = []
     closed: list[bool] = []
     host = SimpleNamespace(path="/the/socket", close=lambda: closed.append(True))
     monkeypatch.setattr(sglang_engine, "start_host", lambda config: host)
     monkeypatch.setattr(plan, "validate", lambda config: plan.Report([], [], {}, []))
 
-    def run(self: launcher.Launch, environment: dict[str, str]) -> tuple[Verdict, None]:
-        seen.append(environment.get(engine_host_client.SHARED, os.environ.get(engine_host_client.SHARED)))
-        return Verdict(0, "", "done"), None
+    def run(self: launcher.Launch, environment: dict[str, str]) -> tuple[RunOutcome, None]:
+        seen.append(environment.get(engine_host_client.HOST_VARIABLE, os.environ.get(engine_host_client.HOST_VARIABLE)))
+        return RunOutcome(0, "", "done"), None
 
     monkeypatch.setattr(launcher.Launch, "run", run)
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
-    assert (seen, closed, os.environ.get(engine_host_client.SHARED)) == (["/the/socket"], [True], None)
+    assert (seen, closed, os.environ.get(engine_host_client.HOST_VARIABLE)) == (["/the/socket"], [True], None)
     assert start_ranks(load_config(QUICKSTART, [run_dir, "rollout.replay=elsewhere"]), [QUICKSTART]) == 0
     assert seen == ["/the/socket", None] and closed == [True]
-    monkeypatch.setenv(engine_host_client.SHARED, "/of/somebody/else")
+    monkeypatch.setenv(engine_host_client.HOST_VARIABLE, "/of/somebody/else")
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
-    assert seen[2:] == [os.environ[engine_host_client.SHARED]] == ["/of/somebody/else"] and closed == [True]
+    assert seen[2:] == [os.environ[engine_host_client.HOST_VARIABLE]] == ["/of/somebody/else"] and closed == [True]

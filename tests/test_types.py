@@ -6,7 +6,7 @@ import pytest
 import torch
 from thread_ranks import Thread, as_ranks
 
-from megarl.types import FIGURES, Prompt, Rollout, Rollouts, Support, TrainBatch, Turn
+from megarl.types import ROLLOUT_STATS, Prompt, Rollout, Rollouts, SamplingMask, TrainBatch, Turn
 
 # The worked example at the head of megarl/types/.
 EXAMPLE = Rollout(
@@ -209,49 +209,58 @@ def test_routing_of_other_tokens_or_models_is_refused():
         TrainBatch.from_rollouts([routed(OTHER), routed(OTHER, layers=2)])
 
 
-CUT = dataclasses.replace(EXAMPLE, support=Support.of([[7], [3, 8], [9, 1, 2]]))
+CUT = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7], [3, 8], [9, 1, 2]]))
 
 
-def rows_of(record: Support) -> list[list[int]]:
+def rows_of(record: SamplingMask) -> list[list[int]]:
     return [part.tolist() for part in record.ids.split(record.counts.tolist())]
 
 
 def test_what_could_have_been_sampled_is_of_the_tokens_that_were_chosen():
     batch = TrainBatch.from_rollouts([CUT, SHORT, OTHER])
     first, last = [[], [], [], [7], [3, 8], [], [], [9, 1, 2]], [[], [], []]
-    assert batch.support is not None
-    assert [rows_of(record) for record in batch.support] == [first, [[], []], last]  # of the third nothing was cut off
-    assert [rows_of(record) for record in batch.select([2, 0]).support or ()] == [last, first]
-    assert TrainBatch.from_rollouts([EXAMPLE]).support is None
-    assert FIGURES["supported"](CUT) == 6 and FIGURES["supported"](OTHER) == 0
+    assert batch.sampling_mask is not None
+    assert [rows_of(record) for record in batch.sampling_mask] == [
+        first,
+        [[], []],
+        last,
+    ]  # of the third nothing was cut off
+    assert [rows_of(record) for record in batch.select([2, 0]).sampling_mask or ()] == [last, first]
+    assert TrainBatch.from_rollouts([EXAMPLE]).sampling_mask is None
+    assert ROLLOUT_STATS["supported"](CUT) == 6 and ROLLOUT_STATS["supported"](OTHER) == 0
     assert CUT == EXAMPLE
 
 
 def test_records_of_other_tokens_are_refused():
-    few = dataclasses.replace(EXAMPLE, support=Support.of([[7]]))
+    few = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7]]))
     with pytest.raises(ValueError, match="chose 3 tokens says of 1 what they could be"):
         TrainBatch.from_rollouts([few])
-    other = dataclasses.replace(EXAMPLE, support=Support.of([[7], [3, 4], [9]]))
+    other = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7], [3, 4], [9]]))
     with pytest.raises(ValueError, match="token 4 of a rollout is not among those"):
         TrainBatch.from_rollouts([other])
     for odd in ([["x"]], [[1.5]], [[-1]], [[2**31]], [7]):
         with pytest.raises((ValueError, TypeError)):
-            Support.of(odd)  # type: ignore[arg-type]
+            SamplingMask.from_rows(odd)  # type: ignore[arg-type]
 
 
 def test_picking_and_joining_sets():
-    record = Support.of([[1, 2], [], [3], [4, 5, 6]])
-    assert rows_of(record.pick(torch.tensor([3, -1, 0, 1, 2, 0]))) == [[4, 5, 6], [], [1, 2], [], [3], [1, 2]]
-    assert rows_of(record.pick(torch.tensor([], dtype=torch.int64))) == []
-    assert rows_of(Support.whole(0).pick(torch.tensor([-1, -1]))) == [[], []]
-    assert rows_of(Support.joined([record, Support.whole(2), Support.of([[7]])]))[3:] == [[4, 5, 6], [], [], [7]]
-    assert record.lacks(torch.tensor([2, 9, 9, 4])).tolist() == [False, False, True, False]
+    record = SamplingMask.from_rows([[1, 2], [], [3], [4, 5, 6]])
+    assert rows_of(record.index_select(torch.tensor([3, -1, 0, 1, 2, 0]))) == [[4, 5, 6], [], [1, 2], [], [3], [1, 2]]
+    assert rows_of(record.index_select(torch.tensor([], dtype=torch.int64))) == []
+    assert rows_of(SamplingMask.unrestricted(0).index_select(torch.tensor([-1, -1]))) == [[], []]
+    assert rows_of(SamplingMask.concat([record, SamplingMask.unrestricted(2), SamplingMask.from_rows([[7]])]))[3:] == [
+        [4, 5, 6],
+        [],
+        [],
+        [7],
+    ]
+    assert record.excludes(torch.tensor([2, 9, 9, 4])).tolist() == [False, False, True, False]
 
 
 def dealt(rank: Thread, order: list[int] | None = None) -> Rollouts:
     """Five rollouts on three ranks, numbered 3, 0, 4 on the first, nothing on the second, 1, 2 on the last."""
     mine = {0: [(3, EXAMPLE), (0, SHORT), (4, OTHER)], 1: [], 2: [(1, routed(OTHER)), (2, EXAMPLE)]}[rank.rank]
-    return Rollouts.of([rollout for _, rollout in mine], [number for number, _ in mine], rank)
+    return Rollouts.gather([rollout for _, rollout in mine], [number for number, _ in mine], rank)
 
 
 IN_ORDER = [SHORT, routed(OTHER), EXAMPLE, EXAMPLE, OTHER]
@@ -259,18 +268,18 @@ IN_ORDER = [SHORT, routed(OTHER), EXAMPLE, EXAMPLE, OTHER]
 
 def test_figures_of_all_and_rollouts_where_they_are():
     found = as_ranks(3, dealt)
-    whole = Rollouts.of(IN_ORDER)
+    whole = Rollouts.gather(IN_ORDER)
     for rank, rollouts in enumerate(found):
         assert rollouts.home.tolist() == [0, 2, 2, 0, 0]
-        assert rollouts.own.tolist() == [[0, 3, 4], [], [1, 2]][rank]
-        assert rollouts.here == tuple(IN_ORDER[number] for number in rollouts.own.tolist())
+        assert rollouts.local_indices.tolist() == [[0, 3, 4], [], [1, 2]][rank]
+        assert rollouts.local == tuple(IN_ORDER[number] for number in rollouts.local_indices.tolist())
         assert rollouts.sources == whole.sources
-        for name in (*FIGURES, "source", "reward"):
+        for name in (*ROLLOUT_STATS, "source", "reward"):
             assert torch.equal(getattr(rollouts, name), getattr(whole, name)), name
-        assert rollouts.routed.tolist() == [0, 2, 0, 0, 0]
+        assert rollouts.routed_tokens.tolist() == [0, 2, 0, 0, 0]
         rest = rollouts.select(torch.tensor([True, False, True, True, False]))
-        assert rest.own.tolist() == [[0, 2], [], [1]][rank] and rest.home.tolist() == [0, 2, 0]
-        assert rest.length.tolist() == [2, 8, 8] and len(rest.here) == len(rest.own)
+        assert rest.local_indices.tolist() == [[0, 2], [], [1]][rank] and rest.home.tolist() == [0, 2, 0]
+        assert rest.length.tolist() == [2, 8, 8] and len(rest.local) == len(rest.local_indices)
 
 
 def test_rewards_of_turns_are_a_column_where_any_rank_has_one():
@@ -287,7 +296,7 @@ def test_rewards_of_turns_are_a_column_where_any_rank_has_one():
 
     def work(rank: Thread) -> list[float]:
         mine = [] if rank.rank == 1 else [one if rank.rank else SHORT]
-        rollouts = Rollouts.of(mine, None, rank)
+        rollouts = Rollouts.gather(mine, None, rank)
         assert rollouts.rewarded_turns.tolist() == [0, 2]
         return TrainBatch.from_rollouts(rollouts).turn_rewards.tolist()
 
@@ -298,12 +307,12 @@ def test_why_there_is_no_reward_is_known_to_all():
     def scored(rank: Thread) -> Rollouts:
         rollouts = dealt(rank)
         why = {} if rank.rank == 0 else {"a": "late", "b": "raised"}
-        return rollouts.with_([dataclasses.replace(r, unscored=why) for r in rollouts.here])
+        return rollouts.replace_local([dataclasses.replace(r, unscored=why) for r in rollouts.local])
 
     for rollouts in as_ranks(3, scored):
         assert rollouts.unscored.tolist() == [0, 2, 2, 0, 0]
         samples = [OTHER.prompt.id, EXAMPLE.prompt.id]
-        assert rollouts.unscored_for == tuple(
+        assert rollouts.unscored_reasons == tuple(
             (part, why, sample) for sample in samples for part, why in (("a", "late"), ("b", "raised"))
         )
 
@@ -311,8 +320,8 @@ def test_why_there_is_no_reward_is_known_to_all():
 def test_new_rewards_are_known_to_all():
     def scored(rank: Thread) -> Rollouts:
         rollouts = dealt(rank)
-        new = [dataclasses.replace(r, reward=10.0 * rank.rank + i) for i, r in enumerate(rollouts.here)]
-        return rollouts.with_([dataclasses.replace(r, reward_parts={f"of {rank.rank}": 1.0}) for r in new])
+        new = [dataclasses.replace(r, reward=10.0 * rank.rank + i) for i, r in enumerate(rollouts.local)]
+        return rollouts.replace_local([dataclasses.replace(r, reward_parts={f"of {rank.rank}": 1.0}) for r in new])
 
     for rollouts in as_ranks(3, scored):
         assert rollouts.reward.tolist() == [0.0, 20.0, 21.0, 1.0, 2.0]
@@ -333,15 +342,17 @@ def test_a_batch_in_shares_is_the_whole_one_in_parts():
         assert torch.equal(batch.sequence_reward, whole.sequence_reward) and batch.num_sequences == 5
         assert (batch.routing is None) == (rank.rank == 3)
         for part, numbers in ((batch, range(5)), (batch.select([4, 1, 0]), (4, 1, 0)), (batch.select([2]), (2,))):
-            own = [numbers[i] for i in part.own.tolist()]
+            own = [numbers[i] for i in part.local_indices.tolist()]
             expected = torch.cat([torch.zeros(0, dtype=torch.int32), *(of_sequence[i] for i in own)])
             assert torch.equal(part.tokens, expected)
             assert torch.equal(part.lengths, whole.lengths[list(numbers)])
-            assert part.sequence_ids.tolist() == [i for i in part.own.tolist() for _ in range(int(part.lengths[i]))]
-            assert part.shares is not None and part.shares.home.tolist() == [[0, 2, 2, 0, 0][i] for i in numbers]
+            assert part.sequence_ids.tolist() == [
+                i for i in part.local_indices.tolist() for _ in range(int(part.lengths[i]))
+            ]
+            assert part.sharding is not None and part.sharding.home.tolist() == [[0, 2, 2, 0, 0][i] for i in numbers]
             reference = whole.select(list(numbers))
-            assert torch.equal(part.everywhere(part.cu_seqlens.diff()), reference.lengths)
-            assert int(part.total(part.loss_mask.sum())) == int(reference.loss_mask.sum())
+            assert torch.equal(part.all_gather(part.cu_seqlens.diff()), reference.lengths)
+            assert int(part.all_reduce(part.loss_mask.sum())) == int(reference.loss_mask.sum())
 
     as_ranks(3, work)
 
@@ -358,31 +369,31 @@ AGED = dataclasses.replace(
 
 
 def test_tokens_of_older_weights_are_known_by_rollout_and_by_token():
-    rollouts = Rollouts.of([AGED, SHORT], version=5)
-    assert AGED.runs == ((2, 1), (4, 2), (5, 1))
-    assert (rollouts.oldest[0], rollouts.lag[0]) == (2, 3)
-    rollouts = rollouts.with_(rollouts.here).select(torch.tensor([True, False]))  # which says the version, too
-    assert rollouts.lag.tolist() == [3]
-    lag = TrainBatch.from_rollouts(rollouts).lag
+    rollouts = Rollouts.gather([AGED, SHORT], version=5)
+    assert AGED.version_spans == ((2, 1), (4, 2), (5, 1))
+    assert (rollouts.oldest_version[0], rollouts.staleness[0]) == (2, 3)
+    rollouts = rollouts.replace_local(rollouts.local).select(torch.tensor([True, False]))  # which says the version, too
+    assert rollouts.staleness.tolist() == [3]
+    lag = TrainBatch.from_rollouts(rollouts).staleness
     assert lag is not None and lag.tolist() == [0, 0, 3, 1, 1, 0, 0] and lag.dtype == torch.int32
     batch = TrainBatch.from_rollouts(rollouts).select([0])
-    assert batch.lag is not None and torch.equal(batch.lag, lag)
+    assert batch.staleness is not None and torch.equal(batch.staleness, lag)
 
 
 def test_without_older_weights_there_is_no_such_column():
-    assert Rollouts.of([AGED]).lag.tolist() == [0] and TrainBatch.from_rollouts([AGED]).lag is None
+    assert Rollouts.gather([AGED]).staleness.tolist() == [0] and TrainBatch.from_rollouts([AGED]).staleness is None
     only_prompt = dataclasses.replace(AGED, turns=AGED.turns[:1])
-    assert Rollouts.of([only_prompt], version=5).lag.tolist() == [0]
+    assert Rollouts.gather([only_prompt], version=5).staleness.tolist() == [0]
     fresh = dataclasses.replace(AGED, turns=(AGED.turns[0], AGED.turns[3]))
-    assert TrainBatch.from_rollouts(Rollouts.of([fresh], version=5)).lag is None
+    assert TrainBatch.from_rollouts(Rollouts.gather([fresh], version=5)).staleness is None
 
 
 def test_all_ranks_have_the_column_where_one_has_older_tokens():
     found = as_ranks(
-        2, lambda rank: TrainBatch.from_rollouts(Rollouts.of([AGED, SHORT][rank.rank :][:1], [rank.rank], rank, 5))
+        2, lambda rank: TrainBatch.from_rollouts(Rollouts.gather([AGED, SHORT][rank.rank :][:1], [rank.rank], rank, 5))
     )
-    assert [batch.lag is None for batch in found] == [False, False]
-    assert not found[1].lag.any()
+    assert [batch.staleness is None for batch in found] == [False, False]
+    assert not found[1].staleness.any()
 
 
 def test_sources_are_numbers_into_a_table_that_is_the_same_everywhere():
@@ -390,7 +401,7 @@ def test_sources_are_numbers_into_a_table_that_is_the_same_everywhere():
         return dataclasses.replace(SHORT, prompt=dataclasses.replace(SHORT.prompt, data_source=source))
 
     given = [[of("math"), of("code")], [], [of("math"), of("")]]
-    for rollouts in as_ranks(3, lambda rank: Rollouts.of(given[rank.rank], None, rank)):
+    for rollouts in as_ranks(3, lambda rank: Rollouts.gather(given[rank.rank], None, rank)):
         assert rollouts.sources == ("", "code", "math") and rollouts.source.tolist() == [2, 1, 2, 0]
         rest = rollouts.select(torch.tensor([False, True, True, False]))
         assert rest.source.tolist() == [1, 2] and rest.sources == rollouts.sources
@@ -408,8 +419,8 @@ def test_generations_of_a_step_are_joined():
     for rank, rollouts in enumerate(
         as_ranks(
             2,
-            lambda rank: Rollouts.joined(
-                [Rollouts.of(part[rank.rank], None, rank, version) for version, part in enumerate((first, second))]
+            lambda rank: Rollouts.concat(
+                [Rollouts.gather(part[rank.rank], None, rank, version) for version, part in enumerate((first, second))]
             ),
         )
     ):
@@ -419,5 +430,5 @@ def test_generations_of_a_step_are_joined():
             "a": [1.0, 2.0, 0.0, 0.0],
             "b": [0.0, 0.0, 3.0, 0.0],
         }
-        assert rollouts.own.tolist() == [[0], [1, 2, 3]][rank] and rollouts.version == 1
-        assert [rollout.group for rollout in rollouts.here] == [[0], [1, 2, 2]][rank]
+        assert rollouts.local_indices.tolist() == [[0], [1, 2, 3]][rank] and rollouts.version == 1
+        assert [rollout.group for rollout in rollouts.local] == [[0], [1, 2, 2]][rank]

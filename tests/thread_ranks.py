@@ -1,4 +1,4 @@
-"""Several ranks as threads of this process, for what each of them has a share of: `types.Everyone`."""
+"""Several ranks as threads of this process, for what each of them has a share of: `types.Comm`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Thread:
 
     def __init__(self, rank: int, meet: Callable[[int, Any], list[Any]]) -> None:
         self.rank, self._meet = rank, meet
-        self.largest = 0  # bytes that it gave to `total` at once
+        self.largest = 0  # bytes that it gave to `all_reduce` at once
 
-    def total(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, mine: torch.Tensor) -> torch.Tensor:
         """Added up by rank, as `parallel.row_exchange` does: the same bits on all."""
         self.largest = max(self.largest, mine.nbytes)
         shares = self._meet(self.rank, mine)
@@ -28,12 +28,12 @@ class Thread:
             result += share
         return result
 
-    def rows(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
         shares = self._meet(self.rank, mine)
         assert {(share.shape[1:], share.dtype) for share in shares} == {(mine.shape[1:], mine.dtype)}
         return torch.cat(shares)
 
-    def objects(self, mine: Any) -> list[Any]:
+    def all_gather_objects(self, mine: Any) -> list[Any]:
         return self._meet(self.rank, mine)
 
 

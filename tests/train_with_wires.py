@@ -28,8 +28,8 @@ class Launch(launcher.Launch):
 
 def main() -> int:
     launcher.Launch = Launch  # type: ignore[misc]
-    here = rendezvous.place()
-    if not here.launched:
+    here = rendezvous.read_launch_env()
+    if not here.is_launched:
         return train.main()
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     import wires
@@ -44,4 +44,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent))
-    exit_status.exit_with(main)
+    exit_status.run_and_exit(main)

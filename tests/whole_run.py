@@ -13,7 +13,7 @@ from typing import Any
 import nccl_order
 import wires
 
-from megarl.engine.engine_host_client import SHARED
+from megarl.engine.engine_host_client import HOST_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +52,7 @@ def start(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> subpr
 
 
 def with_host(host: str) -> dict[str, str]:
-    return ENVIRONMENT | ({SHARED: host} if host else {})
+    return ENVIRONMENT | ({HOST_VARIABLE: host} if host else {})
 
 
 def train(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:

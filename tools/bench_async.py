@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import ConfigError, load_config
-from megarl.config.command_line import Parser, count, ends_in_a_line
-from megarl.engine.engine_host_client import SHARED
+from megarl.config.command_line import Parser, int_in_range, run_cli
+from megarl.engine.engine_host_client import HOST_VARIABLE
 from megarl.engine.sglang_engine import start_host
 from megarl.observe.tracker import read_metrics
 
@@ -57,7 +57,7 @@ def timed(options: argparse.Namespace, kind: str, host: str) -> dict[str, float]
     """Median seconds of a run's steps by phase, and means of its figures."""
     with tempfile.TemporaryDirectory() as run_dir:
         command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "configs/quickstart.yaml"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", SHARED: host}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", HOST_VARIABLE: host}
         done = subprocess.run(
             [*command, *settings(options), *KINDS[kind], f"run.dir={run_dir}"],
             cwd=ROOT,
@@ -80,9 +80,11 @@ def timed(options: argparse.Namespace, kind: str, host: str) -> dict[str, float]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of tools/make_quickstart.py")
-    parser.add_argument("--epochs", type=count(), default=2, help="updates of a step, each on all of its rollouts")
-    parser.add_argument("--steps", type=count(), default=8, help="that are timed in each run")
-    parser.add_argument("--rounds", type=count(), default=2, help="runs of each kind, in turn")
+    parser.add_argument(
+        "--epochs", type=int_in_range(), default=2, help="updates of a step, each on all of its rollouts"
+    )
+    parser.add_argument("--steps", type=int_in_range(), default=8, help="that are timed in each run")
+    parser.add_argument("--rounds", type=int_in_range(), default=2, help="runs of each kind, in turn")
     parser.add_argument("overrides", nargs="*", help="of configs/quickstart.yaml, for all runs")
     options = parser.parse_args(arguments)
     options.folder = options.folder.resolve()
@@ -104,4 +106,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

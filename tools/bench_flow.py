@@ -37,7 +37,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config.command_line import Parser, count, ends_in_a_line, file_to_write
+from megarl.config.command_line import Parser, check_writable_file, int_in_range, run_cli
 from megarl.config.strict import ConfigError
 
 PLAYED = "model"
@@ -200,20 +200,24 @@ def different(one: dict[str, float], other: dict[str, float]) -> list[str]:
 
 def main() -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", type=count(), nargs="+", default=[8], help="numbers of ranks, one after another")
-    parser.add_argument("--sequences", type=count(), default=512)
-    parser.add_argument("--samples", type=count(), default=8, help="of a prompt")
+    parser.add_argument(
+        "--ranks", type=int_in_range(), nargs="+", default=[8], help="numbers of ranks, one after another"
+    )
+    parser.add_argument("--sequences", type=int_in_range(), default=512)
+    parser.add_argument("--samples", type=int_in_range(), default=8, help="of a prompt")
     parser.add_argument("--lengths", default="2048-8192", help="tokens: 2048-8192, 32768 or lognormal")
-    parser.add_argument("--turns", type=count(), default=1)
-    parser.add_argument("--routing", type=count(), nargs=2, default=(0, 0), metavar=("LAYERS", "TOPK"))
+    parser.add_argument("--turns", type=int_in_range(), default=1)
+    parser.add_argument("--routing", type=int_in_range(), nargs=2, default=(0, 0), metavar=("LAYERS", "TOPK"))
     parser.add_argument("--controller", choices=("ppo", "grpo"), default="ppo")
-    parser.add_argument("--updates", type=count(), default=4, help="optimizer steps")
-    parser.add_argument("--tp", type=count(), default=1)
-    parser.add_argument("--pp", type=count(), default=1)
-    parser.add_argument("--engine-tp", type=count(), default=1, help="every so many ranks one has rollouts")
-    parser.add_argument("--per-machine", type=count(), default=0, help="ranks of a machine, to play several; 0 for all")
-    parser.add_argument("--token-budget", type=count(), default=32768)
-    parser.add_argument("--repeats", type=count(), default=3)
+    parser.add_argument("--updates", type=int_in_range(), default=4, help="optimizer steps")
+    parser.add_argument("--tp", type=int_in_range(), default=1)
+    parser.add_argument("--pp", type=int_in_range(), default=1)
+    parser.add_argument("--engine-tp", type=int_in_range(), default=1, help="every so many ranks one has rollouts")
+    parser.add_argument(
+        "--per-machine", type=int_in_range(), default=0, help="ranks of a machine, to play several; 0 for all"
+    )
+    parser.add_argument("--token-budget", type=int_in_range(), default=32768)
+    parser.add_argument("--repeats", type=int_in_range(), default=3)
     parser.add_argument("--planned", action="store_true", help="what is planned of memory and messages, beside it")
     parser.add_argument("--against", default="", metavar="REVISION", help="does the same at the last number of ranks")
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
@@ -242,7 +246,7 @@ def main() -> int:
     orders = {world: order(world, False) for world in chosen.ranks}
     if chosen.planned:  # what is freed goes back at once, so that it is not counted with what is held
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
-    file_to_write(chosen.json, "--json")
+    check_writable_file(chosen.json, "--json")
     if chosen.against and git("rev-parse", "--verify", f"{chosen.against}^{{commit}}").returncode:
         raise ConfigError(f"--against {chosen.against}: this repository has no such revision")
     found: dict[str, dict[int, Any]] = {"now": {world: measured(one, ROOT) for world, one in orders.items()}}
@@ -272,4 +276,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

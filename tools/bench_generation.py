@@ -22,20 +22,20 @@ from typing import Any
 import numpy as np
 
 from megarl.config import RolloutConfig
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.engine.generation import Generation
-from megarl.engine.tool_calls import Call, Reply
-from megarl.environments.catalog import Known
-from megarl.environments.process_sessions import Sessions
+from megarl.engine.tool_calls import ParsedResponse, ToolCall
+from megarl.environments.catalog import EnvironmentCatalog
+from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
 from megarl.environments.tools import Tool
-from megarl.rollout.conversation import Surroundings
-from megarl.rollout.group_queue import Counts, Tickets
+from megarl.rollout.conversation import RolloutContext
+from megarl.rollout.group_queue import GroupQueue, LocalKVStore
 from megarl.rollout.scheduler import Group, gather_rollouts
-from megarl.types import Ids, Message, Prompt, ids_of
+from megarl.types import Ids, Message, Prompt, as_token_ids
 
 END, WORD, CALL = 1, 2, 3
-KNOWN = Known({"tool": Tool({"type": "function", "function": {"name": "tool"}}, lambda: "")})
+KNOWN = EnvironmentCatalog({"tool": Tool({"type": "function", "function": {"name": "tool"}}, lambda: "")})
 
 
 class Played:
@@ -63,7 +63,7 @@ class Played:
             finish, spent = "stop", time.perf_counter() - start
             tokens = [WORD] * (length - 1) + [last]
         self.busy += spent
-        return Generation(ids_of(tokens), np.zeros(len(tokens), np.float32), finish, self.version)  # type: ignore[arg-type]
+        return Generation(as_token_ids(tokens), np.zeros(len(tokens), np.float32), finish, self.version)  # type: ignore[arg-type]
 
     async def stop(self) -> None:
         self.stops.set()
@@ -79,7 +79,7 @@ class Chat:
     known = KNOWN
 
     def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
-        return KNOWN.schemas(prompt)
+        return KNOWN.select_schemas(prompt)
 
     def text(self, ids: Ids) -> str:
         return ""
@@ -94,7 +94,7 @@ class Chat:
         return [WORD, 0]
 
 
-class Tools(Sessions):
+class Tools(EnvironmentPool):
     def __init__(self, seconds: float) -> None:
         super().__init__(KNOWN, 60.0, 1)
         self.seconds = seconds
@@ -104,8 +104,8 @@ class Tools(Sessions):
         return ToolResult("", True)
 
 
-async def parse(text: str, schemas: Any) -> Reply:
-    return Reply("", (Call("tool", {}),))
+async def parse(text: str, schemas: Any) -> ParsedResponse:
+    return ParsedResponse("", (ToolCall("tool", {}),))
 
 
 async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, int, int, int]:
@@ -125,7 +125,7 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
         held = sum(map(len, carried))
         count = round(options.prompts * oversample) - held
         prompts = [Prompt(str(handed + number), (), [WORD, 0]) for number in range(count)]  # type: ignore[arg-type]
-        counts = Counts()
+        counts = LocalKVStore()
         edges = [count * e // len(engines) for e in range(len(engines) + 1)]
 
         calls = []
@@ -134,12 +134,12 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
             chat: Any = Chat()
             engine.version = step
             first, last = (edges[number], edges[number + 1]) if kind == "even slices" else (0, count)
-            tickets = Tickets(count, len(engines), counts, "step", held)
+            tickets = GroupQueue(count, len(engines), counts, "step", held)
             call = gather_rollouts(
                 prompts[first:last],
-                Tickets(last - first) if kind == "even slices" else tickets,
+                GroupQueue(last - first) if kind == "even slices" else tickets,
                 engine,
-                Surroundings(chat, tools, parse, config),
+                RolloutContext(chat, tools, parse, config),
                 samples=options.samples,
                 greedy=False,
                 seed=step,
@@ -155,8 +155,8 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
         carried = [result.partials for result in results]
         groups += len({rollout.group for result in results for rollout in result.rollouts})
         tokens += sum(rollout.num_actions for result in results for rollout in result.rollouts)
-        anew += sum(result.anew for result in results)
-        handed += Tickets(count, 1, counts, "step").taken()
+        anew += sum(result.num_stale for result in results)
+        handed += GroupQueue(count, 1, counts, "step").count_claimed()
     idle = 1 - sum(engine.busy for engine in engines) / (seconds * options.engines * options.concurrency)
     return seconds, idle, groups, tokens, anew
 
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int
     parser = Parser(__doc__)
     whole: dict[str, int] = {"engines": 4, "steps": 6, "prompts": 32, "samples": 4, "concurrency": 16, "turns": 1}
     for name, value in (whole | {"max-lag": 4, "tokens": 400}).items():
-        parser.add_argument(f"--{name}", type=count(), default=value)
+        parser.add_argument(f"--{name}", type=int_in_range(), default=value)
     for name, number in {"sigma": 1.0, "token-s": 0.001, "tool-s": 0.0, "oversample": 1.5}.items():
         parser.add_argument(f"--{name}", type=float, default=number)
     options = parser.parse_args(arguments)
@@ -184,4 +184,4 @@ def show() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(show))
+    sys.exit(run_cli(show))

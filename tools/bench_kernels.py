@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, amount, count, ends_in_a_line
+from megarl.config.command_line import Parser, float_in_range, int_in_range, run_cli
 from megarl.models.fp8 import BLOCK, grid_shape
-from megarl.reshard.run.copies import Box, Scaled, pack, pack_fp8, unpack
+from megarl.reshard.run.copies import BlockScales, Box, pack, pack_fp8, unpack
 
 ROWS, COLUMNS = 7168, 2048  # DeepSeek-V3's w2 of one expert
 GOALS = {
@@ -84,12 +84,12 @@ def measure(gib: float, repeats: int) -> dict[str, float]:
     halves = [(matrix, number * ROWS * COLUMNS) for number, matrix in enumerate(matrices)]
     moved = 3 * whole.numel()
     for name, make in (("made", True), ("given", False)):
-        scaled = [Scaled(grid, 0, 0, make) for grid in grids]
+        scaled = [BlockScales(grid, 0, 0, make) for grid in grids]
         taken = seconds(partial(pack_fp8, halves, scaled, buffer), repeats)
         found[f"BF16 to FP8, scales {name}"] = moved / taken
     shift = BLOCK // 2
     halves = [(matrix[shift:-shift], place) for matrix, place in halves]
-    scaled = [Scaled(grid, shift, 0) for grid in grids]
+    scaled = [BlockScales(grid, shift, 0) for grid in grids]
     moved = 3 * sum(view.numel() for view, _ in halves)
     found["BF16 to FP8, boxes across blocks"] = moved / seconds(partial(pack_fp8, halves, scaled, buffer), repeats)
     return found
@@ -97,8 +97,8 @@ def measure(gib: float, repeats: int) -> dict[str, float]:
 
 def show() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--gib", type=amount(most=1024), default=2.0, help="GiB that are copied at a time")
-    parser.add_argument("--repeats", type=count(most=10**6), default=20, help="calls in a row")
+    parser.add_argument("--gib", type=float_in_range(most=1024), default=2.0, help="GiB that are copied at a time")
+    parser.add_argument("--repeats", type=int_in_range(most=10**6), default=20, help="calls in a row")
     parser.add_argument("--json", action="store_true", help="one object: bytes per second by name")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -116,4 +116,4 @@ def show() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(show))
+    sys.exit(run_cli(show))

@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import ParallelConfig
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.parallel import ranks
-from megarl.parallel.row_exchange import Post
+from megarl.parallel.row_exchange import RowExchange
 
 SHARES = (("1 of 100 bytes each", 0, 100), ("one rank 8 MB", 1, 8 << 20), ("two ranks 4 MB", 2, 4 << 20))
 
 
-def messages(post: Post, size: int, repeats: int) -> dict[str, list[float]]:
+def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of each way that `size` bytes take from rank 0 to rank 1; on rank 0."""
     rank, found = dist.get_rank(), {"plain": [], "post": [], "gloo": []}  # type: ignore[var-annotated]
     source = torch.arange(size // 8)
@@ -105,7 +105,7 @@ def measure(sizes: list[int], repeats: int) -> None:
     ranks.initialize(ParallelConfig(world_size=world))
     result: dict[str, object] = {}
     if world == 2:
-        post = Post()
+        post = RowExchange()
         result = {str(size): messages(post, size << 20, repeats) for size in sizes}
         post.close()
     result = {"messages": result, "gathers": gathers(repeats)}
@@ -116,9 +116,9 @@ def measure(sizes: list[int], repeats: int) -> None:
 
 def main() -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--mb", type=count(), nargs="+", default=[1, 16, 256, 1024], help="sizes of a message")
-    parser.add_argument("--ranks", type=count(), default=4, help="of the gather")
-    parser.add_argument("--repeats", type=count(), default=5)
+    parser.add_argument("--mb", type=int_in_range(), nargs="+", default=[1, 16, 256, 1024], help="sizes of a message")
+    parser.add_argument("--ranks", type=int_in_range(), default=4, help="of the gather")
+    parser.add_argument("--repeats", type=int_in_range(), default=5)
     parser.add_argument("--as-rank", action="store_true", help="used by the tool itself")
     chosen = parser.parse_args()
     if chosen.as_rank:
@@ -139,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, load_config
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.observe.clock import Clock
 from megarl.observe.tracker import Tracker
-from megarl.observe.trackers.names import KNOWN, check_trackers
+from megarl.observe.trackers.names import TRACKERS, check_trackers
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("nothing", "trackers", "ranges", "nothing again")
@@ -40,13 +40,13 @@ class InTurn(Tracker):
     def log(self, step: int, metrics: Mapping[str, float], now: int = 0) -> None:
         from torch.profiler import record_function
 
-        outlets = self._outlets
-        self._outlets = outlets if self.kind(step) == "trackers" else []
+        outlets = self._workers
+        self._workers = outlets if self.kind(step) == "trackers" else []
         super().log(step, metrics, now)
         self.table(step, [(step, *ROW)] * 4)
-        self._outlets = outlets
+        self._workers = outlets
         if self.clock is not None:
-            self.clock.mark = record_function if self.kind(step + 1) == "ranges" else None
+            self.clock.profiler_range = record_function if self.kind(step + 1) == "ranges" else None
 
     @classmethod
     def kind(cls, step: int) -> str:
@@ -84,15 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of tools/make_quickstart.py")
     parser.add_argument("--trackers", default="tensorboard", help="of track.trackers, with commas")
-    parser.add_argument("--blocks", type=count(), default=8, help="of each kind")
-    parser.add_argument("--steps", type=count(), default=6, help="of a block")
+    parser.add_argument("--blocks", type=int_in_range(), default=8, help="of each kind")
+    parser.add_argument("--steps", type=int_in_range(), default=6, help="of a block")
     options = parser.parse_args(arguments)
     folder = options.folder.resolve()
     if not (folder / "sft.jsonl").is_file():
         raise ConfigError(f"{folder} is not what tools/make_quickstart.py makes; call that first")
     names = options.trackers.split(",")
-    if unknown := set(names) - set(KNOWN):
-        raise ConfigError(f"--trackers: {', '.join(sorted(unknown))} is none of {', '.join(KNOWN)}")
+    if unknown := set(names) - set(TRACKERS):
+        raise ConfigError(f"--trackers: {', '.join(sorted(unknown))} is none of {', '.join(TRACKERS)}")
     check_trackers(names)
     InTurn.block = options.steps
     warm = len(KINDS) * options.steps  # trackers are opened in it, which takes seconds
@@ -131,4 +131,4 @@ def timed(seconds: Mapping[int, float], kind: str, warm: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import ConfigError, ParallelConfig
-from megarl.config.command_line import Parser, amount, count, ends_in_a_line, file_to_write
-from megarl.models.layout_algebra import Param, cut_pieces
+from megarl.config.command_line import Parser, check_writable_file, float_in_range, int_in_range, run_cli
+from megarl.models.layout_algebra import Param, split_with
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
-from megarl.reshard.plan.layout import EngineLayout, Held, TrainLayout, engine_shapes, even_stages
-from megarl.reshard.plan.planner import Plan
+from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, engine_shapes, even_stages
+from megarl.reshard.plan.planner import ReshardPlan
 from megarl.reshard.run.executor import Executor
 
 Tensors = dict[str, torch.Tensor]
@@ -79,7 +79,7 @@ class Case:
         self.params = family_of(hf).params(hf, 1)
         self.local: Tensors = {}
         for param in self.params:
-            if self.train.holds(self.rank, param, self.experts):
+            if self.train.has_param(self.rank, param, self.experts):
                 self.local[param.megatron] = self.shard(param, self.train, self.rank)
         position = self.rank % engine
         shapes = engine_shapes(self.params, self.engine, position, self.experts)
@@ -88,12 +88,12 @@ class Case:
     def shard(self, param: Param, layout: TrainLayout, rank: int) -> torch.Tensor:
         """What a rank of Megatron's layout holds of a parameter."""
         expert = param.expert is not None
-        dim, slices = cut_pieces(param, param.cut, layout.cut(expert), layout.part(rank, expert))
+        dim, slices = split_with(param, param.sharding, layout.num_shards(expert), layout.shard_index(rank, expert))
         shape = list(param.hf[0].shape)
         shape[dim] = sum(piece.stop - piece.start for piece in slices)
-        return self.fill(torch.zeros(shape), param, layout.held(rank, param))
+        return self.fill(torch.zeros(shape), param, layout.slices_of_rank(rank, param))
 
-    def fill(self, target: torch.Tensor, param: Param, intervals: list[Held]) -> torch.Tensor:
+    def fill(self, target: torch.Tensor, param: Param, intervals: list[ShardSlice]) -> torch.Tensor:
         """Write the right values: those of the full tensor, which any rank can compute."""
         for source, dim, start, stop, offset in intervals:
             name, shape = param.hf[source]
@@ -106,24 +106,24 @@ class Case:
         expected = {name: torch.zeros_like(tensor) for name, tensor in self.held.items()}
         position = self.rank % self.engine.tp
         for param in self.params:
-            slot = self.engine.slot(param)
+            slot = self.engine.slot_of(param)
             assert slot is not None
-            for index in self.engine.indices(position, param, self.experts):
+            for index in self.engine.expert_indices(position, param, self.experts):
                 target = expected[slot.name][index] if slot.grid == "expert" else expected[slot.name]
-                self.fill(target, param, self.engine.held(position, param))
+                self.fill(target, param, self.engine.slices_of_rank(position, param))
         return [name for name in expected if not torch.equal(expected[name], self.held[name])]
 
 
 class Reshard:
     def __init__(self, case: Case) -> None:
         self.case = case
-        plan = Plan(case.hf, case.train, case.engine, case.here, bucket_bytes=64 << 20, wire="fp32")
+        plan = ReshardPlan(case.hf, case.train, case.engine, case.here, bucket_bytes=64 << 20, wire="fp32")
         allocate = lambda size: torch.empty(size, dtype=torch.uint8)  # noqa: E731
         self.executor = Executor(plan, case.rank, period=1 << 30, allocate=allocate)
-        self.executor.pushes = 1  # the others verify nothing either
+        self.executor.num_syncs = 1  # the others verify nothing either
 
     def __call__(self) -> None:
-        self.executor.push(self.case.local, self.write, version=1)
+        self.executor.sync(self.case.local, self.write, version=1)
 
     def wrong(self) -> list[str]:
         return self.case.wrong()
@@ -141,11 +141,11 @@ class Gather:
         self.where: dict[str, list[tuple[torch.Tensor, Any]]] = {}
         position = case.rank % case.engine.tp
         for param in case.params:
-            slot = case.engine.slot(param)
+            slot = case.engine.slot_of(param)
             assert slot is not None
-            for index in case.engine.indices(position, param, case.experts):
+            for index in case.engine.expert_indices(position, param, case.experts):
                 target = case.held[slot.name][index] if slot.grid == "expert" else case.held[slot.name]
-                for held in case.engine.held(position, param):
+                for held in case.engine.slices_of_rank(position, param):
                     self.where.setdefault(param.hf[held.source].name, []).append((target, held))
 
     def __call__(self) -> None:
@@ -209,7 +209,7 @@ class Megatron:
         experts_here = case.experts // layout.ep
         layers = layout.stages[rank // layout.stage_ranks]
         for param in case.params:
-            if not layout.holds(rank, param, case.experts):
+            if not layout.has_param(rank, param, case.experts):
                 continue
             expert = param.expert is not None
             parts = param.megatron.split(".")
@@ -226,9 +226,11 @@ class Megatron:
             data = case.shard(param, layout, rank)
             values[".".join(parts)] = data.clone()
             tensor = torch.nn.Parameter(data, requires_grad=False)
-            whole = cut_pieces(param, param.cut, 1, 0) == cut_pieces(param, param.cut, layout.cut(expert), 0)
+            whole = split_with(param, param.sharding, 1, 0) == split_with(
+                param, param.sharding, layout.num_shards(expert), 0
+            )
             tensor.tensor_model_parallel = not whole and not expert  # type: ignore[attr-defined]
-            tensor.partition_dim = cut_pieces(param, param.cut, 1, 0).dim  # type: ignore[attr-defined]
+            tensor.partition_dim = split_with(param, param.sharding, 1, 0).dim  # type: ignore[attr-defined]
             tensor.partition_stride = 1  # type: ignore[attr-defined]
             tensor.allreduce = not expert  # type: ignore[attr-defined]
             node.register_parameter(parts[-1], tensor)
@@ -251,9 +253,9 @@ WAYS: dict[str, type[Reshard] | type[Gather] | type[Megatron]] = {
 
 def run_rank(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    case = Case(model(options.hidden), options.nodes)
+    case = Case(model(options.comm_overlap), options.nodes)
     begin = time.perf_counter()
-    way = WAYS[options.way](case)
+    way = WAYS[options.recompute](case)
     result: dict[str, Any] = {"prepare_s": time.perf_counter() - begin, "seconds": []}
     for turn in range(options.repeats + 1):
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of memory starts anew
@@ -312,7 +314,7 @@ def start(world: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
             "--repeats",
             str(options.repeats),
             "--hidden",
-            str(options.hidden),
+            str(options.comm_overlap),
             "--nodes",
             str(options.nodes),
         ]
@@ -389,9 +391,9 @@ def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], choices=sorted(LAYOUTS))
     parser.add_argument("--nodes", type=int, default=1, choices=(1, 2))
-    parser.add_argument("--gbit", type=amount(most=1000), default=1.0)
-    parser.add_argument("--repeats", type=count(most=10**6), default=5)
-    parser.add_argument("--hidden", type=count(64, 1 << 14), default=512, help="a multiple of 64")
+    parser.add_argument("--gbit", type=float_in_range(most=1000), default=1.0)
+    parser.add_argument("--repeats", type=int_in_range(most=10**6), default=5)
+    parser.add_argument("--hidden", type=int_in_range(64, 1 << 14), default=512, help="a multiple of 64")
     parser.add_argument("--json", type=Path)
     for hidden in ("--interface", "--way"):  # of a rank, which this program starts
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -403,11 +405,11 @@ def main() -> int:
     if options.interface:
         run_rank(options)
         return 0
-    if options.hidden % 64:
+    if options.comm_overlap % 64:
         raise ConfigError(
-            f"--hidden must be a multiple of 64, not {options.hidden}: eight heads of a multiple of 8 each"
+            f"--hidden must be a multiple of 64, not {options.comm_overlap}: eight heads of a multiple of 8 each"
         )
-    file_to_write(options.json, "--json")
+    check_writable_file(options.json, "--json")
     remove = None
     try:
         remove = network(options.gbit) if options.nodes == 2 else None
@@ -426,4 +428,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

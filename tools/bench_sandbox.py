@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megarl.config import ConfigError, from_dict, plain_yaml
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.sandbox.box import Sandbox
 from megarl.sandbox.mounts import SITE_PACKAGES, inherit_orphans
 
@@ -49,7 +49,7 @@ async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
     for _ in range(FIRST):
         await sandbox.run(COMMAND)
     await asyncio.sleep(0.2)
-    used = {"sandbox": -processor(sandbox.runner), "bare": 0.0}
+    used = {"sandbox": -processor(sandbox.runner_pid), "bare": 0.0}
     others = children()
     for _ in range(boxes):
         began = time.perf_counter()
@@ -62,7 +62,7 @@ async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
         spent["bare"].append(time.perf_counter() - began)
         reap(others)
         used["bare"] += of_children() - before
-    used["sandbox"] += processor(sandbox.runner)  # it reaps a box's first process a little after the box is over
+    used["sandbox"] += processor(sandbox.runner_pid)  # it reaps a box's first process a little after the box is over
     found = {}
     for kind, seconds in spent.items():
         cuts = statistics.quantiles(seconds, n=20) if boxes > 1 else seconds * 19
@@ -146,11 +146,15 @@ async def measure(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--boxes", type=count(), default=100, help="of each kind, and with each number of workers")
-    parser.add_argument("--workers", type=count(most=1000), nargs="+", default=[1, 2, 4, 8], help="boxes at once")
+    parser.add_argument(
+        "--boxes", type=int_in_range(), default=100, help="of each kind, and with each number of workers"
+    )
+    parser.add_argument(
+        "--workers", type=int_in_range(most=1000), nargs="+", default=[1, 2, 4, 8], help="boxes at once"
+    )
     parser.add_argument("overrides", nargs="*", help="sandbox.memory_mb=256 and the like")
     options = parser.parse_args(arguments)
-    tree = plain_yaml.overridden({}, options.overrides, {"sandbox": "sandbox.backend"})
+    tree = plain_yaml.apply_overrides({}, options.overrides, {"sandbox": "sandbox.backend"})
     options.settings = from_dict(tree).sandbox
     if options.settings.backend != "bubblewrap":
         raise ConfigError("sandbox.backend must be bubblewrap here: it is what the boxes are compared with")
@@ -159,4 +163,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -26,7 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 
 WAYS = ("no save", "asynchronous", "waited for")
 STEPS = 4
@@ -58,12 +58,12 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
     """As a rank."""
     import torch
 
-    from megarl.checkpoint.store import CheckpointStore, Part
+    from megarl.checkpoint.store import CheckpointStore, RankWrite
     from megarl.config import from_dict
-    from megarl.megatron.dist_checkpoint import WRITERS, Staged
+    from megarl.megatron.dist_checkpoint import WRITERS, StagedCheckpoint
     from megarl.megatron.trainer_model import MegatronModel
     from megarl.parallel import ranks
-    from megarl.parallel.host_copy import Staging
+    from megarl.parallel.host_copy import StagingBuffer
     from megarl.types import TokenLoss, TrainBatch
 
     config = from_dict({"model": {"dtype": "bfloat16"}, "parallel": {"world_size": 2}})
@@ -76,16 +76,16 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
     groups = torch.arange(len(starts) - 1)
     batch = TrainBatch(ids, starts, mask, groups, torch.zeros(len(groups)), torch.zeros(tokens))
     batch = batch.with_(loss_weights=mask / mask.sum())
-    store, staging = CheckpointStore(folder, keep=1), Staging()
+    store, staging = CheckpointStore(folder, keep=1), StagingBuffer()
 
     def step() -> None:
         model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
 
     def begin(number: int, way: str) -> None:
-        def stage(target: Path) -> Part:
-            staged = Staged(model, target / "actor", staging if way == "asynchronous" else None)
+        def stage(target: Path) -> RankWrite:
+            staged = StagedCheckpoint(model, target / "actor", staging if way == "asynchronous" else None)
             threads = 1 if way == "asynchronous" else WRITERS
-            return Part(lambda ended: staged.write(threads, ended), staged.finish)
+            return RankWrite(lambda ended: staged.write(threads, ended), staged.finish)
 
         store.begin(number, {"step": number}, stage)
         if way == "waited for":
@@ -99,7 +99,7 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
             step()
             ended = time.perf_counter()
             written = all(ranks.all_gather_objects(store.is_written()))
-            if store.under_way is not None and (written or turn == STEPS - 1):
+            if store.pending_step is not None and (written or turn == STEPS - 1):
                 store.finish()
             if turn == 0 and way != WAYS[0]:
                 begin(number, way)
@@ -139,10 +139,12 @@ def figures(seconds: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--width", type=count(128, 1 << 16), default=512, help="hidden size, a multiple of 128")
-    parser.add_argument("--layers", type=count(most=1 << 10), default=6, help="of the model")
-    parser.add_argument("--tokens", type=count(1024, 1 << 24), default=4096, help="of a step, a multiple of 1024")
-    parser.add_argument("--rounds", type=count(most=1000), default=5, help="of three stretches each")
+    parser.add_argument("--width", type=int_in_range(128, 1 << 16), default=512, help="hidden size, a multiple of 128")
+    parser.add_argument("--layers", type=int_in_range(most=1 << 10), default=6, help="of the model")
+    parser.add_argument(
+        "--tokens", type=int_in_range(1024, 1 << 24), default=4096, help="of a step, a multiple of 1024"
+    )
+    parser.add_argument("--rounds", type=int_in_range(most=1000), default=5, help="of three stretches each")
     parser.add_argument("--folder", type=Path, help="where to write; by default where the system says")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -169,4 +171,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import Config, load_config
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.models.flops import quadratic_cost
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config
@@ -177,12 +177,12 @@ def job(config: Config, sequences: int, length: int) -> tuple[Paper, torch.Tenso
 def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--config", default="configs/deepseek_v3_671b.yaml")
-    parser.add_argument("--sequences", type=count(), default=1024)
-    parser.add_argument("--length", type=count(), default=32768)
+    parser.add_argument("--sequences", type=int_in_range(), default=1024)
+    parser.add_argument("--length", type=int_in_range(), default=32768)
     parser.add_argument("--step-s", type=float, default=300.0, help="seconds of the whole step")
-    parser.add_argument("--small", type=count(), default=64, help="sequences of the steps that are measured")
-    parser.add_argument("--small-length", type=count(), default=8192, help="their tokens")
-    parser.add_argument("--repeats", type=count(), default=3)
+    parser.add_argument("--small", type=int_in_range(), default=64, help="sequences of the steps that are measured")
+    parser.add_argument("--small-length", type=int_in_range(), default=8192, help="their tokens")
+    parser.add_argument("--repeats", type=int_in_range(), default=3)
     parser.add_argument("--json", type=Path, help="a file to write the measured steps to")
     chosen = parser.parse_args()
     small = chosen.small, chosen.small_length, chosen.repeats
@@ -267,4 +267,4 @@ def paper_job(chosen: Any, constants: Constants, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

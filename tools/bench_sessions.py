@@ -42,19 +42,19 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, RolloutConfig, from_dict
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.engine.client import Client
-from megarl.engine.engine_host_client import SHARED
+from megarl.engine.engine_host_client import HOST_VARIABLE
 from megarl.engine.generation import Generation, Policy
 from megarl.engine.sglang_engine import Engine, start_host
-from megarl.engine.tool_calls import Reply
+from megarl.engine.tool_calls import ParsedResponse
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import routing_shape
-from megarl.rollout.conversation import sampling_params
-from megarl.rollout.session_server import Recording, SessionServer
-from megarl.types import Ids, Message, Prompt, ids_of
+from megarl.rollout.conversation import build_sampling_params
+from megarl.rollout.session_server import AgentSession, SessionServer
+from megarl.types import Ids, Message, Prompt, as_token_ids
 
 LOOP, CLIENTS, SERVER = WAYS = ("by the loop", "by the clients", "by the server")
 WORDS = {"role": "user", "content": "Are you sure? Say it again, and say how you have found it."}
@@ -64,25 +64,25 @@ class Played:
     """Answers at once, with as many tokens as are asked for."""
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        tokens = np.resize(ids_of(ids)[-16:], params["max_new_tokens"])
+        tokens = np.resize(as_token_ids(ids)[-16:], params["max_new_tokens"])
         return Generation(tokens, np.zeros(len(tokens), np.float32), "length", 0)
 
     async def stop(self) -> None:
         """It has."""
 
 
-async def parse(text: str, schemas: Any) -> Reply:
-    return Reply(text)
+async def parse(text: str, schemas: Any) -> ParsedResponse:
+    return ParsedResponse(text)
 
 
-def prompts(chat: Chat, options: argparse.Namespace, number: int) -> list[Prompt]:
+def prompts(chat: ChatTemplate, options: argparse.Namespace, number: int) -> list[Prompt]:
     """Of a round of one way, rendered; their first words are in no other."""
     first = number * options.conversations
     asked = (
         {"role": "user", "content": f"{at:07d}: what is {at} + {2 * at}?"}
         for at in range(first, first + options.conversations)
     )
-    return [Prompt("", (message,), ids_of(chat.render(Prompt("", (message,))))) for message in asked]
+    return [Prompt("", (message,), as_token_ids(chat.encode_prompt(Prompt("", (message,))))) for message in asked]
 
 
 def lengths(options: argparse.Namespace) -> list[list[int]]:
@@ -92,16 +92,18 @@ def lengths(options: argparse.Namespace) -> list[list[int]]:
     return [[dice.randint(least, most) for _ in range(options.turns)] for _ in range(options.conversations)]
 
 
-async def directly(policy: Policy, chat: Chat, asked: list[Prompt], params: dict[str, Any], options: Any) -> None:
+async def directly(
+    policy: Policy, chat: ChatTemplate, asked: list[Prompt], params: dict[str, Any], options: Any
+) -> None:
     async def converse(prompt: Prompt, tokens: list[int]) -> None:
         ids, routed = prompt.token_ids, 0
         for turn, most in enumerate(tokens):
             said = await policy.generate(ids, {**params, "max_new_tokens": most}, routed)
             routed += 0 if said.routing is None else len(said.routing)
-            await parse(chat.text(said.token_ids), ())
+            await parse(chat.decode(said.token_ids), ())
             if turn == options.turns - 1:
                 return
-            behind = ids_of(chat.continuation([WORDS], (), int(said.token_ids[-1])))
+            behind = as_token_ids(chat.encode_continuation([WORDS], (), int(said.token_ids[-1])))
             ids = np.concatenate([ids, said.token_ids, behind])
 
     await asyncio.gather(*map(converse, asked, lengths(options)))
@@ -111,7 +113,7 @@ async def through(
     server: SessionServer, policy: Policy, asked: list[Prompt], params: dict[str, Any], clients: Any
 ) -> None:
     """To the branches that come of it."""
-    recordings: list[Recording] = [server.open(prompt, policy, params) for prompt in asked]
+    recordings: list[AgentSession] = [server.open(prompt, policy, params) for prompt in asked]
     clients.send(
         [(one.base_url, one.key, list(prompt.messages)) for one, prompt in zip(recordings, asked, strict=True)]
     )
@@ -144,7 +146,7 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
     """The process of the clients. It says of each conversation that it has ended, by its number; where it has asked the
     engine itself, of all of them by one."""
     other_end.close()  # so that it is told of the parent's end
-    chats: list[Chat] = []
+    chats: list[ChatTemplate] = []
     tokens = lengths(options)
 
     async def converse(number: int, http: aiohttp.ClientSession, url: str, key: str, messages: list[Message]) -> None:
@@ -173,14 +175,14 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
         except EOFError:
             return
         if isinstance(wanted, Direct):
-            chats = chats or [Chat.load(str(options.folder.resolve() / "model"))]
+            chats = chats or [ChatTemplate.load(str(options.folder.resolve() / "model"))]
             asyncio.run(themselves(wanted))
         else:
             asyncio.run(all_of_them(wanted))
 
 
 async def compare(
-    chat: Chat, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
+    chat: ChatTemplate, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
 ) -> dict[str, list[tuple[float, float]]]:
     """(seconds, seconds that this process computed) of every round, of each way."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if engine is not None or way != CLIENTS}
@@ -190,12 +192,12 @@ async def compare(
         told: tuple[Any, ...] = ()
         if engine is not None:
             shape = routing_shape(load_hf_config(engine.config.model.path), {})
-            told = (engine.url, engine.api_key, 600.0, shape, engine.version)
+            told = (engine.url, engine.api_key, 600.0, shape, engine.weight_version)
             policy = await stack.enter_async_context(Client(*told))
         server = SessionServer(chat, parse, config)
         await server.start()
         stack.push_async_callback(server.aclose)
-        params = {**sampling_params(config, chat, False, 1), "ignore_eos": True}
+        params = {**build_sampling_params(config, chat, False, 1), "ignore_eos": True}
         gc.collect()
         gc.freeze()  # as a run does before its first step
         stack.callback(gc.unfreeze)
@@ -214,7 +216,7 @@ async def compare(
                 found[way] += [took] if number else []
                 if number:
                     print(f"round {number}, {way:14} {took[0]:6.2f} s, of this process {took[1]:6.3f} s", flush=True)
-        figures = server.figures
+        figures = server.metrics
         expected = (options.rounds + 1) * options.conversations
         assert (figures.branches, figures.forks) == (expected, 0), figures
     return found
@@ -225,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="of tools/make_quickstart.py")
     parser.add_argument("--played", action="store_true", help="no real engine: one that answers at once")
     for name, value in {"conversations": 64, "turns": 3, "tokens": 32, "rounds": 5}.items():
-        parser.add_argument(f"--{name}", type=count(), default=value)
+        parser.add_argument(f"--{name}", type=int_in_range(), default=value)
     parser.add_argument("--even", action="store_true", help="no turn is longer than another")
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("fork")
@@ -269,11 +271,11 @@ def _found(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, li
             "train": {"replay_routing": True},
         }
     )
-    chat = Chat.load(str(model))
+    chat = ChatTemplate.load(str(model))
     if options.played:
         return asyncio.run(compare(chat, config.rollout, None, options, clients))
     host = start_host(config, threads=1)
-    os.environ[SHARED] = host.path
+    os.environ[HOST_VARIABLE] = host.path
     engine = Engine(config, threads=1)
     try:
         engine.start()
@@ -285,4 +287,4 @@ def _found(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, li
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.data.packing import plan_micro_batches
 from megarl.data.table import read_rows
 from megarl.models.flops import quadratic_cost
@@ -119,7 +119,7 @@ def measure(lengths: list[int], budget: int) -> None:
 
     import megarl.megatron.trainer_model as model_file
     from megarl.config import from_dict
-    from megarl.megatron.distribution import Distribution
+    from megarl.megatron.distribution import BatchDispatcher
     from megarl.megatron.trainer_model import MegatronModel
     from megarl.parallel import ranks
     from megarl.types import TokenLoss, TrainBatch
@@ -148,7 +148,7 @@ def measure(lengths: list[int], budget: int) -> None:
     model_file.optimizer.take_step = timed(take)
 
     def batch_of(way: str) -> tuple[TrainBatch, Plan]:
-        chosen = plan(lengths, 2, budget, model.distribution.quadratic, way)
+        chosen = plan(lengths, 2, budget, model.dispatcher.quadratic_cost, way)
         sizes = list(lengths)
         for part in (part for rank in chosen for part in rank):
             for i, size in zip(part, computed(lengths, part, way), strict=True):
@@ -165,12 +165,12 @@ def measure(lengths: list[int], budget: int) -> None:
     work = {way: batch_of(way) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     outside: dict[str, list[float]] = {way: [] for way in WAYS}
-    own = model.distribution
+    own = model.dispatcher
     for turn in range(ROUNDS + 1):
         for way, (batch, chosen) in work.items():
             # MegaRL's own way is timed with its planning; the others' plans are given.
-            planned = type("Planned", (Distribution,), {"plan": lambda *_, given=chosen, **__: given})
-            model.distribution = own if way == WAYS[0] else planned(**vars(own))
+            planned = type("Planned", (BatchDispatcher,), {"plan": lambda *_, given=chosen, **__: given})
+            model.dispatcher = own if way == WAYS[0] else planned(**vars(own))
             inside.clear()
             ranks.barrier()
             start = time.perf_counter()
@@ -214,13 +214,16 @@ def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--texts", type=Path, help="JSONL file of texts, for their lengths")
     parser.add_argument("--key", default="answer", help="of the text in each line")
-    parser.add_argument("--ranks", type=count(most=1 << 16), default=8, help="data parallel ranks on paper")
-    parser.add_argument("--budget", type=count(most=1 << 24), default=3072, help="tokens of a micro-batch")
+    parser.add_argument("--ranks", type=int_in_range(most=1 << 16), default=8, help="data parallel ranks on paper")
+    parser.add_argument("--budget", type=int_in_range(most=1 << 24), default=3072, help="tokens of a micro-batch")
     parser.add_argument(
-        "--longest", type=count(8, 1 << 24), default=4096, help="tokens at which the long-tailed lengths are cut"
+        "--longest", type=int_in_range(8, 1 << 24), default=4096, help="tokens at which the long-tailed lengths are cut"
     )
     parser.add_argument(
-        "--sequences", type=count(most=1 << 20), default=512, help="of a step on paper; an eighth of them is measured"
+        "--sequences",
+        type=int_in_range(most=1 << 20),
+        default=512,
+        help="of a step on paper; an eighth of them is measured",
     )
     parser.add_argument("--run", type=Path, help="run folder of a loop")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
@@ -230,7 +233,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     if options.as_rank:
-        measure(json.loads(options.as_rank), options.budget)
+        measure(json.loads(options.as_rank), options.token_budget)
         return 0
     share = outside_of_phases(options.run) if options.run else None
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -239,10 +242,10 @@ def main() -> int:
         sets[f"lengths of {options.texts.name}"] = text_lengths(options.texts, options.key, options.sequences)
     quadratic = quadratic_cost(load_hf_config(COSTS))
     for name, lengths in sets.items():
-        paper = {way: on_paper(lengths, options.ranks, options.budget, quadratic, way) for way in WAYS}
+        paper = {way: on_paper(lengths, options.ranks, options.token_budget, quadratic, way) for way in WAYS}
         console.print(table(f"{name}: {len(lengths)} sequences on {options.ranks} ranks, on paper", paper))
         part = lengths[:: max(1, len(lengths) // 64)]
-        command = [__file__, "--as-rank", json.dumps(part), "--budget", str(options.budget)]
+        command = [__file__, "--as-rank", json.dumps(part), "--budget", str(options.token_budget)]
         found = run(command, world=2)
         base = found[WAYS[0]][0]
         measured = {
@@ -256,4 +259,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

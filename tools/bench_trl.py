@@ -159,7 +159,7 @@ class Side:
 def be_megarl(options: argparse.Namespace) -> None:
     from megarl.controllers.controller import StepResult
     from megarl.flow import HybridFlow
-    from megarl.launch.exit_status import one_line
+    from megarl.launch.exit_status import exit_on_error
     from megarl.parallel import ranks
 
     class InTurn(HybridFlow):
@@ -177,7 +177,7 @@ def be_megarl(options: argparse.Namespace) -> None:
                 tell(seconds | {"tokens": metrics["rollout/response_length_mean"]})
             return metrics
 
-    with one_line():
+    with exit_on_error():
         InTurn("configs/quickstart.yaml", options.overrides).run()
 
 

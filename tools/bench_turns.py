@@ -35,20 +35,20 @@ from typing import Any
 
 import numpy as np
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import from_dict
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.engine.client import Client
-from megarl.engine.engine_host_client import SHARED
+from megarl.engine.engine_host_client import HOST_VARIABLE
 from megarl.engine.generation import Generation, Policy
 from megarl.engine.sglang_engine import Engine, start_host
-from megarl.engine.tool_calls import Call, Reply
+from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
 from megarl.environments.protocol import ToolResult
-from megarl.rollout.conversation import Surroundings
-from megarl.rollout.group_queue import Tickets
+from megarl.rollout.conversation import RolloutContext
+from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.scheduler import gather_rollouts
-from megarl.types import Ids, Message, Prompt, ids_of
+from megarl.types import Ids, Message, Prompt, as_token_ids
 
 TURNS, LOOP = "turn by turn", "by the loop"
 LONGEST = 4
@@ -88,7 +88,7 @@ class Writes:
         length = self._left.setdefault(seed, lengths(self._options, seed)).pop(0)
         own = {**params, "max_new_tokens": length, "ignore_eos": True, "stop_token_ids": []}
         said = await self._client.generate(ids, own, routed)
-        tokens = np.concatenate([said.token_ids[:-1], ids_of([self._end])])
+        tokens = np.concatenate([said.token_ids[:-1], as_token_ids([self._end])])
         return Generation(tokens, said.logprobs, "stop", said.weight_version, routing=said.routing)
 
     async def stop(self) -> None:
@@ -139,15 +139,15 @@ class SlowSession:
         pass
 
 
-async def parse(text: str, schemas: Any) -> Reply:
+async def parse(text: str, schemas: Any) -> ParsedResponse:
     """Every turn is a call."""
-    return Reply("", (Call("calculator", {"expression": "6*7"}),))
+    return ParsedResponse("", (ToolCall("calculator", {"expression": "6*7"}),))
 
 
-async def compare(engine: Engine, chat: Chat, options: argparse.Namespace) -> dict[str, list[float]]:
+async def compare(engine: Engine, chat: ChatTemplate, options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of every round, of both ways, and of what waiting alone would take."""
     found: dict[str, list[float]] = {TURNS: [], LOOP: [], f"{TURNS}, waiting alone": [], f"{LOOP}, waiting alone": []}
-    async with Client(engine.url, engine.api_key, 600.0, None, engine.version) as client:
+    async with Client(engine.url, engine.api_key, 600.0, None, engine.weight_version) as client:
         short = argparse.Namespace(**{**vars(options), "turns": 2})
         for way in (TURNS, LOOP):  # not counted
             await timed(engine, chat, short, client, way, 0)
@@ -171,7 +171,7 @@ def seeds(options: argparse.Namespace, number: int) -> list[str]:
 
 
 async def timed(
-    engine: Engine, chat: Chat, options: argparse.Namespace, client: Client, way: str, number: int
+    engine: Engine, chat: ChatTemplate, options: argparse.Namespace, client: Client, way: str, number: int
 ) -> float:
     """Seconds of one round of one way."""
     prompts = []
@@ -183,10 +183,12 @@ async def timed(
     if way == TURNS:
         policy = InStep(policy, options.conversations, options.concurrency)
         at_once = options.conversations
-    sessions: Any = SlowSessions(options, chat.schemas(prompts[0]))
-    around = Surroundings(chat, sessions, parse, from_dict(settings(options, at_once)).rollout)
+    sessions: Any = SlowSessions(options, chat.select_schemas(prompts[0]))
+    around = RolloutContext(chat, sessions, parse, from_dict(settings(options, at_once)).rollout)
     start = time.perf_counter()
-    done = await gather_rollouts(prompts, Tickets(len(prompts)), policy, around, samples=1, greedy=False, seed=number)
+    done = await gather_rollouts(
+        prompts, GroupQueue(len(prompts)), policy, around, samples=1, greedy=False, seed=number
+    )
     seconds = time.perf_counter() - start
     turns = {sum(turn.is_action for turn in rollout.turns) for rollout in done.rollouts}
     assert turns == {options.turns} and len(done.rollouts) == options.conversations, turns
@@ -213,9 +215,9 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = settings(options, options.concurrency)
         config = from_dict({**tree, "run": {"dir": folder}})
-        chat = Chat.load(config.model.path, load_tools(config.rollout.tools))
+        chat = ChatTemplate.load(config.model.path, load_tools(config.rollout.tools))
         host = start_host(config, threads=1)
-        os.environ[SHARED] = host.path
+        os.environ[HOST_VARIABLE] = host.path
         engine = Engine(config, threads=1)
         try:
             engine.start()
@@ -235,11 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of tools/make_quickstart.py")
     for name, value in {"conversations": 32, "turns": 16, "tokens": 16, "concurrency": 32, "rounds": 2}.items():
-        parser.add_argument(f"--{name}", type=count(), default=value)
+        parser.add_argument(f"--{name}", type=int_in_range(), default=value)
     parser.add_argument("--tool-s", type=float, default=0.5)
     parser.add_argument("--even", action="store_true", help="no turn is longer than another, no call slower")
     return run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, ends_in_a_line, file_to_write
+from megarl.config.command_line import Parser, check_writable_file, run_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests/megatron/ranks_layout.py"
@@ -206,7 +206,7 @@ def main() -> int:
 
 def text_with_marks(file: Path) -> str:
     """Of a file that the table is to go into. Raises ConfigError."""
-    file_to_write(file, "--readme")
+    check_writable_file(file, "--readme")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -251,4 +251,4 @@ def check(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import Config, ConfigError, load_config
-from megarl.config.command_line import Parser, ends_in_a_line, path_text
-from megarl.dry_run.plan import expectations, reached
+from megarl.config.command_line import Parser, parse_path_text, run_cli
+from megarl.dry_run.plan import check_expectations, parse_expectations
 
 TASK = "runs/quickstart/"
 """Where recipes of the quickstart's task look for what launch/quickstart.sh has made."""
@@ -67,16 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/checked"))
     options = parser.parse_intermixed_args(arguments)
     overrides = [one for one in options.configs if "=" in one]
-    files = [Path(path_text(one)) for one in options.configs if "=" not in one] or small()
+    files = [Path(parse_path_text(one)) for one in options.configs if "=" not in one] or small()
     table, missed = Table("recipe", "figure", "expected", "found", "", box=box.SIMPLE_HEAD), 0
     for file in files:
         config = load_config(file, overrides)
-        expected = expectations(config)
+        expected = parse_expectations(config)
         if not expected:
             raise ConfigError(f"{file} expects nothing: give it a section `expect`")
         own = of_task(config, options.quickstart.resolve())
         metrics = trials.run(str(file.resolve()), [*own, *overrides], options.out.resolve() / file.stem)
-        for name, (figure, good) in reached(expected, metrics).items():
+        for name, (figure, good) in check_expectations(expected, metrics).items():
             said = "not told" if figure is None else f"{figure:.4g}"
             table.add_row(file.stem, name, str(expected[name]), said, "" if good else "MISSED")
             missed += not good
@@ -85,4 +85,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import manifest
-from megarl.checkpoint.disk_space import gigabytes
-from megarl.checkpoint.manifest import Entry, chosen, fault_in, folders_of, models_in
+from megarl.checkpoint.disk_space import format_bytes
+from megarl.checkpoint.manifest import Entry, check_checkpoint, list_checkpoints, list_models, resolve_checkpoint
 from megarl.checkpoint.provenance import config_hash
 from megarl.config import Config, ConfigError, load_config
-from megarl.config.command_line import Parser, ends_in_a_line
+from megarl.config.command_line import Parser, run_cli
 
 PARTS = ("world", "tp", "cp", "pp", "vpp", "ep", "etp")
 """What the numbers of a manifest's layout are."""
@@ -40,7 +40,7 @@ PARTS = ("world", "tp", "cp", "pp", "vpp", "ep", "etp")
 
 def about(folder: Path, hashes: bool) -> dict[str, Any]:
     """A line of `list`, as plain values."""
-    fault, found = fault_in(folder, hashes), manifest.read(folder)
+    fault, found = check_checkpoint(folder, hashes), manifest.read(folder)
     tree, files = ({}, {}) if isinstance(found, str) else found
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     return {
@@ -50,7 +50,7 @@ def about(folder: Path, hashes: bool) -> dict[str, Any]:
         "layout": layout_of(tree),
         "bytes": sum(sizes),
         "files": len(sizes),
-        "written": (folder / manifest.NAME).stat().st_mtime if files else folder.stat().st_mtime,
+        "written": (folder / manifest.FILE_NAME).stat().st_mtime if files else folder.stat().st_mtime,
         "config": tree.get("config", ""),
         "code": tree.get("code", ""),
         "holds": holds(files),
@@ -71,8 +71,8 @@ def layout_of(tree: Mapping[str, Any]) -> str:
 
 def holds(files: Mapping[str, Entry]) -> list[str]:
     """What is in it, by names: models, and folders of what else goes on."""
-    others = {name.partition("/")[0] for name in files if "/" in name} - set(models_in(files))
-    return [*models_in(files), *sorted(others)]
+    others = {name.partition("/")[0] for name in files if "/" in name} - set(list_models(files))
+    return [*list_models(files), *sorted(others)]
 
 
 def listed(run: Path, options: Namespace) -> int:
@@ -80,7 +80,7 @@ def listed(run: Path, options: Namespace) -> int:
         raise ConfigError(f"there is no run folder {run}")
     if not (run / "checkpoints").is_dir():
         raise ConfigError(f"{run} has no checkpoints: is it a run folder, and was run.save_every set?")
-    rows = [about(folder, options.hash) for folder in folders_of(run)]
+    rows = [about(folder, options.hash) for folder in list_checkpoints(run)]
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -97,7 +97,7 @@ def line_of(row: Mapping[str, Any]) -> str:
         row["name"],
         "whole" if row["fault"] is None else f"DAMAGED: {row['fault']}",
         row["layout"],
-        f"{gigabytes(row['bytes'])} in {row['files']} files",
+        f"{format_bytes(row['bytes'])} in {row['files']} files",
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written"])),
         by,
         ", ".join(row["holds"]),
@@ -109,7 +109,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def shown(path: Path, options: Namespace) -> int:
-    folder = chosen(path)
+    folder = resolve_checkpoint(path)
     facts = about(folder, options.hash) | {"path": str(folder)} | dict(contents(folder))
     if options.json:
         print(json.dumps(facts, indent=1, default=str))
@@ -126,7 +126,7 @@ def contents(folder: Path) -> Iterator[tuple[str, Any]]:
     if isinstance(found, str):
         return
     files = found[1]
-    for role in models_in(files):
+    for role in list_models(files):
         try:
             yield role, model_in(folder / role)
         except ConfigError as error:
@@ -147,9 +147,9 @@ def contents(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def model_in(folder: Path) -> str:
     """Sizes and types of a model in a checkpoint, and whether there is an optimizer with it."""
-    from megarl.checkpoint.dist_checkpoint_reader import Pieces
+    from megarl.checkpoint.dist_checkpoint_reader import CheckpointReader
 
-    found = Pieces(folder)
+    found = CheckpointReader(folder)
     weights = {name: whole for name, whole in found.items() if not name.startswith("optimizer.")}
     adapters = {name: whole for name, whole in weights.items() if name.startswith("adapters.")}
     states = sorted({name.split(".")[2] for name in found if name.startswith("optimizer.state.")})
@@ -201,39 +201,39 @@ def configured(folder: Path, options: Namespace) -> Config:
 
 
 def converted(path: Path, options: Namespace) -> int:
-    from megarl.chat_format.chat_template import Chat
+    from megarl.chat_format.chat_template import ChatTemplate
     from megarl.checkpoint.to_hf import convert, convert_adapter
-    from megarl.controllers.lookup import declare
+    from megarl.controllers.lookup import load_requirements
     from megarl.models.memory import critic_params
-    from megarl.models.registry import family_of, load_hf_config, trained_mtp
+    from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
     from megarl.models.scalar_head import classifier_config, padding_of
 
-    folder, out = chosen(path), options.out
+    folder, out = resolve_checkpoint(path), options.out
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out} exists; name a folder that is not there yet")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"{out}: there is no folder {out.absolute().parent}; make it first")
     config = configured(folder, options)
-    declared = declare(config)
-    role = options.role or declared.main
+    declared = load_requirements(config)
+    role = options.role or declared.main_role
     found = manifest.read(folder)
     if isinstance(found, str):
         raise ConfigError(f"{folder} is no whole checkpoint: {found}")
     files = found[1]
-    if role not in models_in(files):
-        raise ConfigError(f"{folder} has no {role}; it has {', '.join(models_in(files)) or 'no model'}")
+    if role not in list_models(files):
+        raise ConfigError(f"{folder} has no {role}; it has {', '.join(list_models(files)) or 'no model'}")
     mine = [name for name in files if name.startswith(f"{role}/")]
-    for look in (manifest.size_fault, manifest.content_fault):
+    for look in (manifest.check_sizes, manifest.check_hashes):
         if fault := look(folder, files, mine):
             raise ConfigError(f"{folder} is damaged: {fault}; convert another checkpoint")
 
     source = Path(config.critic.path or config.model.path if role == "critic" else config.model.path)
     hf = load_hf_config(source)
     if role == "actor":
-        table, classifier = family_of(hf).params(hf, 1, mtp=bool(trained_mtp(hf, config))), None
+        table, classifier = family_of(hf).params(hf, 1, mtp=bool(num_trained_mtp(hf, config))), None
     else:
         table = critic_params(family_of(hf).params(hf, 1), int(hf["hidden_size"]))
-        chat = Chat.load(str(source))
+        chat = ChatTemplate.load(str(source))
         padding = padding_of(hf, chat.tokenizer.pad_token_id, chat.end_of_turn)
         classifier = classifier_config(hf, family_of(hf).architecture, padding)
     if options.adapter:
@@ -268,4 +268,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

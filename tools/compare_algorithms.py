@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import ConfigError, from_dict, load_config
-from megarl.config.command_line import Parser, ends_in_a_line
+from megarl.config.command_line import Parser, run_cli
 from megarl.config.recipes import RECIPES
-from megarl.controllers.lookup import declare
+from megarl.controllers.lookup import load_requirements
 from megarl.engine.sglang_engine import start_host
 
 matplotlib.use("Agg")
@@ -51,8 +51,10 @@ Metrics = Mapping[int, Mapping[str, float]]
 def comparable() -> list[str]:
     """Names of the recipes that learn from rewards, and need no more than a policy, a critic and a reference."""
     ours = {"rollout", "actor", "critic", "reference", "reward"}
-    found = {name: declare(from_dict({"algorithm": name})) for name in RECIPES}
-    return [name for name, one in found.items() if one.item == "prompts" and one.trains and set(one.roles) <= ours]
+    found = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
+    return [
+        name for name, one in found.items() if one.item == "prompts" and one.trained_roles and set(one.roles) <= ours
+    ]
 
 
 def figures(metrics: Metrics) -> dict[str, float]:
@@ -145,4 +147,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -27,7 +27,7 @@ from pathlib import Path
 import trials
 
 from megarl.config import ConfigError, load_config
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.engine.sglang_engine import start_host
 
 CONFIG = "configs/quickstart_async.yaml"
@@ -84,14 +84,16 @@ def ran(options: argparse.Namespace, name: str, lag: int, seed: int, host: str) 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of launch/quickstart.sh")
-    parser.add_argument("--lags", type=count(0, 1000), nargs="+", default=[2, 4], help="values of rollout.max_lag")
-    parser.add_argument("--seeds", type=count(), default=1, help="runs of each kind, with seeds 1, 2, ...")
+    parser.add_argument(
+        "--lags", type=int_in_range(0, 1000), nargs="+", default=[2, 4], help="values of rollout.max_lag"
+    )
+    parser.add_argument("--seeds", type=int_in_range(), default=1, help="runs of each kind, with seeds 1, 2, ...")
     parser.add_argument("--only", default=",".join(CORRECTIONS), help=f"some of {','.join(CORRECTIONS)}")
-    parser.add_argument("--steps", type=count(), default=40, help="of each run")
+    parser.add_argument("--steps", type=int_in_range(), default=40, help="of each run")
     parser.add_argument("overrides", nargs="*", help="of configs/quickstart_async.yaml, for all runs")
     options = parser.parse_intermixed_args(arguments)
     options.folder = options.folder.resolve()
-    names = options.only.split(",")
+    names = options.select.split(",")
     if unknown := [name for name in names if name not in CORRECTIONS]:
         raise ConfigError(f"--only {unknown[0]}: no correction of that name; there are {', '.join(CORRECTIONS)}")
     titles = ["greedy", "sampled", *FIGURES]
@@ -109,4 +111,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, ends_in_a_line
+from megarl.config.command_line import Parser, run_cli
 from megarl.config.paths import expand_spec
 from megarl.environments import harbor, verifiers
 
@@ -59,11 +59,11 @@ def make() -> int:
     options.spec = expand_spec(options.spec, "SPEC")
     if options.target.suffix != ".jsonl":
         raise ConfigError(f"{options.target} must end in .jsonl")
-    rows = rows_of(options.spec, options.evaluation)
+    rows = rows_of(options.spec, options.report_evaluation)
     write(rows, options.target)
     print(f"{options.target}: {len(rows)} prompts")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(make))
+    sys.exit(run_cli(make))

@@ -32,7 +32,7 @@ from faults.seen import Seen, as_json, table, total
 from faults.workshop import Workshop
 from rich.console import Console
 
-from megarl.config.command_line import Parser, amount, ends_in_a_line, file_to_write, folder_to_write
+from megarl.config.command_line import Parser, check_writable_file, check_writable_folder, float_in_range, run_cli
 from megarl.config.strict import ConfigError
 
 
@@ -54,20 +54,22 @@ def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--only", default="", metavar="N[,M-K]", help="these rows")
     parser.add_argument("--short", action="store_true", help="rows that take seconds and need no engine")
-    parser.add_argument("--soak", type=amount(), metavar="MINUTES", help="train under kills at random")
-    parser.add_argument("--every", type=amount(), default=90.0, metavar="SECONDS", help="between kills, on average")
+    parser.add_argument("--soak", type=float_in_range(), metavar="MINUTES", help="train under kills at random")
+    parser.add_argument(
+        "--every", type=float_in_range(), default=90.0, metavar="SECONDS", help="between kills, on average"
+    )
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where runs stay; without, they are removed")
     options = parser.parse_args()
     try:
-        numbers = chosen(options.only) if options.only else list(ROWS)
+        numbers = chosen(options.select) if options.select else list(ROWS)
     except ValueError as error:
         raise ConfigError(f"--only: {error}") from None
     if options.short:
         numbers = [number for number in numbers if ROWS[number].short]
-    file_to_write(options.json, "--json")
+    check_writable_file(options.json, "--json")
     if options.keep is not None:
-        folder_to_write(options.keep, "--keep")
+        check_writable_folder(options.keep, "--keep")
         folder = options.keep / time.strftime("%Y%m%d-%H%M%S")
         folder.mkdir(parents=True)
     else:
@@ -78,7 +80,7 @@ def main() -> int:
     shop = Workshop(folder, lambda text: errors.print(f"{time.monotonic() - began:6.1f} s  {text}", highlight=False))
     try:
         if options.soak:
-            report = soaking.soak(shop, 60 * options.soak, options.every)
+            report = soaking.soak(shop, 60 * options.soak, options.all_tools)
             console.print(soaking.table(report))
             good, written = report.ok, report.as_json()
         else:
@@ -96,4 +98,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

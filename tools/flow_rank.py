@@ -4,7 +4,7 @@ import sys
 
 from flow.ranks import main
 
-from megarl.config.command_line import Parser, ends_in_a_line
+from megarl.config.command_line import Parser, run_cli
 
 
 def run() -> int:
@@ -15,4 +15,4 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(run))
+    sys.exit(run_cli(run))

@@ -25,7 +25,7 @@ from gpu.found import Found, judged, status, table
 from gpu.rows import ROWS, chosen, reason_against
 from rich.console import Console
 
-from megarl.config.command_line import Parser, ends_in_a_line, file_to_write
+from megarl.config.command_line import Parser, check_writable_file, run_cli
 
 TOOLS = Path(__file__).resolve().parent
 RESULT = "GPU-CHECK "
@@ -84,8 +84,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.as_row:
         return as_row(options.as_row, options.device)
-    names = chosen(options.only)
-    file_to_write(options.json, "--json")
+    names = chosen(options.select)
+    check_writable_file(options.json, "--json")
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -106,4 +106,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(main))
+    sys.exit(run_cli(main))

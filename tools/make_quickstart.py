@@ -24,7 +24,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, count, ends_in_a_line, folder_to_write
+from megarl.config.command_line import Parser, check_writable_folder, int_in_range, run_cli
 from megarl.environments.ready.calculator import calculator
 
 VOCABULARY = 1024
@@ -285,8 +285,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("out", type=Path, help="folder to write into; made where it does not exist")
     parser.add_argument("--family", choices=FAMILIES, default="qwen3_moe")
-    parser.add_argument("--seed", type=count(0), default=1, help="of the weights and of the problems (default 1)")
-    sizes = count(0, MOST)
+    parser.add_argument(
+        "--seed", type=int_in_range(0), default=1, help="of the weights and of the problems (default 1)"
+    )
+    sizes = int_in_range(0, MOST)
     parser.add_argument("--train", type=sizes, default=4096, help="prompts to train on (default 4096)")
     parser.add_argument("--held-out", type=sizes, default=256, help="prompts to measure with (default 256)")
     parser.add_argument("--demonstrations", type=sizes, default=25600, help="of the warm-up (default 25600: 400 x 64)")
@@ -294,7 +296,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def make(options: argparse.Namespace) -> int:
-    folder_to_write(options.out, "OUT")
+    check_writable_folder(options.out, "OUT")
     if options.out.is_dir() and any(options.out.iterdir()):
         raise ConfigError(f"{options.out} is not empty; name another folder, or remove what is in it")
     # Made aside and renamed, so that a folder of this name is always a whole one.
@@ -303,16 +305,16 @@ def make(options: argparse.Namespace) -> int:
     unfinished.mkdir(parents=True)
     try:
         parameters = write_model(unfinished / "model", options.family, options.seed)
-        write_data(unfinished, options.seed, options.train, options.held_out, options.demonstrations)
+        write_data(unfinished, options.seed, options.train, options.eval_config, options.demonstrations)
         unfinished.rename(options.out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     print(
         f"{options.out}: model/ ({options.family}, {parameters / 1e6:.2f} M parameters), sft.jsonl "
-        f"({options.demonstrations}), train.jsonl ({options.train}), eval.jsonl ({options.held_out})"
+        f"({options.demonstrations}), train.jsonl ({options.train}), eval.jsonl ({options.eval_config})"
     )
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(lambda: make(parse(sys.argv[1:]))))
+    sys.exit(run_cli(lambda: make(parse(sys.argv[1:]))))

@@ -24,9 +24,9 @@ from typing import Any
 import yaml
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, count, ends_in_a_line
-from megarl.observe.logprob_gap import Gaps, causes_of, gaps_of, twins_of, worst_of
-from megarl.observe.rollout_log import is_whole, parts_of, read_records, recorded_steps, rows_of
+from megarl.config.command_line import Parser, int_in_range, run_cli
+from megarl.observe.logprob_gap import LogprobGaps, compare_twins, compute_gaps, find_worst, summarize_causes
+from megarl.observe.rollout_log import is_complete, iter_rows, open_complete_parts, read_records, recorded_steps
 from megarl.observe.rollout_table import Record
 
 BEFORE = 12
@@ -41,8 +41,8 @@ def looked(run: Path, step: int) -> bool:
     """Whether the trainer has said something of a step's rollouts."""
     return any(
         row["trainer_logprobs"] is not None
-        for file, part in parts_of(run, step)
-        for row in rows_of(file, part, ["trainer_logprobs"])
+        for file, part in open_complete_parts(run, step)
+        for row in iter_rows(file, part, ["trainer_logprobs"])
     )
 
 
@@ -59,7 +59,7 @@ def find_step(run: Path, step: int | None) -> int:
         if not looked(run, step):
             raise ConfigError(f"{run} has no log-probs of the trainer for step {step}: {REMEDY}")
         return step
-    if len(steps) > 1 and not is_whole(run, steps[-1]):
+    if len(steps) > 1 and not is_complete(run, steps[-1]):
         steps.pop()  # it is being written
     for last in reversed(steps):
         if looked(run, last):
@@ -84,10 +84,10 @@ def decoder(run: Path) -> Any:
     return lambda ids: " ".join(map(str, ids))
 
 
-def described(records: Sequence[Record], gaps: Gaps, worst: int, decode: Any) -> list[dict[str, Any]]:
+def described(records: Sequence[Record], gaps: LogprobGaps, worst: int, decode: Any) -> list[dict[str, Any]]:
     """The worst tokens, with their rollout's number, prompt and words."""
     found = []
-    for one in worst_of(gaps, worst):
+    for one in find_worst(gaps, worst):
         record, place = records[one.pop("record")], one["token"]
         ids = record.rollout.token_ids.tolist()
         about = {"rollout": record.number, "prompt": record.rollout.prompt.id, **one}
@@ -126,16 +126,16 @@ def table(found: dict[str, Any]) -> list[str]:
 def take_apart(options: argparse.Namespace) -> int:
     step = find_step(options.run, options.step)
     records = read_records(options.run, step, whole=True, without=["routing"])
-    gaps = gaps_of(records, step - 1)
+    gaps = compute_gaps(records, step - 1)
     found: dict[str, Any] = {
         "run": str(options.run),
         "step": step,
         "tokens": len(gaps),
-        "rollouts": len(records) - gaps.unseen,
+        "rollouts": len(records) - gaps.num_missing,
         "routing_measured": bool((gaps.routing == gaps.routing).any()),
-        "not_finite": gaps.not_finite,
-        "causes": [dataclasses.asdict(cause) for cause in causes_of(gaps)],
-        "twins": [dataclasses.asdict(cause) for cause in twins_of(records, step - 1)],
+        "not_finite": gaps.num_nonfinite,
+        "causes": [dataclasses.asdict(cause) for cause in summarize_causes(gaps)],
+        "twins": [dataclasses.asdict(cause) for cause in compare_twins(records, step - 1)],
         "worst": described(records, gaps, options.worst, decoder(options.run)) if options.worst else [],
     }
     if options.json:
@@ -147,8 +147,8 @@ def take_apart(options: argparse.Namespace) -> int:
             "routing was not measured apart, which is done with train.replay_routing in the first step and each "
             "rollout.verify_every-th after it: with replay it is in none of these, without it is within them"
         )
-    if gaps.not_finite:
-        print(f"{gaps.not_finite} tokens are left out: a log-prob of theirs is not finite")
+    if gaps.num_nonfinite:
+        print(f"{gaps.num_nonfinite} tokens are left out: a log-prob of theirs is not finite")
     print("\n".join(table(found)))
     return 0
 
@@ -156,14 +156,16 @@ def take_apart(options: argparse.Namespace) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--step", type=count(), help="which step (default: the last in which the trainer has looked)")
-    parser.add_argument("--worst", type=count(0), default=8, help="how many of the worst tokens (default 8)")
+    parser.add_argument(
+        "--step", type=int_in_range(), help="which step (default: the last in which the trainer has looked)"
+    )
+    parser.add_argument("--worst", type=int_in_range(0), default=8, help="how many of the worst tokens (default 8)")
     parser.add_argument("--json", action="store_true", help="all of it as one object of JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    return ends_in_a_line(lambda: take_apart(parse(arguments)))
+    return run_cli(lambda: take_apart(parse(arguments)))
 
 
 if __name__ == "__main__":

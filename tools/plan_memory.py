@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict
-from megarl.config.command_line import Parser, amount, count, ends_in_a_line, path_text
-from megarl.controllers.lookup import declare
-from megarl.dry_run.plan import memory_table, verdict
-from megarl.dry_run.suggest_layout import RULE, WAYS, Judged, Search, best, check
+from megarl.config.command_line import Parser, float_in_range, int_in_range, parse_path_text, run_cli
+from megarl.controllers.lookup import load_requirements
+from megarl.dry_run.plan import memory_table, summarize_peak
+from megarl.dry_run.suggest_layout import RECOMPUTE_MODES, RULE, LayoutPlan, Search, check_feasible, select_best
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
-from megarl.models.step_time import Machine, StepTime
+from megarl.models.step_time import GPUSpec, StepTime
 from megarl.parallel.placement import check_layout
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -78,7 +78,7 @@ def layout_text(parallel: ParallelConfig) -> str:
     return " ".join(f"{name.upper()}{getattr(parallel, name)}" for name in names) or "DP only"
 
 
-def judged_table(found: list[Judged], search: Search, chosen: Judged | None) -> Table:
+def judged_table(found: list[LayoutPlan], search: Search, chosen: LayoutPlan | None) -> Table:
     """One layout a row; memory of the fullest rank in GB, modelled seconds of a step."""
     table = Table(box=box.SIMPLE_HEAD)
     bytes_of = ("states", "in training", "generating", "in a push")
@@ -87,13 +87,13 @@ def judged_table(found: list[Judged], search: Search, chosen: Judged | None) -> 
     for one in found:
         config, memory = one.config, one.memory
         rows = [max(sum(stage.states.values()) for stage in memory), max(stage.training_total for stage in memory)]
-        rows += [max(stage.generation_total for stage in memory), max(stage.push_total for stage in memory)]
+        rows += [max(stage.generation_total for stage in memory), max(stage.weight_sync_total for stage in memory)]
         table.add_row(
             layout_text(config.parallel),
             str(config.parallel.world_size),
-            one.way,
-            f"TP{config.rollout.tp} EP{config.rollout.ep}" if search.declared.generates else "-",
-            *(f"{amount / 1e9:.1f}" for amount in rows),
+            one.recompute,
+            f"TP{config.rollout.tp} EP{config.rollout.ep}" if search.declared.has_rollout else "-",
+            *(f"{float_in_range / 1e9:.1f}" for float_in_range in rows),
             "yes" if search.fits(one) else "no",
             f"{one.total:.2f} s",
             style="bold" if one is chosen else None,
@@ -109,7 +109,7 @@ def print_whole(console: Console, table: Table) -> None:
     Console(file=console.file, width=max(needed, console.width)).print(table)
 
 
-def reason(one: Judged, search: Search, others: int) -> str:
+def reason(one: LayoutPlan, search: Search, others: int) -> str:
     """Why this layout, in a sentence."""
     shares = sorted(((seconds, what) for what, seconds in one.seconds.items() if seconds), reverse=True)
     spent = ", ".join(
@@ -118,7 +118,7 @@ def reason(one: Judged, search: Search, others: int) -> str:
     layout = layout_text(one.config.parallel)
     of = f"of {others} layouts that fit, by the rule" if others > 1 else "the only layout that fits"
     return (
-        f"Suggested: {layout}, {'no recomputation' if one.way == 'none' else f'{one.way} recomputation'}: {of}; "
+        f"Suggested: {layout}, {'no recomputation' if one.recompute == 'none' else f'{one.recompute} recomputation'}: {of}; "
         f"{one.peak / 1e9:.1f} of {search.gpu_bytes / 1e9:g} GB at its fullest, and of the modelled "
         f"{one.total:.2f} s {spent}."
     )
@@ -138,13 +138,13 @@ NAMES = {
 }
 
 
-def as_json(one: Judged, search: Search) -> dict[str, Any]:
+def as_json(one: LayoutPlan, search: Search) -> dict[str, Any]:
     config = one.config
     return {
         "layout": {"world": config.parallel.world_size} | {name: getattr(config.parallel, name) for name in LAYOUT},
-        "recompute": one.way,
+        "recompute": one.recompute,
         "megatron": config.model.megatron,
-        "rollout": {"tp": config.rollout.tp, "ep": config.rollout.ep} if search.declared.generates else None,
+        "rollout": {"tp": config.rollout.tp, "ep": config.rollout.ep} if search.declared.has_rollout else None,
         "peak_bytes": one.peak,
         "fits": search.fits(one),
         "modelled_seconds": one.seconds,
@@ -165,30 +165,30 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     if not worlds[0]:
         raise ConfigError("--gpus is not given; without --layout it is needed, to search for layouts of so many")
     length = (options.context or options.tokens) // 2
-    time = StepTime(hf, options.batch_tokens, length, Machine())
-    ways = (options.recompute,) if options.recompute else WAYS
+    time = StepTime(hf, options.batch_tokens, length, GPUSpec())
+    ways = (options.recompute,) if options.recompute else RECOMPUTE_MODES
 
     def search_of(world: int) -> Search:
         config = base_config(options, world, engine)
-        declared = declare(config)
+        declared = load_requirements(config)
         critic = hf if "critic" in declared.roles else None
-        return Search(hf, critic, config, declared, options.gpu_gb * 1e9, time, ways, engines=not engine)
+        return Search(hf, critic, config, declared, options.gpu_gb * 1e9, time, ways, should_size_engines=not engine)
 
     search = search_of(worlds[0])
-    judged: list[Judged] = []
+    judged: list[LayoutPlan] = []
     for parallel in given:
         mine = search_of(parallel.world_size)
         check_layout(parallel)
         one = mine.least_recomputing(parallel)
-        check(hf, one.config, mine.declared)
+        check_feasible(hf, one.config, mine.declared)
         judged.append(one)
     most = options.gpus or max(worlds)
     fitting = [one for one in judged if search.fits(one) and one.config.parallel.world_size <= most]
     if not given:
-        fitting = search.all()
-    chosen = best(fitting) if fitting else None
+        fitting = search.find_fitting()
+    chosen = select_best(fitting) if fitting else None
     if chosen is not None and not given:
-        check(hf, chosen.config, search.declared)
+        check_feasible(hf, chosen.config, search.declared)
     gpus = f"{most} GPUs of {options.gpu_gb:g} GB"
     if chosen is None:
         why = f"None of these layouts fits {gpus}." if given else f"No layout of {gpus} was found that fits."
@@ -215,7 +215,7 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
             console.print("model.megatron: " + json.dumps(shown.config.model.megatron))
         console.print(f"{layout_text(shown.config.parallel)}:")
         print_whole(console, memory_table(shown.memory))
-        console.print(verdict(shown.peak))
+        console.print(summarize_peak(shown.peak))
     return 0 if chosen else 1
 
 
@@ -225,9 +225,9 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     if len(given) != 1:
         raise ConfigError("--measure builds one layout; give one --layout")
     base = base_config(options, given[0].world_size, {})
-    search = Search(hf, None, base, declare(base), 0, StepTime(hf, 1, 1, Machine()))
-    config = search.judge(given[0], options.recompute or "none").config
-    check(hf, config, search.declared)
+    search = Search(hf, None, base, load_requirements(base), 0, StepTime(hf, 1, 1, GPUSpec()))
+    config = search.plan_layout(given[0], options.recompute or "none").config
+    check_feasible(hf, config, search.declared)
     critic = hf if "critic" in search.declared.roles else None
     planned = plan_memory(hf, config, search.declared, critic)
     world = given[0].world_size
@@ -239,18 +239,20 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         )
     if "RANK" not in os.environ and world > 1:
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        return subprocess.run([*ranks, __file__, *options.given], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        return subprocess.run(
+            [*ranks, __file__, *options.argument], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        ).returncode
     from megarl.parallel import ranks as parallel_ranks
 
     os.environ.setdefault("MASTER_PORT", str(parallel_ranks.free_port()))
     mine = parallel_ranks.initialize(config.parallel)
-    from megarl.megatron.memory_stats import held_bytes
+    from megarl.megatron.memory_stats import model_state_bytes
     from megarl.megatron.trainer_model import MegatronModel
 
     found: dict[str, int] = {}
     for role in ("actor", "critic")[: 2 if critic else 1]:
         model = MegatronModel(hf, config, mine, role)  # type: ignore[arg-type]
-        found |= {f"{role} {part}": amount for part, amount in held_bytes(model).items()}
+        found |= {f"{role} {part}": float_in_range for part, float_in_range in model_state_bytes(model).items()}
         if role == "actor" and planned[0].host:
             snapshot = model.snapshot().values()
             found["reference weights"] = sum(tensor.numel() * tensor.element_size() for tensor in snapshot)
@@ -286,30 +288,36 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument(
-        "--model", type=path_text, required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder"
+        "--model", type=parse_path_text, required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder"
     )
     parser.add_argument(
         "--layout", nargs="+", default=[], metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,cp=,etp=,vpp=], several"
     )
     parser.add_argument(
-        "--gpus", type=count(0, MOST), default=0, help="to search for layouts of, or world of each --layout"
+        "--gpus", type=int_in_range(0, MOST), default=0, help="to search for layouts of, or world of each --layout"
     )
-    parser.add_argument("--gpu-gb", type=amount(), default=80, help="GB of a GPU (default %(default)g)")
-    parser.add_argument("--gpus-per-node", type=count(most=MOST), default=8)
+    parser.add_argument("--gpu-gb", type=float_in_range(), default=80, help="GB of a GPU (default %(default)g)")
+    parser.add_argument("--gpus-per-node", type=int_in_range(most=MOST), default=8)
     parser.add_argument("--algorithm", choices=("ppo", "grpo", "sft"), default="grpo", help="default %(default)s")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rollout", default="", metavar="SIZES", help="tp=32[,ep=32]; default: the smallest that fits")
-    parser.add_argument("--recompute", choices=WAYS, default="", help="default: the least that fits")
+    parser.add_argument("--recompute", choices=RECOMPUTE_MODES, default="", help="default: the least that fits")
     parser.add_argument(
-        "--tokens", type=count(), default=16384, help="of a micro-batch on a rank (default %(default)s)"
+        "--tokens", type=int_in_range(), default=16384, help="of a micro-batch on a rank (default %(default)s)"
     )
-    parser.add_argument("--context", type=count(0), default=0, help="the longest conversation (default: --tokens)")
-    parser.add_argument("--kv-tokens", type=count(), default=131072, help="of an engine's cache (default %(default)s)")
-    parser.add_argument("--logits-at-once", type=count(), default=512, help="train.logits_at_once (%(default)s)")
     parser.add_argument(
-        "--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
+        "--context", type=int_in_range(0), default=0, help="the longest conversation (default: --tokens)"
     )
-    parser.add_argument("--batch-tokens", type=count(), default=1 << 20, help="of an optimizer step (%(default)s)")
+    parser.add_argument(
+        "--kv-tokens", type=int_in_range(), default=131072, help="of an engine's cache (default %(default)s)"
+    )
+    parser.add_argument("--logits-at-once", type=int_in_range(), default=512, help="train.logits_at_once (%(default)s)")
+    parser.add_argument(
+        "--bucket-mb", type=int_in_range(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=int_in_range(), default=1 << 20, help="of an optimizer step (%(default)s)"
+    )
     parser.add_argument("--measure", action="store_true", help="build it on this CPU and compare; small models only")
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of tables")
     parser.set_defaults(given=arguments)
@@ -323,7 +331,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    return ends_in_a_line(lambda: run(parse(arguments), Console(highlight=False)))
+    return run_cli(lambda: run(parse(arguments), Console(highlight=False)))
 
 
 if __name__ == "__main__":

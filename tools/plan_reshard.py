@@ -24,18 +24,25 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.config.command_line import Parser, amount, count, ends_in_a_line, file_to_write, path_text
-from megarl.controllers.lookup import declare
-from megarl.dry_run.suggest_layout import check, deal_out
+from megarl.config.command_line import (
+    Parser,
+    check_writable_file,
+    float_in_range,
+    int_in_range,
+    parse_path_text,
+    run_cli,
+)
+from megarl.controllers.lookup import load_requirements
+from megarl.dry_run.suggest_layout import check_feasible, split_layers
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config
-from megarl.parallel.placement import spans
-from megarl.reshard.plan.bound import Bound, bound
-from megarl.reshard.plan.cost_report import Links, draw_up, figures, gigabytes, sentences
-from megarl.reshard.plan.from_config import Advice, better_split, planned_push
-from megarl.reshard.plan.html_page import page
+from megarl.parallel.placement import format_ranges
+from megarl.reshard.plan.bound import Bound, compute_bound
+from megarl.reshard.plan.cost_report import LinkSpeeds, build_report, compute_metrics, format_bytes, summarize
+from megarl.reshard.plan.from_config import SplitAdvice, advise_split, plan_from_config
+from megarl.reshard.plan.html_page import render_page
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
@@ -90,10 +97,10 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
         raise ConfigError(f"a layout of {own} ranks of the trainer cannot lie on {len(ours)} ranks: --train-ranks")
     if ours or theirs:
         ours = ours or tuple(range(own))
-        placement = {"actor": spans(sorted(ours)), "rollout": spans(sorted(theirs or ours))}
+        placement = {"actor": format_ranges(sorted(ours)), "rollout": format_ranges(sorted(theirs or ours))}
         here = options.gpus_per_node
         own = -(-(max(*ours, *theirs) + 1) // here) * here  # the others of the last node have other roles
-    sglang, drafts = sglang_settings(engine), family_of(hf).mtp_layers(hf) == 1
+    sglang, drafts = sglang_settings(engine), family_of(hf).num_mtp_layers(hf) == 1
     if "attn_dp_size" in sglang or "moe_a2a_backend" in sglang:
         drafts = False  # a run refuses them together
     return from_dict(
@@ -142,7 +149,7 @@ def sglang_settings(engine: Mapping[str, int]) -> dict[str, Any]:
 def stage_settings(options: argparse.Namespace, layers: int, pp: int, vpp: int) -> dict[str, int]:
     """Of `model.megatron`: how many layers each stage has, as asked for, or as even as a run takes them."""
     if not options.pp_layers:
-        return deal_out(layers, pp, vpp) or {}
+        return split_layers(layers, pp, vpp) or {}
     try:
         counts = [int(number) for number in options.pp_layers.split(",")]
     except ValueError:
@@ -194,7 +201,7 @@ def table(found: dict[str, Any], receivers: int) -> Table:
         grid.add_column(name, justify="right" if name else "left")
     for name, what in (("cross", "received"), ("internode", "received over the network")):
         values = (found[f"{name}_bytes"] / receivers, found[f"{name}_bound"] / receivers)
-        grid.add_row(f"{what}, mean GPU", *map(gigabytes, values), f"{found[f'{name}_ratio']:.4f}")
+        grid.add_row(f"{what}, mean GPU", *map(format_bytes, values), f"{found[f'{name}_ratio']:.4f}")
     for name, what in (
         ("send", "sent"),
         ("recv", "received"),
@@ -202,18 +209,18 @@ def table(found: dict[str, Any], receivers: int) -> Table:
         ("nic_recv", "received over the network"),
     ):
         values = (found[f"{name}_max"], found[f"{name}_bound"])
-        grid.add_row(f"{what}, busiest GPU", *map(gigabytes, values), f"{found[f'{name}_max_over_bound']:.4f}")
+        grid.add_row(f"{what}, busiest GPU", *map(format_bytes, values), f"{found[f'{name}_max_over_bound']:.4f}")
     staging, buckets = found["staging_peak_bytes"], 2 * found["bucket_bytes"]
-    grid.add_row("staging, two buckets", gigabytes(staging), gigabytes(buckets), f"{staging / buckets:.4f}")
+    grid.add_row("staging, two buckets", format_bytes(staging), format_bytes(buckets), f"{staging / buckets:.4f}")
     return grid
 
 
-def advice_line(advice: Advice) -> str:
+def advice_line(advice: SplitAdvice) -> str:
     if advice.gain < LEAST_GAIN:
         return "No split of the layers over the stages gives the busiest stage noticeably less to send."
     return (
-        f"A better split: --pp-layers {','.join(map(str, advice.better))} gives the GPUs of the busiest stage "
-        f"{gigabytes(advice.bytes_better)} to send for {gigabytes(advice.bytes_now)}, {advice.gain:.1%} less "
+        f"A better split: --pp-layers {','.join(map(str, advice.recommended))} gives the GPUs of the busiest stage "
+        f"{format_bytes(advice.recommended_bytes)} to send for {format_bytes(advice.current_bytes)}, {advice.gain:.1%} less "
         "(bytes of a push only: see whether the stages then compute equally long)."
     )
 
@@ -221,69 +228,82 @@ def advice_line(advice: Advice) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument(
-        "--model", type=path_text, required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder"
+        "--model", type=parse_path_text, required=True, help=f"{', '.join(MODELS)}, or a config.json or its folder"
     )
     parser.add_argument("--train", required=True, metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,vpp=,etp=,cp=]")
     parser.add_argument("--engine", required=True, metavar="SIZES", help="tp=32,ep=32[,dp=,mlp_tp=,head_tp=...]")
     parser.add_argument("--train-ranks", default="", metavar="0-255", help="where the trainer is (default: from 0 on)")
     parser.add_argument("--engine-ranks", default="", metavar="256-511", help="where engines are (default: trainer's)")
-    parser.add_argument("--gpus-per-node", type=count(), default=8)
+    parser.add_argument("--gpus-per-node", type=int_in_range(), default=8)
     parser.add_argument("--wire", choices=("bf16", "fp8", "fp32"), default="bf16")
     parser.add_argument(
         "--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: as even as a run can)"
     )
     parser.add_argument(
-        "--bucket-mb", type=count(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
+        "--bucket-mb", type=int_in_range(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
     )
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of the table")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a picture: who sends how much to whom")
     links = parser.add_argument_group("assumed by the modelled seconds, per GPU and direction")
     links.add_argument(
-        "--nic-gbs", type=amount(), default=Links.network / 1e9, help="GB/s of network (default %(default)g)"
+        "--nic-gbs",
+        type=float_in_range(),
+        default=LinkSpeeds.network_bandwidth / 1e9,
+        help="GB/s of network (default %(default)g)",
     )
     links.add_argument(
-        "--nvlink-gbs", type=amount(), default=Links.inside / 1e9, help="GB/s in a node (default %(default)g)"
+        "--nvlink-gbs",
+        type=float_in_range(),
+        default=LinkSpeeds.nvlink_bandwidth / 1e9,
+        help="GB/s in a node (default %(default)g)",
     )
     links.add_argument(
-        "--round-us", type=amount(-1e-9), default=Links.round_seconds * 1e6, help="between rounds (default %(default)g)"
+        "--round-us",
+        type=float_in_range(-1e-9),
+        default=LinkSpeeds.round_overhead * 1e6,
+        help="between rounds (default %(default)g)",
     )
     links.add_argument(
         "--hand-over-ms",
-        type=amount(-1e-9),
-        default=Links.hand_over * 1e3,
+        type=float_in_range(-1e-9),
+        default=LinkSpeeds.send_overhead * 1e3,
         help="least of a round: handing over the one before (default %(default)g)",
     )
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    file_to_write(options.html, "--html")
-    links = Links(options.nic_gbs * 1e9, options.nvlink_gbs * 1e9, options.round_us / 1e6, options.hand_over_ms / 1e3)
+    check_writable_file(options.html, "--html")
+    links = LinkSpeeds(
+        options.nic_gbs * 1e9, options.nvlink_gbs * 1e9, options.round_us / 1e6, options.hand_over_ms / 1e3
+    )
     hf = on_the_wire(model_config(options.model), options.wire)
     family_of(hf).check(hf)
     config = configured(options, hf)
-    check(hf, config, declare(config))
-    paper = draw_up(lambda: planned_push(hf, config))
+    check_feasible(hf, config, load_requirements(config))
+    paper = build_report(lambda: plan_from_config(hf, config))
     train, engine = paper.plan.train, paper.plan.engine
     node, wire = options.gpus_per_node, options.wire
-    least: Bound = bound(hf, train, engine, node, wire)
-    found = figures(paper, least, links)
-    advice = better_split(hf, train, engine, node, wire, config.parallel.vpp)
-    found["better_pp_layers"] = list(advice.better) if advice.gain >= LEAST_GAIN else None
+    least: Bound = compute_bound(hf, train, engine, node, wire)
+    found = compute_metrics(paper, least, links)
+    advice = advise_split(hf, train, engine, node, wire, config.parallel.vpp)
+    found["better_pp_layers"] = list(advice.recommended) if advice.gain >= LEAST_GAIN else None
     found["better_pp_gain"] = round(advice.gain, 4)
-    lines = [*sentences(paper, least, links), advice_line(advice)]
+    lines = [*summarize(paper, least, links), advice_line(advice)]
     if config.model.megatron:
         lines.insert(0, split_line(config.model.megatron, train))
     if options.html:
-        options.html.write_text(page(title(options, train, engine), paper, least, links, lines), encoding="utf-8")
+        options.html.write_text(
+            render_page(title(options, train, engine), paper, least, links, lines), encoding="utf-8"
+        )
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
     console.print(title(options, train, engine), style="bold")
-    console.print(table(found, len(paper.plan.sides.engine)))
+    console.print(table(found, len(paper.plan.rank_map.engine)))
     console.print(
         f"Planned in {found['plan_seconds']:.3f} s for one rank, {found['all_ranks_seconds']:.1f} s for all; "
-        f"{found['messages']:,} messages of {gigabytes(found['mean_message_bytes'])} in {found['rounds']} rounds.\n"
+        f"{found['messages']:,} messages of {format_bytes(found['mean_message_bytes'])} in {found['rounds']} rounds.\n"
     )
     for line in lines:
         console.print(line)
@@ -293,7 +313,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    return ends_in_a_line(lambda: run(parse(arguments), Console(highlight=False)))
+    return run_cli(lambda: run(parse(arguments), Console(highlight=False)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, ends_in_a_line, folder_to_write
+from megarl.config.command_line import Parser, check_writable_folder, run_cli
 from megarl.data.table import read_rows
 from megarl.rewards.by_source import by_source
 from megarl.types import Prompt
@@ -200,7 +200,7 @@ def convert(rows: Iterable[tuple[str, Row]], adapter: Adapter, split: str) -> li
 
 def prepare(name: str, source: Path, target: Path) -> dict[str, int]:
     """Convert all splits; the number of problems in each. Raises ConfigError or OSError and then leaves nothing."""
-    folder_to_write(target, "OUT")
+    check_writable_folder(target, "OUT")
     adapter, tables = ADAPTERS[name], {}
     for split in adapter.splits:
         file = find_split(source, split) if len(adapter.splits) > 1 else find_file(source)
@@ -233,4 +233,4 @@ def convert_all() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(convert_all))
+    sys.exit(run_cli(convert_all))

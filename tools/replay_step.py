@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from megarl.config import Config, ConfigError, from_dict, load_config, plain_yaml, plugins, to_dict
-from megarl.config.command_line import Parser, count, ends_in_a_line
+from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.observe.rollout_log import recorded_steps
 from megarl.observe.tracker import read_metrics
 
@@ -100,7 +100,7 @@ def config_of(order: Order) -> Config:
     sections = {
         name: f"{name}.{next(iter(value))}" for name, value in tree.items() if isinstance(value, dict) and value
     }
-    return from_dict(plain_yaml.overridden(tree, [*own, *order.overrides], sections))
+    return from_dict(plain_yaml.apply_overrides(tree, [*own, *order.overrides], sections))
 
 
 def checkpoints_before(run: Path, step: int) -> list[Path]:
@@ -197,7 +197,7 @@ def take(order: Order) -> int:
     from megarl.launch import exit_status
     from megarl.parallel import rendezvous
 
-    looks = rendezvous.place().rank == 0
+    looks = rendezvous.read_launch_env().rank == 0
     debugger = Debugger()
     if order.stop_at:
         debugger.stop_at(order.stop_at)  # on all ranks: a mistake is everybody's
@@ -217,7 +217,7 @@ def take(order: Order) -> int:
     except BaseException as error:  # noqa: B036  the end of the program
         sys.settrace(None)
         status = _after(order, error, looks)
-        return exit_status.tell(error) if status is None else status
+        return exit_status.report_error(error) if status is None else status
     finally:
         sys.settrace(None)
         if looks:
@@ -231,7 +231,7 @@ def _after(order: Order, error: BaseException, looks: bool) -> int | None:
     """Look at an error; on the other ranks wait until somebody has. The exit status, None where the error says it."""
     from megarl.launch import exit_status
 
-    if isinstance(error, exit_status.ORDERLY):
+    if isinstance(error, exit_status.ORDERLY_EXITS):
         return None
     if looks:
         if order.looks:
@@ -282,7 +282,7 @@ def figures(run: Path, step: int) -> dict[str, Any] | None:
 def launch(order: Order, config: Config) -> int:
     """The same program as all of its ranks, on this machine."""
     from megarl.launch import launcher
-    from megarl.parallel.rendezvous import keep_store
+    from megarl.parallel.rendezvous import serve_local_store
 
     world = config.parallel.world_size
     if world > config.parallel.ranks_per_node:
@@ -295,7 +295,7 @@ def launch(order: Order, config: Config) -> int:
     arguments += ["--break", order.stop_at] if order.stop_at else []
     arguments += ["--pdb"] * order.looks + ["--alone"] * order.alone
     ranks = launcher.Launch((sys.executable, __file__, *arguments, *order.overrides), world, saves=False)
-    with launcher.noted(ranks.pending), keep_store() as place:
+    with launcher.record_signals(ranks.pending), serve_local_store() as place:
         end, _ = ranks.run(place)
     if end.text:
         print(end.text, file=sys.stderr, flush=True)
@@ -305,7 +305,7 @@ def launch(order: Order, config: Config) -> int:
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--step", type=count(), required=True)
+    parser.add_argument("--step", type=int_in_range(), required=True)
     parser.add_argument("--break", dest="stop_at", default="", metavar="MODULE:FUNCTION")
     parser.add_argument("--pdb", action="store_true", help="look at the place where it fails")
     parser.add_argument("--alone", action="store_true", help="in one process")
@@ -338,4 +338,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_in_a_line(lambda: main(sys.argv[1:])))
+    sys.exit(run_cli(lambda: main(sys.argv[1:])))

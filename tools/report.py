@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, ends_in_a_line, file_beside, file_to_write
+from megarl.config.command_line import Parser, check_writable_file, default_output_file, run_cli
 from megarl.observe.tracker import read_metrics
 
 matplotlib.use("Agg")
@@ -229,10 +229,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def report(options: argparse.Namespace) -> int:
     runs = [load_run(path) for path in options.runs]
-    file = options.plot or file_beside(options.runs, "report.png")
+    file = options.plot or default_output_file(options.runs, "report.png")
     if (form := file.suffix[1:].lower()) not in (known := FigureCanvasBase.get_supported_filetypes()):
         raise ConfigError(f"--plot {file}: a plot has one of the suffixes {', '.join(sorted(known))}, not {form!r}")
-    file_to_write(file, "--plot")
+    check_writable_file(file, "--plot")
     plot(runs, file)
     console = Console(highlight=False)
     console.print(summary(runs))
@@ -242,7 +242,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    return ends_in_a_line(lambda: report(parse(arguments)))
+    return run_cli(lambda: report(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -30,12 +30,12 @@ from rich.text import Text
 from stretches import Times, common, seconds, union, without
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, ends_in_a_line, file_to_write
-from megarl.observe.clock import DATA, ELSEWHERE, STEP, WAIT, Span
+from megarl.config.command_line import Parser, check_writable_file, run_cli
+from megarl.observe.clock import DATA, REMOTE, STEP, WAIT, Span
 
 SHOWN = 3
 _SHORTEST_PAUSE_S = 1.0
-NO_WORK = (WAIT, DATA, ELSEWHERE, STEP)
+NO_WORK = (WAIT, DATA, REMOTE, STEP)
 MARKS = {WAIT: "·", DATA: ":", "": " "}
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red", "bright_green", "bright_cyan", "bright_yellow")
 
@@ -162,7 +162,7 @@ def read_steps(file: Path) -> tuple[dict[int, list[Span]], set[int]]:
         thread = threads.get(event["tid"], "main")
         members = tuple(args.get("ranks", ()))
         span = Span(event["name"], event["cat"], thread, begin / 1e6, (begin + length) / 1e6, members)
-        if span.who == STEP and (number := re.fullmatch(r"step (\d{1,12})", span.name)):
+        if span.category == STEP and (number := re.fullmatch(r"step (\d{1,12})", span.name)):
             step, current = int(number[1]), []
             found = {other: spans for other, spans in found.items() if other < step} | {step: current}
             firsts = {other for other in firsts if other < step} | ({step} if is_first else set())
@@ -208,9 +208,9 @@ def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Times]]:
     found: dict[str, dict[int, Times]] = {}
     for (rank, _), spans in run.spans.items():
         for span in innermost(spans):
-            if span.who not in (STEP, ELSEWHERE):
+            if span.category not in (STEP, REMOTE):
                 cut = max(begin, span.begin), min(end, span.end)
-                found.setdefault(span.who, {}).setdefault(rank, []).append(cut)
+                found.setdefault(span.category, {}).setdefault(rank, []).append(cut)
     merged = {who: {rank: union(times) for rank, times in by_rank.items()} for who, by_rank in found.items()}
     for rank in run.ranks:
         covered = at_work(merged, rank)
@@ -276,9 +276,9 @@ def cost(run: Run, step: int) -> Cost:
 
 def kind_of(span: Span) -> str:
     """What a span is in the picture: work by its name without the step, and the rest by what it is."""
-    if span.who in (STEP, ELSEWHERE):
+    if span.category in (STEP, REMOTE):
         return ""
-    return span.who if span.who in NO_WORK else re.sub(r" of step \d+$", "", span.name)
+    return span.category if span.category in NO_WORK else re.sub(r" of step \d+$", "", span.name)
 
 
 def row(spans: Iterable[Span], begin: float, end: float, width: int) -> list[str]:
@@ -366,7 +366,7 @@ def trace(run: Run, steps: Sequence[int]) -> dict[str, Any]:
         for span in spans:
             if span.begin < end and span.end > begin:
                 times = {"ts": round((span.begin - begin) * 1e6), "dur": round((span.end - span.begin) * 1e6)}
-                events.append({"name": span.name, "cat": span.who, "ph": "X", **times, **place})
+                events.append({"name": span.name, "cat": span.category, "ph": "X", **times, **place})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -381,7 +381,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def show(options: argparse.Namespace) -> int:
     run = load(options.run)
     steps = chosen(options.steps, run) if options.steps else list(run.windows)[-SHOWN:]
-    file_to_write(options.out, "--out")
+    check_writable_file(options.out, "--out")
     console = Console(highlight=False)
     for line in picture(run, steps, console.width):
         console.print(line, soft_wrap=True)
@@ -397,7 +397,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    return ends_in_a_line(lambda: show(parse(arguments)))
+    return run_cli(lambda: show(parse(arguments)))
 
 
 if __name__ == "__main__":

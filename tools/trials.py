@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import ConfigError
-from megarl.engine.engine_host_client import SHARED
+from megarl.engine.engine_host_client import HOST_VARIABLE
 from megarl.observe.tracker import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,9 @@ def run(config: str, overrides: Sequence[str], run_dir: Path, host: str | None =
     if not done.exists():
         if (run_dir / "config.yaml").is_file():
             shutil.rmtree(run_dir)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({SHARED: host} if host else {})
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (
+            {HOST_VARIABLE: host} if host else {}
+        )
         command = [sys.executable, "-W", "ignore", "-m", "megarl.train", config, *overrides, f"run.dir={run_dir}"]
         ended = subprocess.run(
             [*command, "track.progress=false"], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -23,9 +23,16 @@ from typing import Any
 import timeline
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, count, ends_in_a_line, file_beside, file_to_write, folder_to_write
+from megarl.config.command_line import (
+    Parser,
+    check_writable_file,
+    check_writable_folder,
+    default_output_file,
+    int_in_range,
+    run_cli,
+)
 from megarl.observe.clock import Span
-from megarl.view.page import DETAILS, load, write_page
+from megarl.view.page import DEFAULT_DETAILS, load, write_page
 from megarl.view.page_server import Server
 
 SHOWN_STEPS, MOST_ROWS, MOST_SPANS = 3, 64, 20_000
@@ -82,8 +89,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default RUN/view.html)")
-    what.add_argument("--serve", type=count(0, 65535), nargs="?", const=0, metavar="PORT", help="serve it on loopback")
-    parser.add_argument("--details", type=count(0), default=DETAILS, metavar="N", help="rollouts with their tokens")
+    what.add_argument(
+        "--serve", type=int_in_range(0, 65535), nargs="?", const=0, metavar="PORT", help="serve it on loopback"
+    )
+    parser.add_argument(
+        "--details", type=int_in_range(0), default=DEFAULT_DETAILS, metavar="N", help="rollouts with their tokens"
+    )
     return parser.parse_args(arguments)
 
 
@@ -98,11 +109,11 @@ def show(options: argparse.Namespace) -> int:
             f"{options.runs[0]} is no run folder (it has neither config.yaml nor metrics.jsonl), so nothing is "
             "written into it; name a run, or with --out where the page goes"
         )
-    file = options.out or file_beside(options.runs, "view.html")
-    file_to_write(file, "--out")
+    file = options.out or default_output_file(options.runs, "view.html")
+    check_writable_file(file, "--out")
     if file.exists() and not file.is_file():  # it is replaced, not written into
         raise ConfigError(f"--out {file} is no regular file; name another")
-    folder_to_write(file.with_name(f"{file.stem}_files"), "--out")
+    check_writable_folder(file.with_name(f"{file.stem}_files"), "--out")
     runs = [load(path, spans_of) for path in options.runs]
     written = write_page(runs, file, options.details)
     for one in runs:
@@ -127,7 +138,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    return ends_in_a_line(lambda: show(parse(arguments)))
+    return run_cli(lambda: show(parse(arguments)))
 
 
 if __name__ == "__main__":

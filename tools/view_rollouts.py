@@ -32,12 +32,12 @@ from rich.rule import Rule
 from rich.text import Text
 
 from megarl.config import ConfigError
-from megarl.config.command_line import Parser, count, ends_in_a_line, file_to_write
-from megarl.observe.rollout_log import is_whole, read_records, recorded_steps
+from megarl.config.command_line import Parser, check_writable_file, int_in_range, run_cli
+from megarl.observe.rollout_log import is_complete, read_records, recorded_steps
 from megarl.observe.rollout_table import Record
 from megarl.types import Turn
-from megarl.view.query import COLUMNS, TEXTS, Value, condition, known_column
-from megarl.view.rollout_details import Decode, Words, find_tokenizer, tokenizer_of
+from megarl.view.query import COLUMNS, TEXT_COLUMNS, Value, check_column, parse_condition
+from megarl.view.rollout_details import Decode, TokenDecoder, load_decoder, load_decoder_or_default
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -58,7 +58,7 @@ def find_step(run_dir: Path, step: int | None) -> int:
     if not steps:
         raise ConfigError(f"{run_dir} has no recorded rollouts (track.rollouts writes them)")
     if step is None:
-        return steps[-1] if len(steps) == 1 or is_whole(run_dir, steps[-1]) else steps[-2]
+        return steps[-1] if len(steps) == 1 or is_complete(run_dir, steps[-1]) else steps[-2]
     if step not in steps:
         raise ConfigError(f"{run_dir} has no rollouts of step {step}; it has steps {steps[0]} to {steps[-1]}")
     return step
@@ -69,7 +69,7 @@ def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
     rollout = record.rollout
     written = [turn.logprobs for turn in rollout.turns if turn.is_action]
     logprobs = np.concatenate([np.zeros(0, np.float32), *written])
-    oldest = min((version for version, _ in rollout.runs if version >= 0), default=newest)
+    oldest = min((version for version, _ in rollout.version_spans if version >= 0), default=newest)
     found: dict[str, Value] = {
         "step": step,
         "number": record.number,
@@ -92,19 +92,19 @@ def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
 
 def chosen(records: list[Record], step: int, options: argparse.Namespace) -> list[Record]:
     """Those that fit `--where`, in the order that is asked for. Raises ConfigError."""
-    fits = condition(options.where) if options.where is not None else None
+    fits = parse_condition(options.where) if options.where is not None else None
     name, _, way = options.sort.partition(":") if options.sort is not None else ("", "", "")
     if options.sort is not None:
-        known_column(name, "--sort")
+        check_column(name, "--sort")
         if way not in ("", "up", "down"):
             raise ConfigError(f"--sort {options.sort[:60]}: write {name}, or {name}:down for the highest first")
     found = list(records)
     if fits is not None or name:
-        newest = max((version for one in records for version, _ in one.rollout.runs), default=-1)
+        newest = max((version for one in records for version, _ in one.rollout.version_spans), default=-1)
         known = {id(one): figures(one, step, newest) for one in records}
         if fits is not None:
             found = [one for one in found if fits(known[id(one)])]
-        if name in TEXTS:
+        if name in TEXT_COLUMNS:
             found.sort(key=lambda one: str(known[id(one)][name]), reverse=way == "down")
         elif name:
             found.sort(key=lambda one: _last_if_none(known[id(one)][name], way == "down"))
@@ -129,7 +129,7 @@ def head_line(record: Record) -> str:
     if rollout.episode >= 0:
         parts.append(f"episode {rollout.episode}")
     if (branch := rollout.branch) is not None:
-        parts.append(f"branch {branch.number}, {branch.forks} forks{', drifted' if branch.drift else ''}")
+        parts.append(f"branch {branch.number}, {branch.forks} forks{', drifted' if branch.has_drifted else ''}")
     parts.append(reward)
     if len(rollout.reward_parts) > 1:
         parts.append("(" + ", ".join(f"{name} {value:g}" for name, value in rollout.reward_parts.items()) + ")")
@@ -152,15 +152,15 @@ def turn_label(index: int, turn: Turn) -> str:
     label = f"turn {index}: policy, {count} tokens, weights {turn.weight_version}"
     if count:
         label += f", mean log-prob {np.mean(turn.logprobs, dtype=np.float64):.3f}"
-    if turn.cached >= 0:
-        label += f", {turn.cached} tokens before it from the cache"
+    if turn.cached_tokens >= 0:
+        label += f", {turn.cached_tokens} tokens before it from the cache"
     if turn.reward:
         label += f", reward {turn.reward:g}"
     return label
 
 
 def print_rollouts(
-    records: list[Record], title: str, decode: Decode, console: Console, words: Words | None = None
+    records: list[Record], title: str, decode: Decode, console: Console, words: TokenDecoder | None = None
 ) -> None:
     """words: where each token is to have a line of its own."""
     console.print(title, style="bold", markup=False)
@@ -181,11 +181,11 @@ def print_rollouts(
             console.print(Text(_printable(text), style="bold" if turn.is_action else "dim"))
 
 
-def token_lines(record: Record, turn: Turn, first: int, words: Words) -> list[str]:
+def token_lines(record: Record, turn: Turn, first: int, words: TokenDecoder) -> list[str]:
     """A line for each token of a turn that begins at token `first` of its rollout."""
     ids = turn.token_ids.tolist()
     versions, lines = turn.token_versions, []
-    for place, (token, word) in enumerate(zip(ids, words.of(ids), strict=True)):
+    for place, (token, word) in enumerate(zip(ids, words.decode_each(ids), strict=True)):
         text = _printable(word).replace("\n", "\\n")
         own = ""
         if turn.is_action:
@@ -217,8 +217,8 @@ def _printable(text: str) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--step", type=count(), help="which step (default: the last recorded)")
-    parser.add_argument("--show", type=count(0), default=8, help="how many rollouts (default 8; 0 for all)")
+    parser.add_argument("--step", type=int_in_range(), help="which step (default: the last recorded)")
+    parser.add_argument("--show", type=int_in_range(0), default=8, help="how many rollouts (default 8; 0 for all)")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="lowest reward first")
     order.add_argument("--best", action="store_true", help="highest reward first")
@@ -232,7 +232,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def show(options: argparse.Namespace) -> int:
-    file_to_write(options.html, "--html")
+    check_writable_file(options.html, "--html")
     if options.tokens and options.html:
         raise ConfigError("--tokens is for the terminal; tools/view.py makes a page with tokens")
     step = find_step(options.run, options.step)
@@ -242,18 +242,18 @@ def show(options: argparse.Namespace) -> int:
     title = f"{options.run}, step {step}: {len(records)} of {len(every)} rollouts"
     if options.where is not None:
         title = f"{options.run}, step {step}: {len(fitting)} of {len(every)} rollouts fit, {len(records)} shown"
-    decode = find_tokenizer(options.run)
+    decode = load_decoder_or_default(options.run)
     if options.html:
         options.html.write_text(html_page(records, title, decode), encoding="utf-8")
         print(f"wrote {options.html}: {len(records)} of {len(every)} rollouts of step {step}")
     else:
-        words = Words(tokenizer_of(options.run)) if options.tokens else None
+        words = TokenDecoder(load_decoder(options.run)) if options.tokens else None
         print_rollouts(records, title, decode, Console(highlight=False, soft_wrap=True), words)
     return 0
 
 
 def main(arguments: list[str]) -> int:
-    return ends_in_a_line(lambda: show(parse(arguments)))
+    return run_cli(lambda: show(parse(arguments)))
 
 
 if __name__ == "__main__":

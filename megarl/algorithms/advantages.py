@@ -13,15 +13,15 @@ from typing import Literal
 
 import torch
 
-from megarl.algorithms.token_stats import in_blocks, picked
-from megarl.types import Total, alone
+from megarl.algorithms.token_stats import iter_blocks, masked_select
+from megarl.types import AllReduce, local_all_reduce
 
-Kind = Literal["group", "rloo", "reinforce_baseline", "opo"]
+Estimator = Literal["group", "rloo", "reinforce_baseline", "opo"]
 """Names of `sequence_advantages`."""
 
 
 def sequence_advantages(
-    kind: Kind,
+    kind: Estimator,
     reward: torch.Tensor,
     group: torch.Tensor,
     actions: torch.Tensor,
@@ -53,12 +53,12 @@ def group_advantages(
     (arXiv:2503.20783). `reward` [N], `group` [N] any integers, in any order. A group whose rewards are all
     equal, so also a group of one, says nothing about what is better: exactly 0.
     """
-    groups = _Groups.of(reward, group, left_out)
-    centred = groups.reward - groups.each(groups.sums(groups.reward) / groups.size.clamp(min=1))
+    groups = _Groups.build(reward, group, left_out)
+    centred = groups.reward - groups.expand(groups.sum_groups(groups.reward) / groups.size.clamp(min=1))
     if use_std:
-        variance = groups.sums(centred.square()) / (groups.size - 1).clamp(min=1)
-        centred = centred / (groups.each(variance.sqrt()) + 1e-6)
-    return groups.told(centred).to(reward.dtype)
+        variance = groups.sum_groups(centred.square()) / (groups.size - 1).clamp(min=1)
+        centred = centred / (groups.expand(variance.sqrt()) + 1e-6)
+    return groups.zero_uniform(centred).to(reward.dtype)
 
 
 def rloo_advantages(reward: torch.Tensor, group: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,10 +68,10 @@ def rloo_advantages(reward: torch.Tensor, group: torch.Tensor, left_out: torch.T
 
     [N]; groups that say nothing as in `group_advantages`.
     """
-    groups = _Groups.of(reward, group, left_out)
+    groups = _Groups.build(reward, group, left_out)
     size = groups.size.double().clamp(min=2)  # of one nothing is told
-    centred = groups.reward - groups.each(groups.sums(groups.reward) / size)
-    return groups.told(centred * groups.each(size / (size - 1))).to(reward.dtype)
+    centred = groups.reward - groups.expand(groups.sum_groups(groups.reward) / size)
+    return groups.zero_uniform(centred * groups.expand(size / (size - 1))).to(reward.dtype)
 
 
 def opo_advantages(
@@ -84,10 +84,10 @@ def opo_advantages(
     That is the baseline of least variance where the squared norm of a sequence's gradient grows as its length.
     `actions` [N]: l, its action tokens. Groups that say nothing as in `group_advantages`.
     """
-    groups = _Groups.of(reward, group, left_out)
+    groups = _Groups.build(reward, group, left_out)
     length = actions.double()
-    baseline = groups.sums(length * groups.reward) / groups.sums(length).clamp(min=1)
-    return groups.told(groups.reward - groups.each(baseline)).to(reward.dtype)
+    baseline = groups.sum_groups(length * groups.reward) / groups.sum_groups(length).clamp(min=1)
+    return groups.zero_uniform(groups.reward - groups.expand(baseline)).to(reward.dtype)
 
 
 def penalised_rewards(reward: torch.Tensor, penalty: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def penalised_rewards(reward: torch.Tensor, penalty: torch.Tensor, group: torch.
     A group whose rewards are all equal keeps them as they are, so that its advantages are exactly 0. Its penalties
     would be all that differs, and divided by their deviation they would count as much as rewards, however small.
     """
-    return torch.where(_Groups.of(reward, group, None).is_uniform(), reward, reward - penalty)
+    return torch.where(_Groups.build(reward, group, None).is_uniform(), reward, reward - penalty)
 
 
 def whiten_sequences(x: torch.Tensor, actions: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
@@ -122,38 +122,40 @@ class _Groups:
     """Samples of G prompts. Those that are left out have reward 0 and are in no sum."""
 
     reward: torch.Tensor  # [N] fp64
-    row: torch.Tensor  # [N] in 0..G-1
-    counted: torch.Tensor  # [N] bool
+    group_ids: torch.Tensor  # [N] in 0..G-1
+    is_included: torch.Tensor  # [N] bool
     size: torch.Tensor  # [G] how many count
 
     @staticmethod
-    def of(reward: torch.Tensor, group: torch.Tensor, left_out: torch.Tensor | None) -> _Groups:
+    def build(reward: torch.Tensor, group: torch.Tensor, left_out: torch.Tensor | None) -> _Groups:
         _, row = torch.unique(group, return_inverse=True)
         counted = torch.ones_like(row, dtype=torch.bool) if left_out is None else ~left_out
         groups = int(row.max()) + 1 if len(row) else 0
         size = torch.bincount(row[counted], minlength=groups)
         return _Groups(torch.where(counted, reward.double(), 0.0), row, counted, size)
 
-    def sums(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_groups(self, x: torch.Tensor) -> torch.Tensor:
         """[N] -> [G], of those that count."""
-        return x.new_zeros(len(self.size)).index_add(0, self.row, torch.where(self.counted, x, 0.0))
+        return x.new_zeros(len(self.size)).index_add(0, self.group_ids, torch.where(self.is_included, x, 0.0))
 
-    def each(self, x: torch.Tensor) -> torch.Tensor:
+    def expand(self, x: torch.Tensor) -> torch.Tensor:
         """[G] -> [N]."""
-        return x[self.row]
+        return x[self.group_ids]
 
-    def told(self, advantages: torch.Tensor) -> torch.Tensor:
+    def zero_uniform(self, advantages: torch.Tensor) -> torch.Tensor:
         """[N] with exactly 0 where the group's rewards are all equal, and of those left out."""
-        return torch.where(self.is_uniform() | ~self.counted, 0.0, advantages)
+        return torch.where(self.is_uniform() | ~self.is_included, 0.0, advantages)
 
     def is_uniform(self) -> torch.Tensor:
         """[N] bool: whether the rewards of the sample's group are all equal."""
         ends = self.reward.new_zeros(2, len(self.size))
         lowest, highest = (
-            ends[i].scatter_reduce(0, self.row[self.counted], self.reward[self.counted], reduce=way, include_self=False)
+            ends[i].scatter_reduce(
+                0, self.group_ids[self.is_included], self.reward[self.is_included], reduce=way, include_self=False
+            )
             for i, way in enumerate(("amin", "amax"))
         )
-        return self.each(lowest == highest)
+        return self.expand(lowest == highest)
 
 
 def gae(
@@ -188,8 +190,8 @@ def gae(
     sequences = list(zip(*(column.split(lengths) for column in columns), strict=True))
     counts = [int(torch.count_nonzero(sequence[2])) for sequence in sequences]
     each = torch.as_tensor(lam, dtype=torch.float64).expand(len(lengths))
-    for block in _blocks(counts):
-        _gae_of_block([sequences[i] for i in block], [counts[i] for i in block], gamma, each[block])
+    for block in _split_blocks(counts):
+        _compute_block_gae([sequences[i] for i in block], [counts[i] for i in block], gamma, each[block])
     return advantages, returns
 
 
@@ -232,21 +234,21 @@ def rewards_to_go(
     return gae(rewards, torch.zeros_like(rewards), loss_mask, cu_seqlens, gamma, 1.0)[0]
 
 
-STEPS = 1 << 24
+MAX_BLOCK_STEPS = 1 << 24
 """Actions of the sequences that `gae` goes through together: 64 MB in fp32."""
 
 
-def _blocks(counts: list[int]) -> Iterator[list[int]]:
+def _split_blocks(counts: list[int]) -> Iterator[list[int]]:
     """The numbers of those that have actions, most actions first, so many at a time that a rectangle of them, each with
     as many actions as the first, has `STEPS`; at least one."""
     order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])
     while order:
-        together = max(1, STEPS // counts[order[0]])
+        together = max(1, MAX_BLOCK_STEPS // counts[order[0]])
         yield order[:together]
         order = order[together:]
 
 
-def _gae_of_block(
+def _compute_block_gae(
     sequences: list[tuple[torch.Tensor, ...]], counts: list[int], gamma: float, lam: torch.Tensor
 ) -> None:
     """Writes advantages and returns of sequences, each (rewards, values, mask, advantages, returns) as views, of which
@@ -282,13 +284,13 @@ def _gae_of_block(
         returns.index_copy_(0, place, advantage + values.index_select(0, place).to(advantage.dtype))
 
 
-def whiten(x: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> torch.Tensor:
+def whiten(x: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_reduce) -> torch.Tensor:
     """`x` [T] shifted and scaled to mean 0 and (population) standard deviation 1 over `mask` [T]; 0 elsewhere.
 
     Mean and deviation are those of all ranks' entries. Where these are all equal the result is 0.
     """
     result = torch.zeros_like(x)
-    chosen = picked(
+    chosen = masked_select(
         x, mask, torch.float64
     )  # fp32 would leave rounding noise of equal entries, which the scale blows up
     count, entries = total(torch.stack([chosen.new_tensor(len(chosen)), chosen.sum()]))
@@ -296,7 +298,7 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> torch.T
         return result
     mean = entries / count
     scale = (total(chosen.sub_(mean).square_().sum()) / count + 1e-8).rsqrt()
-    for part, numbers, where in in_blocks(result, x, mask):
+    for part, numbers, where in iter_blocks(result, x, mask):
         part.copy_(torch.where(where, (numbers.double() - mean) * scale, 0.0))
     return result
 

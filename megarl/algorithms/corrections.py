@@ -18,13 +18,13 @@ import torch
 
 from megarl.algorithms.policy_losses import MAX_LOG_RATIO
 from megarl.algorithms.token_rewards import sequence_sums
-from megarl.algorithms.token_stats import kth_values_of, picked
-from megarl.types import Total, alone
+from megarl.algorithms.token_stats import batched_kth_values, masked_select
+from megarl.types import AllReduce, local_all_reduce
 
-Kind = Literal["none", "tis", "icepop", "mis", "reject"]
-Level = Literal["token", "sequence", "geometric"]
+CorrectionKind = Literal["none", "tis", "icepop", "mis", "reject"]
+RatioLevel = Literal["token", "sequence", "geometric"]
 
-OLDEST = 3
+LAST_STALENESS_BUCKET = 3
 """Figures by lag are of 0, 1, 2, and of this and more."""
 
 
@@ -33,8 +33,8 @@ class Correction:
     """Of each token, all [T]; 0 and False where `loss_mask` is False."""
 
     weights: torch.Tensor  # fp32, what the token's loss counts for, without a gradient
-    below: torch.Tensor  # bool, where the ratio is below the bounds
-    above: torch.Tensor  # bool, where it is above them
+    is_below: torch.Tensor  # bool, where the ratio is below the bounds
+    is_above: torch.Tensor  # bool, where it is above them
 
 
 def log_ratios(policy: torch.Tensor, engine: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,9 @@ def log_ratios(policy: torch.Tensor, engine: torch.Tensor, loss_mask: torch.Tens
     return difference.masked_fill_(~loss_mask, 0.0)
 
 
-def at_level(log_ratio: torch.Tensor, loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, level: Level) -> torch.Tensor:
+def aggregate_log_ratio(
+    log_ratio: torch.Tensor, loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, level: RatioLevel
+) -> torch.Tensor:
     """[T] log of the ratio that an action token is judged by, from -20 to 20, 0 elsewhere; `log_ratio` as above.
 
     token      rho_t
@@ -59,12 +61,12 @@ def at_level(log_ratio: torch.Tensor, loss_mask: torch.Tensor, cu_seqlens: torch
     return torch.repeat_interleave(whole, cu_seqlens.diff()).masked_fill_(~loss_mask, 0.0)
 
 
-def correction(
+def compute_correction(
     log_ratio: torch.Tensor,
     loss_mask: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    kind: Kind,
-    level: Level,
+    kind: CorrectionKind,
+    level: RatioLevel,
     low: float,
     high: float,
 ) -> Correction:
@@ -83,7 +85,7 @@ def correction(
 
     Functions of whole sequences: a share of them has the weights that it has of all.
     """
-    judged = at_level(log_ratio, loss_mask, cu_seqlens, level)
+    judged = aggregate_log_ratio(log_ratio, loss_mask, cu_seqlens, level)
     ratio = torch.exp(judged)
     below, above = loss_mask & (ratio < low), loss_mask & (ratio > high)
     outside = below | above
@@ -101,13 +103,13 @@ def correction(
     return Correction(weights.masked_fill_(~loss_mask, 0.0), below, above)
 
 
-def correction_figures(
+def correction_metrics(
     log_ratio: torch.Tensor,
     loss_mask: torch.Tensor,
     cu_seqlens: torch.Tensor,
     made: Correction,
     lag: torch.Tensor | None = None,
-    total: Total = alone,
+    total: AllReduce = local_all_reduce,
 ) -> dict[str, float]:
     """How far apart the two policies are, and what was done about it, of all tokens and of those of each lag.
 
@@ -125,16 +127,20 @@ def correction_figures(
 
     Collective in `total`; the same on all ranks. Nothing where there is no action token.
     """
-    of_tokens, of_sequences = _of_lag(loss_mask, cu_seqlens, lag)
+    of_tokens, of_sequences = _split_by_staleness(loss_mask, cu_seqlens, lag)
     whole = torch.exp(sequence_sums(log_ratio.double(), cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     kept = sequence_sums((made.weights > 0).int(), cu_seqlens) > 0
     values, sums = [], []
     for mask, chosen in zip(of_tokens, of_sequences, strict=True):
-        logs, weights, own = picked(log_ratio, mask, torch.float64), picked(made.weights, mask), whole[chosen]
+        logs, weights, own = (
+            masked_select(log_ratio, mask, torch.float64),
+            masked_select(made.weights, mask),
+            whole[chosen],
+        )
         ratios = torch.exp(logs)
         values.append(ratios.float())
         parts = [float(part.sum()) for part in (-logs, ratios - 1.0 - logs, weights.double(), weights == 0)]
-        parts += [float(torch.count_nonzero(mask & part)) for part in (made.above, made.below)]
+        parts += [float(torch.count_nonzero(mask & part)) for part in (made.is_above, made.is_below)]
         parts += [len(own), float(own.sum()), float(own.square().sum()), float(torch.count_nonzero(~kept[chosen]))]
         sums.append(torch.tensor([len(logs), *parts], dtype=torch.float64))
     table = total(torch.stack(sums))
@@ -144,7 +150,7 @@ def correction_figures(
     counts = [int(table[row, 0]) for row in there]
     shares = [tuple(-(-count * percent // 100) for percent in (5, 50, 95, 100)) for count in counts]
     found: dict[str, float] = {}
-    for row, ks in zip(there, kth_values_of([values[row] for row in there], shares, total), strict=True):
+    for row, ks in zip(there, batched_kth_values([values[row] for row in there], shares, total), strict=True):
         tokens, kl, k3, weight, masked, above, below, sequences, first, second, rejected = table[row].tolist()
         figures = dict(zip(("ratio_p5", "ratio_p50", "ratio_p95", "ratio_max"), ks, strict=True))
         figures |= {"kl": kl / tokens, "k3_kl": k3 / tokens, "rollout_is_mean": weight / tokens}
@@ -158,18 +164,18 @@ def correction_figures(
     return found
 
 
-def _of_lag(
+def _split_by_staleness(
     loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, lag: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Masks [T] of action tokens and [N] of sequences that have some: of all, then of each lag."""
     acting = sequence_sums(loss_mask.int(), cu_seqlens) > 0
     if lag is None:
         return [loss_mask], [acting]
-    ages = lag.clamp(0, OLDEST)
+    ages = lag.clamp(0, LAST_STALENESS_BUCKET)
     # A sequence is as old as its oldest action: that is of the highest of these lags of which it has one.
     oldest = torch.zeros_like(cu_seqlens[1:])
-    for age in range(1, OLDEST + 1):
+    for age in range(1, LAST_STALENESS_BUCKET + 1):
         oldest[sequence_sums((loss_mask & (ages == age)).int(), cu_seqlens) > 0] = age
-    each = range(OLDEST + 1)
+    each = range(LAST_STALENESS_BUCKET + 1)
     tokens = [loss_mask, *(loss_mask & (ages == age) for age in each)]
     return tokens, [acting, *(acting & (oldest == age) for age in each)]

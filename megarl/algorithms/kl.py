@@ -58,8 +58,8 @@ class AdaptiveKL:
     target: float | None  # nats per token
     horizon: int  # rollouts
     initial: float | None = field(default=None, compare=False)  # what `coef` began as
-    most: float = math.inf  # what a coefficient that is steered stays at or below
-    limit: float | None = None  # nats per token, above which `coef` falls to 0, for good
+    max_coef: float = math.inf  # what a coefficient that is steered stays at or below
+    max_kl: float | None = None  # nats per token, above which `coef` falls to 0, for good
 
     def __post_init__(self) -> None:
         if self.initial is None:
@@ -76,14 +76,14 @@ class AdaptiveKL:
         """
         if not math.isfinite(kl):
             raise ValueError(f"the KL to the reference is {kl}: the policy has diverged")
-        if self.limit is not None and kl > self.limit:
+        if self.max_kl is not None and kl > self.max_kl:
             return replace(self, coef=0.0)
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         # A batch of more than five horizons would make the factor negative.
         factor = max(1.0 + error * rollouts / self.horizon, 0.0)
-        return replace(self, coef=min(self.coef * factor, self.most))
+        return replace(self, coef=min(self.coef * factor, self.max_coef))
 
     def state_dict(self) -> dict[str, float]:
         assert self.initial is not None
@@ -94,4 +94,6 @@ class AdaptiveKL:
         does the coefficient where the saved one began from another: somebody has set it anew."""
         if state.get("initial", self.initial) != self.initial:
             return self
-        return replace(self, coef=float(state["coef"]) if self.target is None else min(float(state["coef"]), self.most))
+        return replace(
+            self, coef=float(state["coef"]) if self.target is None else min(float(state["coef"]), self.max_coef)
+        )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megarl.algorithms.token_stats import action_tokens, picked
-from megarl.types import TokenLoss, Total, TrainBatch, alone
+from megarl.algorithms.token_stats import count_action_tokens, masked_select
+from megarl.types import AllReduce, TokenLoss, TrainBatch, local_all_reduce
 
 
 def token_mean_weights(loss_mask: torch.Tensor, actions: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def constant_weights(loss_mask: torch.Tensor, length: int, sequences: int) -> to
     return loss_mask.float().div_(length * max(sequences, 1))
 
 
-def pair_mean_weights(cu_seqlens: torch.Tensor, total: Total = alone) -> torch.Tensor:
+def pair_mean_weights(cu_seqlens: torch.Tensor, total: AllReduce = local_all_reduce) -> torch.Tensor:
     """[T] fp32 weights that make a sum of `bradley_terry` losses their mean over the pairs: 1 / pairs at the last token
     of each chosen sequence, which are those with even numbers. A share of the pairs has whole ones."""
     chosen = cu_seqlens[1:][0::2] - 1
@@ -93,17 +93,17 @@ def value_loss(
 
 
 def explained_variance(
-    values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor, total: Total = alone
+    values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor, total: AllReduce = local_all_reduce
 ) -> float:
     """1 - Var(R - V) / Var(R) over the action tokens of all: 1 is a perfect critic, 0 no better than a constant.
 
     0 where the returns are all equal, for then there is nothing to explain.
     """
-    count = action_tokens(loss_mask, total)
+    count = count_action_tokens(loss_mask, total)
     if not count:
         return 0.0
-    actual = picked(returns, loss_mask, torch.float64)
-    unexplained = actual - picked(values, loss_mask)
+    actual = masked_select(returns, loss_mask, torch.float64)
+    unexplained = actual - masked_select(values, loss_mask)
     weight = len(actual) / count  # 1 where this is all of them: what comes out is then their own mean and variance
     own = torch.stack([torch.stack(_moments(actual)), torch.stack(_moments(unexplained))])  # [2, mean and variance]
     means = total(weight * own[:, 0])
@@ -155,8 +155,11 @@ def positive_nll(logprobs: torch.Tensor, part: TrainBatch) -> TokenLoss:
     """
     assert part.counts is not None and part.loss_weights is not None
     lengths = part.cu_seqlens.diff().to(logprobs.device)
-    good = torch.repeat_interleave(part.sequence_reward[part.own].to(logprobs.device) > 0, lengths) & part.loss_mask
+    good = (
+        torch.repeat_interleave(part.sequence_reward[part.local_indices].to(logprobs.device) > 0, lengths)
+        & part.loss_mask
+    )
     zeros = torch.zeros_like(logprobs)
-    nll = torch.where(good, -logprobs, zeros) / max(part.counts.rewarded, 1)
+    nll = torch.where(good, -logprobs, zeros) / max(part.counts.positive_actions, 1)
     loss = torch.where(good, nll / part.loss_weights.where(good, torch.ones_like(zeros)), zeros)
     return TokenLoss(loss, {"actor/nll_loss": nll.detach() * part.counts.actions})

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import torch
 
 from megarl.algorithms.token_stats import kth_values
-from megarl.config.strict import NotNegative, Range
+from megarl.config.strict import NonNegativeFloat, Range
 from megarl.types import TokenLoss, TrainBatch
 
 MAX_LOG_RATIO = 20.0
@@ -47,7 +47,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class PolicyLossInput:
     """What a policy loss is given: whole sequences, aligned as in `types/`. Where `loss_mask` is False a loss, its
     gradient and its metrics are 0, whatever stands there."""
 
@@ -69,7 +69,7 @@ class Sampled:
         return torch.where(self.loss_mask, self.logprobs - self.old_logprobs, torch.zeros_like(self.logprobs))
 
     @property
-    def chosen(self) -> torch.Tensor:
+    def marked_actions(self) -> torch.Tensor:
         """[T] bool, the tokens that are marked."""
         return torch.zeros_like(self.loss_mask) if self.marked is None else self.marked & self.loss_mask
 
@@ -116,7 +116,7 @@ def ppo_policy_loss(
     return TokenLoss(loss=loss, metrics=metrics)
 
 
-def ppo_loss(sampled: Sampled, clip: Clip, options: object = None) -> TokenLoss:
+def ppo_loss(sampled: PolicyLossInput, clip: Clip, options: object = None) -> TokenLoss:
     """`ppo_policy_loss`, as `loss.clip`, `loss.clip_high` and `loss.dual_clip` say; it has no options."""
     return ppo_policy_loss(
         sampled.logprobs,
@@ -146,7 +146,7 @@ class GMPOOptions:
     clip_high: Bound = 0.4
 
 
-def gspo_loss(sampled: Sampled, clip: Clip, options: GSPOOptions) -> TokenLoss:
+def gspo_loss(sampled: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
     """Group sequence policy optimisation (arXiv:2507.18071, eq. 5), [T], the same number on each token of a sequence.
 
         s_i    = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp(mean over its action tokens of log pi - log pi_old)
@@ -155,10 +155,10 @@ def gspo_loss(sampled: Sampled, clip: Clip, options: GSPOOptions) -> TokenLoss:
     A is the token's own where tokens of a sequence differ in it. Metrics: `actor/pg_clipfrac`, `actor/ppo_kl` as of
     `ppo_policy_loss`, `actor/sequence_clipfrac` the share of sequences that were clipped.
     """
-    return _clipped(sampled, _on_tokens(_sequence_log_ratio(sampled), sampled), options)
+    return _clipped_loss(sampled, _expand_to_tokens(_sequence_log_ratio(sampled), sampled), options)
 
 
-def gspo_token_loss(sampled: Sampled, clip: Clip, options: GSPOOptions) -> TokenLoss:
+def gspo_token_loss(sampled: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
     """GSPO-token (arXiv:2507.18071, section 4.3), [T]: each token has the sequence's ratio, and its own gradient.
 
         s_it   = sg[s_i] pi(y_it) / sg[pi(y_it)]
@@ -167,11 +167,11 @@ def gspo_token_loss(sampled: Sampled, clip: Clip, options: GSPOOptions) -> Token
     The same as GSPO where a sequence has one advantage and the mean is over sequences; else for advantages per token.
     """
     log_ratio = sampled.log_ratio
-    whole = _on_tokens(_sequence_log_ratio(sampled), sampled).detach()
-    return _clipped(sampled, whole + (log_ratio - log_ratio.detach()), options)
+    whole = _expand_to_tokens(_sequence_log_ratio(sampled), sampled).detach()
+    return _clipped_loss(sampled, whole + (log_ratio - log_ratio.detach()), options)
 
 
-def gmpo_loss(sampled: Sampled, clip: Clip, options: GMPOOptions) -> TokenLoss:
+def gmpo_loss(sampled: PolicyLossInput, clip: Clip, options: GMPOOptions) -> TokenLoss:
     """Geometric-mean policy optimisation (arXiv:2507.20673), [T], the same number on each token of a sequence.
 
         g_i    = (prod_t rho'_t)^(1 / |o_i|)
@@ -186,7 +186,7 @@ def gmpo_loss(sampled: Sampled, clip: Clip, options: GMPOOptions) -> TokenLoss:
     within = log_ratio.clamp(-options.clip_low, options.clip_high)
     kept = torch.where(advantage > 0, torch.minimum(log_ratio, within), torch.maximum(log_ratio, within))
     kept = torch.where(sampled.loss_mask & (advantage != 0), kept, torch.zeros_like(kept))
-    mean = _on_tokens(_means(kept, sampled), sampled).clamp(max=MAX_LOG_RATIO)
+    mean = _expand_to_tokens(_sequence_means(kept, sampled), sampled).clamp(max=MAX_LOG_RATIO)
     metrics = {
         "actor/pg_clipfrac": (kept != log_ratio).where(advantage != 0, torch.zeros_like(sampled.loss_mask)).to(mean),
         "actor/ppo_kl": -log_ratio.detach(),
@@ -194,22 +194,22 @@ def gmpo_loss(sampled: Sampled, clip: Clip, options: GMPOOptions) -> TokenLoss:
     return TokenLoss(-advantage * torch.exp(mean), metrics)
 
 
-def _clipped(sampled: Sampled, log_ratio: torch.Tensor, options: GSPOOptions) -> TokenLoss:
+def _clipped_loss(sampled: PolicyLossInput, log_ratio: torch.Tensor, options: GSPOOptions) -> TokenLoss:
     ratio, advantage = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)), sampled.advantage
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
     was_clipped = (clipped > plain).to(plain.dtype)
     metrics = {"actor/pg_clipfrac": was_clipped, "actor/ppo_kl": -sampled.log_ratio.detach()}
-    of_sequences = {"actor/sequence_clipfrac": _means(was_clipped, sampled)}
+    of_sequences = {"actor/sequence_clipfrac": _sequence_means(was_clipped, sampled)}
     return TokenLoss(torch.maximum(plain, clipped), metrics, of_sequences)
 
 
-def _sequence_log_ratio(sampled: Sampled) -> torch.Tensor:
+def _sequence_log_ratio(sampled: PolicyLossInput) -> torch.Tensor:
     """[n] the mean log ratio of a sequence's action tokens, 0 where there is none."""
-    return _means(sampled.log_ratio, sampled)
+    return _sequence_means(sampled.log_ratio, sampled)
 
 
-def _means(x: torch.Tensor, sampled: Sampled) -> torch.Tensor:
+def _sequence_means(x: torch.Tensor, sampled: PolicyLossInput) -> torch.Tensor:
     """[T], 0 where nothing is trained on -> [n], the mean over each sequence's action tokens; 0 where there is none."""
     lengths = sampled.cu_seqlens.diff().tolist()
     means = [
@@ -219,7 +219,7 @@ def _means(x: torch.Tensor, sampled: Sampled) -> torch.Tensor:
     return torch.stack(means) if means else x[:0]
 
 
-def _on_tokens(x: torch.Tensor, sampled: Sampled) -> torch.Tensor:
+def _expand_to_tokens(x: torch.Tensor, sampled: PolicyLossInput) -> torch.Tensor:
     """[n] -> [T], 0 where `loss_mask` is False."""
     lengths = sampled.cu_seqlens.diff().tolist()
     spread = [x[:0], *(one.expand(length) for one, length in zip(x, lengths, strict=True))]
@@ -231,7 +231,7 @@ class CISPOOptions:
     most: Annotated[float, Range(1, 1e6)] = 5.0
     """Upper bound of the ratio as a weight, the paper's 1 + epsilon_high, of which it gives no number. Others' defaults
     are 4 (Tinker) and 6 (NeMo RL)."""
-    least: NotNegative = 0.0
+    least: NonNegativeFloat = 0.0
     """Lower bound, 1 - epsilon_low; 0 is none, as in the paper."""
 
 
@@ -243,7 +243,7 @@ class SAPOOptions:
     """Where it is negative: the gate closes sooner. Both as in the paper."""
 
 
-def cispo_loss(sampled: Sampled, clip: Clip, options: CISPOOptions) -> TokenLoss:
+def cispo_loss(sampled: PolicyLossInput, clip: Clip, options: CISPOOptions) -> TokenLoss:
     """CISPO (MiniMax-M1, arXiv:2506.13585, section 3.1), [T]: REINFORCE with a bounded importance weight.
 
         loss_t = -sg[clip(rho_t, least, most)] A_t log pi(o_t)
@@ -258,7 +258,7 @@ def cispo_loss(sampled: Sampled, clip: Clip, options: CISPOOptions) -> TokenLoss
     return TokenLoss(-weight * sampled.advantage * logprobs, metrics)
 
 
-def sapo_loss(sampled: Sampled, clip: Clip, options: SAPOOptions) -> TokenLoss:
+def sapo_loss(sampled: PolicyLossInput, clip: Clip, options: SAPOOptions) -> TokenLoss:
     """Soft adaptive policy optimisation (arXiv:2511.20347), [T]: a sigmoid of the ratio in place of a clip.
 
         loss_t = -A_t f(rho_t),  f(x) = 4 / tau sigmoid(tau (x - 1))
@@ -283,9 +283,9 @@ Part = Annotated[float, Range(above=0, most=1)]
 class ClipCovOptions:
     share: Part = 2e-4
     """Of a mini-batch's action tokens that are left out, drawn at random of those whose covariance is in the range."""
-    least: NotNegative = 1.0
+    least: NonNegativeFloat = 1.0
     """The range of covariances; these three are the defaults of the paper's authors, in verl."""
-    most: NotNegative = 5.0
+    most: NonNegativeFloat = 5.0
 
 
 @dataclass(frozen=True)
@@ -297,18 +297,18 @@ class KLCovOptions:
     """Weight of the KL to the policy before the update on these."""
 
 
-def clip_cov_loss(sampled: Sampled, clip: Clip, options: ClipCovOptions) -> TokenLoss:
+def clip_cov_loss(sampled: PolicyLossInput, clip: Clip, options: ClipCovOptions) -> TokenLoss:
     """PPO's clipped loss, [T], and 0 without a gradient on the tokens that are marked.
 
     The paper's (section 4.3) is -A rho without a clip: the recipe `clip_cov` opens those of `loss`. Metrics: those of
     `ppo_policy_loss`, and `actor/cov_frac` 1 on the marked ones.
     """
     ppo = ppo_loss(sampled, clip)
-    loss = torch.where(sampled.chosen, torch.zeros_like(ppo.loss), ppo.loss)
-    return TokenLoss(loss, ppo.metrics | {"actor/cov_frac": sampled.chosen.to(loss.dtype)})
+    loss = torch.where(sampled.marked_actions, torch.zeros_like(ppo.loss), ppo.loss)
+    return TokenLoss(loss, ppo.metrics | {"actor/cov_frac": sampled.marked_actions.to(loss.dtype)})
 
 
-def kl_cov_loss(sampled: Sampled, clip: Clip, options: KLCovOptions) -> TokenLoss:
+def kl_cov_loss(sampled: PolicyLossInput, clip: Clip, options: KLCovOptions) -> TokenLoss:
     """-A rho, [T], without a clip, plus coef |log rho| on the tokens that are marked.
 
     |log pi - log pi_old| is what the paper's authors take for the KL of a token to the policy before the update; it has
@@ -316,11 +316,11 @@ def kl_cov_loss(sampled: Sampled, clip: Clip, options: KLCovOptions) -> TokenLos
     on the marked tokens, 0 elsewhere.
     """
     log_ratio = sampled.log_ratio
-    penalty = torch.where(sampled.chosen, log_ratio.abs(), torch.zeros_like(log_ratio))
+    penalty = torch.where(sampled.marked_actions, log_ratio.abs(), torch.zeros_like(log_ratio))
     loss = -sampled.advantage * torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)) + options.coef * penalty
     metrics = {
         "actor/ppo_kl": -log_ratio.detach(),
-        "actor/cov_frac": sampled.chosen.to(loss.dtype),
+        "actor/cov_frac": sampled.marked_actions.to(loss.dtype),
         "actor/cov_kl": penalty.detach(),
     }
     return TokenLoss(loss, metrics)
@@ -331,7 +331,7 @@ def mark_in_range(mini: TrainBatch, options: ClipCovOptions, seed: int) -> torch
     with least < Cov < most, or all of these where there are fewer. Collective."""
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > options.least) & (covariance < options.most)
-    return _drawn(mini, eligible, _wanted(options.share, actions), seed)
+    return _sample_tokens(mini, eligible, _num_marked(options.share, actions), seed)
 
 
 def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Tensor:
@@ -340,24 +340,24 @@ def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Te
     tokens, as many are drawn at random as are wanted. Collective."""
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > 0)
-    found, wanted = int(mini.total(eligible.sum())), _wanted(options.share, actions)
+    found, wanted = int(mini.all_reduce(eligible.sum())), _num_marked(options.share, actions)
     if found <= wanted:
         return eligible
-    (last,) = kth_values(covariance[eligible], (found - wanted + 1,), mini.total)
+    (last,) = kth_values(covariance[eligible], (found - wanted + 1,), mini.all_reduce)
     above, equal = eligible & (covariance > last), eligible & (covariance == last)
-    return above | _drawn(mini, equal, wanted - int(mini.total(above.sum())), seed)
+    return above | _sample_tokens(mini, equal, wanted - int(mini.all_reduce(above.sum())), seed)
 
 
-def _drawn(mini: TrainBatch, eligible: torch.Tensor, wanted: int, seed: int) -> torch.Tensor:
+def _sample_tokens(mini: TrainBatch, eligible: torch.Tensor, wanted: int, seed: int) -> torch.Tensor:
     """So many of all eligible tokens, [T] bool of the tokens here; all where there are no more."""
-    if int(mini.total(eligible.sum())) <= wanted:
+    if int(mini.all_reduce(eligible.sum())) <= wanted:
         return eligible
-    order = _at_random(mini, seed)
-    (last,) = kth_values(order[eligible], (wanted,), mini.total)
+    order = _random_keys(mini, seed)
+    (last,) = kth_values(order[eligible], (wanted,), mini.all_reduce)
     return eligible & (order <= last)
 
 
-def _wanted(share: float, actions: int) -> int:
+def _num_marked(share: float, actions: int) -> int:
     return max(1, int(share * actions))
 
 
@@ -366,20 +366,20 @@ def _covariance(mini: TrainBatch) -> tuple[torch.Tensor, int]:
     assert mini.old_logprobs is not None and mini.advantages is not None
     mask = mini.loss_mask
     logprobs, advantages = (torch.where(mask, x.double(), 0.0) for x in (mini.old_logprobs, mini.advantages))
-    sums = mini.total(torch.stack([mask.sum().double(), logprobs.sum(), advantages.sum()]))
+    sums = mini.all_reduce(torch.stack([mask.sum().double(), logprobs.sum(), advantages.sum()]))
     _, of_logprobs, of_advantages = sums / sums[0].clamp(min=1)
     product = (logprobs - of_logprobs) * (advantages - of_advantages)
     return torch.where(mask, product, 0.0).float(), int(sums[0])
 
 
-def _at_random(mini: TrainBatch, seed: int) -> torch.Tensor:
+def _random_keys(mini: TrainBatch, seed: int) -> torch.Tensor:
     """[T] fp32 numbers that are not negative, of each token its own, by its sequence's number in the mini-batch, its
     place in it, and the seed: a hash, whose bits are read as a number."""
-    bits = _mixed(_mixed(mini.sequence_ids + _mixed(torch.tensor(seed))) + mini.positions)
+    bits = _hash_bits(_hash_bits(mini.sequence_ids + _hash_bits(torch.tensor(seed))) + mini.positions)
     return (bits % 0x7F800000).int().view(torch.float32)  # below infinity
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def _hash_bits(x: torch.Tensor) -> torch.Tensor:
     """A hash of the lowest 32 bits of whole numbers, int64: each bit of the result depends on each of them."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # Wellons, nullprogram.com/blog/2018/07/31
         x = ((x ^ ((x & 0xFFFFFFFF) >> shift)) * factor) & 0xFFFFFFFF
@@ -395,7 +395,7 @@ class NoOptions:
 class PolicyLoss:
     """One of a fork is such a value, or a function like `loss` alone, by `module:name`."""
 
-    loss: Callable[[Sampled, Clip, Any], TokenLoss]
+    loss: Callable[[PolicyLossInput, Clip, Any], TokenLoss]
     """Of `loss.clip`, `clip_high` and `dual_clip` and an `options` -> a number per token."""
     options: type = NoOptions
     """A frozen dataclass of what `loss.options` may have, with defaults and ranges."""

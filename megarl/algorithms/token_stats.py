@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.types import Total, alone
+from megarl.types import AllReduce, local_all_reduce
 
 BLOCK = 1 << 16
 """Tokens that are looked at together where a whole [T] column of intermediate results would be in the way."""
@@ -21,7 +21,7 @@ DIGITS = ((20, 11), (10, 10), (0, 10))
 
 
 @dataclass(frozen=True)
-class Gap:
+class DiffStats:
     """How far two numbers per token are apart, over all action tokens."""
 
     largest: float
@@ -30,41 +30,43 @@ class Gap:
     mean: float
 
 
-def action_tokens(mask: torch.Tensor, total: Total = alone) -> int:
+def count_action_tokens(mask: torch.Tensor, total: AllReduce = local_all_reduce) -> int:
     """How many tokens of all are action tokens; `mask` [T] bool are those of this share."""
     return int(total(torch.count_nonzero(mask)))
 
 
-def token_mean(x: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> float:
+def token_mean(x: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_reduce) -> float:
     """The mean over the action tokens of all of `x` [T], which is 0 where `mask` [T] is False; 0 where there is none.
 
     Computed in the dtype of `x`, one rounding per share.
     """
-    return _mean(x.sum(), int(torch.count_nonzero(mask)), total)
+    return _reduce_mean(x.sum(), int(torch.count_nonzero(mask)), total)
 
 
-def gap(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, total: Total = alone) -> Gap | None:
+def diff_stats(
+    one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_reduce
+) -> DiffStats | None:
     """|one - other| over the action tokens of all; None where there is no action token. All [T], the numbers fp32."""
-    apart = picked(one, mask).sub_(picked(other, mask)).abs_()
-    whole, count = _sum_and_count(apart.sum(), len(apart), total)
+    apart = masked_select(one, mask).sub_(masked_select(other, mask)).abs_()
+    whole, count = _reduce_sum_and_count(apart.sum(), len(apart), total)
     if not count:
         return None
     p95, largest = kth_values(apart, (-(-count * 95 // 100), count), total)
-    return Gap(largest, p95, float(whole / count))
+    return DiffStats(largest, p95, float(whole / count))
 
 
-def kth_values(x: torch.Tensor, ks: tuple[int, ...], total: Total = alone) -> list[float]:
+def kth_values(x: torch.Tensor, ks: tuple[int, ...], total: AllReduce = local_all_reduce) -> list[float]:
     """The k-th smallest of all values for each of `ks`, counted from 1 as `torch.kthvalue` does, exactly.
 
     `x` [n] fp32, none of them negative, is this share of them. The bits of such numbers are ordered as the numbers are:
     one histogram per digit says where the k-th one's digit lies, and then only those that share it are looked at.
     Three histograms of at most 2,048 numbers per k go through `total`, and no value does.
     """
-    return kth_values_of([x], [ks], total)[0]
+    return batched_kth_values([x], [ks], total)[0]
 
 
-def kth_values_of(
-    several: Sequence[torch.Tensor], ks: Sequence[tuple[int, ...]], total: Total = alone
+def batched_kth_values(
+    several: Sequence[torch.Tensor], ks: Sequence[tuple[int, ...]], total: AllReduce = local_all_reduce
 ) -> list[list[float]]:
     """`kth_values` of each of several, with their own `ks`, of which there is at least one, in the same exchanges."""
     for x in several:
@@ -93,28 +95,28 @@ def kth_values_of(
     return [[next(values) for _ in own] for own in ks]
 
 
-def picked(x: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def masked_select(x: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`x[mask]` in a dtype, without the [T] of indices that picking all at once makes."""
     result = x.new_empty(int(torch.count_nonzero(mask)), dtype=dtype or x.dtype)
     start = 0
-    for part, chosen in in_blocks(x, mask):
+    for part, chosen in iter_blocks(x, mask):
         values = part.index_select(0, chosen.nonzero().squeeze(1))
         result[start : start + len(values)] = values
         start += len(values)
     return result
 
 
-def in_blocks(*columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def iter_blocks(*columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Views of [T] columns, `BLOCK` tokens at a time."""
     return zip(*(column.split(BLOCK) for column in columns), strict=True)
 
 
-def _mean(own_sum: torch.Tensor, own_count: int, total: Total) -> float:
-    whole, count = _sum_and_count(own_sum, own_count, total)
+def _reduce_mean(own_sum: torch.Tensor, own_count: int, total: AllReduce) -> float:
+    whole, count = _reduce_sum_and_count(own_sum, own_count, total)
     return float(whole / max(1, count))
 
 
-def _sum_and_count(own_sum: torch.Tensor, own_count: int, total: Total) -> tuple[torch.Tensor, int]:
+def _reduce_sum_and_count(own_sum: torch.Tensor, own_count: int, total: AllReduce) -> tuple[torch.Tensor, int]:
     """Sums in fp32 as those of one rank are, added up in fp64 with the counts, which fp32 would round."""
     both = total(torch.stack([own_sum.double(), own_sum.new_tensor(own_count, dtype=torch.float64)]))
     return both[0].to(own_sum.dtype), int(both[1])

@@ -1,6 +1,6 @@
 """Normalise messages of tools, users and clients for a chat template, and keep control tokens out of them.
 
-`Controls` finds the control tokens of a model and those that end a turn. `Escaping` encodes messages such that only the
+`ControlTokens` finds the control tokens of a model and those that end a turn. `EscapedEncoder` encodes messages such that only the
 template contributes control tokens.
 """
 
@@ -17,14 +17,16 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.data.chat_columns import ROLES, content_text
 from megarl.types import Message
-from megarl.utils.text import encodable
+from megarl.utils.text import replace_surrogates
 
-_MARKS = "<>[]|{}｜"  # an added token with one of these is taken for a control token, even if not declared special
+_CONTROL_CHARS = (
+    "<>[]|{}｜"  # an added token with one of these is taken for a control token, even if not declared special
+)
 _TAG = re.compile(r"</?[A-Za-z][\w:.-]*/?>")
 
 
 @dataclass(frozen=True)
-class Found:
+class ControlToken:
     """A control token in a text, from `start` to before `stop`."""
 
     id: int
@@ -32,7 +34,7 @@ class Found:
     stop: int
 
 
-class Controls:
+class ControlTokens:
     """tokenizer: of transformers.
 
     Words that a tokenizer merely added are no control tokens. Among these *tags* such as <think> or <tool_call>, which
@@ -46,7 +48,7 @@ class Controls:
     def texts(self) -> list[str]:
         """Longest first."""
         tokens = self._tokenizer.added_tokens_decoder.values()
-        texts = {str(token) for token in tokens if token.special or any(mark in str(token) for mark in _MARKS)}
+        texts = {str(token) for token in tokens if token.special or any(mark in str(token) for mark in _CONTROL_CHARS)}
         return sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
 
     @cached_property
@@ -59,13 +61,13 @@ class Controls:
         texts = set(self.texts)
         return frozenset(index for index, token in self._tokenizer.added_tokens_decoder.items() if str(token) in texts)
 
-    def first(self, text: str) -> Found | None:
+    def find_first(self, text: str) -> ControlToken | None:
         """The first one that a text spells."""
-        match = self._any.search(text) if self.texts else None
-        return match and Found(int(self._tokenizer.convert_tokens_to_ids(match[0])), *match.span())
+        match = self._pattern.search(text) if self.texts else None
+        return match and ControlToken(int(self._tokenizer.convert_tokens_to_ids(match[0])), *match.span())
 
     @cached_property
-    def _any(self) -> re.Pattern[str]:
+    def _pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.texts)))
 
     @cached_property
@@ -73,22 +75,22 @@ class Controls:
         return {text: int(self._tokenizer.convert_tokens_to_ids(text)) for text in self.texts}
 
     @cached_property
-    def _begin(self) -> re.Pattern[str]:
+    def _first_char_pattern(self) -> re.Pattern[str]:
         """What one of them may begin with: most texts have none of these characters."""
         return re.compile(f"[{re.escape(''.join(sorted({text[0] for text in self.texts})))}]")
 
-    def among(self, ids: Sequence[int]) -> list[int]:
+    def filter_ids(self, ids: Sequence[int]) -> list[int]:
         known = self.ids
         return [token for token in ids if token in known]
 
-    def spelled(self, text: str) -> list[int]:
+    def find_ids(self, text: str) -> list[int]:
         """The ids of those that a text spells, in its order."""
         by_text = self._by_text
-        return [by_text[found] for found in self._any.findall(text)] if by_text else []
+        return [by_text[found] for found in self._pattern.findall(text)] if by_text else []
 
     def escape(self, text: str, tags: bool = True) -> str:
         """The text with a backslash inside whatever the tokenizer would read as a control token. tags: in these too."""
-        found = bool(self.texts) and self._begin.search(text) is not None
+        found = bool(self.texts) and self._first_char_pattern.search(text) is not None
         while found:
             found = False
             for token in self.texts:
@@ -96,16 +98,16 @@ class Controls:
                     text, found = text.replace(token, f"{token[0]}\\{token[1:]}"), True
         return text
 
-    def tags_in(self, text: str) -> list[str]:
+    def find_tags(self, text: str) -> list[str]:
         """The tags of a text, in its order."""
-        return self._tag.findall(text) if self.tags else []
+        return self._tag_pattern.findall(text) if self.tags else []
 
     @cached_property
-    def _tag(self) -> re.Pattern[str]:
+    def _tag_pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(re.escape(tag) for tag in self.texts if tag in self.tags))
 
 
-def generation_eos(file: Path) -> tuple[int, ...]:
+def read_eos_ids(file: Path) -> tuple[int, ...]:
     """eos_token_id of a generation_config.json, none where there is no such file. Raises ConfigError for nonsense."""
     if not file.is_file():
         return ()
@@ -120,21 +122,21 @@ def generation_eos(file: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-_NOT_TEXT = ("audio", "image", "images", "video", "videos", "file", "files")
-_OWN_ID = re.compile(r"functions\.(.+):\d+")
-_WITHHELD = "(withheld: the output contains control tokens)"
-_RESULT: Message = {"role": "tool", "name": "f", "tool_call_id": "functions.f:0"}
+_MEDIA_KEYS = ("audio", "image", "images", "video", "videos", "file", "files")
+_CALL_ID_PATTERN = re.compile(r"functions\.(.+):\d+")
+_REDACTED = "(withheld: the output contains control tokens)"
+_DUMMY_RESULT: Message = {"role": "tool", "name": "f", "tool_call_id": "functions.f:0"}
 
-Form = Callable[[Message], Message]
+CallFormat = Callable[[Message], Message]
 """A message with calls, as one kind of template takes it."""
 
 
-def call_id(name: str, number: int) -> str:
+def format_call_id(name: str, number: int) -> str:
     """Of a tool's call, the number counts all of a conversation: as Kimi K2 writes it, and others take any."""
     return f"functions.{name}:{number}"
 
 
-def plain(message: Message, number: int = 0) -> Message:
+def normalize_message(message: Message, number: int = 0) -> Message:
     """The message with its content as text and what else templates read of its role. Raises ConfigError for what is no
     message, or holds what is not text. number: in its list, for the error."""
     where = f"message {number}"
@@ -142,46 +144,46 @@ def plain(message: Message, number: int = 0) -> Message:
         role = message.get("role") if isinstance(message, dict) else message
         raise ConfigError(f"{where} has the unknown role {str(role)[:80]!r}; roles are {', '.join(ROLES)}")
     role, content = message["role"], message.get("content")
-    for name in _NOT_TEXT:
+    for name in _MEDIA_KEYS:
         if message.get(name):
             raise ConfigError(f"{where}, of role {role}, has {name!r}; only text can be trained on: say it in words")
     text = content_text(content, where) if isinstance(content, list) else "" if content is None else str(content)
-    found: Message = {"role": role, "content": encodable(text)}
+    found: Message = {"role": role, "content": replace_surrogates(text)}
     if message.get("name"):
-        found["name"] = encodable(str(message["name"]))
+        found["name"] = replace_surrogates(str(message["name"]))
     if role == "tool":
         own = str(message.get("tool_call_id") or "")
-        named = _OWN_ID.fullmatch(own)
-        name = found.get("name") or (encodable(named[1]) if named else "tool")
-        found |= {"name": name, "tool_call_id": encodable(own or call_id(name, 0))}
+        named = _CALL_ID_PATTERN.fullmatch(own)
+        name = found.get("name") or (replace_surrogates(named[1]) if named else "tool")
+        found |= {"name": name, "tool_call_id": replace_surrogates(own or format_call_id(name, 0))}
     elif role == "assistant":
         thought = message.get("reasoning_content") or message.get("reasoning")
         if thought:
-            found["reasoning_content"] = encodable(str(thought))
+            found["reasoning_content"] = replace_surrogates(str(thought))
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list | tuple):
                 raise ConfigError(f"{where} has tool_calls that are no list")
-            found["tool_calls"] = [_call(call, where) for call in calls]
+            found["tool_calls"] = [_normalize_call(call, where) for call in calls]
     return found
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConfigError(f"{where} calls {str(call)[:80]!r}, not {{'function': {{'name': ..., 'arguments': ...}}}}")
-    name, arguments = encodable(function["name"]), encodable(function.get("arguments") or {})
+    name, arguments = replace_surrogates(function["name"]), replace_surrogates(function.get("arguments") or {})
     if isinstance(arguments, str):
         try:
-            loaded = encodable(json.loads(arguments))
+            loaded = replace_surrogates(json.loads(arguments))
         except (ValueError, RecursionError):
             loaded = arguments
         arguments = loaded if isinstance(loaded, dict) else arguments
-    own = encodable(str(call.get("id") or call_id(name, 0)))
+    own = replace_surrogates(str(call.get("id") or format_call_id(name, 0)))
     return {"id": own, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def safe(message: Message, controls: Controls) -> Message:
-    """A plain message in which others than the template have written no control tokens. Tags stay, see `Controls`, but
+def escape_message(message: Message, controls: ControlTokens) -> Message:
+    """A plain message in which others than the template have written no control tokens. Tags stay, see `ControlTokens`, but
     for what a tool says, and in names, ids and arguments: there they would be taken for the policy's."""
 
     strict = message["role"] == "tool"
@@ -190,49 +192,49 @@ def safe(message: Message, controls: Controls) -> Message:
         if key == "role"
         else controls.escape(value, tags=strict)
         if key in ("content", "reasoning_content")
-        else _escaped(value, controls)
+        else _escape_value(value, controls)
         for key, value in message.items()
     }
 
 
-def safe_schemas(schemas: Sequence[dict[str, Any]], controls: Controls) -> list[dict[str, Any]]:
+def escape_schemas(schemas: Sequence[dict[str, Any]], controls: ControlTokens) -> list[dict[str, Any]]:
     """Schemas in which there are no control tokens: a client or a server of tools may have described them. Tags stay,
-    as in `safe`."""
+    as in `escape_message`."""
     text = repr(schemas)
-    if len(controls.spelled(text)) == len(controls.tags_in(text)):  # as nearly always
+    if len(controls.find_ids(text)) == len(controls.find_tags(text)):  # as nearly always
         return list(schemas)
-    return [_escaped(schema, controls, tags=False) for schema in schemas]
+    return [_escape_value(schema, controls, tags=False) for schema in schemas]
 
 
-def _escaped(value: Any, controls: Controls, tags: bool = True) -> Any:
+def _escape_value(value: Any, controls: ControlTokens, tags: bool = True) -> Any:
     """A value as of JSON, with all of its texts escaped."""
     if isinstance(value, str):
         return controls.escape(value, tags)
     if isinstance(value, dict):
-        return {_escaped(key, controls, tags): _escaped(item, controls, tags) for key, item in value.items()}
-    return [_escaped(item, controls, tags) for item in value] if isinstance(value, list | tuple) else value
+        return {_escape_value(key, controls, tags): _escape_value(item, controls, tags) for key, item in value.items()}
+    return [_escape_value(item, controls, tags) for item in value] if isinstance(value, list | tuple) else value
 
 
-def hollow(message: Message) -> Message:
+def blank_result(message: Message) -> Message:
     """In place of a tool's result one that says nothing: what the template itself writes is of the same tokens."""
-    return {**_RESULT, "content": "0"} if message["role"] == "tool" else message
+    return {**_DUMMY_RESULT, "content": "0"} if message["role"] == "tool" else message
 
 
-def withheld(message: Message) -> Message:
+def redact_message(message: Message) -> Message:
     """In place of a message in which a tokenizer reads control tokens that it does not spell."""
-    return {**(_RESULT if message["role"] == "tool" else message), "content": _WITHHELD}
+    return {**(_DUMMY_RESULT if message["role"] == "tool" else message), "content": _REDACTED}
 
 
-def _text(arguments: Any) -> str:
+def _dump_arguments(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def _formed(content: str | None, as_text: bool) -> Form:
+def _make_call_format(content: str | None, as_text: bool) -> CallFormat:
     def form(message: Message) -> Message:
         if not message.get("tool_calls"):
             return message
         calls = [
-            {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": _dump_arguments(call["function"]["arguments"])}}
             if as_text and not isinstance(call["function"]["arguments"], str)
             else call
             for call in message["tool_calls"]
@@ -242,7 +244,9 @@ def _formed(content: str | None, as_text: bool) -> Form:
     return form
 
 
-FORMS: Sequence[Form] = tuple(_formed(content, as_text) for content in ("", None) for as_text in (False, True))
+CALL_FORMATS: Sequence[CallFormat] = tuple(
+    _make_call_format(content, as_text) for content in ("", None) for as_text in (False, True)
+)
 """Of messages with calls: arguments as a mapping, or as OpenAI's text; no words as "", or as nothing."""
 
 
@@ -252,7 +256,7 @@ _EXAMPLES: dict[str, Any] = {
 }
 
 
-def example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+def make_example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments that the schema would take: the required ones, where it has some."""
     parameters = schema["function"].get("parameters") or {}
     properties = parameters.get("properties") or {}
@@ -265,47 +269,54 @@ def example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-_MOST_FRAMES = 1000
+_MAX_CACHED = 1000
 
-Make = Callable[[Sequence[Message]], str]
+RenderMessages = Callable[[Sequence[Message]], str]
 """What a template writes of messages."""
 
 
-class Escaping:
+class EscapedEncoder:
     """tokenise: of a text, with whatever control tokens it spells."""
 
-    def __init__(self, controls: Controls, tokenise: Callable[[str], list[int]]) -> None:
+    def __init__(self, controls: ControlTokens, tokenise: Callable[[str], list[int]]) -> None:
         self._controls, self._tokenise = controls, tokenise
-        self._frames: dict[Hashable, list[int]] = {}
+        self._template_tokens: dict[Hashable, list[int]] = {}
         """Control tokens that the template itself writes around so many results."""
 
-    def ids(self, messages: Sequence[Message], make: Make, way: Callable[[], Hashable] | None = None) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], make: RenderMessages, way: Callable[[], Hashable] | None = None
+    ) -> list[int]:
         """Some tokenizers read control tokens where their text is not: what others say is withheld then. way: all that
         `make` depends on besides the messages, where what it makes of so many results alone is asked for again."""
         controls = self._controls
-        ready = [safe(plain(message, number), controls) for number, message in enumerate(messages)]
+        ready = [
+            escape_message(normalize_message(message, number), controls) for number, message in enumerate(messages)
+        ]
         text = make(ready)
         ids = self._tokenise(text)
-        if controls.among(ids) != controls.spelled(text):
-            ready = [withheld(one) if one["role"] != "tool" and self._forges(one["content"]) else one for one in ready]
+        if controls.filter_ids(ids) != controls.find_ids(text):
+            ready = [
+                redact_message(one) if one["role"] != "tool" and self._has_forged_tokens(one["content"]) else one
+                for one in ready
+            ]
             ids = self._tokenise(make(ready))
         results = sum(message["role"] == "tool" for message in ready)
         if results:
             key = None if way is None or results < len(ready) else (results, way())
-            if controls.among(ids) != self._frame(ready, make, key):
-                ready = [withheld(message) if message["role"] == "tool" else message for message in ready]
+            if controls.filter_ids(ids) != self._find_template_tokens(ready, make, key):
+                ready = [redact_message(message) if message["role"] == "tool" else message for message in ready]
                 ids = self._tokenise(make(ready))
         return ids
 
-    def _frame(self, ready: Sequence[Message], make: Make, key: Hashable) -> list[int]:
-        frame = self._frames.get(key)
+    def _find_template_tokens(self, ready: Sequence[Message], make: RenderMessages, key: Hashable) -> list[int]:
+        frame = self._template_tokens.get(key)
         if frame is None:
-            frame = self._controls.among(self._tokenise(make([hollow(message) for message in ready])))
-            if key is not None and len(self._frames) < _MOST_FRAMES:
-                self._frames[key] = frame
+            frame = self._controls.filter_ids(self._tokenise(make([blank_result(message) for message in ready])))
+            if key is not None and len(self._template_tokens) < _MAX_CACHED:
+                self._template_tokens[key] = frame
         return frame
 
-    def _forges(self, text: str) -> bool:
+    def _has_forged_tokens(self, text: str) -> bool:
         """Whether a text that is escaped has control tokens but for the tags that it spells."""
-        tags = [self._tokenise(tag) for tag in self._controls.tags_in(text)]
-        return self._controls.among(self._tokenise(text)) != [token for ids in tags for token in ids]
+        tags = [self._tokenise(tag) for tag in self._controls.find_tags(text)]
+        return self._controls.filter_ids(self._tokenise(text)) != [token for ids in tags for token in ids]

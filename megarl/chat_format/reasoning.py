@@ -19,15 +19,15 @@ MARKS = (
 
 
 @dataclass(frozen=True)
-class Reasoned:
+class ReasoningSpan:
     """Of a turn's text, what is before `stop`, marks included, and from `inner` to before `end` without them."""
 
-    inner: int
-    end: int
+    inner_start: int
+    inner_end: int
     stop: int
 
 
-def marks_of(tokenizer: Any) -> tuple[str, str] | None:
+def find_marks(tokenizer: Any) -> tuple[str, str] | None:
     """Those of a model: two tokens of its tokenizer, or else words in its template; None where it has none."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     template = str(tokenizer.chat_template)
@@ -37,7 +37,7 @@ def marks_of(tokenizer: Any) -> tuple[str, str] | None:
     return None
 
 
-def find(text: str, marks: tuple[str, str], opened: bool) -> Reasoned | None:
+def find_reasoning(text: str, marks: tuple[str, str], opened: bool) -> ReasoningSpan | None:
     """The reasoning of a turn, which it begins with: what is between marks further on is quoted. opened: the template
     has opened it. Where it has not, and the turn has only the mark that closes, it has come without one."""
     opening, closing = marks
@@ -46,10 +46,10 @@ def find(text: str, marks: tuple[str, str], opened: bool) -> Reasoned | None:
     inner = inner + len(opening) if marked else 0
     end = text.find(closing, inner)
     if end == -1:
-        return Reasoned(inner, len(text), len(text)) if marked or opened else None
+        return ReasoningSpan(inner, len(text), len(text)) if marked or opened else None
     if not marked and not opened and opening in text[:end]:
         return None
-    return Reasoned(inner, end, end + len(closing))
+    return ReasoningSpan(inner, end, end + len(closing))
 
 
 def is_open(text: str, marks: tuple[str, str]) -> bool:
@@ -58,10 +58,10 @@ def is_open(text: str, marks: tuple[str, str]) -> bool:
     return text.rfind(opening) > text.rfind(closing)
 
 
-_WORD = "REASONINGWORDS"
+_REASONING_TEXT = "REASONINGWORDS"
 
 
-def forgets(
+def is_reasoning_dropped(
     render: Callable[[Message, Sequence[Message]], str],
     marks: tuple[str, str],
     behind: Sequence[Message],
@@ -73,16 +73,16 @@ def forgets(
     render: a turn and what follows it, as text. result: some tool's. Raises ConfigError where `render` does.
     """
     opening, closing = marks
-    by_field = {"role": "assistant", "content": "x", "reasoning_content": _WORD}
-    in_text = {"role": "assistant", "content": f"{opening}\n{_WORD}\n{closing}\n\nx"}
+    by_field = {"role": "assistant", "content": "x", "reasoning_content": _REASONING_TEXT}
+    in_text = {"role": "assistant", "content": f"{opening}\n{_REASONING_TEXT}\n{closing}\n\nx"}
 
     def knows_field() -> bool:
         for following in ([], [result]):
             try:
-                if _WORD in render(by_field, following):
+                if _REASONING_TEXT in render(by_field, following):
                     return True
             except ConfigError:
                 pass
         return False
 
-    return _WORD not in render(by_field if knows_field() else in_text, behind)
+    return _REASONING_TEXT not in render(by_field if knows_field() else in_text, behind)

@@ -12,85 +12,85 @@ from typing import NamedTuple
 import torch
 
 from megarl.config import Config
-from megarl.config.keys import under_way
+from megarl.config.keys import max_pending_groups
 from megarl.models.family import HFConfig
 from megarl.models.layout_algebra import Param
 from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
-from megarl.models.registry import family_of, trained_mtp
+from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 
-STATES = 12
+OPTIMIZER_BYTES = 12
 """Bytes for each trained element beside the weight itself: an fp32 master and Adam's two moments."""
-TOKEN, WORDS, NUMBER = 8, 12, 4
+TOKEN_BYTES, TEXT_BYTES, ID_BYTES = 8, 12, 4
 """Bytes of a kept conversation's token: its id and its log-prob, and what it is in the messages, some of which are the
 prompt's, too, and are in it twice; and where sampling is cut off, of the number of those that it could have been, and
 of each of them."""
 
 
-class Needs(NamedTuple):
+class SpaceEstimate(NamedTuple):
     """Bytes of one checkpoint, and of the exported folder; a little more than they will have."""
 
     checkpoint: int
     export: int
 
 
-def needs(hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Declared) -> Needs:
+def estimate_space(hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Requirements) -> SpaceEstimate:
     """critic_hf: of the critic, None where there is none."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    policy = family_of(hf).params(hf, 1, mtp=bool(trained_mtp(hf, config)))
-    if declared.trains_head:  # a classifier, with a head of one value
+    policy = family_of(hf).params(hf, 1, mtp=bool(num_trained_mtp(hf, config)))
+    if declared.has_scalar_head:  # a classifier, with a head of one value
         policy = critic_params(policy, int(hf["hidden_size"]))
     tables = [policy]
     if critic_hf is not None:
         tables.append(critic_params(family_of(critic_hf).params(critic_hf, 1), int(critic_hf["hidden_size"])))
     total, exported = 0, _weights(policy, dtype)
-    if not declared.trains:
+    if not declared.trained_roles:
         tables, exported = [], 0
     for table in tables:
         adapters = adapter_params(table, config.lora) if config.lora.rank else []
-        total += _weights([*table, *adapters], dtype) + STATES * sum(param.size for param in adapters or table)
-    total += kept_conversations(hf, config) if declared.generates else 0
-    return Needs(_and_more(total), _and_more(exported))
+        total += _weights([*table, *adapters], dtype) + OPTIMIZER_BYTES * sum(param.size for param in adapters or table)
+    total += partial_rollout_bytes(hf, config) if declared.has_rollout else 0
+    return SpaceEstimate(_add_overhead(total), _add_overhead(exported))
 
 
-def kept_conversations(hf: HFConfig, config: Config) -> int:
+def partial_rollout_bytes(hf: HFConfig, config: Config) -> int:
     """Bytes of those that a later step goes on with, if each is as long as one may be: `rollout.oversample`."""
     rollout, prompts = config.rollout, config.data.prompts_per_step
-    groups = under_way(prompts, rollout.oversample) - prompts
+    groups = max_pending_groups(prompts, rollout.oversample) - prompts
     if rollout.replay or not groups:
         return 0
-    token = TOKEN + WORDS
+    token = TOKEN_BYTES + TEXT_BYTES
     if config.train.replay_routing:
         shape = routing_shape(hf, config.model.megatron)
         token += len(shape.moe_layers) * shape.topk * shape.dtype.itemsize
-    if rollout.cut_off:
-        token += NUMBER * (1 + max(0, rollout.top_k))
+    if rollout.has_truncated_sampling:
+        token += ID_BYTES * (1 + max(0, rollout.top_k))
     return groups * rollout.samples_per_prompt * rollout.max_context * token
 
 
-def free(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
     """Bytes that can be written at this place, which need not be there yet. Raises OSError."""
-    return shutil.disk_usage(_existing(folder)).free
+    return shutil.disk_usage(_existing_parent(folder)).free
 
 
-def holds_files(folder: Path) -> bool:
+def can_hold_files(folder: Path) -> bool:
     """False of /proc, /sys and the like, whose file systems have no size; the folder need not be there yet. Raises
     OSError."""
-    return os.statvfs(_existing(folder)).f_blocks > 0
+    return os.statvfs(_existing_parent(folder)).f_blocks > 0
 
 
-def _existing(folder: Path) -> Path:
+def _existing_parent(folder: Path) -> Path:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
-def demand(folder: Path, needed: int) -> None:
+def check_free_space(folder: Path, needed: int) -> None:
     """Raise OSError, with both numbers, where `folder` has no room for so many bytes."""
-    if needed and (there := free(folder)) < needed:
-        raise OSError(errno.ENOSPC, f"about {gigabytes(needed)} are needed, and {gigabytes(there)} are free")
+    if needed and (there := free_bytes(folder)) < needed:
+        raise OSError(errno.ENOSPC, f"about {format_bytes(needed)} are needed, and {format_bytes(there)} are free")
 
 
 def free_memory() -> int:
@@ -106,7 +106,7 @@ def free_memory() -> int:
     return found if most == "max" else min(found, int(most) - int(taken))
 
 
-def without_copies(needed: Sequence[tuple[str, int, int]]) -> list[str]:
+def check_copy_memory(needed: Sequence[tuple[str, int, int]]) -> list[str]:
     """A line for each machine whose memory does not hold the copies that asynchronous saves make; of each rank its
     machine's name, the bytes of its copy, and those that are free there."""
     lines = []
@@ -114,13 +114,13 @@ def without_copies(needed: Sequence[tuple[str, int, int]]) -> list[str]:
         total = sum(own for name, own, _ in needed if name == machine)
         if total > (there := min(left for name, _, left in needed if name == machine)):
             lines.append(
-                f"an asynchronous save copies up to {gigabytes(total)} on {machine}, where {gigabytes(there)} of "
+                f"an asynchronous save copies up to {format_bytes(total)} on {machine}, where {format_bytes(there)} of "
                 "memory are free: set run.save_async=false"
             )
     return lines
 
 
-def gigabytes(number: int) -> str:
+def format_bytes(number: int) -> str:
     return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
 
 
@@ -128,6 +128,6 @@ def _weights(table: Iterable[Param], dtype: torch.dtype) -> int:
     return sum(param.size * (param.dtype or dtype).itemsize for param in table)
 
 
-def _and_more(number: int) -> int:
+def _add_overhead(number: int) -> int:
     """Headers, what a padded vocabulary adds, tokenizer, random states."""
     return number + number // 50 + (4 << 20)

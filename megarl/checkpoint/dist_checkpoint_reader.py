@@ -25,9 +25,9 @@ from torch.distributed.checkpoint import default_planner, filesystem, metadata
 
 from megarl.config import ConfigError
 
-UNDOES = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+UNSAFE_LOAD_ENV = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _CHECKPOINT = "torch.distributed.checkpoint"
-_CLASSES = {
+_ALLOWED_CLASSES = {
     f"{_CHECKPOINT}.metadata": (
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
@@ -48,21 +48,21 @@ def _enum_member(cls: Any, name: str) -> Any:
     return cls[name]
 
 
-class _Table(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        if name not in _CLASSES.get(module, ()):
+        if name not in _ALLOWED_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no table of a checkpoint has")
         return super().find_class(module, name)
 
 
-def read_table(file: IO[bytes]) -> Any:
+def load_metadata(file: IO[bytes]) -> Any:
     """What `.metadata` says. Raises pickle.UnpicklingError for one that would do more than that."""
-    return _Table(file).load()
+    return _MetadataUnpickler(file).load()
 
 
-def _checked(load_bytes: Callable[..., None]) -> Callable[..., None]:
+def _require_safe_load(load_bytes: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load_bytes)
     def checked(planner: Any, item: Any, value: IO[bytes]) -> None:
         torch.load(value, weights_only=True)  # raises for what is neither tensors nor plain values
@@ -72,17 +72,17 @@ def _checked(load_bytes: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-os.environ.pop(UNDOES, None)
-filesystem.pickle = SimpleNamespace(load=read_table, dump=pickle.dump)  # type: ignore[assignment]
-default_planner.DefaultLoadPlanner.load_bytes = _checked(default_planner.DefaultLoadPlanner.load_bytes)  # type: ignore[method-assign]
+os.environ.pop(UNSAFE_LOAD_ENV, None)
+filesystem.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)  # type: ignore[assignment]
+default_planner.DefaultLoadPlanner.load_bytes = _require_safe_load(default_planner.DefaultLoadPlanner.load_bytes)  # type: ignore[method-assign]
 
 
-INDEX = ".metadata"
-OBJECTS = "common.pt"
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
 """What is no tensor of a parameter: the schedule, and what guards remember."""
 
 
-class Piece(NamedTuple):
+class StoredShard(NamedTuple):
     """[start, start + size) along each dimension of a tensor, in a part of a file."""
 
     start: tuple[int, ...]
@@ -92,35 +92,37 @@ class Piece(NamedTuple):
     length: int
 
 
-class Whole(NamedTuple):
+class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    shards: tuple[StoredShard, ...]
 
 
-class Pieces(Mapping[str, Whole]):
+class CheckpointReader(Mapping[str, StoredTensor]):
     """By Megatron's names. Raises ConfigError for a folder that is none of its checkpoints, or is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            with (folder / INDEX).open("rb") as stream:
-                found = read_table(stream)
+            with (folder / METADATA_FILE).open("rb") as stream:
+                found = load_metadata(stream)
         except FileNotFoundError:
-            raise ConfigError(f"{folder} is no checkpoint of a model: it has no {INDEX}") from None
+            raise ConfigError(f"{folder} is no checkpoint of a model: it has no {METADATA_FILE}") from None
         except Exception as error:  # noqa: BLE001  a broken pickle raises whatever its bytes happen to mean
             what = " ".join(str(error).split())[:200]
-            raise ConfigError(f"{folder / INDEX} cannot be read ({type(error).__name__}: {what})") from None
+            raise ConfigError(f"{folder / METADATA_FILE} cannot be read ({type(error).__name__}: {what})") from None
         try:
             self._tensors = {
-                name: _whole(name, about, found.storage_data)
+                name: _parse_tensor(name, about, found.storage_data)
                 for name, about in found.state_dict_metadata.items()
                 if isinstance(about, metadata.TensorStorageMetadata)
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{folder / INDEX} is of another form ({type(error).__name__}: {error})") from None
+            raise ConfigError(
+                f"{folder / METADATA_FILE} is of another form ({type(error).__name__}: {error})"
+            ) from None
 
-    def __getitem__(self, name: str) -> Whole:
+    def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]
 
     def __iter__(self) -> Any:
@@ -135,9 +137,9 @@ class Pieces(Mapping[str, Whole]):
         whole = self._tensors[name]
         at, shape = tuple(at), whole.shape[len(at) :]
         result, filled = torch.empty(shape, dtype=whole.dtype), 0
-        for piece in whole.pieces:
+        for piece in whole.shards:
             if all(a <= n < a + size for a, size, n in zip(piece.start, piece.size, at, strict=False)):
-                part = self._load(name, piece)[tuple(n - a for n, a in zip(at, piece.start, strict=False))]
+                part = self._load_shard(name, piece)[tuple(n - a for n, a in zip(at, piece.start, strict=False))]
                 where = zip(piece.start[len(at) :], part.shape, strict=True)
                 result[tuple(slice(start, start + size) for start, size in where)] = part
                 filled += part.numel()
@@ -145,7 +147,7 @@ class Pieces(Mapping[str, Whole]):
             raise ConfigError(f"{self.folder}: {name} has {filled} of its {result.numel()} elements")
         return result
 
-    def _load(self, name: str, piece: Piece) -> torch.Tensor:
+    def _load_shard(self, name: str, piece: StoredShard) -> torch.Tensor:
         file = self.folder / piece.file
         try:
             with file.open("rb") as stream:
@@ -155,11 +157,11 @@ class Pieces(Mapping[str, Whole]):
             what = " ".join(str(error).split())[:200]
             raise ConfigError(f"{file}: {name} cannot be read ({type(error).__name__}: {what})") from None
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != piece.size:
-            raise ConfigError(f"{file}: at byte {piece.offset} is not what {INDEX} says of {name}")
+            raise ConfigError(f"{file}: at byte {piece.offset} is not what {METADATA_FILE} says of {name}")
         return found
 
 
-def _whole(name: str, about: Any, places: Mapping[Any, Any]) -> Whole:
+def _parse_tensor(name: str, about: Any, places: Mapping[Any, Any]) -> StoredTensor:
     pieces = []
     for chunk in about.chunks:
         start = tuple(chunk.offsets)
@@ -168,5 +170,5 @@ def _whole(name: str, about: Any, places: Mapping[Any, Any]) -> Whole:
             raise ValueError(f"{name} is compressed by {place.transform_descriptors}")
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"{name} is said to be in {place.relative_path!r}")
-        pieces.append(Piece(start, tuple(chunk.sizes), place.relative_path, int(place.offset), int(place.length)))
-    return Whole(tuple(about.size), about.properties.dtype, tuple(pieces))
+        pieces.append(StoredShard(start, tuple(chunk.sizes), place.relative_path, int(place.offset), int(place.length)))
+    return StoredTensor(tuple(about.size), about.properties.dtype, tuple(pieces))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megarl.config import ConfigError
 from megarl.models.layout_algebra import Param, layer_of, local_shape, unshard
 from megarl.parallel import device
-from megarl.parallel.ranks import Ranks, active, all_gather_objects
+from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
 
 
 class Owner(NamedTuple):
@@ -23,7 +23,7 @@ class Owner(NamedTuple):
     ep_rank: int | None
 
 
-def owners(params: Sequence[Param], stages: Sequence[Collection[int]], ep: int) -> dict[str, Owner]:
+def find_owners(params: Sequence[Param], stages: Sequence[Collection[int]], ep: int) -> dict[str, Owner]:
     """Who holds each parameter, by canonical name, given the layers of each stage.
 
     The embedding is on the first stage, the final norm and the output layer on the last; experts are dealt to the `ep`
@@ -75,23 +75,23 @@ def gather_hf(
     """
     from megatron.core import parallel_state
 
-    with active(ranks):
+    with use_layout(ranks):
         tp_group = parallel_state.get_tensor_model_parallel_group()
         pp_group = parallel_state.get_pipeline_model_parallel_group()
         ep_group = parallel_state.get_expert_model_parallel_group()
         etp_group = parallel_state.get_expert_tensor_parallel_group()
     layers = sorted({layer for layer in map(layer_of, local) if layer is not None})
     dtype = next((local[p.megatron].dtype for p in params if p.dtype is None and p.megatron in local), None)
-    seen = all_gather_objects((ranks.pp_rank, layers, dtype), ranks.host)
+    seen = all_gather_objects((ranks.pp_rank, layers, dtype), ranks.host_group)
     stages: list[list[int]] = [next(held for stage, held, _ in seen if stage == s) for s in range(ranks.pp)]
-    owner = owners(params, stages, ranks.ep)
+    owner = find_owners(params, stages, ranks.ep)
     dtypes = sorted({str(d) for *_, d in seen if d is not None})  # a stage may have none of the table's parameters
     dtype = next((d for *_, d in seen if d is not None), None)
     problems = [
         *([f"the ranks' parameters have different types: {', '.join(dtypes)}"] if len(dtypes) > 1 else []),
         *(
             problem
-            for found in all_gather_objects(_problems(local, params, owner, ranks, dtype), ranks.host)
+            for found in all_gather_objects(_problems(local, params, owner, ranks, dtype), ranks.host_group)
             for problem in found
         ),
     ]
@@ -99,9 +99,9 @@ def gather_hf(
         raise ValueError(f"the model's shards do not fit its table: {problems[0]} ({len(problems)} such)")
     assert dtype is not None  # an empty model is a problem above
 
-    for bucket in _runs(params, owner, dtype, bucket_bytes, ranks):
+    for bucket in _split_buckets(params, owner, dtype, bucket_bytes, ranks):
         stage, ep_rank = owner[bucket[0].megatron]
-        parts, part = ranks.grid(ep_rank is not None)
+        parts, part = ranks.tp_size_and_rank(ep_rank is not None)
         sizes = [prod(local_shape(param, parts, 0)) for param in bucket]
         buffer = torch.empty((parts, sum(sizes)), dtype=bucket[0].dtype or dtype, device=device.device())
         if stage == ranks.pp_rank:
@@ -138,7 +138,7 @@ def _problems(
         if param.megatron not in local:
             found.append(f"rank {ranks.job.rank} lacks {param.megatron}")
             continue
-        tensor, shape = local[param.megatron], local_shape(param, *ranks.grid(param.expert is not None))
+        tensor, shape = local[param.megatron], local_shape(param, *ranks.tp_size_and_rank(param.expert is not None))
         if tuple(tensor.shape) != shape:
             found.append(f"{param.megatron} on rank {ranks.job.rank} has shape {tuple(tensor.shape)}, not {shape}")
         if tensor.dtype != (param.dtype or dtype):
@@ -148,14 +148,14 @@ def _problems(
     return found + [f"rank {ranks.job.rank} has {name}, which the table does not know" for name in unknown]
 
 
-def _runs(
+def _split_buckets(
     params: Sequence[Param], owner: Mapping[str, Owner], dtype: torch.dtype, bucket_bytes: int, ranks: Ranks
 ) -> Iterator[list[Param]]:
     """The table cut into buckets of consecutive parameters with one owner and one type; the same on all ranks."""
     bucket: list[Param] = []
     size = 0
     for param in params:
-        parts, _ = ranks.grid(param.expert is not None)
+        parts, _ = ranks.tp_size_and_rank(param.expert is not None)
         bytes_ = parts * prod(local_shape(param, parts, 0)) * (param.dtype or dtype).itemsize
         same = bucket and (owner[param.megatron], param.dtype) == (owner[bucket[0].megatron], bucket[0].dtype)
         if bucket and (not same or size + bytes_ > bucket_bytes):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from megarl.config import ConfigError
 
 T = TypeVar("T")
-NAME = "manifest.json"
+FILE_NAME = "manifest.json"
 
 
 class Entry(NamedTuple):
@@ -94,7 +94,7 @@ def hash_file(path: Path) -> Entry:
         return Entry(os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
-def shares(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+def split_by_size(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
     """The files in `parts` shares of about equal bytes; the same whoever asks."""
     result: list[list[str]] = [[] for _ in range(parts)]
     loads = [0] * parts
@@ -108,22 +108,22 @@ def shares(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]] | str:
     """The manifest and its files, or what is wrong with it."""
     try:
-        tree = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        tree = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         files = {name: Entry(entry["bytes"], entry["sha256"]) for name, entry in tree["files"].items()}
     except FileNotFoundError:
-        return f"{NAME} is missing"
+        return f"{FILE_NAME} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{NAME} is broken ({type(error).__name__})"
+        return f"{FILE_NAME} is broken ({type(error).__name__})"
     for name, entry in files.items():
         inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         if not inside or type(entry.bytes) is not int or not isinstance(entry.sha256, str):
-            return f"{NAME} is broken (its entry {name!r})"
+            return f"{FILE_NAME} is broken (its entry {name!r})"
     if missing := next((name for name in ("host.json",) if name not in files), None):
-        return f"{NAME} does not list {missing}"
+        return f"{FILE_NAME} does not list {missing}"
     return tree, files
 
 
-def size_fault(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> str | None:
+def check_sizes(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> str | None:
     for name in names:
         try:
             size = (folder / name).stat().st_size
@@ -134,7 +134,7 @@ def size_fault(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -
     return None
 
 
-def content_fault(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> str | None:
+def check_hashes(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> str | None:
     for name in names:
         try:
             found = hash_file(folder / name)
@@ -156,11 +156,11 @@ def host_state(folder: Path) -> dict[str, Any] | str:
     return tree
 
 
-INDEX = ".metadata"
+METADATA_FILE = ".metadata"
 """In the folder of a model."""
 
 
-def folders_of(run: Path) -> list[Path]:
+def list_checkpoints(run: Path) -> list[Path]:
     """Checkpoints of a run, the oldest first, with those that were never finished."""
     found = {}
     for path in (run / "checkpoints").iterdir():
@@ -170,7 +170,7 @@ def folders_of(run: Path) -> list[Path]:
     return [found[key] for key in sorted(found)]
 
 
-def fault_in(folder: Path, hashes: bool) -> str | None:
+def check_checkpoint(folder: Path, hashes: bool) -> str | None:
     """What is wrong with a checkpoint."""
     if folder.name.endswith(".tmp"):
         return "was never finished"
@@ -178,28 +178,28 @@ def fault_in(folder: Path, hashes: bool) -> str | None:
     if isinstance(found, str):
         return found
     files = found[1]
-    fault = size_fault(folder, files, files)
+    fault = check_sizes(folder, files, files)
     if fault is None and hashes:
-        fault = content_fault(folder, files, files)
+        fault = check_hashes(folder, files, files)
     host = host_state(folder)
     return fault or (host if isinstance(host, str) else None)
 
 
-def chosen(path: Path) -> Path:
+def resolve_checkpoint(path: Path) -> Path:
     """The checkpoint that a path means. Raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}; name a run folder or a checkpoint in it")
-    if (path / NAME).is_file():
+    if (path / FILE_NAME).is_file():
         return path
     if path.name.startswith("step_"):
-        raise ConfigError(f"{path} is no whole checkpoint: {fault_in(path, hashes=False)}")
+        raise ConfigError(f"{path} is no whole checkpoint: {check_checkpoint(path, hashes=False)}")
     if not (path / "checkpoints").is_dir():
-        raise ConfigError(f"{path} is no checkpoint ({NAME} is missing) and no run folder with checkpoints")
-    for folder in reversed(folders_of(path)):
-        if fault_in(folder, hashes=False) is None:
+        raise ConfigError(f"{path} is no checkpoint ({FILE_NAME} is missing) and no run folder with checkpoints")
+    for folder in reversed(list_checkpoints(path)):
+        if check_checkpoint(folder, hashes=False) is None:
             return folder
     raise ConfigError(f"{path / 'checkpoints'} has no whole checkpoint")
 
 
-def models_in(files: Mapping[str, Entry]) -> list[str]:
-    return sorted(name.removesuffix(f"/{INDEX}") for name in files if name.endswith(f"/{INDEX}"))
+def list_models(files: Mapping[str, Entry]) -> list[str]:
+    return sorted(name.removesuffix(f"/{METADATA_FILE}") for name in files if name.endswith(f"/{METADATA_FILE}"))

@@ -9,7 +9,7 @@
     <run>/checkpoints/latest   the name of the newest one
 
 A folder counts only under its final name, which it gets when all of its files are on disk. Hashing is distributed: the
-rank that writes a file hashes it, and on loading each rank verifies its share. `Writing` is the thread that writes a
+rank that writes a file hashes it, and on loading each rank verifies its share. `BackgroundWrite` is the thread that writes a
 rank's part while the rank trains; it does not communicate.
 """
 
@@ -31,24 +31,24 @@ import torch
 
 from megarl.checkpoint import disk_space, manifest
 from megarl.checkpoint.manifest import Entry, sync
-from megarl.checkpoint.provenance import differs
+from megarl.checkpoint.provenance import describe_changes
 from megarl.config import ConfigError
 from megarl.parallel import ranks
 
 NICENESS = 10
 """By which the thread stands back where cores are scarce: training waits for its ranks, and nobody for a checkpoint."""
-LEAVING_S = 30.0
+CANCEL_TIMEOUT_S = 30.0
 """How long a run that ends waits for the thread to leave its work."""
 
-Work = Callable[[Callable[[], bool]], Mapping[Path, Entry]]
+WriteTask = Callable[[Callable[[], bool]], Mapping[Path, Entry]]
 """Given a function that says whether to leave it; returns the files that it wrote."""
 
 
-class Writing:
+class BackgroundWrite:
     """One piece of work, begun. A daemon: a run that dies does not wait for it."""
 
-    def __init__(self, work: Work) -> None:
-        self._work, self._leave = work, threading.Event()
+    def __init__(self, work: WriteTask) -> None:
+        self._work, self._cancelled = work, threading.Event()
         self._written: Mapping[Path, Entry] | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
@@ -58,11 +58,11 @@ class Writing:
         own = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + NICENESS))
         try:
-            self._written = self._work(self._leave.is_set)
+            self._written = self._work(self._cancelled.is_set)
         except BaseException as error:  # noqa: B036  whatever it is, `result` says it
             self._error = error
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it has been done, or has failed."""
         return not self._thread.is_alive()
 
@@ -74,18 +74,18 @@ class Writing:
         error = self._error
         raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Stop at the next occasion, and wait for that."""
-        self._leave.set()
-        self._thread.join(LEAVING_S)
+        self._cancelled.set()
+        self._thread.join(CANCEL_TIMEOUT_S)
 
 
-def file_name() -> str:
+def rng_file_name() -> str:
     """Of this rank, in a checkpoint."""
     return f"rng_{torch.distributed.get_rank():05d}.pt"
 
 
-def current() -> dict[str, Any]:
+def capture_rng_state() -> dict[str, Any]:
     """As they are, in what `torch.load(weights_only=True)` reads."""
     from megatron.core import tensor_parallel
 
@@ -98,7 +98,7 @@ def current() -> dict[str, Any]:
     }
 
 
-def restore(state: dict[str, Any]) -> None:
+def restore_rng_state(state: dict[str, Any]) -> None:
     """Go on from what `current` returned."""
     from megatron.core import tensor_parallel
 
@@ -109,7 +109,7 @@ def restore(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def draw_anew(step: int) -> None:
+def reseed(step: int) -> None:
     """As the start of a run, but from `step`: equal on all ranks, but for Megatron's, which knows what must differ."""
     from megatron.core import tensor_parallel
 
@@ -120,27 +120,27 @@ def draw_anew(step: int) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(step + 1)
 
 
-STEP = re.compile(r"step_(\d{6,})")
+STEP_PATTERN = re.compile(r"step_(\d{6,})")
 
 
 class StorageError(ConfigError):
     """A checkpoint could not be written. The earlier ones are as they were, and training could go on."""
 
 
-class Part(NamedTuple):
+class RankWrite(NamedTuple):
     """What a rank has for a checkpoint, as it was when this was made. write: its files, in a thread, talking to nobody;
     it asks whether to leave it. finish: by all ranks, after all have written. Both raise OSError."""
 
-    write: Work
+    write: WriteTask
     finish: Callable[[], None] = lambda: None
 
 
-class _UnderWay(NamedTuple):
+class _PendingSave(NamedTuple):
     final: Path
     partial: Path
     step: int
     finish: Callable[[], None]
-    written: Writing
+    background: BackgroundWrite
 
 
 class CheckpointStore:
@@ -162,38 +162,38 @@ class CheckpointStore:
     ) -> None:
         self.folder = run_dir / "checkpoints"
         self.keep = max(1, keep)
-        self.spare: int | None = None
+        self.rollback_before: int | None = None
         """The newest checkpoint from before this step stays, however many there are: models may go back to it."""
         self.storage_timeout_s = storage_timeout_s
         self.layout = list(layout)
-        self.origin = dict(origin or {})
-        self._under_way: _UnderWay | None = None
+        self.provenance = dict(origin or {})
+        self._pending: _PendingSave | None = None
         self._removal: threading.Thread | None = None
-        self._say = say or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
+        self._log = say or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
 
-    def save(self, step: int, host: dict[str, Any], stage: Callable[[Path], Part], needed: int = 0) -> Path:
+    def save(self, step: int, host: dict[str, Any], stage: Callable[[Path], RankWrite], needed: int = 0) -> Path:
         """Write step `step` and wait for all of it: `begin` and `finish`."""
         self.begin(step, host, stage, needed)
         folder = self.finish()
-        ranks.together(self._await_removal, lead=True)
+        ranks.run_on_all(self._await_removal, lead=True)
         return folder
 
-    def begin(self, step: int, host: dict[str, Any], stage: Callable[[Path], Part], needed: int = 0) -> None:
+    def begin(self, step: int, host: dict[str, Any], stage: Callable[[Path], RankWrite], needed: int = 0) -> None:
         """Begin to write step `step`, after `finish` of the one before. From here on everything may change.
 
         stage: called by all ranks; the models and what else there is, as it is now. What its `write` returns, files
         that this rank wrote and synced, with their hashes, is not read again; others are hashed by all ranks together.
         needed: bytes, for which there must be room. Raises StorageError on all ranks when it cannot be begun.
         """
-        if self._under_way is not None:
-            raise RuntimeError(f"{self._under_way.final} is still being written")
+        if self._pending is not None:
+            raise RuntimeError(f"{self._pending.final} is still being written")
         final = self.folder / f"step_{step:06d}"
         partial = final.with_suffix(".tmp")
         text, states = json.dumps(host), io.BytesIO()
-        torch.save(current(), states)
+        torch.save(capture_rng_state(), states)
 
         def small_files() -> dict[Path, Entry]:
-            found = partial / file_name()
+            found = partial / rng_file_name()
             if ranks.is_lead():
                 (partial / "host.json").write_text(text)
             return {found: manifest.write_hashed(found, lambda stream: stream.write(states.getbuffer()))[1]}
@@ -204,70 +204,70 @@ class CheckpointStore:
             def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
                 return {**part.write(ended), **small_files()}
 
-            self._under_way = _UnderWay(final, partial, step, part.finish, Writing(work))
+            self._pending = _PendingSave(final, partial, step, part.finish, BackgroundWrite(work))
 
-        with ranks.patient(self.storage_timeout_s):
+        with ranks.with_timeout(self.storage_timeout_s):
             try:
-                ranks.together(lambda: self._make_room(partial, needed), lead=True)
-                ranks.together(staged)
+                ranks.run_on_all(lambda: self._prepare_folder(partial, needed), lead=True)
+                ranks.run_on_all(staged)
             except OSError as error:
-                raise self._lost(final, partial, error) from None
+                raise self._discard(final, partial, error) from None
 
     @property
-    def under_way(self) -> int | None:
+    def pending_step(self) -> int | None:
         """The step of the checkpoint that was begun and is not finished; None without one. The same on all ranks."""
-        return None if self._under_way is None else self._under_way.step
+        return None if self._pending is None else self._pending.step
 
     def is_written(self) -> bool:
         """Whether this rank has nothing to write any more, or could not; not collective."""
-        return self._under_way is None or self._under_way.written.over()
+        return self._pending is None or self._pending.background.is_done()
 
     def finish(self) -> Path:
         """Wait until all ranks have written what was begun, and make a checkpoint of it, the newest one; returns its
         folder. Older ones that need not stay have lost their names then, and are removed in a thread. Raises
         StorageError on all ranks when any rank could not write; the earlier checkpoints are untouched then, and nothing
         of this one is left."""
-        assert self._under_way is not None, "begin comes first"
-        final, partial, step, finish, written = self._under_way
-        with ranks.patient(self.storage_timeout_s):
+        assert self._pending is not None, "begin comes first"
+        final, partial, step, finish, written = self._pending
+        with ranks.with_timeout(self.storage_timeout_s):
             try:
-                self._seal(partial, step, finish, written)
-                ranks.together(lambda: self._commit(partial, final), lead=True)
+                self._write_manifest(partial, step, finish, written)
+                ranks.run_on_all(lambda: self._commit(partial, final), lead=True)
             except OSError as error:
-                raise self._lost(final, partial, error) from None
-        self._under_way = None
+                raise self._discard(final, partial, error) from None
+        self._pending = None
         return final
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Stop writing; what is there of it stays behind as `.tmp`. Not collective: for a run that ends by an error."""
-        if self._under_way is not None:
-            self._under_way.written.leave()
+        if self._pending is not None:
+            self._pending.background.cancel()
 
-    def clear(self) -> None:
+    def remove_unfinished(self) -> None:
         """Remove what runs that were killed have left."""
         try:
-            ranks.together(self._remove_partial, lead=True)
+            ranks.run_on_all(self._remove_partial, lead=True)
         except OSError as error:
             raise ConfigError(f"cannot remove half a checkpoint from {self.folder}: {error}") from None
 
-    def newest(self, before: int | None = None) -> Path | None:
+    def find_newest(self, before: int | None = None) -> Path | None:
         """The newest checkpoint whose files are all there and whole; names and skips those that are not. before: only
         of steps before this one.
 
         Raises ConfigError where there are checkpoints, but none that is whole.
         """
         faults = []
-        with ranks.patient(self.storage_timeout_s):
+        with ranks.with_timeout(self.storage_timeout_s):
             try:
-                steps = ranks.together(self._steps, lead=True)[0]
+                steps = ranks.run_on_all(self._steps, lead=True)[0]
             except OSError as error:
                 raise ConfigError(f"cannot look for checkpoints in {self.folder}: {error}") from None
-            for folder in reversed([one for one in steps or () if before is None or _step_of(one) < before]):
-                fault = self._fault_in(folder)
+            for folder in reversed([one for one in steps or () if before is None or _parse_step(one) < before]):
+                fault = self._check_checkpoint(folder)
                 if fault is None:
                     return folder
                 faults.append(f"{folder.name}: {fault}")
-                self._say(f"skipping checkpoint {folder}: {fault}")
+                self._log(f"skipping checkpoint {folder}: {fault}")
         if faults and before is None:
             raise ConfigError(
                 f"none of the checkpoints in {self.folder} is whole ({'; '.join(faults)}): put a copy of one there, "
@@ -275,18 +275,18 @@ class CheckpointStore:
             )
         return None
 
-    def names(self) -> list[str]:
+    def list_checkpoints(self) -> list[str]:
         """The checkpoints that are there, the oldest first; whether they are whole is not looked at."""
-        return [str(folder) for folder in ranks.together(self._steps, lead=True)[0] or ()]
+        return [str(folder) for folder in ranks.run_on_all(self._steps, lead=True)[0] or ()]
 
-    def step_of(self, folder: Path) -> int:
+    def read_step(self, folder: Path) -> int:
         """Which step a checkpoint is of, on all ranks."""
-        return int(ranks.together(lambda: _host(folder)["step"], lead=True)[0] or 0)
+        return int(ranks.run_on_all(lambda: _read_host_state(folder)["step"], lead=True)[0] or 0)
 
-    def differs(self, folder: Path) -> str:
+    def describe_changes(self, folder: Path) -> str:
         """On the lead, what wrote a checkpoint where that is not what runs now, for the end of a line."""
         found = manifest.read(folder)
-        words = () if isinstance(found, str) else differs(found[0], self.origin)
+        words = () if isinstance(found, str) else describe_changes(found[0], self.provenance)
         return "".join(f", written {text}" for text in words)
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -294,31 +294,31 @@ class CheckpointStore:
 
         In another layout than the checkpoint's the random states are drawn anew, from its step.
         """
-        found, host, name = manifest.read(folder), _host(folder), file_name()
+        found, host, name = manifest.read(folder), _read_host_state(folder), rng_file_name()
         if isinstance(found, str):
             raise ConfigError(f"checkpoint {folder} has changed meanwhile: {found}")
         tree, files = found
         world = torch.distributed.get_world_size()
         if (tree.get("world_size"), tree.get("layout")) == (world, self.layout) and name in files:
-            restore(torch.load(folder / name, weights_only=True))
+            restore_rng_state(torch.load(folder / name, weights_only=True))
         else:
-            draw_anew(host["step"])
-            self._say(f"{folder.name} was written in another layout: random states are drawn anew, from its step")
+            reseed(host["step"])
+            self._log(f"{folder.name} was written in another layout: random states are drawn anew, from its step")
         return host
 
-    def _seal(self, partial: Path, step: int, finish: Callable[[], None], written: Writing) -> None:
+    def _write_manifest(self, partial: Path, step: int, finish: Callable[[], None], written: BackgroundWrite) -> None:
         """After all ranks have written: what says where everything is, and that it is all there."""
 
         def own_files() -> dict[str, Entry]:
             return {str(file.relative_to(partial)): entry for file, entry in written.result().items()}
 
-        reported = _union(ranks.together(own_files))
-        ranks.together(finish)
-        rest = ranks.together(lambda: _unreported(partial, reported), lead=True)[0]
+        reported = _merge_files(ranks.run_on_all(own_files))
+        ranks.run_on_all(finish)
+        rest = ranks.run_on_all(lambda: _list_unhashed(partial, reported), lead=True)[0]
         assert rest is not None
-        mine = manifest.shares(rest, torch.distributed.get_world_size())[torch.distributed.get_rank()]
-        hashed = ranks.together(lambda: {name: manifest.hash_file(partial / name) for name in mine})
-        files = reported | _union(hashed)
+        mine = manifest.split_by_size(rest, torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        hashed = ranks.run_on_all(lambda: {name: manifest.hash_file(partial / name) for name in mine})
+        files = reported | _merge_files(hashed)
 
         def describe() -> None:
             for name in rest:
@@ -327,29 +327,33 @@ class CheckpointStore:
                 "step": step,
                 "world_size": torch.distributed.get_world_size(),
                 "layout": self.layout,
-                **self.origin,
+                **self.provenance,
                 "files": {name: files[name]._asdict() for name in sorted(files)},
             }
-            (partial / manifest.NAME).write_text(json.dumps(content, indent=1))
-            for path in (partial / manifest.NAME, *(item for item in partial.rglob("*") if item.is_dir()), partial):
+            (partial / manifest.FILE_NAME).write_text(json.dumps(content, indent=1))
+            for path in (
+                partial / manifest.FILE_NAME,
+                *(item for item in partial.rglob("*") if item.is_dir()),
+                partial,
+            ):
                 sync(path)
 
-        ranks.together(describe, lead=True)
+        ranks.run_on_all(describe, lead=True)
 
-    def _lost(self, final: Path, partial: Path, error: OSError) -> StorageError:
+    def _discard(self, final: Path, partial: Path, error: OSError) -> StorageError:
         """Leave nothing of it. Collective, as nobody may still be writing."""
-        if self._under_way is not None:
-            self._under_way.written.leave()
-        self._under_way = None
+        if self._pending is not None:
+            self._pending.background.cancel()
+        self._pending = None
         ranks.barrier()
         if ranks.is_lead():
             shutil.rmtree(partial, ignore_errors=True)
         ranks.barrier()
         return StorageError(f"could not write checkpoint {final}: {error}; earlier checkpoints are intact")
 
-    def _make_room(self, partial: Path, needed: int) -> None:
+    def _prepare_folder(self, partial: Path, needed: int) -> None:
         self._remove_partial()
-        disk_space.demand(self.folder, needed)
+        disk_space.check_free_space(self.folder, needed)
         partial.mkdir(parents=True)
 
     def _await_removal(self) -> None:
@@ -367,20 +371,22 @@ class CheckpointStore:
         os.rename(partial, final)
         sync(self.folder)
         # The checkpoint is there: what fails from here on must not make it one that could not be written.
-        for tidy in (self._name_latest, self._remove_old):
+        for tidy in (self._update_latest, self._remove_old):
             try:
                 tidy(final.name)
             except OSError as error:
-                self._say(f"checkpoint {final} is written, but tidying up failed: {error}")
+                self._log(f"checkpoint {final} is written, but tidying up failed: {error}")
 
-    def _name_latest(self, name: str) -> None:
+    def _update_latest(self, name: str) -> None:
         partial = self.folder / "latest.tmp"
         partial.write_text(name)
         os.replace(partial, self.folder / "latest")
 
     def _remove_old(self, name: str) -> None:
         steps = self._steps()
-        spared = [one for one in steps if self.spare is not None and _step_of(one) < self.spare][-1:]
+        spared = [one for one in steps if self.rollback_before is not None and _parse_step(one) < self.rollback_before][
+            -1:
+        ]
         gone = []
         for old in steps[: -self.keep]:
             if old.name != name and old not in spared:  # a run may have begun anew among old ones
@@ -395,50 +401,50 @@ class CheckpointStore:
             try:
                 shutil.rmtree(folder)
             except OSError as error:
-                self._say(f"checkpoints are written, but {folder} cannot be removed: {error}")
+                self._log(f"checkpoints are written, but {folder} cannot be removed: {error}")
 
     def _steps(self) -> list[Path]:
         """Folders of checkpoints, the oldest first; whatever else lies there is none."""
         try:
-            found = [(STEP.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
+            found = [(STEP_PATTERN.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
         except FileNotFoundError:
             return []
         return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
-    def _fault_in(self, folder: Path) -> str | None:
+    def _check_checkpoint(self, folder: Path) -> str | None:
         """What is wrong with a checkpoint, on all ranks: sizes first, then contents, each rank its share of bytes."""
-        found = ranks.together(lambda: manifest.read(folder), lead=True)[0]
+        found = ranks.run_on_all(lambda: manifest.read(folder), lead=True)[0]
         if found is None or isinstance(found, str):
             return found
         _, files = found
         sizes = {name: entry.bytes for name, entry in files.items()}
-        mine = manifest.shares(sizes, torch.distributed.get_world_size())[torch.distributed.get_rank()]
-        for fault in (manifest.size_fault, manifest.content_fault):
-            faults = ranks.together(lambda fault=fault: fault(folder, files, mine))  # type: ignore[misc]
+        mine = manifest.split_by_size(sizes, torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        for fault in (manifest.check_sizes, manifest.check_hashes):
+            faults = ranks.run_on_all(lambda fault=fault: fault(folder, files, mine))  # type: ignore[misc]
             if worst := next((text for text in faults if text), None):
                 return worst
-        host = ranks.together(lambda: manifest.host_state(folder), lead=True)[0]
+        host = ranks.run_on_all(lambda: manifest.host_state(folder), lead=True)[0]
         return host if isinstance(host, str) else None
 
 
-def _step_of(folder: Path) -> int:
-    match = STEP.fullmatch(folder.name)
+def _parse_step(folder: Path) -> int:
+    match = STEP_PATTERN.fullmatch(folder.name)
     assert match is not None
     return int(match[1])
 
 
-def _host(folder: Path) -> dict[str, Any]:
+def _read_host_state(folder: Path) -> dict[str, Any]:
     host = manifest.host_state(folder)
     if isinstance(host, str):
         raise ConfigError(f"checkpoint {folder} has changed meanwhile: {host}")
     return host
 
 
-def _union(parts: Sequence[Mapping[str, Entry] | None]) -> dict[str, Entry]:
+def _merge_files(parts: Sequence[Mapping[str, Entry] | None]) -> dict[str, Entry]:
     return {name: entry for part in parts for name, entry in (part or {}).items()}
 
 
-def _unreported(folder: Path, reported: Mapping[str, Entry]) -> dict[str, int]:
+def _list_unhashed(folder: Path, reported: Mapping[str, Entry]) -> dict[str, int]:
     """Sizes of the files that nobody has hashed. Raises OSError where rank 0 does not see what others wrote."""
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     for name, entry in reported.items():

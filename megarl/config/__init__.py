@@ -20,7 +20,7 @@ from megarl.config import strict
 from megarl.config.hub import folder_of
 from megarl.config.keys import (
     AdvantageConfig,
-    Batch,
+    BatchSize,
     CorrectionConfig,
     CriticConfig,
     DataConfig,
@@ -29,7 +29,7 @@ from megarl.config.keys import (
     LoraConfig,
     LossConfig,
     ModelConfig,
-    OnPush,
+    OnWeightSync,
     OptimizerConfig,
     ParallelConfig,
     Ranks,
@@ -42,13 +42,13 @@ from megarl.config.keys import (
     TrainConfig,
     Weight,
 )
-from megarl.config.paths import expand, with_expanded_paths
-from megarl.config.recipes import with_recipe
+from megarl.config.paths import expand, expand_config_paths
+from megarl.config.recipes import apply_recipe
 from megarl.config.strict import ConfigError, Range, to_dict
 
 __all__ = [
     "AdvantageConfig",
-    "Batch",
+    "BatchSize",
     "Config",
     "ConfigError",
     "CorrectionConfig",
@@ -59,7 +59,7 @@ __all__ = [
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
-    "OnPush",
+    "OnWeightSync",
     "OptimizerConfig",
     "ParallelConfig",
     "Range",
@@ -212,13 +212,13 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
-    return _with_model_folders(from_dict(plain_yaml.overridden(tree, overrides, _sections())))
+    return _resolve_model_folders(from_dict(plain_yaml.apply_overrides(tree, overrides, _find_example_keys())))
 
 
-def _sections() -> dict[str, str]:
+def _find_example_keys() -> dict[str, str]:
     """Every section, with one of its keys."""
     found: dict[str, str] = {}
-    for key in strict.kinds_of(Config):
+    for key in strict.collect_key_types(Config):
         found.setdefault(key.rpartition(".")[0], key)
     del found[""]  # algorithm is in none
     return found
@@ -228,27 +228,27 @@ def from_dict(tree: dict[str, Any]) -> Config:
     """A Config out of nested plain values, with what the algorithm's recipe sets; strict as `load_config`."""
     name = tree.get("algorithm", Config.algorithm)
     if isinstance(name, str):  # else it is complained of below
-        tree = with_recipe(tree, name)
-    config: Config = strict.build(Config, tree, "", root=Config)
-    return with_expanded_paths(config)
+        tree = apply_recipe(tree, name)
+    config: Config = strict.build_dataclass(Config, tree, "", root=Config)
+    return expand_config_paths(config)
 
 
 def describe_keys() -> list[tuple[str, Any]]:
     """Every key with its default, in order: what `--keys` prints and what the tests count."""
-    return strict.keys_of(Config())
+    return strict.list_keys(Config())
 
 
 def describe_ranges() -> dict[str, str]:
     """What each key may be, in words."""
-    return {key: strict.describe(kind) for key, kind in strict.kinds_of(Config).items()}
+    return {key: strict.describe_type(kind) for key, kind in strict.collect_key_types(Config).items()}
 
 
 def describe_meanings() -> dict[str, str]:
     """What each key is, in a sentence, where its name does not say it."""
-    return strict.meanings_of(Config)
+    return strict.collect_key_docs(Config)
 
 
-def _with_model_folders(config: Config) -> Config:
+def _resolve_model_folders(config: Config) -> Config:
     """The same, with folders in place of the names of models that are in the cache."""
     return replace(
         config,

@@ -16,11 +16,11 @@ from megarl import __version__
 from megarl.config.paths import expand
 from megarl.config.strict import ConfigError
 
-WRONG = 2
+USAGE_ERROR = 2
 """Exit status of a program that was told something wrong."""
 _PYTHON = Path(sys.executable)
-INSTALL = "bash launch/install.sh in a checkout, or by pip as launch/README.md says"
-_LONGEST_NAMES = 50
+INSTALL_HINT = "bash launch/install.sh in a checkout, or by pip as launch/README.md says"
+_MAX_NAMES_LENGTH = 50
 """Characters of the names of other runs in the name of a file."""
 
 
@@ -34,18 +34,18 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "-V", "--version", action="version", version=f"MegaRL {__version__}", help="print the version"
         )
-        self.register("type", Path, path)
+        self.register("type", Path, parse_path)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists what there is")
 
 
-def path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     """The type of an argument that is a path, also where it says `type=Path`: `--out=~/x` is not expanded by shells."""
-    return Path(path_text(text))
+    return Path(parse_path_text(text))
 
 
-def path_text(text: str) -> str:
+def parse_path_text(text: str) -> str:
     """The type of an argument that is a path or a name: text, with `~` and `$NAME` expanded."""
     try:
         return expand(text, "path")
@@ -53,7 +53,7 @@ def path_text(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error).removeprefix("path: ")) from None
 
 
-def count(least: int = 1, most: int = 10**12) -> Callable[[str], int]:
+def int_in_range(least: int = 1, most: int = 10**12) -> Callable[[str], int]:
     """The type of an argument that is a whole number in this range."""
 
     def parse(text: str) -> int:
@@ -68,7 +68,7 @@ def count(least: int = 1, most: int = 10**12) -> Callable[[str], int]:
     return parse
 
 
-def amount(least: float = 0.0, most: float = 1e12) -> Callable[[str], float]:
+def float_in_range(least: float = 0.0, most: float = 1e12) -> Callable[[str], float]:
     """The type of an argument that is a number above `least` and not above `most`."""
 
     def parse(text: str) -> float:
@@ -83,7 +83,7 @@ def amount(least: float = 0.0, most: float = 1e12) -> Callable[[str], float]:
     return parse
 
 
-def file_to_write(path: Path | None, option: str) -> None:
+def check_writable_file(path: Path | None, option: str) -> None:
     """Raise ConfigError where the file could not be written, which otherwise shows when the work is done."""
     if path is None:
         return
@@ -103,15 +103,15 @@ def file_to_write(path: Path | None, option: str) -> None:
         raise ConfigError(f"{option} {str(path)[:200]} cannot be written: {error.strerror}; name another") from None
 
 
-def file_beside(runs: Sequence[Path], name: str) -> Path:
+def default_output_file(runs: Sequence[Path], name: str) -> Path:
     """Where a file about runs goes if none is named: into the first run's folder, as `name`; with the names of the
     others in it where there are any, so that it takes no other file's place."""
     file = runs[0] / name
-    others = "_".join(path.resolve().name for path in runs[1:])
-    return file.with_stem(f"{file.stem}_{others[:_LONGEST_NAMES]}") if others else file
+    others = "_".join(parse_path.resolve().name for parse_path in runs[1:])
+    return file.with_stem(f"{file.stem}_{others[:_MAX_NAMES_LENGTH]}") if others else file
 
 
-def folder_to_write(path: Path, option: str) -> None:
+def check_writable_folder(path: Path, option: str) -> None:
     """Raise ConfigError where there is no folder of this name and none can be made."""
     try:
         there = next(place for place in (path, *path.absolute().parents) if place.exists() or place.is_symlink())
@@ -124,7 +124,7 @@ def folder_to_write(path: Path, option: str) -> None:
         raise ConfigError(f"{option} {str(path)[:200]} cannot be written: {error.strerror}; name another") from None
 
 
-def to_paste(program: str, *arguments: str | Path) -> str:
+def format_command(program: str, *arguments: str | Path) -> str:
     """A command of this project's folder as a terminal takes it where this program was started, such as
     `.venv/bin/python tools/report.py 'runs/my run'`: by this interpreter. Empty where the program is absent, as it is
     where only the package was installed."""
@@ -133,11 +133,14 @@ def to_paste(program: str, *arguments: str | Path) -> str:
         return ""
     here = Path.cwd()
     # Not resolved: an environment is known by its own link to the interpreter.
-    places = [str(path.relative_to(here)) if path.is_relative_to(here) else str(path) for path in (_PYTHON, file)]
+    places = [
+        str(parse_path.relative_to(here)) if parse_path.is_relative_to(here) else str(parse_path)
+        for parse_path in (_PYTHON, file)
+    ]
     return shlex.join([*places, *map(str, arguments)])
 
 
-def ends_in_a_line(program: Callable[[], int]) -> int:
+def run_cli(program: Callable[[], int]) -> int:
     """The program's exit status; what is wrong with what it was given is one line."""
     try:
         return program()
@@ -147,16 +150,16 @@ def ends_in_a_line(program: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except (ConfigError, OSError, ModuleNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError) and not missing_package(error):
+        if isinstance(error, ModuleNotFoundError) and not missing_package_hint(error):
             raise
-        text = missing_package(error) or str(error)
+        text = missing_package_hint(error) or str(error)
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
-        return WRONG
+        return USAGE_ERROR
 
 
-def missing_package(error: BaseException) -> str:
+def missing_package_hint(error: BaseException) -> str:
     """What to do about a package that MegaRL imports and that is not installed; empty for any other error."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None or error.name.partition(".")[0] == "megarl":
         return ""
@@ -164,7 +167,7 @@ def missing_package(error: BaseException) -> str:
     files = [frame.f_code.co_filename for frame in frames if "importlib" not in frame.f_code.co_filename]
     if not files or Path(__file__).parents[1] not in Path(files[-1]).parents:  # not imported by us
         return ""
-    return f"the package {error.name.partition('.')[0]} is not installed: {INSTALL}"
+    return f"the package {error.name.partition('.')[0]} is not installed: {INSTALL_HINT}"
 
 
 def one_line(text: str) -> str:

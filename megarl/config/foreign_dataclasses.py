@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.strict import ConfigError, nearest
+from megarl.config.strict import ConfigError, closest_match
 
-LARGEST = 2**31 - 1
+INT32_MAX = 2**31 - 1
 """No size or count that these packages know is larger, and beyond it their kernels' integers end."""
-_OPEN = object()
+_UNKNOWN = object()
 
 
 @dataclass(frozen=True)
@@ -26,73 +26,75 @@ class Field:
     annotation: ast.expr
     choices: tuple[Any, ...] = ()
     default: Any = None
-    minus_one: bool = False
+    allows_minus_one: bool = False
     group: str = ""
 
 
-def fields_of(body: Iterable[ast.stmt], names: Mapping[str, Any] | None = None, group: str = "") -> dict[str, Field]:
+def parse_fields(body: Iterable[ast.stmt], names: Mapping[str, Any] | None = None, group: str = "") -> dict[str, Field]:
     """The annotated fields of a class, by name. names: what constants in their metadata stand for."""
     found = {}
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = _field(node, names or {}, group)
+            found[node.target.id] = _parse_field(node, names or {}, group)
     return found
 
 
-def check(where: str, value: Any, field: Field) -> None:
+def check_field_value(where: str, value: Any, field: Field) -> None:
     """Raise ConfigError, naming the key `where`, for a value that does not fit its field."""
     if value is None and field.default is None:
         return
     if field.choices:
-        if not _plain(value) or value not in field.choices:
+        if not _is_scalar(value) or value not in field.choices:
             some = ", ".join(map(str, field.choices))
-            raise ConfigError(f"{where} must be one of {some}, not {_short(value)}{near(value, field.choices)}")
+            raise ConfigError(
+                f"{where} must be one of {some}, not {_short_repr(value)}{did_you_mean(value, field.choices)}"
+            )
         return
     _check_numbers(where, value, field)
-    if not _fits(value, field.annotation):
-        kind = _words(field.annotation)
+    if not _matches_type(value, field.annotation):
+        kind = _describe_type(field.annotation)
         if not kind:
             needed = ast.unparse(field.annotation)
             raise ConfigError(f"{where} cannot be set: it is of type {needed}, which YAML cannot give")
-        raise ConfigError(f"{where} must be {kind}, not {_short(value)}{_as_number(value, kind)}")
+        raise ConfigError(f"{where} must be {kind}, not {_short_repr(value)}{_number_hint(value, kind)}")
 
 
-def near(name: Any, known: Iterable[Any]) -> str:
+def did_you_mean(name: Any, known: Iterable[Any]) -> str:
     """A hint at the nearest of the known names."""
-    found = nearest(str(name), map(str, known))
+    found = closest_match(str(name), map(str, known))
     return f"; did you mean {found}?" if found else ""
 
 
-def literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
-    """The value of an expression of plain values and known names; `_OPEN` where it is none."""
+def eval_literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
+    """The value of an expression of plain values and known names; `_UNKNOWN` where it is none."""
     if node is None:
-        return _OPEN
+        return _UNKNOWN
     if isinstance(node, ast.Name):
-        return names.get(node.id, _OPEN)
+        return names.get(node.id, _UNKNOWN)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("set", "frozenset"):
-        inner: Any = literal(node.args[0], names) if len(node.args) == 1 else _OPEN
-        return inner if inner is _OPEN else sorted(inner)
+        inner: Any = eval_literal(node.args[0], names) if len(node.args) == 1 else _UNKNOWN
+        return inner if inner is _UNKNOWN else sorted(inner)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = literal(node.left, names), literal(node.right, names)
-        return _OPEN if _OPEN in (left, right) or type(left) is not type(right) else left + right
+        left, right = eval_literal(node.left, names), eval_literal(node.right, names)
+        return _UNKNOWN if _UNKNOWN in (left, right) or type(left) is not type(right) else left + right
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        return _OPEN
+        return _UNKNOWN
 
 
-def constants(tree: ast.Module) -> dict[str, Any]:
+def parse_constants(tree: ast.Module) -> dict[str, Any]:
     """The plain values that a module gives names to."""
     found: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            value = literal(node.value, found)
-            if value is not _OPEN:
+            value = eval_literal(node.value, found)
+            if value is not _UNKNOWN:
                 found[node.targets[0].id] = value
     return found
 
 
-def _field(node: ast.AnnAssign, names: Mapping[str, Any], group: str) -> Field:
+def _parse_field(node: ast.AnnAssign, names: Mapping[str, Any], group: str) -> Field:
     annotation, choices, about = node.annotation, (), ""
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("A", "Annotated"):
         assert isinstance(annotation.slice, ast.Tuple)
@@ -100,26 +102,26 @@ def _field(node: ast.AnnAssign, names: Mapping[str, Any], group: str) -> Field:
         for item in metadata:
             about += ast.unparse(item)
             for keyword in item.keywords if isinstance(item, ast.Call) else ():
-                if keyword.arg == "choices" and (given := literal(keyword.value, names)) is not _OPEN:
+                if keyword.arg == "choices" and (given := eval_literal(keyword.value, names)) is not _UNKNOWN:
                     choices = tuple(given)
     value: Any = None
     if node.value is not None:
         default = node.value
         if isinstance(default, ast.Call):  # field(default=...)
             default = next((item.value for item in default.keywords if item.arg == "default"), default)
-        value = literal(default, names)
-        value = ... if value is _OPEN else value
+        value = eval_literal(default, names)
+        value = ... if value is _UNKNOWN else value
     negative = isinstance(value, int | float) and value < 0
     return Field(annotation, choices, value, negative or "-1" in about, group)
 
 
-def _fits(value: Any, annotation: ast.expr) -> bool:
-    base, arguments = _parts(annotation)
+def _matches_type(value: Any, annotation: ast.expr) -> bool:
+    base, arguments = _split_type(annotation)
     match base:
         case "Union":
-            return any(_fits(value, item) for item in arguments)
+            return any(_matches_type(value, item) for item in arguments)
         case "Literal":
-            return _plain(value) and any(value == item and type(value) is type(item) for item in arguments)
+            return _is_scalar(value) and any(value == item and type(value) is type(item) for item in arguments)
         case "None":
             return value is None
         case "bool":
@@ -131,26 +133,30 @@ def _fits(value: Any, annotation: ast.expr) -> bool:
         case "str":
             return isinstance(value, str)
         case "list" | "set":
-            return isinstance(value, list | tuple) and all(_fits(item, kind) for kind in arguments for item in value)
+            return isinstance(value, list | tuple) and all(
+                _matches_type(item, kind) for kind in arguments for item in value
+            )
         case "tuple":
             kinds = [item for item in arguments if not isinstance(item, ast.Constant)]
             if not isinstance(value, list | tuple):
                 return False
             if len(kinds) < len(arguments):  # tuple[int, ...]
-                return all(_fits(item, kinds[0]) for item in value)
-            return len(value) == len(kinds) and all(map(_fits, value, kinds))
+                return all(_matches_type(item, kinds[0]) for item in value)
+            return len(value) == len(kinds) and all(map(_matches_type, value, kinds))
         case "dict":
             if not isinstance(value, dict):
                 return False
-            return not arguments or all(_fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items())
+            return not arguments or all(
+                _matches_type(k, arguments[0]) and _matches_type(v, arguments[1]) for k, v in value.items()
+            )
         case "Any":
             return True
     return False
 
 
-def _words(annotation: ast.expr) -> str:
+def _describe_type(annotation: ast.expr) -> str:
     """What fits, in words; empty where nothing does that YAML can give."""
-    base, arguments = _parts(annotation)
+    base, arguments = _split_type(annotation)
     plain = {
         "bool": "true or false",
         "int": "a whole number",
@@ -163,11 +169,11 @@ def _words(annotation: ast.expr) -> str:
     if base in plain:
         return plain[base]
     if base == "Union":
-        return " or ".join(filter(None, (_words(item) for item in arguments if _parts(item)[0] != "None")))
+        return " or ".join(filter(None, (_describe_type(item) for item in arguments if _split_type(item)[0] != "None")))
     if base == "Literal":
         return "one of " + ", ".join(map(str, arguments))
     if base in ("list", "set", "tuple"):
-        inner = dict.fromkeys(filter(None, (_words(item) for item in arguments)))
+        inner = dict.fromkeys(filter(None, (_describe_type(item) for item in arguments)))
         if arguments and not inner:
             return ""
         length = f" of {len(arguments)} items" if base == "tuple" and len(arguments) > 1 else ""
@@ -175,13 +181,13 @@ def _words(annotation: ast.expr) -> str:
     return ""
 
 
-def _parts(annotation: ast.expr) -> tuple[str, list[Any]]:
+def _split_type(annotation: ast.expr) -> tuple[str, list[Any]]:
     """A type's name in lower case but for typing's own, and what it is of; the values of a Literal."""
     if isinstance(annotation, ast.Constant):
         if annotation.value is None:
             return "None", []
         if isinstance(annotation.value, str):
-            return _parts(ast.parse(annotation.value, mode="eval").body)
+            return _split_type(ast.parse(annotation.value, mode="eval").body)
     if isinstance(annotation, ast.BinOp):  # int | None
         return "Union", [annotation.left, annotation.right]
     arguments: list[Any] = []
@@ -202,9 +208,9 @@ def _check_numbers(where: str, value: Any, field: Field) -> None:
     for number in _numbers(value):
         if isinstance(number, float) and not math.isfinite(number):
             raise ConfigError(f"{where} must be a finite number, not {number}")
-        if abs(number) > LARGEST:
-            raise ConfigError(f"{where} must be at most {LARGEST}, not {_short(number)}")
-        if isinstance(number, int) and number < 0 and not (number == -1 and field.minus_one):
+        if abs(number) > INT32_MAX:
+            raise ConfigError(f"{where} must be at most {INT32_MAX}, not {_short_repr(number)}")
+        if isinstance(number, int) and number < 0 and not (number == -1 and field.allows_minus_one):
             if "int" in ast.unparse(field.annotation):
                 raise ConfigError(f"{where} must not be negative, but is {number}")
 
@@ -217,11 +223,11 @@ def _numbers(value: Any) -> list[int | float]:
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
-def _plain(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return isinstance(value, str | int | float)
 
 
-def _as_number(value: Any, kind: str) -> str:
+def _number_hint(value: Any, kind: str) -> str:
     """What was surely meant by 1e6, which YAML reads as text or as a float."""
     if "number" not in kind or not isinstance(value, str | float):
         return ""
@@ -234,7 +240,7 @@ def _as_number(value: Any, kind: str) -> str:
     return f"; write {number!r}" if math.isfinite(number) else ""
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     if isinstance(value, int) and abs(value) > 1 << 200:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to write out the longest
     text = repr(value)

@@ -10,7 +10,16 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from megarl.config.strict import Count, CountOrNone, NotNegative, PathStr, Positive, Range, Seconds, Share
+from megarl.config.strict import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathStr,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Seconds,
+    Share,
+)
 
 
 @dataclass(frozen=True)
@@ -39,22 +48,22 @@ class RunConfig:
     dir: PathStr = "runs/default"
     """Run folder: configuration, log, metrics, rollouts, checkpoints, export. In this and every other path `~`,
     `~user`, `$NAME` and `${NAME}` are expanded."""
-    seed: CountOrNone = 1
+    seed: NonNegativeInt = 1
     """Seeds everything: initial heads, data order, sampling."""
-    num_rollout: Count = 100
+    num_rollout: PositiveInt = 100
     """Steps of the loop; each generates one batch of rollouts."""
-    num_update: Count = 1
+    num_update: PositiveInt = 1
     """Optimizer steps per rollout batch, a multiple of `run.epochs`: each epoch is cut into equal mini-batches."""
-    epochs: Count = 1
+    epochs: PositiveInt = 1
     """Passes over each rollout batch; of SFT over the rows of each step, not over the data."""
     resume: Literal["never", "auto", "forced"] = "never"
     """`auto` goes on from the newest checkpoint in the run folder, or starts afresh where there is none and the run is
     not finished. Most keys may change then; the folder's README.txt says which not. `forced` goes on although some
     of those have changed, or the content of `data.train`: what is trained is then another run's from there on."""
-    save_every: CountOrNone = 0
+    save_every: NonNegativeInt = 0
     """Write a checkpoint every so many steps, and at the end; 0 writes none. Where the disk does not take one, training
     goes on, but not beyond the last."""
-    max_restarts: CountOrNone = 3
+    max_restarts: NonNegativeInt = 3
     """How often in a row the run starts again, from its newest checkpoint, when a rank dies or hangs, before it has
     written another one; 0 never does, nor does a run without `save_every`. Mistakes and requests to stop end it."""
     save_async: bool = True
@@ -62,9 +71,9 @@ class RunConfig:
     next save for the one before. The copy takes host memory, on each rank as much as its part of a checkpoint, from the
     first save on; turn it off where the host has no room for that. The last checkpoint, and that of a run which was
     asked to stop, are always waited for."""
-    keep_checkpoints: Count = 2
+    keep_checkpoints: PositiveInt = 2
     """How many checkpoints stay on disk."""
-    eval_every: CountOrNone = 0
+    eval_every: NonNegativeInt = 0
     """Evaluate on `data.eval` every so many steps, before the first and after the last; 0 never does."""
     eval_samples: Annotated[int, Range(1, 1024)] = 1
     """Sampled answers to each held-out prompt, beside the greedy one; with several there is also `eval/pass_at_<k>`,
@@ -76,13 +85,13 @@ class RunConfig:
     takes has bounds of its own: `rollout.step_timeout`, `run.storage_timeout_s`, `reward.timeout`."""
     storage_timeout_s: Seconds = 7200.0
     """How long ranks wait for the slowest to read its part of a model or checkpoint, or to write it."""
-    max_skipped: CountOrNone = 5
+    max_skipped: NonNegativeInt = 5
     """Updates in a row that may be skipped because a gradient is not finite. At one more the models go back to the
     newest checkpoint from before these, with their optimizers, and on with the next data; where there is none, or it
     comes again before a step in which none was skipped, the run stops."""
 
     @property
-    def goes_on(self) -> bool:
+    def resumes(self) -> bool:
         """Whether a run that is in the folder already is continued."""
         return self.resume != "never"
 
@@ -135,9 +144,9 @@ class OptimizerConfig:
     """Adam's share of the mean of gradients that it keeps in a step."""
     beta2: Annotated[float, Range(0, below=1)] = 0.95
     """Adam's share of the mean of squared gradients that it keeps in a step."""
-    eps: Positive = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added by Adam to the root of the squares, below which a gradient counts for little."""
-    max_grad_norm: NotNegative = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
 
 
@@ -147,7 +156,7 @@ class CriticConfig:
     """HF folder that the critic starts from; empty for `model.path`. Without a head in it, its head starts at zero."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """As `actor_optimizer`; of a reward model in training, too."""
-    warmup_steps: CountOrNone = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps in which only the critic is updated."""
     parallel: dict[str, Any] = field(default_factory=dict)
     """Layout of the critic where it differs: keys of `parallel` but world_size and ranks_per_node."""
@@ -155,9 +164,9 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    token_budget: Count = 3072
+    token_budget: PositiveInt = 3072
     """Tokens of a micro-batch on one rank, `cp` times as many in all; a longer sequence is a micro-batch of its own."""
-    logits_at_once: Count = 512
+    logits_at_once: PositiveInt = 512
     """Tokens whose logits exist at the same time: in bf16 about 18 bytes for each token and word, over tp."""
     replay_routing: bool = False
     """MoE: the policy's log-probs and updates send each token through the experts that the engine chose for it, by the
@@ -182,7 +191,7 @@ class LoraConfig:
     rank: Annotated[int, Range(0, 65536)] = 0
     """Rank of the adapters that are then all that is trained, beside a critic's head (arXiv:2106.09685); 0 trains all
     weights. Policy and critic alike; their learning rates want to be about ten times as high."""
-    alpha: Positive = 32.0
+    alpha: PositiveFloat = 32.0
     """What the adapters add is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Linear layers that get an adapter, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, MLA's
@@ -202,7 +211,7 @@ class TrackConfig:
     (`train.replay_routing`), and what it could have been (`rollout.top_k`), which a replay of them needs. A byte for
     each MoE layer and expert of a token, two with more than 256 experts; 4 bytes for each word that a token could have
     been. For a large model that is more than all else: 464 bytes a token of DeepSeek-V3, beside 12."""
-    profile: tuple[Count, ...] = ()
+    profile: tuple[PositiveInt, ...] = ()
     """Steps over which a profiler looks, such as [3, 4]: with CUDA for `nsys profile -c cudaProfilerApi`, with NVTX
     ranges by phase and role; without, torch's writes a Chrome trace of each rank into the run folder."""
     webhook: str = ""
@@ -212,8 +221,8 @@ class TrackConfig:
     """Live display on the terminal; plain lines where the output is no terminal."""
 
 
-Batch = Annotated[int, Range(1, 1_000_000)]
-OnPush = Literal["retract", "in_place", "wait"]
+BatchSize = Annotated[int, Range(1, 1_000_000)]
+OnWeightSync = Literal["retract", "in_place", "wait"]
 
 
 @dataclass(frozen=True)
@@ -222,13 +231,13 @@ class RolloutConfig:
     """Ranks per engine: as many engines run as its ranks have room for, each tensor parallel over its ranks."""
     ep: Ranks = 1
     """Expert parallel size inside an engine; divides rollout.tp."""
-    samples_per_prompt: Batch = 8
+    samples_per_prompt: BatchSize = 8
     """Rollouts of each prompt in training."""
-    max_turns: Count = 5
+    max_turns: PositiveInt = 5
     """Turns that the policy may take in one conversation."""
-    max_new_tokens: Count = 1024
+    max_new_tokens: PositiveInt = 1024
     """Tokens that the policy may write in one turn."""
-    max_context: Count = 4096
+    max_context: PositiveInt = 4096
     """Tokens of a whole conversation. Longer prompts are dropped and counted."""
     temperature: Annotated[float, Range(0, 100)] = 1.0
     """Sampling temperature in training; 0 is greedy. Evaluation runs both greedy and at this temperature, or at
@@ -265,7 +274,7 @@ class RolloutConfig:
     pass_env: tuple[str, ...] = ()
     """Variables of the environment that tools, environments and reward functions are given; they see PATH, HOME, the
     language and the like, and no others: no tokens, no keys."""
-    max_observation: Count = 1024
+    max_observation: PositiveInt = 1024
     """Tokens of one tool's result that the policy gets to see: of a longer one its beginning and its end, and a mark
     between that says how many are cut. Results are cut further where `rollout.max_context` has no room for them."""
     tool_call_parser: str = ""
@@ -273,7 +282,7 @@ class RolloutConfig:
     draft_tokens: Annotated[int, Range(0, 1024)] = 0
     """Tokens that the model's own layer of multi-token prediction drafts at a time, and that the policy then accepts or
     replaces (speculative decoding): the same distribution in fewer steps. 0 is off."""
-    concurrency: Batch = 128
+    concurrency: BatchSize = 128
     """Conversations at once per engine, not counting those that wait for a tool, which may be as many more. An engine
     has up to twice as many processes for tools; one is started where a call would wait for another's. An environment
     has one for each of its conversations."""
@@ -281,7 +290,7 @@ class RolloutConfig:
     """Engines on ranks of their own (`placement.rollout`) go on generating while the others train: a step's prompts are
     begun up to `rollout.max_lag` steps before it is their turn, and answers go on through the pushes of weights. The
     importance ratio of tokens that older weights chose is that to the engine's own log-probs of then."""
-    on_push: OnPush = "retract"
+    on_push: OnWeightSync = "retract"
     """What becomes of answers under way when `rollout.asynchronous` engines get weights: `retract` cuts them off and
     goes on with the tokens that they have, all keys and values computed anew; `in_place` goes on where they were, with
     those of the old weights, which costs nothing, and biases a little; `wait` lets them end first, so that each answer
@@ -308,9 +317,9 @@ class RolloutConfig:
     for no others. They are recorded, and neither a loss nor a statistic contains them."""
     start_timeout: Seconds = 600.0
     """Seconds that an engine may take to start, and to do what it is told: wake, sleep, take weights."""
-    push_bucket_mb: Batch = 1024
+    push_bucket_mb: BatchSize = 1024
     """MiB that each rank may stage for sending weights to engines, and as much for receiving them."""
-    verify_every: Count = 20
+    verify_every: PositiveInt = 20
     """The engines' weights are verified bit by bit in the first push and every so many; in the others, one part in so
     many of them."""
     replay: PathStr = ""
@@ -320,13 +329,13 @@ class RolloutConfig:
     """Further fields of SGLang's ServerArgs, by its own names."""
 
     @property
-    def held_out(self) -> RolloutConfig:
+    def eval_config(self) -> RolloutConfig:
         """The same with the sampling of an evaluation."""
         temperature = self.temperature if self.eval_temperature is None else self.eval_temperature
         return replace(self, temperature=temperature, top_p=self.top_p if self.eval_top_p is None else self.eval_top_p)
 
     @property
-    def cut_off(self) -> bool:
+    def has_truncated_sampling(self) -> bool:
         """Whether some tokens cannot be drawn in training, so that the engine has to say which could be."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
@@ -345,7 +354,7 @@ class DataConfig:
     without `data.shuffle` all go by it. Ties, and rows without a number, are where the shuffling puts them."""
     eval: tuple[PathStr, ...] = ()
     """Held-out prompts, conversations or pairs, a file or several, same formats; empty for none."""
-    prompts_per_step: Batch = 64
+    prompts_per_step: BatchSize = 64
     """Prompts in one rollout batch; conversations or pairs in a step of SFT or of a reward model."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of chat messages, or a string that becomes one user message."""
@@ -356,7 +365,7 @@ class DataConfig:
     """Shuffle anew each epoch, by `run.seed`."""
 
 
-def under_way(needed: int, oversample: float) -> int:
+def max_pending_groups(needed: int, oversample: float) -> int:
     """Groups that a step has under way at most, those of earlier steps among them, where it needs so many."""
     return math.ceil(round(oversample * needed, 6))  # 1.1 * 10 is a little more than 11
 
@@ -369,7 +378,7 @@ class LossConfig:
     """Upper clip range where it differs from `loss.clip`, as in DAPO."""
     dual_clip: Annotated[float, Range(above=1, most=1000)] | None = 3.0
     """Bound of the loss for negative advantages (arXiv:1912.09729); null turns it off."""
-    value_clip: Positive | None = 0.2
+    value_clip: PositiveFloat | None = 0.2
     """Clip range of the value update; null turns it off."""
     entropy_coef: Weight = 0.0
     """Weight of the entropy bonus."""
@@ -384,7 +393,7 @@ class LossConfig:
     (arXiv:2402.03300 eq. 3), where a token of a long answer counts for less; or `constant`, its sequences, each the sum
     over its action tokens divided by `loss.length`, as in Dr. GRPO (arXiv:2503.20783). An agent's episode is one of
     them, however many sequences it became. Metrics are means over action tokens under each."""
-    length: Count | None = None
+    length: PositiveInt | None = None
     """Of `loss.mean=constant`; null for the tokens that the policy may write in a conversation, which are
     `rollout.max_new_tokens` times `rollout.max_turns`, at most `rollout.max_context`."""
     truncated: Literal["train", "mask", "drop"] = "train"
@@ -426,11 +435,11 @@ class KLConfig:
     """Adaptive controller's target in nats per token (arXiv:1909.08593); null keeps the coefficient fixed."""
     most: Weight = 0.2
     """What the adaptive controller raises the coefficient to at most."""
-    horizon: Count = 10000
+    horizon: PositiveInt = 10000
     """Rollouts over which the adaptive controller closes the gap."""
 
     @property
-    def kind(self) -> Literal["k1", "k2", "k3", "k3_unbiased"]:
+    def resolved_estimator(self) -> Literal["k1", "k2", "k3", "k3_unbiased"]:
         """The estimator where none is named, too."""
         return self.estimator or ("k3_unbiased" if self.place == "loss" else "k1")
 
@@ -458,28 +467,28 @@ class CorrectionConfig:
     for the kinds that weight, drawn for none and reject."""
 
     @property
-    def weighs(self) -> bool:
+    def has_weights(self) -> bool:
         """Whether tokens' losses have weights."""
         return self.kind in ("tis", "icepop", "mis")
 
     @property
-    def measured(self) -> Literal["token", "sequence", "geometric"]:
+    def resolved_level(self) -> Literal["token", "sequence", "geometric"]:
         """The level where none is named, too."""
-        return self.level or _OF_KIND[self.kind][0]
+        return self.level or _CORRECTION_DEFAULTS[self.kind][0]
 
     @property
     def bounds(self) -> tuple[float, float]:
         """Least and largest ratio, also where they are not named."""
-        _, low, high = _OF_KIND[self.kind]
+        _, low, high = _CORRECTION_DEFAULTS[self.kind]
         return (low if self.low is None else self.low), (high if self.high is None else self.high)
 
     @property
-    def clipped_to(self) -> Literal["drawn", "trainer", "engine"]:
+    def resolved_proximal(self) -> Literal["drawn", "trainer", "engine"]:
         """The proximal policy where none is named, too."""
-        return self.proximal or ("trainer" if self.weighs else "drawn")
+        return self.proximal or ("trainer" if self.has_weights else "drawn")
 
 
-_OF_KIND: dict[str, tuple[Literal["token", "sequence", "geometric"], float, float]] = {
+_CORRECTION_DEFAULTS: dict[str, tuple[Literal["token", "sequence", "geometric"], float, float]] = {
     "none": ("token", 0.5, 2.0),  # which then count, and change nothing
     "tis": ("token", 0.0, 2.0),
     "icepop": ("token", 0.5, 5.0),
@@ -505,7 +514,7 @@ class RewardConfig:
     by `roles.reward.parallel`; with `roles.reward.backend=transformers` it may be any sequence classifier."""
     timeout: Seconds = 60.0
     """Seconds that one call of a reward function may take; the rollout has no reward then."""
-    processes: CountOrNone = 0
+    processes: NonNegativeInt = 0
     """Processes of a machine in which reward functions run; 0 is half of its cores, at most 64."""
     max_failed: Share = 0.1
     """Of a step's rollouts, the share that may be without a reward, because a part of it failed: they are not trained

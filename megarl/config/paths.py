@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.config.strict import ConfigError, is_path, require, types_of
+from megarl.config.strict import ConfigError, check_value, field_types, is_path_type
 
 _PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
-def filled(text: str, where: str) -> str:
+def substitute_env(text: str, where: str) -> str:
     """`text` with each name replaced. Raises ConfigError, saying where it stands, for one that is not set: processes
     of environments have of the run's environment what `rollout.pass_env` lists."""
 
@@ -68,7 +68,7 @@ def expand(text: str, key: str) -> str:
         fault = f"{expanded[:80]!r} begins with ~, but that is no user's home"
         raise ConfigError(f"{key}: {fault}; write the path from / on")
     if expanded != text:
-        require(expanded, str, key)
+        check_value(expanded, str, key)
     return expanded
 
 
@@ -101,43 +101,43 @@ def _expand_word(word: str, key: str) -> str:
 _Section = TypeVar("_Section")
 
 
-def with_expanded_paths(config: _Section) -> _Section:
+def expand_config_paths(config: _Section) -> _Section:
     """Return the configuration, a dataclass of sections, with every path in it expanded. Raises ConfigError."""
-    return _with_expanded(config, "")
+    return _expand_section(config, "")
 
 
-def _with_expanded(section: _Section, prefix: str) -> _Section:
+def _expand_section(section: _Section, prefix: str) -> _Section:
     changes: dict[str, Any] = {}
-    for name, kind in types_of(type(section)).items():
+    for name, kind in field_types(type(section)).items():
         key, value = prefix + name, getattr(section, name)
         if dataclasses.is_dataclass(value):
-            changes[name] = _with_expanded(value, f"{key}.")
+            changes[name] = _expand_section(value, f"{key}.")
         elif key in ("rollout.tools", "rollout.environments"):
-            changes[name] = _each(expand_spec, value, key)
-        elif is_path(kind):
-            changes[name] = _each(expand, value, key)
+            changes[name] = _map_strings(expand_spec, value, key)
+        elif is_path_type(kind):
+            changes[name] = _map_strings(expand, value, key)
         elif isinstance(value, dict):
-            changes[name] = _in_mapping(value, key)
+            changes[name] = _expand_mapping(value, key)
     return dataclasses.replace(section, **changes)  # type: ignore[type-var]
 
 
-def _in_mapping(mapping: dict[str, Any], key: str) -> dict[str, Any]:
+def _expand_mapping(mapping: dict[str, Any], key: str) -> dict[str, Any]:
     """Of a mapping that passes through to others: by the names of its keys, and `roles.<role>.model`."""
 
     def expanded(name: str, value: Any) -> Any:
         where = f"{key}.{name}"
         if isinstance(value, dict):
-            return _in_mapping(value, where)
+            return _expand_mapping(value, where)
         is_model = name == "model" and re.fullmatch(r"roles\.[^.]+", key)
-        return _each(expand, value, where) if is_model or _PATH_NAME.fullmatch(name) else value
+        return _map_strings(expand, value, where) if is_model or _PATH_NAME.fullmatch(name) else value
 
     return {name: expanded(str(name), value) for name, value in mapping.items()}
 
 
-def _each(function: Callable[[str, str], str], value: Any, key: str) -> Any:
+def _map_strings(function: Callable[[str, str], str], value: Any, key: str) -> Any:
     """A text, or each of a list, through the function; what is neither is left for the check of its type."""
     if isinstance(value, str):
         return function(value, key)
     if isinstance(value, list | tuple):
-        return type(value)(_each(function, item, f"{key}[{number}]") for number, item in enumerate(value))
+        return type(value)(_map_strings(function, item, f"{key}[{number}]") for number, item in enumerate(value))
     return value

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from megarl.config.strict import ConfigError, shown
+from megarl.config.strict import ConfigError, short_repr
 
-LARGEST, DEEPEST, VALUES = 1 << 20, 40, 100_000
+MAX_BYTES, MAX_DEPTH, MAX_VALUES = 1 << 20, 40, 100_000
 """Bytes of a file; mappings and lists within each other; values, aliases written out. No configuration has as many."""
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
@@ -38,33 +38,33 @@ for _kind, _pattern, _first in (
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def _whole(loader: yaml.SafeLoader, node: Any) -> int:
+def _construct_int(loader: yaml.SafeLoader, node: Any) -> int:
     # Python refuses to read numbers of more than 4,300 digits; no key has room for nearly as many.
     return int(loader.construct_scalar(node).replace("_", "")[:1000])
 
 
-def _fraction(loader: yaml.SafeLoader, node: Any) -> float:
+def _construct_float(loader: yaml.SafeLoader, node: Any) -> float:
     return float(loader.construct_scalar(node).replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-_Loader.add_constructor(f"{_TAG}int", _whole)
-_Loader.add_constructor(f"{_TAG}float", _fraction)
+_Loader.add_constructor(f"{_TAG}int", _construct_int)
+_Loader.add_constructor(f"{_TAG}float", _construct_float)
 
 
 def read(path: str | Path) -> Any:
     """What a file says; None for an empty one. Raises ConfigError, naming file and line."""
     try:
         with Path(path).open("rb") as file:
-            data = file.read(LARGEST + 1)
+            data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return of_bytes(data, str(path))
+    return parse_bytes(data, str(path))
 
 
-def of_bytes(data: bytes, path: str) -> Any:
+def parse_bytes(data: bytes, path: str) -> Any:
     """What a file says that has this in it. Raises ConfigError, naming file and line."""
-    if len(data) > LARGEST:
-        raise ConfigError(f"{path} is larger than {LARGEST >> 20} MiB, which is no configuration")
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which is no configuration")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -77,7 +77,7 @@ def of_bytes(data: bytes, path: str) -> Any:
 
 def parse(text: str, where: str) -> Any:
     """What a text says. `where` begins the message of a ConfigError."""
-    if not _printable(text):
+    if not _is_printable(text):
         raise ConfigError(f"{where} has characters that are no text")
     loader = _Loader(text)
     try:
@@ -91,7 +91,7 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {_one_line(error)}") from None
 
 
-def scalar(text: str, where: str) -> Any:
+def parse_scalar(text: str, where: str) -> Any:
     """The value behind `key=` on a command line: YAML where it begins as a list, a mapping or a quotation does; else
     a number, true, false, null or text as it stands."""
     if text.lstrip()[:1] in ("[", "{", '"', "'") and text.strip():
@@ -100,7 +100,7 @@ def scalar(text: str, where: str) -> Any:
     return _Loader("").construct_object(node) if node.tag != _MERGE else text
 
 
-def overridden(tree: dict[str, Any], overrides: Sequence[str], sections: Mapping[str, str]) -> dict[str, Any]:
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], sections: Mapping[str, str]) -> dict[str, Any]:
     """The tree with `section.key=value` set in it, in place. sections: all there are, each with one of its keys.
 
     Raises ConfigError for what is no override, for a key that two of them set, and for a value in place of a section.
@@ -108,15 +108,15 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str], sections: Mapping
     given: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
-        where = f"override {shown(override)}"
+        where = f"override {short_repr(override)}"
         if not equals or not _KEY.fullmatch(key):
             raise ConfigError(f"{where} is not of the form key=value, such as run.seed=2")
         for other in given:
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
-                both = f"{shown(given[other])} and {shown(override)}"
+                both = f"{short_repr(given[other])} and {short_repr(override)}"
                 raise ConfigError(f"{other} is given twice, in {both}; leave one out")
         given[key] = override
-        value = scalar(text, where)
+        value = parse_scalar(text, where)
         if key in sections and not isinstance(value, dict):
             raise ConfigError(f"{where}: {key} is a section of keys; set one of them, such as {sections[key]}=...")
         node = tree
@@ -131,7 +131,7 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str], sections: Mapping
     return tree
 
 
-def _printable(text: str) -> bool:
+def _is_printable(text: str) -> bool:
     return not yaml.reader.Reader.NON_PRINTABLE.search(text)
 
 
@@ -144,8 +144,8 @@ def _check_events(text: str, where: str) -> None:
             raise ConfigError(f"{where}, line {line}: the tag {tag} has no place in a configuration")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
-            if depth > DEEPEST:
-                raise ConfigError(f"{where}, line {line}: nested more than {DEEPEST} deep")
+            if depth > MAX_DEPTH:
+                raise ConfigError(f"{where}, line {line}: nested more than {MAX_DEPTH} deep")
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
@@ -175,8 +175,8 @@ def _check_node(node: yaml.Node, where: str, sizes: dict[int, int], above: tuple
             size += 1 + _check_node(value, where, sizes, inside)
     elif isinstance(node, yaml.SequenceNode):
         size += sum(_check_node(item, where, sizes, inside) for item in node.value)
-    if size > VALUES:
-        raise ConfigError(f"{where}, line {line}: more than {VALUES:,} values, with aliases written out")
+    if size > MAX_VALUES:
+        raise ConfigError(f"{where}, line {line}: more than {MAX_VALUES:,} values, with aliases written out")
     sizes[id(node)] = size
     return size
 

@@ -29,7 +29,7 @@ def load(spec: str, key: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: B036  whatever the fork's module raises, sys.exit too
-        raise ConfigError(f"{key}: cannot import {module_name} of {spec!r}: {worded(error)}") from error
+        raise ConfigError(f"{key}: cannot import {module_name} of {spec!r}: {format_error(error)}") from error
     if found is None:
         known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigError(f"{key}: {module_name} has no {attribute!r}; it has {', '.join(known) or 'no function'}")
@@ -37,28 +37,28 @@ def load(spec: str, key: str) -> Any:
 
 
 @cache
-def entries(group: str) -> dict[str, EntryPoint]:
+def list_entry_points(group: str) -> dict[str, EntryPoint]:
     """What the packages that are installed here declare in a group, by name."""
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
 def is_async(function: Any) -> bool:
     """Whether what a call of it returns is to be awaited."""
-    return any(map(inspect.iscoroutinefunction, called(function)))
+    return any(map(inspect.iscoroutinefunction, call_targets(function)))
 
 
 def is_generator(function: Any) -> bool:
     """Whether a call of it returns a generator, of coroutines or not."""
     kinds = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    return any(kind(one) for kind in kinds for one in called(function))
+    return any(kind(one) for kind in kinds for one in call_targets(function))
 
 
-def called(function: Any) -> tuple[Any, ...]:
+def call_targets(function: Any) -> tuple[Any, ...]:
     """What a call of it comes down to, where that is a partial or an object."""
     return function, getattr(function, "func", None), type(function).__call__
 
 
-def worded(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An error of somebody else's code in one line."""
     try:
         text = " ".join(str(error).split())[:1000]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config import plugins
-from megarl.config.strict import ConfigError, nearest
+from megarl.config.strict import ConfigError, closest_match
 
-GROUP = "megarl.controllers"
+ENTRY_POINT_GROUP = "megarl.controllers"
 """Entry points of a fork's recipes and controllers."""
 
 
@@ -22,7 +22,7 @@ GROUP = "megarl.controllers"
 class Recipe:
     controller: str | type
     """`module:name` of the class, or the class."""
-    values: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys as `section.key`, and what they are where the user says nothing."""
 
 
@@ -112,14 +112,14 @@ def find_recipe(name: str) -> Recipe:
     """The recipe that `algorithm` names. Raises ConfigError for one that is not there or cannot be imported."""
     if name in RECIPES:
         return RECIPES[name]
-    declared = plugins.entries(GROUP)
+    declared = plugins.list_entry_points(ENTRY_POINT_GROUP)
     if name in declared:
         found = plugins.load(declared[name].value, f"algorithm={name}")
     elif ":" in name:
         found = plugins.load(name, "algorithm")
     else:
         known = [*RECIPES, *declared]
-        near = nearest(name, known)
+        near = closest_match(name, known)
         hint = f"; did you mean {near}?" if near else ""
         raise ConfigError(
             f"algorithm must be one of {', '.join(known)}, or module:name of a Controller, not {name[:200]!r}{hint}"
@@ -127,10 +127,10 @@ def find_recipe(name: str) -> Recipe:
     return found if isinstance(found, Recipe) else Recipe(found)
 
 
-def with_recipe(tree: dict[str, Any], name: str) -> dict[str, Any]:
+def apply_recipe(tree: dict[str, Any], name: str) -> dict[str, Any]:
     """The tree of a configuration with what the recipe sets where it sets nothing; the given one stays as it is."""
     made = dict(tree)
-    for key, value in find_recipe(name).values.items():
+    for key, value in find_recipe(name).defaults.items():
         section, _, leaf = key.rpartition(".")
         if not section and isinstance(value, Mapping):
             given = made.get(leaf) or {}

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, RolloutConfig, foreign_dataclasses
-from megarl.config.command_line import INSTALL
+from megarl.config.command_line import INSTALL_HINT
 
-_OURS = {
+_MANAGED_FIELDS = {
     "model_path": "model.path",
     "dtype": "model.dtype",
     "tp_size": "rollout.tp",
@@ -51,7 +51,7 @@ _OURS = {
 """Fields that MegaRL sets, and what sets them."""
 
 
-_SIZES = (
+_POSITIVE_FIELDS = (
     "max_total_tokens",
     "max_running_requests",
     "max_prefill_tokens",
@@ -67,9 +67,9 @@ _SIZES = (
     "pp_size",
 )
 """Numbers that must be above 0."""
-_SHARES = ("mem_fraction_static", "swa_full_tokens_ratio")
+_FRACTION_FIELDS = ("mem_fraction_static", "swa_full_tokens_ratio")
 """Numbers between 0 and 1, both excluded or, for the second, 1 included."""
-_LISTS = {
+_CHOICE_LISTS = {
     "sampling_backend": ("arg_groups/choices.py", "SAMPLING_BACKEND_CHOICES"),
     "reasoning_parser": ("parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
 }
@@ -77,53 +77,53 @@ _LISTS = {
 
 
 @functools.cache
-def _source() -> Path:
+def _sglang_folder() -> Path:
     spec = importlib.util.find_spec("sglang")  # finds the package without running it
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"the package sglang is not installed: {INSTALL}")
+        raise ConfigError(f"the package sglang is not installed: {INSTALL_HINT}")
     return Path(spec.submodule_search_locations[0], "srt")
 
 
 def check_installed() -> None:
     """Raise ConfigError where SGLang is not installed, without which nothing is generated."""
-    _source()
+    _sglang_folder()
 
 
-def _tree(file: str) -> ast.Module:
-    path = _source() / file
+def _parse_source(file: str) -> ast.Module:
+    path = _sglang_folder() / file
     try:
         return ast.parse(path.read_text())
     except (OSError, SyntaxError):
         raise ConfigError(f"{path} is not there or cannot be read; MegaRL needs SGLang 0.5.23") from None
 
 
-def _list(file: str, name: str) -> tuple[str, ...]:
-    found = foreign_dataclasses.constants(_tree(file)).get(name)
+def _read_choices(file: str, name: str) -> tuple[str, ...]:
+    found = foreign_dataclasses.parse_constants(_parse_source(file)).get(name)
     if not isinstance(found, list | tuple):
-        raise ConfigError(f"{_source() / file} has no list {name}; MegaRL needs SGLang 0.5.23")
+        raise ConfigError(f"{_sglang_folder() / file} has no list {name}; MegaRL needs SGLang 0.5.23")
     return tuple(found)
 
 
 @functools.cache
-def fields() -> dict[str, foreign_dataclasses.Field]:
+def load_fields() -> dict[str, foreign_dataclasses.Field]:
     """ServerArgs' fields in the installed SGLang, by name, each with the class that groups it. Raises ConfigError where
     SGLang is missing."""
-    names = foreign_dataclasses.constants(_tree("arg_groups/choices.py"))
+    names = foreign_dataclasses.parse_constants(_parse_source("arg_groups/choices.py"))
     found: dict[str, foreign_dataclasses.Field] = {}
-    for path in sorted((_source() / "arg_groups" / "fields").glob("*.py")):
-        for node in _tree(f"arg_groups/fields/{path.name}").body:
+    for path in sorted((_sglang_folder() / "arg_groups" / "fields").glob("*.py")):
+        for node in _parse_source(f"arg_groups/fields/{path.name}").body:
             if isinstance(node, ast.ClassDef):
-                found |= foreign_dataclasses.fields_of(node.body, names, node.name)
-    found = {name: field for name, field in found.items() if name in known_fields()}
-    for name, where in _LISTS.items():
-        found[name] = replace(found[name], choices=_list(*where))
+                found |= foreign_dataclasses.parse_fields(node.body, names, node.name)
+    found = {name: field for name, field in found.items() if name in load_field_names()}
+    for name, where in _CHOICE_LISTS.items():
+        found[name] = replace(found[name], choices=_read_choices(*where))
     return found
 
 
 @functools.cache
-def known_fields() -> frozenset[str]:
+def load_field_names() -> frozenset[str]:
     """Names of ServerArgs' fields in the installed SGLang that may be set at all."""
-    order = _list("arg_groups/field_order.py", "POSITIONAL_FIELD_ORDER")
+    order = _read_choices("arg_groups/field_order.py", "POSITIONAL_FIELD_ORDER")
     return frozenset(name for name in order if not name.startswith("_"))
 
 
@@ -132,12 +132,12 @@ def check(settings: dict[str, Any]) -> None:
     value that does not fit it."""
     for key, value in settings.items():
         where = f"rollout.sglang.{key}"
-        if key in _OURS:
-            raise ConfigError(f"{where} cannot be set; it is decided by {_OURS[key]}")
-        if key not in known_fields():
-            hint = foreign_dataclasses.near(key, known_fields())
+        if key in _MANAGED_FIELDS:
+            raise ConfigError(f"{where} cannot be set; it is decided by {_MANAGED_FIELDS[key]}")
+        if key not in load_field_names():
+            hint = foreign_dataclasses.did_you_mean(key, load_field_names())
             raise ConfigError(f"{where} is not a field of SGLang's ServerArgs{hint}")
-        foreign_dataclasses.check(where, value, fields()[key])
+        foreign_dataclasses.check_field_value(where, value, load_fields()[key])
         _check_range(where, key, value)
 
 
@@ -145,9 +145,9 @@ def _check_range(where: str, key: str, value: Any) -> None:
     """What SGLang would find only when it has started, or never."""
     if value is None:
         return
-    if key in _SIZES and value <= 0:
+    if key in _POSITIVE_FIELDS and value <= 0:
         raise ConfigError(f"{where} must be above 0, not {value}")
-    if key in _SHARES and not 0 < value <= (1 if key != "mem_fraction_static" else 0.99):
+    if key in _FRACTION_FIELDS and not 0 < value <= (1 if key != "mem_fraction_static" else 0.99):
         raise ConfigError(f"{where} is a share: it must lie between 0 and 1, not be {value}")
     if key == "chunked_prefill_size" and value == 0:
         raise ConfigError(f"{where} must be above 0, or -1 to turn it off, not 0")
@@ -155,14 +155,14 @@ def _check_range(where: str, key: str, value: Any) -> None:
         raise ConfigError(f"{where} must be a port between 1 and 65535, not {value}")
 
 
-def parsers() -> tuple[str, ...]:
+def tool_call_parsers() -> tuple[str, ...]:
     """Names of SGLang's parsers of tool calls; none where it is not installed."""
     if importlib.util.find_spec("sglang") is None:
         return ()
-    return _list("function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES")
+    return _read_choices("function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES")
 
 
-def speculative(draft_tokens: int) -> dict[str, Any]:
+def speculative_args(draft_tokens: int) -> dict[str, Any]:
     """ServerArgs by which the model's own layer of multi-token prediction drafts so many tokens at a time."""
     if not draft_tokens:
         return {}
@@ -174,10 +174,10 @@ def speculative(draft_tokens: int) -> dict[str, Any]:
     }
 
 
-def sampling(rollout: RolloutConfig) -> dict[str, Any]:
+def sampling_args(rollout: RolloutConfig) -> dict[str, Any]:
     """ServerArgs by which an engine can say what it could have sampled: of how many tokens at most. As many as are tied
     with the last one are among them, too; room for what is never there costs the sampler time at each token."""
-    return {"sampling_mask_max_tokens": max(256, 4 * rollout.top_k)} if rollout.cut_off else {}
+    return {"sampling_mask_max_tokens": max(256, 4 * rollout.top_k)} if rollout.has_truncated_sampling else {}
 
 
 def check_sampling(rollout: RolloutConfig) -> None:
@@ -188,7 +188,7 @@ def check_sampling(rollout: RolloutConfig) -> None:
     if rollout.top_k in (0, 1):
         remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
         raise ConfigError(f"rollout.top_k={rollout.top_k} leaves nothing to choose; set it to {remedy}")
-    if not rollout.cut_off:
+    if not rollout.has_truncated_sampling:
         return
     what, why = " and ".join(set_), "what could have been sampled, which training needs"
     if rollout.top_k < 0:

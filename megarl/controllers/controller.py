@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from megarl.algorithms.token_rewards import sequence_sums
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config, strict
-from megarl.controllers.choose_loss import marked, weighted
-from megarl.types import Everyone, Rollouts, TrainBatch
-from megarl.types.requirements import Declared, ItemKind
+from megarl.controllers.choose_loss import mark_tokens, set_loss_weights
+from megarl.types import Comm, Rollouts, TrainBatch
+from megarl.types.requirements import ItemKind, Requirements
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -27,18 +27,18 @@ class StepResult:
     metrics: dict[str, float]
     rollouts: Rollouts | None = None
     batch: TrainBatch | None = None
-    trained: Rollouts | None = None
+    trained_rollouts: Rollouts | None = None
     """Those of the rollouts that the batch holds, in its order; None for all."""
 
 
 class Evaluation(Protocol):
     """One that is under way. All ranks do the same with it."""
 
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether `figures` has nothing to wait for."""
         ...
 
-    def figures(self) -> dict[str, float]:
+    def result(self) -> dict[str, float]:
         """What `evaluate` would have said, and by which weights. Raises ConfigError on all ranks where it failed."""
         ...
 
@@ -56,18 +56,18 @@ class Controller(ABC):
 
     item: ClassVar[ItemKind]
     """What `items` are, so that a broken file is found before anything starts."""
-    trains: ClassVar[tuple[str, ...]] = ("actor",)
+    trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
     """The roles whose models it updates, which checkpoints hold. The first is what is exported; it starts from
     `model.path`, and `parallel` is its layout."""
-    trains_head: ClassVar[bool] = False
+    has_scalar_head: ClassVar[bool] = False
     """Whether the first of them has a head of one value in place of the words: a classifier is exported."""
-    compares_samples: ClassVar[bool] = False
+    is_group_relative: ClassVar[bool] = False
     """Whether samples of a prompt are judged by each other: there must be two of them, and they may not be greedy."""
-    corrects_lag: ClassVar[bool] = False
+    is_off_policy: ClassVar[bool] = False
     """Whether its loss may be given what an older policy sampled: by a ratio to that policy, and a bound of it."""
-    follows_prompts: ClassVar[bool] = False
+    has_fixed_prompts: ClassVar[bool] = False
     """Whether what it generates must be of the very prompts that it gives, in their order."""
-    asks_further: ClassVar[bool] = False
+    has_dynamic_sampling: ClassVar[bool] = False
     """Whether a step may take prompts beyond those that it is given, by `flow.loader.further`."""
     workers: ClassVar[Mapping[str, str]] = {}
     """Who plays a role of a name of its own, as `module:name`."""
@@ -81,7 +81,7 @@ class Controller(ABC):
     @classmethod
     def read_options(cls, config: Config) -> Any:
         """`options` as an `Options`. Raises ConfigError for what is none of them, or out of range."""
-        return strict.build(cls.Options, config.options, "options.", root=Config)
+        return strict.build_dataclass(cls.Options, config.options, "options.", root=Config)
 
     @classmethod
     @abstractmethod
@@ -89,22 +89,22 @@ class Controller(ABC):
         """The roles it calls, in the order in which they start."""
 
     @classmethod
-    def declare(cls, config: Config) -> Declared:
-        return Declared(
+    def declare_requirements(cls, config: Config) -> Requirements:
+        return Requirements(
             name=config.algorithm,
             item=cls.item,
             roles=tuple(cls.roles(config)),
-            trains=tuple(cls.trains),
-            trains_head=cls.trains_head,
-            compares_samples=cls.compares_samples,
-            corrects_lag=cls.corrects_lag,
-            follows_prompts=cls.follows_prompts,
-            asks_further=cls.asks_further,
+            trained_roles=tuple(cls.trained_roles),
+            has_scalar_head=cls.has_scalar_head,
+            is_group_relative=cls.is_group_relative,
+            is_off_policy=cls.is_off_policy,
+            has_fixed_prompts=cls.has_fixed_prompts,
+            has_dynamic_sampling=cls.has_dynamic_sampling,
             workers=dict(cls.workers),
         )
 
     @abstractmethod
-    def items(self, flow: HybridFlow) -> Sequence[Any]:
+    def load_items(self, flow: HybridFlow) -> Sequence[Any]:
         """What the loader deals out, step by step: prompts, or finished conversations for SFT. Asked for before the
         workers start, so that a mistake in the data costs no loading of models."""
 
@@ -112,11 +112,11 @@ class Controller(ABC):
     def step(self, flow: HybridFlow, items: Sequence[Any]) -> StepResult:
         """One turn of the loop."""
 
-    def updates(self, role: str) -> int:
+    def num_updates(self, role: str) -> int:
         """Optimizer steps that a role takes in the whole run, over which its learning-rate schedule goes."""
         return self.config.run.num_rollout * self.config.run.num_update
 
-    def eval_items(self, flow: HybridFlow) -> Sequence[Any]:
+    def load_eval_items(self, flow: HybridFlow) -> Sequence[Any]:
         """What `evaluate` looks at, out of `data.eval`; nothing where the algorithm does not evaluate."""
         return ()
 
@@ -141,12 +141,12 @@ class Controller(ABC):
         controller already goes on, by each rank on its own."""
         return write_nothing
 
-    def restore(self, folder: Path, everyone: Everyone) -> None:
+    def restore(self, folder: Path, everyone: Comm) -> None:
         """What `save` had written, by as many ranks or others. Collective."""
         return None
 
 
-def mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:
+def split_mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:
     """Cut a batch into `run.num_update` mini-batches over `run.epochs` passes, each in its own order of sequences, but
     that branches of an episode stay together: the cut is of episodes.
 
@@ -155,18 +155,18 @@ def mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[Train
     nothing is trained on is left out: there may be fewer sequences than mini-batches, or their losses masked.
     """
     # [N], so that every rank knows what a mini-batch is a mean of.
-    actions = batch.everywhere(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))
+    actions = batch.all_gather(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))
     episodes = batch.episodes
-    parts = parts_of(len(episodes), config.run.num_update, config.run.epochs, seed)
-    for number, part in enumerate(map(episodes.sequences, parts)):
+    parts = split_indices(len(episodes), config.run.num_update, config.run.epochs, seed)
+    for number, part in enumerate(map(episodes.sequence_indices, parts)):
         chosen = actions[part]
         if not bool(chosen.any()):
             continue
         mini = batch.select(part) if len(part) < batch.num_sequences else batch
-        yield marked(weighted(mini, chosen, config), config, seed * config.run.num_update + number)
+        yield mark_tokens(set_loss_weights(mini, chosen, config), config, seed * config.run.num_update + number)
 
 
-def parts_of(count: int, num_update: int, epochs: int, seed: int) -> Iterator[list[int]]:
+def split_indices(count: int, num_update: int, epochs: int, seed: int) -> Iterator[list[int]]:
     """The numbers below `count` in `num_update` parts over `epochs` passes, each pass in an order of its own."""
     per_epoch = num_update // epochs
     order = list(range(count))
@@ -177,7 +177,7 @@ def parts_of(count: int, num_update: int, epochs: int, seed: int) -> Iterator[li
             yield order[part::per_epoch]
 
 
-class MeanOf:
+class MetricMeans:
     """Averages metrics that are reported once per update."""
 
     def __init__(self) -> None:

@@ -22,13 +22,19 @@ import torch
 from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.token_stats import token_mean
 from megarl.config import Config, ConfigError, Weight
-from megarl.config.strict import Positive
-from megarl.controllers.controller import MeanOf, StepResult, mini_batches
-from megarl.controllers.correction import before_updates, corrected
-from megarl.controllers.mask_nonfinite import added, quarantined
-from megarl.controllers.policy_gradient import PolicyController, masked, policy_loss, policy_reads, trained
+from megarl.config.strict import PositiveFloat
+from megarl.controllers.controller import MetricMeans, StepResult, split_mini_batches
+from megarl.controllers.correction import apply_correction, compute_old_logprobs
+from megarl.controllers.mask_nonfinite import add_metrics, mask_nonfinite
+from megarl.controllers.policy_gradient import (
+    PolicyController,
+    apply_loss_masks,
+    policy_loss,
+    policy_loss_columns,
+    select_trainable,
+)
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
@@ -43,7 +49,7 @@ class DistillOptions:
     """Subtract the mean of the teacher's advantages over all tokens of the batch. It is minus the KL, so that without
     all that the policy writes is discouraged, what it should go on with only a little less: right in expectation, but
     noisier."""
-    bound: Positive | None = None
+    bound: PositiveFloat | None = None
     """The teacher's advantage of a token is cut to [-bound, bound], in nats; null leaves it as it is."""
 
 
@@ -72,56 +78,58 @@ class DistillController(PolicyController):
         return ("rollout", "actor", "teacher", *(("reward",) if judged else ()))
 
     @classmethod
-    def declare(cls, config: Config) -> Declared:
-        return replace(super().declare(config), compares_samples=cls.read_options(config).reward > 0)
+    def declare_requirements(cls, config: Config) -> Requirements:
+        return replace(super().declare_requirements(config), is_group_relative=cls.read_options(config).reward > 0)
 
     @property
-    def judged(self) -> bool:
+    def has_reward(self) -> bool:
         """Whether there is a reward, to be learned from or only looked at."""
         return "reward" in self.roles(self.config)
 
-    def eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+    def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
         """Nothing where no reward says how good an answer is."""
-        return super().eval_items(flow) if self.judged else ()
+        return super().load_eval_items(flow) if self.has_reward else ()
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
 
         # 1. Experience: what the policy writes, and what both say of it.
         rollouts = flow.rollout.generate(items, config.rollout.samples_per_prompt)
-        if self.judged:
+        if self.has_reward:
             rollouts = flow.reward.score(rollouts)
         flow.rollout.sleep()
-        taken = trained(rollouts, config)
+        taken = select_trainable(rollouts, config)
         batch = TrainBatch.from_rollouts(taken)
-        policy, teacher = before_updates(flow, batch), flow.teacher.forward(batch)
-        batch, (policy, teacher), odd = quarantined(flow, taken, batch, policy, teacher)
-        batch, metrics = corrected(flow, batch, policy, self.steps)
+        policy, teacher = compute_old_logprobs(flow, batch), flow.teacher.forward(batch)
+        batch, (policy, teacher), odd = mask_nonfinite(flow, taken, batch, policy, teacher)
+        batch, metrics = apply_correction(flow, batch, policy, self.steps)
         assert policy.logprobs is not None and teacher.logprobs is not None
 
         # 2. Advantages: token by token what the teacher would rather have, and the reward where it counts.
         advantages = torch.where(batch.loss_mask, teacher.logprobs - policy.logprobs, 0.0)
-        metrics["distill/reverse_kl"] = -token_mean(advantages, batch.loss_mask, batch.total)
+        metrics["distill/reverse_kl"] = -token_mean(advantages, batch.loss_mask, batch.all_reduce)
         if (bound := self.options.bound) is not None:
             advantages = advantages.clamp(-bound, bound)
         if self.options.centre:
-            mean = token_mean(advantages, batch.loss_mask, batch.total)
+            mean = token_mean(advantages, batch.loss_mask, batch.all_reduce)
             advantages = torch.where(batch.loss_mask, advantages - mean, 0.0)
         if weight := self.options.reward:
             episodes = batch.episodes
-            reward, group = episodes.whole(batch.sequence_reward), episodes.whole(batch.group)
-            of_group = episodes.each(group_advantages(reward, group, config.advantage.group_std))
-            advantages = advantages + weight * spread_to_tokens(of_group[batch.own], batch.cu_seqlens, batch.loss_mask)
-        batch, _, late = quarantined(flow, taken, batch.with_(advantages=advantages))
-        metrics = added(added(metrics, odd), late)
+            reward, group = episodes.take_last(batch.sequence_reward), episodes.take_last(batch.group)
+            of_group = episodes.expand(group_advantages(reward, group, config.advantage.group_std))
+            advantages = advantages + weight * spread_to_tokens(
+                of_group[batch.local_indices], batch.cu_seqlens, batch.loss_mask
+            )
+        batch, _, late = mask_nonfinite(flow, taken, batch.with_(advantages=advantages))
+        metrics = add_metrics(add_metrics(metrics, odd), late)
 
         # 3. Updates.
-        @reads(*policy_reads(config))
+        @reads(*policy_loss_columns(config))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, 0.0)
 
-        means = MeanOf()
-        for mini in mini_batches(masked(batch, taken, config), config, seed=self.steps):
+        means = MetricMeans()
+        for mini in split_mini_batches(apply_loss_masks(batch, taken, config), config, seed=self.steps):
             means.add(flow.actor.update(mini, actor_loss))
 
         # 4. The engine gets the new weights.

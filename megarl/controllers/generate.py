@@ -32,9 +32,9 @@ class GenerateOptions:
 
 
 class GenerateController(PolicyController):
-    trains = ()
-    corrects_lag = False
-    follows_prompts = True
+    trained_roles = ()
+    is_off_policy = False
+    has_fixed_prompts = True
 
     Options = GenerateOptions
 
@@ -42,16 +42,16 @@ class GenerateController(PolicyController):
     def roles(cls, config: Config) -> tuple[str, ...]:
         return ("rollout", "reward") if cls.read_options(config).scored else ("rollout",)
 
-    def items(self, flow: HybridFlow) -> Sequence[Prompt]:
-        self._all = flow.load_prompts(self.config.data.train, self.options.whole)
-        return self._all
+    def load_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+        self._prompts = flow.load_prompts(self.config.data.train, self.options.whole)
+        return self._prompts
 
-    def eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+    def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
         """Nothing where no reward says how good an answer is."""
-        return super().eval_items(flow) if self.options.scored else ()
+        return super().load_eval_items(flow) if self.options.scored else ()
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
-        items = self._all if self.options.whole else items
+        items = self._prompts if self.options.whole else items
         rollouts = flow.rollout.generate(items, self.config.rollout.samples_per_prompt, held_out=self.options.whole)
         if self.options.scored:
             rollouts = flow.reward.score(rollouts)

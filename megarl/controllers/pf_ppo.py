@@ -17,107 +17,109 @@ import torch
 
 from megarl.checkpoint.manifest import Entry, Write, hash_file, sync, write_nothing
 from megarl.config import Config, ConfigError
-from megarl.config.strict import Count, Share
+from megarl.config.strict import PositiveInt, Share
 from megarl.controllers.ppo import PPOController, PPOOptions
 from megarl.observe.rollout_log import part_file, read_records, step_folder, write_part
-from megarl.types import Everyone, Rollouts
+from megarl.types import Comm, Rollouts
 
 FOLDER = "buffer"
 """In a checkpoint: files as those of recorded rollouts, one of each rank that has some."""
 
 
-class Buffer:
+class ReplayBuffer:
     """The newest `most` rollouts, an episode being one. All ranks do the same with it. Records of routing are not kept:
     they are heavy, and weights have moved on."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self._kept: Rollouts | None = None
+        self.capacity = most
+        self._rollouts: Rollouts | None = None
 
     def __len__(self) -> int:
-        return 0 if self._kept is None else len(self._kept.episodes)
+        return 0 if self._rollouts is None else len(self._rollouts.episodes)
 
     def add(self, rollouts: Rollouts) -> None:
         """Collective. The oldest go where there are too many."""
         if not len(rollouts):
             return
-        light = rollouts.with_([dataclasses.replace(rollout, routing=None) for rollout in rollouts.here])
-        kept = light if self._kept is None else Rollouts.joined([self._kept, light])
+        light = rollouts.replace_local([dataclasses.replace(rollout, routing=None) for rollout in rollouts.local])
+        kept = light if self._rollouts is None else Rollouts.concat([self._rollouts, light])
         episodes = kept.episodes
-        newest = torch.arange(len(episodes)) >= len(episodes) - self.most
-        self._kept = kept.select(episodes.each(newest))
+        newest = torch.arange(len(episodes)) >= len(episodes) - self.capacity
+        self._rollouts = kept.select(episodes.expand(newest))
 
-    def drawn(self, count: int, draw: torch.Generator) -> Rollouts | None:
+    def sample(self, count: int, draw: torch.Generator) -> Rollouts | None:
         """So many different ones, or all where there are fewer; None where there are none. They stay in it."""
-        if self._kept is None or count < 1:
+        if self._rollouts is None or count < 1:
             return None
-        episodes = self._kept.episodes
+        episodes = self._rollouts.episodes
         chosen = torch.zeros(len(episodes), dtype=torch.bool)
         chosen[torch.randperm(len(episodes), generator=draw)[:count]] = True
-        return self._kept.select(episodes.each(chosen))
+        return self._rollouts.select(episodes.expand(chosen))
 
     def save(self) -> Write:
-        if self._kept is None or not self._kept.here:
+        if self._rollouts is None or not self._rollouts.local:
             return write_nothing
-        kept = self._kept  # which nobody changes: another takes its place
+        kept = self._rollouts  # which nobody changes: another takes its place
 
         def write(folder: Path) -> dict[Path, Entry]:
-            file = part_file(folder / FOLDER, 0, kept.everyone.rank)
-            numbers = kept.episode[kept.own].tolist()  # other ones in each step, which those of the generations are not
+            file = part_file(folder / FOLDER, 0, kept.comm.rank)
+            numbers = kept.episode[
+                kept.local_indices
+            ].tolist()  # other ones in each step, which those of the generations are not
             here = [
                 one if one.episode < 0 else dataclasses.replace(one, episode=number)
-                for one, number in zip(kept.here, numbers, strict=True)
+                for one, number in zip(kept.local, numbers, strict=True)
             ]
-            write_part(file, 0, len(kept), kept.own.tolist(), here)
+            write_part(file, 0, len(kept), kept.local_indices.tolist(), here)
             sync(file)
             return {file: hash_file(file)}
 
         return write
 
-    def restore(self, folder: Path, everyone: Everyone) -> None:
+    def restore(self, folder: Path, everyone: Comm) -> None:
         """Collective. Raises ConfigError on all ranks where a file is not of this program."""
         if not step_folder(folder / FOLDER, 0).is_dir():
             return
-        world, records, error = len(everyone.objects(None)), [], ""
+        world, records, error = len(everyone.all_gather_objects(None)), [], ""
         try:
             records = read_records(folder / FOLDER, 0, everyone.rank, world)
         except ConfigError as failure:
             error = str(failure)
-        if errors := [text for text in everyone.objects(error) if text]:
+        if errors := [text for text in everyone.all_gather_objects(error) if text]:
             raise ConfigError(errors[0])
-        self._kept = Rollouts.of([one.rollout for one in records], [one.number for one in records], everyone)
+        self._rollouts = Rollouts.gather([one.rollout for one in records], [one.number for one in records], everyone)
 
 
 @dataclass(frozen=True)
 class PFPPOOptions(PPOOptions):
     filter: Share = 0.8
     """Probability with which a sample that is neither among the best nor the worst of its prompt is left out."""
-    buffer: Count = 10_000
+    buffer: PositiveInt = 10_000
     """Rollouts that are kept at most, the newest; an episode is one."""
 
 
 class PFPPOController(PPOController):
     Options = PFPPOOptions
-    compares_samples = True
+    is_group_relative = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.buffer = Buffer(self.options.buffer)
+        self.buffer = ReplayBuffer(self.options.buffer)
 
     @classmethod
     def read_options(cls, config: Config) -> Any:
-        if config.rollout.cut_off:
+        if config.rollout.has_truncated_sampling:
             raise ConfigError(
                 f"algorithm={config.algorithm} with sampling that is cut off (rollout.top_p, top_k, min_p): its buffer "
                 "does not keep what could have been sampled, which older log-probs are of; sample from all words"
             )
         return super().read_options(config)
 
-    def chosen(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
+    def select_rollouts(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
         draw = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + self.steps)
-        fresh = rollouts.select(reliable(rollouts, self.options.filter, draw))
+        fresh = rollouts.select(reliable_mask(rollouts, self.options.filter, draw))
         count, left = len(rollouts.episodes), len(fresh.episodes)
-        older = self.buffer.drawn(count - left, draw)
+        older = self.buffer.sample(count - left, draw)
         self.buffer.add(fresh)
         metrics = {
             "rollout/filtered_frac": 1 - left / max(1, count),
@@ -125,16 +127,16 @@ class PFPPOController(PPOController):
         }
         if older is None:
             return fresh, metrics
-        return Rollouts.joined([older, fresh]), metrics
+        return Rollouts.concat([older, fresh]), metrics
 
     def save(self) -> Write:
         return self.buffer.save()
 
-    def restore(self, folder: Path, everyone: Everyone) -> None:
+    def restore(self, folder: Path, everyone: Comm) -> None:
         self.buffer.restore(folder, everyone)
 
 
-def reliable(rollouts: Rollouts, share: float, draw: torch.Generator) -> torch.Tensor:
+def reliable_mask(rollouts: Rollouts, share: float, draw: torch.Generator) -> torch.Tensor:
     """[N] bool: the best and the worst of each prompt, equal ones too, and of the others each with a probability of
     1 - share, an episode with all of its branches. The same on all ranks, which have the same figures and the same
     `draw`."""
@@ -144,4 +146,4 @@ def reliable(rollouts: Rollouts, share: float, draw: torch.Generator) -> torch.T
     lowest = edges.scatter_reduce(0, row, rollouts.reward, reduce="amin", include_self=False)[row]
     episodes = rollouts.episodes
     lucky = torch.rand(len(episodes), generator=draw, dtype=torch.float64) >= share
-    return episodes.each(lucky) | (rollouts.reward == highest) | (rollouts.reward == lowest)
+    return episodes.expand(lucky) | (rollouts.reward == highest) | (rollouts.reward == lowest)

@@ -15,10 +15,16 @@ from megarl.algorithms.token_rewards import token_rewards
 from megarl.algorithms.token_stats import token_mean
 from megarl.config import Config, Range, Weight
 from megarl.config.strict import Share
-from megarl.controllers.controller import MeanOf, StepResult, mini_batches
-from megarl.controllers.correction import before_updates, corrected
-from megarl.controllers.mask_nonfinite import added, quarantined
-from megarl.controllers.policy_gradient import PolicyController, masked, policy_loss, policy_reads, trained
+from megarl.controllers.controller import MetricMeans, StepResult, split_mini_batches
+from megarl.controllers.correction import apply_correction, compute_old_logprobs
+from megarl.controllers.mask_nonfinite import add_metrics, mask_nonfinite
+from megarl.controllers.policy_gradient import (
+    PolicyController,
+    apply_loss_masks,
+    policy_loss,
+    policy_loss_columns,
+    select_trainable,
+)
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
@@ -39,13 +45,13 @@ class PPOOptions:
 
 
 class PPOController(PolicyController):
-    trains = ("actor", "critic")
+    trained_roles = ("actor", "critic")
     Options = PPOOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         kl = config.kl
-        self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon, most=kl.most, limit=config.guards.kl)
+        self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon, max_coef=kl.most, max_kl=config.guards.kl)
         self.steps = 0
 
     @classmethod
@@ -53,7 +59,7 @@ class PPOController(PolicyController):
         reference = ("reference",) if config.kl.place != "none" else ()
         return ("rollout", "actor", *reference, "critic", "reward")
 
-    def updates(self, role: str) -> int:
+    def num_updates(self, role: str) -> int:
         """The policy has none while the critic warms up."""
         run, warmup = self.config.run, self.config.critic.warmup_steps
         return (run.num_rollout - warmup if role == "actor" else run.num_rollout) * run.num_update
@@ -64,13 +70,13 @@ class PPOController(PolicyController):
         # 1. Experience: rollouts by the engine, scored; then everything that the update needs to know about them.
         rollouts = flow.reward.score(flow.rollout.generate(items, config.rollout.samples_per_prompt))
         flow.rollout.sleep()
-        taken, chosen = self.chosen(trained(rollouts, config))
+        taken, chosen = self.select_rollouts(select_trainable(rollouts, config))
         batch = TrainBatch.from_rollouts(taken)
-        policy, critic = before_updates(flow, batch), flow.critic.forward(batch)
+        policy, critic = compute_old_logprobs(flow, batch), flow.critic.forward(batch)
         reference = flow.reference.forward(batch) if config.kl.place != "none" else ModelOutput()
         batch = batch.with_(ref_logprobs=reference.logprobs, values=critic.values)
-        batch, (policy,), odd = quarantined(flow, taken, batch, policy)
-        batch, metrics = corrected(flow, batch, policy, self.steps)
+        batch, (policy,), odd = mask_nonfinite(flow, taken, batch, policy)
+        batch, metrics = apply_correction(flow, batch, policy, self.steps)
         assert policy.logprobs is not None and batch.values is not None
         values, mask = batch.values, batch.loss_mask
         metrics |= chosen | odd
@@ -78,12 +84,12 @@ class PPOController(PolicyController):
         # 2. Advantages: outcome on an episode's last action, the KL penalty on every one, then GAE over its actions.
         kl_mean = penalty = None
         if batch.ref_logprobs is not None:
-            kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.kind, mask)
-            kl_mean = token_mean(kl, mask, batch.total)
+            kl = kl_estimate(policy.logprobs, batch.ref_logprobs, config.kl.resolved_estimator, mask)
+            kl_mean = token_mean(kl, mask, batch.all_reduce)
             penalty = kl if config.kl.place == "reward" else None
-        outcome, cu = batch.episodes_here.whole(batch.sequence_reward[batch.own]), batch.cu_episodes
+        outcome, cu = batch.local_episodes.take_last(batch.sequence_reward[batch.local_indices]), batch.cu_episodes
         rewards = token_rewards(outcome, cu, mask, penalty, self.kl.coef, batch.turn_rewards)
-        discount, lam = config.advantage.gamma, self.lam(batch, taken)
+        discount, lam = config.advantage.gamma, self.compute_lambda(batch, taken)
         critic_lam = self.options.critic_lam
         if critic_lam is None and isinstance(lam, float):
             advantages, returns = gae(rewards, values, mask, cu, discount, lam)
@@ -91,24 +97,24 @@ class PPOController(PolicyController):
             critic_lam = config.advantage.lam if critic_lam is None else critic_lam
             advantages, returns = decoupled_gae(rewards, values, mask, cu, discount, lam, critic_lam)
         if config.advantage.whiten:
-            advantages = whiten(advantages, mask, batch.total)
+            advantages = whiten(advantages, mask, batch.all_reduce)
         batch = batch.with_(rewards=rewards, advantages=advantages, returns=returns)
-        batch, _, odd = quarantined(flow, taken, batch)
-        metrics = added(metrics, odd)
+        batch, _, odd = mask_nonfinite(flow, taken, batch)
+        metrics = add_metrics(metrics, odd)
 
         # 3. Updates: the critic towards the returns, the policy along the advantages.
-        @reads(*policy_reads(config, batch))
+        @reads(*policy_loss_columns(config, batch))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             found = policy_loss(output, part, config, self.kl.coef)
-            return with_positive_nll(found, output, part, self.options.positive_nll)
+            return add_positive_nll(found, output, part, self.options.positive_nll)
 
         @reads("values", "returns")
         def critic_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             assert output.values is not None and part.values is not None and part.returns is not None
             return value_loss(output.values, part.values, part.returns, part.loss_mask, config.loss.value_clip)
 
-        means = MeanOf()
-        for mini in mini_batches(masked(batch, taken, config), config, seed=self.steps):
+        means = MetricMeans()
+        for mini in split_mini_batches(apply_loss_masks(batch, taken, config), config, seed=self.steps):
             means.add(flow.critic.update(mini, critic_loss))
             if self.steps >= config.critic.warmup_steps:
                 means.add(flow.actor.update(mini, actor_loss))
@@ -116,20 +122,20 @@ class PPOController(PolicyController):
         # 4. The engine gets the new weights.
         flow.rollout.update_weights(flow.actor)
         metrics |= means.result()
-        metrics["critic/explained_variance"] = explained_variance(values, returns, mask, batch.total)
+        metrics["critic/explained_variance"] = explained_variance(values, returns, mask, batch.all_reduce)
         if kl_mean is not None:
             metrics |= {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
             self.kl = self.kl.updated(kl_mean, len(batch.episodes))
         self.steps += 1
         return StepResult(metrics, rollouts, batch, taken)
 
-    def lam(self, batch: TrainBatch, taken: Rollouts) -> float | torch.Tensor:
+    def compute_lambda(self, batch: TrainBatch, taken: Rollouts) -> float | torch.Tensor:
         """GAE's lambda of the policy: one for all, or of each episode that is here."""
         if alpha := self.options.length_adaptive:
-            return length_adaptive_lam(batch.episodes_here.sums(taken.actions[batch.own]), alpha)
+            return length_adaptive_lam(batch.local_episodes.sum_branches(taken.actions[batch.local_indices]), alpha)
         return self.config.advantage.lam
 
-    def chosen(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
+    def select_rollouts(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
         """What the step's batch is made of, out of what can be trained on, and figures about that."""
         return rollouts, {}
 
@@ -141,7 +147,7 @@ class PPOController(PolicyController):
         self.steps = state["steps"]
 
 
-def with_positive_nll(loss: TokenLoss, output: ModelOutput, part: TrainBatch, weight: float) -> TokenLoss:
+def add_positive_nll(loss: TokenLoss, output: ModelOutput, part: TrainBatch, weight: float) -> TokenLoss:
     if not weight:
         return loss
     assert output.logprobs is not None

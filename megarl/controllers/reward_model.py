@@ -13,7 +13,7 @@ import torch
 from megarl.algorithms.losses import bradley_terry, pair_mean_weights
 from megarl.algorithms.token_rewards import sequence_sums
 from megarl.config import Config
-from megarl.controllers.controller import Controller, MeanOf, StepResult, parts_of
+from megarl.controllers.controller import Controller, MetricMeans, StepResult, split_indices
 from megarl.data.preference_data import Pair
 from megarl.observe.metrics import SourceMeans
 from megarl.types import ModelOutput, Rollouts, TokenLoss, TrainBatch, reads
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 class RewardModelController(Controller):
     item = "pairs"
-    trains = ("reward_model",)
-    trains_head = True
+    trained_roles = ("reward_model",)
+    has_scalar_head = True
 
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
         return ("reward_model",)
 
-    def items(self, flow: HybridFlow) -> Sequence[Pair]:
+    def load_items(self, flow: HybridFlow) -> Sequence[Pair]:
         return flow.load_preferences(self.config.data.train)
 
     def step(self, flow: HybridFlow, items: Sequence[Pair]) -> StepResult:
@@ -40,37 +40,37 @@ class RewardModelController(Controller):
             assert output.scores is not None
             return bradley_terry(output.scores, part.cu_seqlens, part.group)
 
-        means = MeanOf()
-        for part in parts_of(len(items), self.config.run.num_update, self.config.run.epochs, seed=0):
-            means.add(flow.reward_model.update(pair_batch(flow, [items[i] for i in part]), loss))
+        means = MetricMeans()
+        for part in split_indices(len(items), self.config.run.num_update, self.config.run.epochs, seed=0):
+            means.add(flow.reward_model.update(make_pair_batch(flow, [items[i] for i in part]), loss))
         return StepResult(means.result())
 
-    def eval_items(self, flow: HybridFlow) -> Sequence[Pair]:
+    def load_eval_items(self, flow: HybridFlow) -> Sequence[Pair]:
         return flow.load_preferences(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Pair]) -> dict[str, float]:
         """Loss, accuracy and margin of the held-out pairs, under eval/: of all, and of those of each source."""
         means, at_once = SourceMeans(), self.config.data.prompts_per_step
         for first in range(0, len(items), at_once):
-            rollouts, batch = dealt(flow, items[first : first + at_once])
+            rollouts, batch = shard_pairs(flow, items[first : first + at_once])
             scores = flow.reward_model.forward(batch).scores
             assert scores is not None
-            result = bradley_terry(scores, batch.cu_seqlens, batch.group[batch.own])
+            result = bradley_terry(scores, batch.cu_seqlens, batch.group[batch.local_indices])
             for name, values in {"loss": result.loss, **result.metrics}.items():
-                of_pairs = batch.everywhere(sequence_sums(values, batch.cu_seqlens))  # at the chosen one of each
+                of_pairs = batch.all_gather(sequence_sums(values, batch.cu_seqlens))  # at the chosen one of each
                 halves = torch.full_like(of_pairs, 0.5)
                 means.add(f"eval/{name.removeprefix('reward_model/')}", of_pairs, halves, rollouts)
         return means.result()
 
 
-def pair_batch(flow: HybridFlow, pairs: Sequence[Pair]) -> TrainBatch:
+def make_pair_batch(flow: HybridFlow, pairs: Sequence[Pair]) -> TrainBatch:
     """Chosen and rejected in turn: sequences 2k and 2k + 1 are pair k; the weights make the loss a mean over pairs."""
-    return dealt(flow, pairs)[1]
+    return shard_pairs(flow, pairs)[1]
 
 
-def dealt(flow: HybridFlow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch]:
-    """The two conversations of each pair, and `pair_batch` of them."""
-    rollouts = flow.deal([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], together=2)
+def shard_pairs(flow: HybridFlow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch]:
+    """The two conversations of each pair, and `make_pair_batch` of them."""
+    rollouts = flow.shard([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], together=2)
     batch = TrainBatch.from_rollouts(rollouts)
     group = torch.arange(len(pairs)).repeat_interleave(2)
-    return rollouts, batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens, batch.total))
+    return rollouts, batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens, batch.all_reduce))

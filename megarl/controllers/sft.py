@@ -9,7 +9,7 @@ import torch
 
 from megarl.algorithms.token_rewards import sequence_sums
 from megarl.config import Config
-from megarl.controllers.controller import Controller, MeanOf, StepResult, mini_batches
+from megarl.controllers.controller import Controller, MetricMeans, StepResult, split_mini_batches
 from megarl.observe.metrics import SourceMeans
 from megarl.types import ModelOutput, Rollout, TokenLoss, TrainBatch, reads
 
@@ -24,23 +24,23 @@ class SFTController(Controller):
     def roles(cls, config: Config) -> tuple[str, ...]:
         return ("actor",)
 
-    def items(self, flow: HybridFlow) -> Sequence[Rollout]:
+    def load_items(self, flow: HybridFlow) -> Sequence[Rollout]:
         return flow.load_conversations(self.config.data.train)
 
     def step(self, flow: HybridFlow, items: Sequence[Rollout]) -> StepResult:
-        batch = TrainBatch.from_rollouts(flow.deal(items))
+        batch = TrainBatch.from_rollouts(flow.shard(items))
 
         @reads()
         def negative_logprob(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             assert output.logprobs is not None
             return TokenLoss(-output.logprobs, {"actor/nll": -output.logprobs.detach()})
 
-        means = MeanOf()
-        for mini in mini_batches(batch, self.config, seed=0):
+        means = MetricMeans()
+        for mini in split_mini_batches(batch, self.config, seed=0):
             means.add(flow.actor.update(mini, negative_logprob))
         return StepResult(means.result())
 
-    def eval_items(self, flow: HybridFlow) -> Sequence[Rollout]:
+    def load_eval_items(self, flow: HybridFlow) -> Sequence[Rollout]:
         return flow.load_conversations(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Rollout]) -> dict[str, float]:
@@ -48,10 +48,10 @@ class SFTController(Controller):
         those of each source."""
         means, at_once = SourceMeans(), self.config.data.prompts_per_step
         for first in range(0, len(items), at_once):
-            rollouts = flow.deal(items[first : first + at_once])
+            rollouts = flow.shard(items[first : first + at_once])
             batch = TrainBatch.from_rollouts(rollouts)
             logprobs = flow.actor.forward(batch).logprobs
             assert logprobs is not None
             nll = torch.where(batch.loss_mask, -logprobs.double(), 0.0)
-            means.add("eval/nll", batch.everywhere(sequence_sums(nll, batch.cu_seqlens)), rollouts.actions, rollouts)
+            means.add("eval/nll", batch.all_gather(sequence_sums(nll, batch.cu_seqlens)), rollouts.actions, rollouts)
         return means.result()

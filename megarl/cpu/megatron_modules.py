@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.parallel.context_parallel import gather_context, zigzag
 
-ROUND = 32
+LENGTH_MULTIPLE = 32
 """Sequences whose lengths are equal when rounded up to a multiple of this are attended to in one call."""
 
 
@@ -33,7 +33,7 @@ class PackedAttention(MegatronModule):
 
     That costs the sum of the squared lengths; one call with a block-diagonal mask would cost the square of the sum,
     forty times as much for a micro-batch of forty sequences. Short sequences are many, and a call for each would cost
-    more than what it computes: those of about the same length share one, see `ROUND`. What comes of a sequence does not
+    more than what it computes: those of about the same length share one, see `LENGTH_MULTIPLE`. What comes of a sequence does not
     depend on the others. With context parallelism every rank gathers the keys and values of all, and computes the two
     parts of each sequence whose queries it has.
     """
@@ -69,15 +69,15 @@ class PackedAttention(MegatronModule):
             return self._attend(query, key, value)
         lengths = packed_seq_params.cu_seqlens_q.diff().long()
         if self.config.context_parallel_size == 1:
-            return self._by_length(query, key, value, lengths)
-        return self._in_context(query, key, value, packed_seq_params.cu_seqlens_q)
+            return self._attend_by_length(query, key, value, lengths)
+        return self._attend_context_parallel(query, key, value, packed_seq_params.cu_seqlens_q)
 
-    def _by_length(
+    def _attend_by_length(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
         """Each sequence is padded at its end, which its tokens do not see, and has its place in a stack of those as
         long as it."""
-        rounded = (lengths + ROUND - 1) // ROUND * ROUND
+        rounded = (lengths + LENGTH_MULTIPLE - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
         order = rounded.argsort(stable=True)
         begins = torch.empty_like(rounded)
         begins[order] = rounded[order].cumsum(0) - rounded[order]
@@ -97,7 +97,7 @@ class PackedAttention(MegatronModule):
         outputs = [self._attend(*stack) for stack in zip(*map(stacked, (query, key, value)), strict=True)]
         return torch.cat([output.transpose(0, 1).flatten(0, 1) for output in outputs]).index_select(0, places)
 
-    def _in_context(
+    def _attend_context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
         cp, group = self.config.context_parallel_size, parallel_state.get_context_parallel_group()

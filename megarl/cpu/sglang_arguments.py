@@ -19,11 +19,11 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 START_METHOD = "fork"
 """How SGLang starts its processes: each import of it takes 10 seconds of a core, and forked ones have it already."""
 _STUBS = Path(__file__).with_name("stubs")
-MOST_TOKENS = 131072
+MAX_KV_TOKENS = 131072
 """Cap of the KV cache where `rollout.sglang.max_total_tokens` gives none; memory is only taken as it is used."""
 
 
-_ONLY = {
+_CPU_VALUES = {
     "attention_backend": ("torch_native",),
     "prefill_attention_backend": (),
     "decode_attention_backend": (),
@@ -44,7 +44,7 @@ _ONLY = {
 
 def check(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting with which an engine would not start or not generate on this kind of machine."""
-    for name, able in _ONLY.items():
+    for name, able in _CPU_VALUES.items():
         value = settings.get(name)
         if value is not None and value not in able:
             raise ConfigError(
@@ -62,7 +62,7 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,
         "disable_cuda_graph": True,
-        "max_total_tokens": min(rollout.concurrency * rollout.max_context, MOST_TOKENS),
+        "max_total_tokens": min(rollout.concurrency * rollout.max_context, MAX_KV_TOKENS),
         "max_running_requests": rollout.concurrency,
         "sleep_on_idle": True,  # an idle engine would otherwise keep a core busy while the ranks train
     }
@@ -99,5 +99,5 @@ def pack(tensors: NamedTensors) -> bytes:
     """Pickle of [("shared", tensor)] for a process on this machine: of JSON that says where the tensors lie, which is
     memory of `allocate`; see `loader.opened`. Not torch's own way, for which it starts a process beside this one: when
     that is killed nothing can be shared any more, and freeing what was shared aborts this process."""
-    places = json.dumps({name: shared_memory.share(tensor) for name, tensor in tensors})
+    places = json.dumps({name: shared_memory.export_handle(tensor) for name, tensor in tensors})
     return pickle.dumps([("shared", torch.frombuffer(bytearray(places.encode()), dtype=torch.uint8))])

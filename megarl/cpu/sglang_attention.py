@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-_MOST_ELEMENTS = 1 << 23
+_MAX_ELEMENTS = 1 << 23
 """Of keys gathered at once; longer batches are done in parts, so that memory stays bounded."""
 
 
@@ -26,7 +26,7 @@ def decode_attention(
     cap: above 0, logits x are cap * tanh(x / cap). window: how many keys before its own a query sees; None for all.
     """
     longest = int(lengths.max())
-    rows = max(1, _MOST_ELEMENTS // max(1, longest * keys[0].numel()))
+    rows = max(1, _MAX_ELEMENTS // max(1, longest * keys[0].numel()))
     parts = []
     for q, where, length in zip(query.split(rows), slots.split(rows), lengths.split(rows), strict=True):
         valid = torch.arange(longest) < length[:, None]  # [n, longest]
@@ -35,7 +35,7 @@ def decode_attention(
         where = where[:, :longest].long() * valid  # slot 0 is SGLang's padding; its content is multiplied by 0
         k, v = keys[where].to(q.dtype), values[where].to(q.dtype)  # [n, longest, kv heads, dim]
         grouped = q.reshape(len(q), k.shape[2], -1, q.shape[-1])  # [n, kv heads, heads per kv head, dim]
-        scores = capped((grouped * scale) @ k.permute(0, 2, 3, 1), cap)
+        scores = cap_logits((grouped * scale) @ k.permute(0, 2, 3, 1), cap)
         weights = scores.masked_fill(~valid[:, None, None], float("-inf")).softmax(-1)
         parts.append((weights @ v.transpose(1, 2)).reshape(len(q), q.shape[1], v.shape[-1]))
     return torch.cat(parts)
@@ -60,11 +60,11 @@ def extend_attention(
         grouped = q.unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)  # [kv heads, heads per kv head, queries, dim]
         distance = torch.arange(length - len(q), length)[:, None] - torch.arange(length)
         valid = (distance >= 0) & (distance <= (length if window is None else window))
-        scores = capped((grouped * scale) @ k.transpose(-1, -2), cap)
+        scores = cap_logits((grouped * scale) @ k.transpose(-1, -2), cap)
         weights = scores.masked_fill(~valid, float("-inf")).softmax(-1)
         parts.append((weights @ v).permute(2, 0, 1, 3).flatten(1, 2))
     return torch.cat(parts)
 
 
-def capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+def cap_logits(scores: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(scores / cap) if cap else scores

@@ -14,27 +14,27 @@ import torch
 
 from megarl.cpu import sglang_speculative
 from megarl.cpu.sglang_attention import decode_attention, extend_attention
-from megarl.parallel.job_secret import VARIABLE, SealedPickle, seal_object_collectives
-from megarl.parallel.rendezvous import keep_near
+from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
+from megarl.parallel.rendezvous import bind_store_addresses
 
 
 def register() -> None:
     """Have SGLang's processes meet where nobody else does, and complete its CPU path where it runs on one."""
     from sglang.srt.utils import is_cpu
 
-    keep_near()
-    if VARIABLE in os.environ:
+    bind_store_addresses()
+    if SECRET_ENV in os.environ:
         seal_pickles()
     if not is_cpu():
         return
-    _absorb_mla()
-    _plain_rope()
-    _mask_foreign_experts()
-    _batch_decode()
-    _cap_logits()
+    _register_absorbed_mla()
+    _patch_rope()
+    _patch_expert_parallel()
+    _patch_decode_attention()
+    _patch_logit_cap()
     sglang_speculative.install()
-    _cut_as_on_gpus()
-    _plain_host_memory()
+    _patch_tp_sharding()
+    _patch_host_memory()
 
 
 def seal_pickles() -> None:
@@ -49,7 +49,7 @@ def seal_pickles() -> None:
         vars(module)["pickle"] = SealedPickle(f"a pickle of {module.__name__}")
 
 
-def _absorb_mla() -> None:
+def _register_absorbed_mla() -> None:
     """DeepSeek's attention on the torch_native backend.
 
     No choice is registered for that backend, and the one that SGLang falls back to for prompts needs a kernel of
@@ -60,7 +60,7 @@ def _absorb_mla() -> None:
     choice.AttentionBackendRegistry.register("torch_native", lambda attn, batch: choice.AttnForwardMethod.MLA)
 
 
-def _plain_rope() -> None:
+def _patch_rope() -> None:
     """DeepSeek without rope_scaling: SGLang's CPU variant asserts that there is some; the general one needs none."""
     from sglang.srt.layers.rotary_embedding import factory
 
@@ -82,7 +82,7 @@ def _plain_rope() -> None:
     factory.get_rope_cpu = rope
 
 
-def _mask_foreign_experts() -> None:
+def _patch_expert_parallel() -> None:
     """Expert parallelism: the dispatcher marks choices of experts that live on another rank with id -1.
 
     SGLang's torch path counts tokens by scattering to the expert id, which fails for -1. With expert parallelism
@@ -124,7 +124,7 @@ def local_experts(
     return out
 
 
-def _batch_decode() -> None:
+def _patch_decode_attention() -> None:
     """The backend's decode attention loops over sequences in Python, so that a step grows with the batch."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -153,9 +153,9 @@ def _batch_decode() -> None:
     TorchNativeAttnBackend._run_sdpa_forward_decode = decode
 
 
-def _cap_logits() -> None:
+def _patch_logit_cap() -> None:
     """The backend ignores a layer's soft cap of attention logits: it is noted before each layer, and applied here to
-    prompts and in `_batch_decode` to what follows."""
+    prompts and in `_patch_decode_attention` to what follows."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     def noting(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -197,7 +197,7 @@ def _cap_logits() -> None:
     TorchNativeAttnBackend.forward_decode = noting(TorchNativeAttnBackend.forward_decode)
 
 
-def _cut_as_on_gpus() -> None:
+def _patch_tp_sharding() -> None:
     """Leave the model's sizes as they are for tensor parallelism, as on GPUs.
 
     For AMX SGLang fills the widths of MLPs up to a multiple of 32 per rank, and heads up to where each rank has
@@ -209,7 +209,7 @@ def _cut_as_on_gpus() -> None:
     model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, load_config, tp_size: model_config
 
 
-def _plain_host_memory() -> None:
+def _patch_host_memory() -> None:
     """SGLang registers host buffers with CUDA, such as that for the experts that tokens chose; here there is none."""
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 

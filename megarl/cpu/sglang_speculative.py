@@ -85,8 +85,10 @@ def verify_tree_greedy_cpu(
     target_predict: torch.Tensor,
 ) -> None:
     """Accept proposals as long as they are what the policy finds likeliest, `target_predict` [sequences, n]. In place,
-    see `_settle`."""
-    _settle(target_predict, candidates[:, 1:] == target_predict[:, :-1], predicts, accept_index, accept_token_num)
+    see `_write_accepted`."""
+    _write_accepted(
+        target_predict, candidates[:, 1:] == target_predict[:, :-1], predicts, accept_index, accept_token_num
+    )
 
 
 def sample_chain(
@@ -107,7 +109,7 @@ def sample_chain(
 
     candidates [sequences, n], the proposals from column 1 on; uniform_samples [sequences, n] and
     uniform_samples_for_final_sampling [sequences] in [0, 1); target_probs [sequences, n, vocabulary] after each token
-    of the window. In place, see `_settle`.
+    of the window. In place, see `_write_accepted`.
     """
     proposed = candidates[:, 1:].long()
     accepted = uniform_samples[:, :-1] < target_probs[:, :-1].gather(2, proposed[..., None])[..., 0]
@@ -118,10 +120,10 @@ def sample_chain(
     sums = left.cumsum(1)
     drawn = torch.searchsorted(sums, (uniform_samples_for_final_sampling.double() * sums[:, -1])[:, None], right=True)
     chosen = torch.cat([proposed, proposed[:, :1]], dim=1).scatter(1, number[:, None], drawn)
-    _settle(chosen, accepted, predicts, accept_index, accept_token_num)
+    _write_accepted(chosen, accepted, predicts, accept_index, accept_token_num)
 
 
-def _settle(
+def _write_accepted(
     chosen: torch.Tensor,
     accepted: torch.Tensor,
     predicts: torch.Tensor,
@@ -185,7 +187,7 @@ def install() -> None:
         n = len(q) // len(batch.seq_lens)
         before = batch.seq_lens if mode.is_target_verify() else batch.seq_lens - n
         lengths = (before[:, None] + torch.arange(1, n + 1)).flatten()
-        rows = _rows(batch, batch.req_pool_indices.repeat_interleave(n), lengths)
+        rows = _decode_batch(batch, batch.req_pool_indices.repeat_interleave(n), lengths)
         return self.forward_decode(q, k, v, layer, rows, *rest, **options)
 
     TorchNativeAttnBackend.forward_extend = extend
@@ -198,7 +200,7 @@ def install() -> None:
         def forward_decode(
             self, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **options: Any
         ) -> torch.Tensor:
-            rows = _rows(batch, batch.req_pool_indices, batch.seq_lens + self.ahead)
+            rows = _decode_batch(batch, batch.req_pool_indices, batch.seq_lens + self.ahead)
             return super().forward_decode(q, k, v, layer, rows, *rest, **options)
 
     class Steps:
@@ -221,7 +223,7 @@ def install() -> None:
     DraftBackendFactory.create_draft_extend_backend = lambda self: None  # the draft model's own will do
 
 
-def _rows(batch: Any, requests: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
+def _decode_batch(batch: Any, requests: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
     """What the backend's decoding reads of a batch: whose keys each token sees [tokens], and how many [tokens]."""
     return SimpleNamespace(
         out_cache_loc=batch.out_cache_loc, req_pool_indices=requests, seq_lens=lengths, encoder_lens=None

@@ -7,12 +7,12 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.types import Message
-from megarl.utils.text import encodable
+from megarl.utils.text import replace_surrogates
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple[Message, ...]:
+def parse_chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple[Message, ...]:
     """The messages of a column: a list of them or its JSON, or other text, which becomes one of `role`.
 
     A message has a role and a content, text or a list of text parts, which are joined; only an assistant's that calls
@@ -21,7 +21,7 @@ def chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple
     if isinstance(value, str):
         if not value.strip() and role == "user":
             raise ConfigError(f"{where}: {key!r} is empty text; write a prompt or drop the row")
-        if (messages := _messages_of_json(value)) is None:
+        if (messages := _parse_json_messages(value)) is None:
             return ({"role": role, "content": value},)
         value = messages
     if not isinstance(value, list) or not value:
@@ -29,12 +29,12 @@ def chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple
     return tuple(_message(item, f"{where}: message {number} of {key!r}") for number, item in enumerate(value))
 
 
-def _messages_of_json(text: str) -> list[Any] | None:
+def _parse_json_messages(text: str) -> list[Any] | None:
     """Of text that is the JSON of a list of messages, as tables without nested columns have them; else None."""
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = encodable(json.loads(text))
+        found = replace_surrogates(json.loads(text))
     except (ValueError, RecursionError):
         return None
     are_messages = isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)
@@ -66,10 +66,10 @@ def _message(value: Any, where: str) -> Message:
 
 def content_text(parts: list[Any], where: str) -> str:
     """Text parts, joined. Raises ConfigError for a part of another kind, by its name."""
-    return "".join(_part(part, where) for part in parts)
+    return "".join(_part_text(part, where) for part in parts)
 
 
-def _part(part: Any, where: str) -> str:
+def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(part, str):
         return part
@@ -93,7 +93,7 @@ def _check_calls(calls: Any, where: str) -> None:
         raise ConfigError(f"{where} has tool_calls that are no list")
 
 
-def tool_names(value: Any, where: str) -> tuple[str, ...]:
+def parse_tool_names(value: Any, where: str) -> tuple[str, ...]:
     """Of the column `tools` of a prompt: names, or schemas, of which only the names count; a list, one of them, or its
     JSON."""
     names = []
@@ -103,10 +103,10 @@ def tool_names(value: Any, where: str) -> tuple[str, ...]:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{where}: 'tools' holds {_short(tool)}, neither a name nor a tool schema")
         names.append(name)
-    return _once(names, where)
+    return _check_unique(names, where)
 
 
-def tool_schemas(value: Any, where: str) -> list[dict[str, Any]]:
+def parse_tool_schemas(value: Any, where: str) -> list[dict[str, Any]]:
     """Of the column `tools` of a conversation: OpenAI's schemas, with or without the `function` around each."""
     schemas = []
     for tool in _list_of_tools(value):
@@ -120,7 +120,7 @@ def tool_schemas(value: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(function.get("parameters", {}), dict):
             raise ConfigError(f"{where}: the tool {function['name'][:80]} has parameters that are no object")
         schemas.append(schema)
-    _once([schema["function"]["name"] for schema in schemas], where)
+    _check_unique([schema["function"]["name"] for schema in schemas], where)
     return schemas
 
 
@@ -133,7 +133,7 @@ def _list_of_tools(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def _once(names: list[str], where: str) -> tuple[str, ...]:
+def _check_unique(names: list[str], where: str) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: 'tools' has {name[:80]!r} twice")

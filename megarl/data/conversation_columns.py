@@ -11,13 +11,13 @@ import re
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.data.chat_columns import chat_messages
+from megarl.data.chat_columns import parse_chat_messages
 from megarl.types import Message
-from megarl.utils.text import encodable
+from megarl.utils.text import replace_surrogates
 
-RESPONSES = ("response", "completion")
+RESPONSE_COLUMNS = ("response", "completion")
 """What the assistant's answer to a prompt is called: by verl, by TRL."""
-SHAREGPT = {
+SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -33,11 +33,11 @@ SHAREGPT = {
     "tool": "tool",
 }
 """Who speaks in ShareGPT's `from`, as a role."""
-CALLS = ("function_call", "tool_call")
+CALL_SPEAKERS = ("function_call", "tool_call")
 _HH = re.compile(r"\n\n(Human|Assistant): ?")
 
 
-def present(row: dict[str, Any]) -> str:
+def list_columns(row: dict[str, Any]) -> str:
     """The columns that a row has, for messages."""
     return ", ".join(name for name, value in row.items() if value is not None) or "none"
 
@@ -68,54 +68,54 @@ def row_source(row: dict[str, Any], where: str, name: str) -> str:
     return str(source or name)
 
 
-def conversation_messages(
+def parse_conversation(
     row: dict[str, Any], where: str, prompt_key: str = "prompt", answer_key: str = ""
 ) -> tuple[Message, ...]:
     """The messages of a finished conversation, of whichever columns there are. answer_key: where it is none of those
     that answers are usually in."""
     if row.get("messages") is not None:
-        return chat_messages(_listed(row["messages"], where, "messages"), where, "messages")
+        return parse_chat_messages(_parse_list(row["messages"], where, "messages"), where, "messages")
     if row.get("conversations") is not None:
-        talk = sharegpt(_listed(row["conversations"], where, "conversations"), where, "conversations")
+        talk = parse_sharegpt(_parse_list(row["conversations"], where, "conversations"), where, "conversations")
         system = row.get("system")  # as LLaMA-Factory has it
         return (({"role": "system", "content": system},) if isinstance(system, str) and system else ()) + talk
-    answers = (answer_key,) if answer_key else RESPONSES
+    answers = (answer_key,) if answer_key else RESPONSE_COLUMNS
     answer = next((name for name in answers if row.get(name) is not None), None)
     if row.get(prompt_key) is None or answer is None:
         raise ConfigError(
             f"{where} has no conversation: neither a list `messages` nor `conversations`, nor {prompt_key!r} with "
-            f"{' or '.join(map(repr, answers))}; columns here: {present(row)}; rename them, or set data.prompt_key and "
+            f"{' or '.join(map(repr, answers))}; columns here: {list_columns(row)}; rename them, or set data.prompt_key and "
             "data.label_key to those of prompt and answer"
         )
-    prompt = chat_messages(row[prompt_key], where, prompt_key)
-    return prompt + chat_messages(row[answer], where, answer, role="assistant")
+    prompt = parse_chat_messages(row[prompt_key], where, prompt_key)
+    return prompt + parse_chat_messages(row[answer], where, answer, role="assistant")
 
 
-def sharegpt(value: list[Any], where: str, key: str) -> tuple[Message, ...]:
+def parse_sharegpt(value: list[Any], where: str, key: str) -> tuple[Message, ...]:
     """Messages of `from` and `value`; others are let through. A call is the JSON of its name and arguments, or of a
     list of such."""
-    return chat_messages(
-        [_said(item, f"{where}: message {at} of {key!r}") for at, item in enumerate(value)], where, key
+    return parse_chat_messages(
+        [_convert_sharegpt(item, f"{where}: message {at} of {key!r}") for at, item in enumerate(value)], where, key
     )
 
 
-def answer_messages(value: Any, where: str, key: str) -> tuple[Message, ...]:
+def parse_answer(value: Any, where: str, key: str) -> tuple[Message, ...]:
     """An answer, or a whole chat that ends with one: messages, ShareGPT's, text, or a dialogue as Anthropic's HH has
     it, "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
     if isinstance(value, str) and _HH.match(value):
-        return _dialogue(value, where, key)
+        return _parse_hh_dialogue(value, where, key)
     if isinstance(value, dict):  # one message, as in RLHFlow's and LLaMA-Factory's pairs
         value = [value]
     if isinstance(value, list):
-        return sharegpt(value, where, key) if value else chat_messages(value, where, key)
-    return chat_messages(value, where, key, role="assistant")
+        return parse_sharegpt(value, where, key) if value else parse_chat_messages(value, where, key)
+    return parse_chat_messages(value, where, key, role="assistant")
 
 
-def _listed(value: Any, where: str, key: str) -> list[Any]:
+def _parse_list(value: Any, where: str, key: str) -> list[Any]:
     """A list, or the JSON of one."""
     if isinstance(value, str):
         try:
-            value = encodable(json.loads(value))
+            value = replace_surrogates(json.loads(value))
         except (ValueError, RecursionError):
             pass
     if not isinstance(value, list):
@@ -123,38 +123,38 @@ def _listed(value: Any, where: str, key: str) -> list[Any]:
     return value
 
 
-def _said(item: Any, where: str) -> Any:
+def _convert_sharegpt(item: Any, where: str) -> Any:
     if not isinstance(item, dict) or "from" not in item:
         return item
     speaker, value = item["from"], item.get("value")
-    if not isinstance(speaker, str) or speaker not in SHAREGPT:
-        known = ", ".join(SHAREGPT)
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        known = ", ".join(SHAREGPT_ROLES)
         raise ConfigError(f"{where} is from {str(speaker)[:80]!r}; one of these it must be: {known}")
     if not isinstance(value, str):
         raise ConfigError(f"{where} has {str(value)[:80]!r} as value, which must be text")
-    if speaker not in CALLS:
-        return {"role": SHAREGPT[speaker], "content": value}
+    if speaker not in CALL_SPEAKERS:
+        return {"role": SHAREGPT_ROLES[speaker], "content": value}
     try:
-        calls = encodable(json.loads(value))
+        calls = replace_surrogates(json.loads(value))
     except (ValueError, RecursionError):
         calls = None
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list) or not calls:
         raise ConfigError(f'{where} calls {value[:80]!r}, not {{"name": ..., "arguments": ...}} or a list of such')
-    whole = [call if "function" in call else {"type": "function", "function": call} for call in map(_object, calls)]
+    whole = [call if "function" in call else {"type": "function", "function": call} for call in map(_as_call, calls)]
     return {"role": "assistant", "content": "", "tool_calls": whole}
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _as_call(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"function": value}  # which is complained of where calls are checked
 
 
-def _dialogue(text: str, where: str, key: str) -> tuple[Message, ...]:
+def _parse_hh_dialogue(text: str, where: str, key: str) -> tuple[Message, ...]:
     parts = _HH.split(text)[1:]  # speaker, words, speaker, words ...
     roles = {"Human": "user", "Assistant": "assistant"}
     messages = [
         {"role": roles[speaker], "content": words.strip()}
         for speaker, words in zip(parts[::2], parts[1::2], strict=True)
     ]
-    return chat_messages(messages, where, key)
+    return parse_chat_messages(messages, where, key)

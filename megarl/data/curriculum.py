@@ -12,42 +12,42 @@ from typing import Any
 import numpy as np
 
 from megarl.config import ConfigError
-from megarl.data.table import dicts, is_parquet, open_parquet
+from megarl.data.table import is_parquet, open_parquet, to_dicts
 
-SPREAD = ("extra_info", "metadata", "extra")
+NESTED_COLUMNS = ("extra_info", "metadata", "extra")
 """Columns whose fields are as good as columns."""
 
 
-class Keys:
+class OrderKeys:
     """The numbers of a column, row by row. Without a column it takes none."""
 
     def __init__(self, column: str) -> None:
         self._column = column
-        self._found = array("d")
+        self._values = array("d")
 
     def add(self, row: Mapping[str, Any], where: str) -> None:
         """Raises ConfigError for what is no number; what is missing or null is unknown."""
         if self._column:
-            self._found.append(key_of(row, self._column, where))
+            self._values.append(read_key(row, self._column, where))
 
-    def array(self) -> np.ndarray | None:
+    def to_array(self) -> np.ndarray | None:
         """[rows] float64, NaN where unknown; None without a column."""
-        return np.array(self._found, dtype=np.float64) if self._column else None
+        return np.array(self._values, dtype=np.float64) if self._column else None
 
 
-def check_known(keys: np.ndarray | None, column: str, files: Sequence[str]) -> None:
+def check_has_keys(keys: np.ndarray | None, column: str, files: Sequence[str]) -> None:
     """Raise ConfigError where no row of any of the files has a number in the column."""
     if keys is not None and np.isnan(keys).all():
         raise ConfigError(
             f"data.order={column}: no row of {', '.join(files)} has a number in that column, or in a field of "
-            f"that name in {', '.join(SPREAD)}; set it to one that there is, or to nothing"
+            f"that name in {', '.join(NESTED_COLUMNS)}; set it to one that there is, or to nothing"
         )
 
 
-def key_of(row: Mapping[str, Any], column: str, where: str) -> float:
+def read_key(row: Mapping[str, Any], column: str, where: str) -> float:
     """The number in a column of a row; NaN where there is none."""
     value = row.get(column)
-    for fields in (row.get(name) for name in SPREAD if value is None):
+    for fields in (row.get(name) for name in NESTED_COLUMNS if value is None):
         value = fields.get(column) if value is None and isinstance(fields, dict) else value
     if value is None:
         return math.nan
@@ -67,11 +67,11 @@ def check_no_nan(file: Path, column: str) -> None:
     went wrong; `read_rows` gives null for it."""
     if is_parquet(file):
         with open_parquet(file) as table:
-            names = [name for name in (column, *SPREAD) if name in table.schema_arrow.names]
+            names = [name for name in (column, *NESTED_COLUMNS) if name in table.schema_arrow.names]
             rows: Iterator[Any] = (
                 (f"{file}, row {number}", row)
                 for number, row in enumerate(
-                    row for batch in table.iter_batches(columns=names, use_threads=False) for row in dicts(batch)
+                    row for batch in table.iter_batches(columns=names, use_threads=False) for row in to_dicts(batch)
                 )
             )
             _check_no_nan(rows, column)
@@ -84,7 +84,7 @@ def check_no_nan(file: Path, column: str) -> None:
 
 def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> None:
     for where, row in rows:
-        for fields in (row, *(row.get(name) for name in SPREAD)):
+        for fields in (row, *(row.get(name) for name in NESTED_COLUMNS)):
             value = fields.get(column) if isinstance(fields, dict) else None
             if isinstance(value, float) and math.isnan(value):
                 raise ConfigError(
@@ -93,7 +93,7 @@ def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> No
                 )
 
 
-def ascending(order: Sequence[int], keys: np.ndarray) -> list[int]:
+def sort_by_key(order: Sequence[int], keys: np.ndarray) -> list[int]:
     """An order of items with those whose key is known sorted by it, at the places that such have in the given order.
     Items of equal keys, and unknown ones, are as they were."""
     result = np.asarray(order, dtype=np.int64).copy()

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config import Config, ConfigError, DataConfig
-from megarl.data.curriculum import Keys
+from megarl.data.curriculum import OrderKeys
 from megarl.data.preference_data import check_pair
 from megarl.data.prompt_data import read_prompts
-from megarl.data.sft_data import sft_rollouts
+from megarl.data.sft_data import read_conversations
 from megarl.data.table import read_rows
 from megarl.types.requirements import ItemKind
 
-MOST = 1000
+MAX_ROWS = 1000
 """Rows: milliseconds of a file of any size. The others are read as soon as the ranks are there."""
 
 
@@ -24,7 +24,7 @@ class FirstRow(NamedTuple):
     text. extra: of a prompt."""
 
     where: str
-    said: str
+    text: str
     extra: Mapping[str, Any]
 
 
@@ -33,13 +33,13 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
     which they are to be ordered."""
     data = config.data
     if item == "prompts":
-        prompts = read_prompts(path, data.prompt_key, data.label_key, MOST, order=order)
+        prompts = read_prompts(path, data.prompt_key, data.label_key, MAX_ROWS, order=order)
         return [FirstRow(f"{path}, {prompt.id}", repr(prompt.messages), prompt.extra) for prompt in prompts]
     if item == "conversations":
-        sft_rollouts(path, None, MOST, data.prompt_key, answer_key(config), order=order)
+        read_conversations(path, None, MAX_ROWS, data.prompt_key, answer_key(config), order=order)
     elif item == "pairs":
-        keys, pairs = Keys(order), 0
-        for where, row in islice(read_rows(Path(path)), MOST):
+        keys, pairs = OrderKeys(order), 0
+        for where, row in islice(read_rows(Path(path)), MAX_ROWS):
             check_pair(row, where)
             keys.add(row, where)
             pairs += 1
@@ -47,7 +47,7 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
             raise ConfigError(f"{path} holds no pair")
     else:
         return []
-    rows = islice(read_rows(Path(path)), MOST)
+    rows = islice(read_rows(Path(path)), MAX_ROWS)
     return [
         FirstRow(where, repr(sorted((name, row[name]) for name in row.keys() - {"id", "data_source"})), {})
         for where, row in rows

@@ -19,12 +19,12 @@ from megarl.config import ConfigError, DataConfig
 
 Item = TypeVar("Item")
 
-FINEST = 10_000
+MAX_PATTERN_LENGTH = 10_000
 """Places of the longest pattern. Weights that need a longer one are rounded to one of that length."""
 
 
 @dataclass(frozen=True)
-class Joined(Sequence[Item], Generic[Item]):
+class ConcatDataset(Sequence[Item], Generic[Item]):
     """The items of several data sets, one set after the other."""
 
     parts: tuple[Sequence[Item], ...]
@@ -48,7 +48,7 @@ class Joined(Sequence[Item], Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
         if isinstance(index, slice):
-            return self.chosen(range(*index.indices(len(self))))
+            return self.select(range(*index.indices(len(self))))
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
@@ -58,15 +58,15 @@ class Joined(Sequence[Item], Generic[Item]):
             index -= len(part)
         raise AssertionError("sizes changed")
 
-    def chosen(self, indices: Sequence[int]) -> Sequence[Item]:
+    def select(self, indices: Sequence[int]) -> Sequence[Item]:
         """Those of these numbers, in this order: read when asked for, unless all are in memory anyway."""
         if all(isinstance(part, list) for part in self.parts):
             return [self[index] for index in indices]
-        return Chosen(self, tuple(indices))
+        return Subset(self, tuple(indices))
 
 
 @dataclass(frozen=True)
-class Chosen(Sequence[Item], Generic[Item]):
+class Subset(Sequence[Item], Generic[Item]):
     """Items by their numbers, read when they are asked for."""
 
     items: Sequence[Item]
@@ -79,15 +79,15 @@ class Chosen(Sequence[Item], Generic[Item]):
     def __getitem__(self, index: int) -> Item: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Chosen[Item]: ...
+    def __getitem__(self, index: slice) -> Subset[Item]: ...
 
-    def __getitem__(self, index: int | slice) -> Item | Chosen[Item]:
+    def __getitem__(self, index: int | slice) -> Item | Subset[Item]:
         if isinstance(index, slice):
-            return Chosen(self.items, self.indices[index])
+            return Subset(self.items, self.indices[index])
         return self.items[self.indices[index]]
 
 
-def names_of(paths: Sequence[str]) -> tuple[str, ...]:
+def name_datasets(paths: Sequence[str]) -> tuple[str, ...]:
     """What each of several files is called: the end of its path, as short as sets it apart from the others, without
     the suffix. Empty for a single one. Raises ConfigError for one that is named twice."""
     if len(paths) < 2:
@@ -110,19 +110,19 @@ def check_files(data: DataConfig) -> None:
             f"data.weights has {len(data.weights)} numbers, but data.train names {len(data.train)} files; give one for "
             "each"
         )
-    whole_shares(data.weights)
+    round_weights(data.weights)
     for paths in (data.train, data.eval):
-        names_of(paths)
+        name_datasets(paths)
 
 
-def pattern(weights: Sequence[float]) -> np.ndarray:
+def build_pattern(weights: Sequence[float]) -> np.ndarray:
     """[length] int64: the set that each place of the stream is of, over and over; all sets one as 0 without weights.
 
     Of any first n places, and so of a repeated pattern, each set has `n * share` rounded down or up: it may have its
     next place as soon as `n * share` exceeds what it had, and of those that may the one has it that must first (the
     earliest deadline, which keeps all of them if anything does, and shares of a fluid would).
     """
-    counts = whole_shares(weights)
+    counts = round_weights(weights)
     total = sum(counts)
     had, places = [0] * len(counts), np.zeros(total, dtype=np.int64)
     for place in range(total):
@@ -135,8 +135,8 @@ def pattern(weights: Sequence[float]) -> np.ndarray:
     return places
 
 
-def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """The weights as the smallest whole numbers of the same ratios, or where their sum would exceed `FINEST` that many
+def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """The weights as the smallest whole numbers of the same ratios, or where their sum would exceed `MAX_PATTERN_LENGTH` that many
     places shared out by largest remainder. Raises ConfigError for one that would then have none."""
     if not weights:
         return (1,)
@@ -145,16 +145,16 @@ def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     counts = [int(one * scale) for one in exact]
     divisor = int(np.gcd.reduce(counts, dtype=object))
     counts = [count // divisor for count in counts]
-    if sum(counts) > FINEST:
-        quotas = [Fraction(count * FINEST, sum(counts)) for count in counts]
+    if sum(counts) > MAX_PATTERN_LENGTH:
+        quotas = [Fraction(count * MAX_PATTERN_LENGTH, sum(counts)) for count in counts]
         floors = [quota.numerator // quota.denominator for quota in quotas]
         by_remainder = sorted(range(len(quotas)), key=lambda k: (floors[k] - quotas[k], k))
-        for k in by_remainder[: FINEST - sum(floors)]:
+        for k in by_remainder[: MAX_PATTERN_LENGTH - sum(floors)]:
             floors[k] += 1
         counts = floors
     if 0 in counts:
         raise ConfigError(
-            f"data.weights={list(weights)}: {weights[counts.index(0)]:g} is less than one prompt in {FINEST}; raise "
+            f"data.weights={list(weights)}: {weights[counts.index(0)]:g} is less than one prompt in {MAX_PATTERN_LENGTH}; raise "
             "it, or take that data set out"
         )
     return tuple(counts)
@@ -166,22 +166,24 @@ class Stream:
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] = ()) -> None:
         """sizes: items of each set; without weights all of them are one."""
         self.sizes = tuple(sizes) if weights else (sum(sizes),)
-        self.begins = np.cumsum([0, *self.sizes]).tolist()
-        self._pattern = pattern(weights)
+        self.offsets = np.cumsum([0, *self.sizes]).tolist()
+        self._pattern = build_pattern(weights)
         marks = self._pattern[:, None] == np.arange(len(self.sizes))
-        self._before = np.concatenate([np.zeros((1, len(self.sizes)), np.int64), marks.cumsum(0)])  # [length + 1, sets]
+        self._cumulative_counts = np.concatenate(
+            [np.zeros((1, len(self.sizes)), np.int64), marks.cumsum(0)]
+        )  # [length + 1, sets]
 
-    def counts(self, place: int) -> list[int]:
+    def count_before(self, place: int) -> list[int]:
         """How many of each set there are before a place."""
         rounds, rest = divmod(place, len(self._pattern))
-        found: list[int] = (rounds * self._before[-1] + self._before[rest]).tolist()
+        found: list[int] = (rounds * self._cumulative_counts[-1] + self._cumulative_counts[rest]).tolist()
         return found
 
-    def at(self, place: int) -> tuple[int, int, int]:
+    def locate(self, place: int) -> tuple[int, int, int]:
         """(set, its epoch, number within the epoch) of a place."""
         chosen = int(self._pattern[place % len(self._pattern)])
-        return chosen, *divmod(self.counts(place)[chosen], self.sizes[chosen])
+        return chosen, *divmod(self.count_before(place)[chosen], self.sizes[chosen])
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
-        return {"sizes": list(self.sizes), "shares": self._before[-1].tolist()}
+        return {"sizes": list(self.sizes), "shares": self._cumulative_counts[-1].tolist()}

@@ -10,10 +10,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from megarl.data.partition import near_home, partition
+from megarl.data.partition import partition, partition_near_home
 
-FINENESS = 64  # the number of micro-batches is found to one in so many
-SLACK = 1.015  # by so much a plan may take longer so that sequences stay where they are, see `homes`
+COUNT_STEPS = 64  # the number of micro-batches is found to one in so many
+MAX_SLOWDOWN = 1.015  # by so much a plan may take longer so that sequences stay where they are, see `homes`
 
 
 def plan_micro_batches(
@@ -45,23 +45,23 @@ def plan_micro_batches(
     """
     if dp < 1 or token_budget < 1:
         raise ValueError(f"dp and token_budget must be at least 1, not {dp} and {token_budget}")
-    sizes = _whole_numbers(lengths, "lengths")
+    sizes = _as_int64(lengths, "lengths")
     if (short := np.flatnonzero(sizes < 1)).size:
         raise ValueError(f"sequence {short[0]} has {sizes[short[0]]} tokens; a sequence has at least one")
-    numbers = None if together is None else _whole_numbers(together, "together")
+    numbers = None if together is None else _as_int64(together, "together")
     if numbers is not None and len(numbers) != len(sizes):
         raise ValueError(f"`together` has {len(numbers)} numbers for {len(sizes)} sequences")
-    homes = None if home is None else _whole_numbers(home, "home")
+    homes = None if home is None else _as_int64(home, "home")
     if homes is not None and (len(homes) != len(sizes) or homes.max(initial=-1) >= dp):
         raise ValueError(f"`home` has {len(homes)} numbers below {dp} for {len(sizes)} sequences")
     if homes is not None and (dp == 1 or homes.max(initial=-1) < 0):
         homes = None
     marks, places = (None if found is None else found.tobytes() for found in (numbers, homes))
-    plan = _planned(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, marks, places)
+    plan = _cached_plan(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, marks, places)
     return [[list(micro) for micro in rank] for rank in plan]
 
 
-def _whole_numbers(values: npt.ArrayLike, name: str) -> np.ndarray:
+def _as_int64(values: npt.ArrayLike, name: str) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"`{name}` must be a row of whole numbers, not {array.dtype} of shape {list(array.shape)}")
@@ -69,7 +69,7 @@ def _whole_numbers(values: npt.ArrayLike, name: str) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)  # a step's whole batch and its mini-batches, and those of a second layout
-def _planned(
+def _cached_plan(
     sizes: bytes, dp: int, budget: int, quadratic: float, multiple: int, together: bytes | None, home: bytes | None
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """`plan_micro_batches`, of the bytes of int64 arrays."""
@@ -87,28 +87,28 @@ def _planned(
         held = np.bincount(owner, weights=unit_tokens, minlength=dp * count)
         return not np.any((held > budget) & (np.bincount(owner, minlength=dp * count) > 1))
 
-    count = max(1, -(-fewest(unit_tokens, budget) // (dp * multiple))) * multiple
+    count = max(1, -(-min_micro_batches(unit_tokens, budget) // (dp * multiple))) * multiple
     while not fits(owner := partition(unit_costs, dp * count)):
         # Ends at the latest when each has a micro-batch of its own.
-        count += max(1, count // (FINENESS * multiple)) * multiple
+        count += max(1, count // (COUNT_STEPS * multiple)) * multiple
 
     parts = _members(owner, dp * count)
     part_costs, first = _costs(unit_costs, parts), _first(parts)
-    table = _dealt(part_costs, first, dp)
+    table = _deal_to_ranks(part_costs, first, dp)
     if home is not None:
-        holder = _holders(unit, tokens, np.frombuffer(home, dtype=np.int64), dp)
-        for kept in filter(fits, near_home(unit_costs, unit_tokens, budget, holder, dp, count)):
+        holder = _home_ranks(unit, tokens, np.frombuffer(home, dtype=np.int64), dp)
+        for kept in filter(fits, partition_near_home(unit_costs, unit_tokens, budget, holder, dp, count)):
             kept_parts = _members(kept, dp * count)
             kept_costs, first = _costs(unit_costs, kept_parts), _first(kept_parts)
             order = np.lexsort((first, -kept_costs, np.arange(dp * count) // count)).reshape(dp, count)
-            if np.all(_times(kept_costs, order) <= SLACK * _times(part_costs, table)):
+            if np.all(_plan_times(kept_costs, order) <= MAX_SLOWDOWN * _plan_times(part_costs, table)):
                 owner, table = kept, order
                 break
     sequences = _members(owner[unit], dp * count)
     return tuple(tuple(tuple(sequences[part].tolist()) for part in rank) for rank in table.tolist())
 
 
-def _dealt(costs: np.ndarray, first: np.ndarray, dp: int) -> np.ndarray:
+def _deal_to_ranks(costs: np.ndarray, first: np.ndarray, dp: int) -> np.ndarray:
     """[dp, times]: micro-batches to ranks, the most expensive ones first, and of these the most expensive to the rank
     that has least to do."""
     table, loads = [], np.zeros(dp)
@@ -119,12 +119,12 @@ def _dealt(costs: np.ndarray, first: np.ndarray, dp: int) -> np.ndarray:
     return np.stack(table, axis=1)
 
 
-def _times(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
+def _plan_times(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
     """What a plan costs where ranks wait for each other at its end, and where they do so after each micro-batch."""
     return np.array([costs[table].sum(axis=1).max(), costs[table].max(axis=0).sum()])
 
 
-def _holders(unit: np.ndarray, tokens: np.ndarray, home: np.ndarray, dp: int) -> np.ndarray:
+def _home_ranks(unit: np.ndarray, tokens: np.ndarray, home: np.ndarray, dp: int) -> np.ndarray:
     """[units]: the rank that has most of its tokens; -1 where none has any."""
     known = home >= 0
     held = np.bincount(unit[known] * dp + home[known], weights=tokens[known], minlength=(int(unit.max()) + 1) * dp)
@@ -146,7 +146,7 @@ def _members(owner: np.ndarray, bins: int) -> list[np.ndarray]:
     return np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner, minlength=bins))[:-1])
 
 
-def fewest(sizes: np.ndarray, budget: int) -> int:
+def min_micro_batches(sizes: np.ndarray, budget: int) -> int:
     """No plan has fewer micro-batches than this (the bound L2 of Martello and Toth 1990).
 
     For any k up to half the budget: what is above half the budget meets nothing else that is. What is above budget - k

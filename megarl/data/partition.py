@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-DIFFERENCED = 512  # so many items at most are parted by differencing, whose time grows as items times parts
+MAX_KARMARKAR_KARP = 512  # so many items at most are parted by differencing, whose time grows as items times parts
 ROUNDS = 32  # of exchanges between parts
-ENOUGH = 1.001  # the costliest part over the mean, from which on nothing more is exchanged
-OFFERED = 8  # items of a part that are looked at in a round
+BALANCE_TOLERANCE = 1.001  # the costliest part over the mean, from which on nothing more is exchanged
+MAX_OFFERS = 8  # items of a part that are looked at in a round
 
 
 def partition(costs: np.ndarray, bins: int) -> np.ndarray:
@@ -21,10 +21,14 @@ def partition(costs: np.ndarray, bins: int) -> np.ndarray:
 
     costs: [items] float64, all above zero.
     """
-    return differenced(costs, bins) if len(costs) <= DIFFERENCED else exchanged(costs, greedy(costs, bins), bins)
+    return (
+        karmarkar_karp(costs, bins)
+        if len(costs) <= MAX_KARMARKAR_KARP
+        else exchange_items(costs, greedy(costs, bins), bins)
+    )
 
 
-def differenced(costs: np.ndarray, bins: int) -> np.ndarray:
+def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
     """By differencing (Karmarkar and Karp 1982): at first each item is a partition of its own, with all of its cost in
     one bin. The two partitions whose bins differ most are joined, the fullest bin of one with the emptiest of the
     other, until one is left. Arguments and result as of `partition`.
@@ -74,7 +78,7 @@ def greedy(costs: np.ndarray, bins: int, before: np.ndarray | None = None) -> np
     return owner
 
 
-def exchanged(
+def exchange_items(
     costs: np.ndarray, owner: np.ndarray, bins: int, enough: float | None = None, before: np.ndarray | None = None
 ) -> np.ndarray:
     """`owner` after exchanges that bring parts nearer to each other; no part gets costlier than the costliest was.
@@ -90,7 +94,7 @@ def exchanged(
     for number in range(ROUNDS if half else 0):
         loads = np.bincount(owner, weights=costs, minlength=bins)
         loads = loads if before is None else loads + before
-        most = (enough or ENOUGH) * loads.sum() / bins
+        most = (enough or BALANCE_TOLERANCE) * loads.sum() / bins
         if loads.max() <= most:
             break
         items = rising[np.argsort(owner[rising], kind="stable")]  # of the first part, rising, then of the next
@@ -102,8 +106,8 @@ def exchanged(
         if enough is not None:
             rich, poor = rich[loads[rich] > most], poor[loads[rich] > most]
         gaps = loads[rich] - loads[poor]
-        given, prices = _offers(costs, items, counts, rich)
-        taken, returns = _offers(costs, items, counts, poor)
+        given, prices = _sample_offers(costs, items, counts, rich)
+        taken, returns = _sample_offers(costs, items, counts, poor)
         shifts = (prices[:, :, None] - returns[:, None, :]).reshape(len(rich), -1)
         if enough is None:
             lacking, left = gaps, np.abs(gaps[:, None] - 2 * shifts)
@@ -121,14 +125,16 @@ def exchanged(
     return owner
 
 
-def _offers(costs: np.ndarray, items: np.ndarray, counts: np.ndarray, parts: np.ndarray) -> tuple[np.ndarray, ...]:
+def _sample_offers(
+    costs: np.ndarray, items: np.ndarray, counts: np.ndarray, parts: np.ndarray
+) -> tuple[np.ndarray, ...]:
     """What each of `parts` may give: numbers of items and their costs, both [parts, offers].
 
     Of many items these are some that lie evenly among them. -1 at cost 0 is nothing, first and wherever a part has
     fewer items than another.
     """
     starts, own = (np.cumsum(counts) - counts)[parts][:, None], counts[parts][:, None]
-    column = np.arange(min(OFFERED, int(counts.max())))[None, :]
+    column = np.arange(min(MAX_OFFERS, int(counts.max())))[None, :]
     step = np.maximum(own / column.shape[1], 1.0)
     nth = (column * step).astype(np.int64)
     offers = np.where(nth < own, items[np.minimum(starts + nth, len(items) - 1)], -1)
@@ -140,10 +146,10 @@ TOLERANCES = (1.01, 1.005, 1.002, 1.001)
 """What a part may cost over the mean, one after another. The closer the parts, the more items have to move. Where a
 token costs tens of microseconds of a GPU and some tens of bytes to move, one percent is what it may cost to let items
 stay, and not more."""
-SETTLED = 1.004  # within this, holders are balanced before what each holds is cut up
+HOLDER_TOLERANCE = 1.004  # within this, holders are balanced before what each holds is cut up
 
 
-def near_home(
+def partition_near_home(
     costs: np.ndarray, sizes: np.ndarray, most: int, home: np.ndarray, holders: int, count: int
 ) -> Iterator[np.ndarray]:
     """Which of `holders * count` parts each item belongs to ([items] int64), the first `count` parts being the first
@@ -158,30 +164,30 @@ def near_home(
     up by each holder for itself, and what is then too costly exchanges items with parts of any.
     """
     falling = np.argsort(-costs, kind="stable")
-    number = _giants(costs[falling], holders * count)
+    number = _count_large(costs[falling], holders * count)
     giants, rest = falling[:number], falling[number:]
     owner = np.empty(len(costs), dtype=np.int64)
-    holder = _spread(costs[giants], home[giants], holders, costs.sum() / holders)
+    holder = _assign_large(costs[giants], home[giants], holders, costs.sum() / holders)
     for one in range(holders):
         mine = giants[holder == one]
         owner[mine] = one * count + np.arange(len(mine))
     left = np.flatnonzero(~np.isin(np.arange(holders * count), owner[giants]))  # the parts that are empty
-    within = _settled(costs[rest], home[rest], np.bincount(left // count, minlength=holders))
+    within = _balance_holders(costs[rest], home[rest], np.bincount(left // count, minlength=holders))
     part = np.empty(len(rest), dtype=np.int64)  # as an index to `left`
     for one in np.unique(within):
         bins = np.flatnonzero(left // count == one)
         part[within == one] = bins[partition(costs[rest[within == one]], len(bins))]
     room = most * len(left) / max(1, int(sizes[rest].sum()))
     for enough in TOLERANCES:
-        part = exchanged(costs[rest], part, len(left), enough)
+        part = exchange_items(costs[rest], part, len(left), enough)
         owner[rest] = left[part]
         yield owner.copy()
         # What is too large although it costs no more than others has many small items, and may exchange some of them.
-        owner[rest] = left[exchanged(sizes[rest], part, len(left), room)]
+        owner[rest] = left[exchange_items(sizes[rest], part, len(left), room)]
         yield owner.copy()
 
 
-def _giants(falling: np.ndarray, parts: int) -> int:
+def _count_large(falling: np.ndarray, parts: int) -> int:
     """How many items are each more, by the first tolerance, than the rest has for each part that is left."""
     first = falling[:parts]
     others = falling.sum() - np.cumsum(first) + first
@@ -189,7 +195,7 @@ def _giants(falling: np.ndarray, parts: int) -> int:
     return len(first) if alone.all() else int(alone.argmin())
 
 
-def _spread(falling: np.ndarray, home: np.ndarray, holders: int, whole: float) -> np.ndarray:
+def _assign_large(falling: np.ndarray, home: np.ndarray, holders: int, whole: float) -> np.ndarray:
     """[giants]: whose each is. No holder has more than one more than another, of any that are alike; one stays at home
     unless its holder would cost half a tolerance of `whole` more than the mean, as if those with one less had it."""
     holder, number, begin = np.full(len(falling), -1, dtype=np.int64), np.zeros(holders, dtype=np.int64), 0
@@ -214,7 +220,7 @@ def _spread(falling: np.ndarray, home: np.ndarray, holders: int, whole: float) -
     return holder
 
 
-def _settled(falling: np.ndarray, home: np.ndarray, rooms: np.ndarray) -> np.ndarray:
+def _balance_holders(falling: np.ndarray, home: np.ndarray, rooms: np.ndarray) -> np.ndarray:
     """[items]: whose each is. rooms: [holders] for how many parts each has items."""
     if not len(falling):
         return np.empty(0, dtype=np.int64)
@@ -232,4 +238,4 @@ def _settled(falling: np.ndarray, home: np.ndarray, rooms: np.ndarray) -> np.nda
             at[item] = -1
     loose, loads = at < 0, before + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(able))
     at[loose] = greedy(falling[loose], len(able), loads)
-    return able[exchanged(falling, at, len(able), SETTLED, before)]
+    return able[exchange_items(falling, at, len(able), HOLDER_TOLERANCE, before)]

@@ -20,10 +20,17 @@ from typing import Any, overload
 import numpy as np
 
 from megarl.config import ConfigError
-from megarl.data.chat_columns import chat_messages, tool_schemas
-from megarl.data.conversation_columns import answer_messages, check_text_only, present, row_id, row_source, sharegpt
-from megarl.data.curriculum import Keys
-from megarl.data.sft_data import conversation
+from megarl.data.chat_columns import parse_chat_messages, parse_tool_schemas
+from megarl.data.conversation_columns import (
+    check_text_only,
+    list_columns,
+    parse_answer,
+    parse_sharegpt,
+    row_id,
+    row_source,
+)
+from megarl.data.curriculum import OrderKeys
+from megarl.data.sft_data import tokenize_conversation
 from megarl.data.table import Table
 from megarl.types import Message, Rollout
 
@@ -41,7 +48,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Preferences(Sequence[Pair]):
+class PreferenceDataset(Sequence[Pair]):
     """The pairs of a file, each read, rendered and tokenised when it is asked for (a millisecond): neither rows nor
     tokens are kept."""
 
@@ -50,7 +57,7 @@ class Preferences(Sequence[Pair]):
     name: str = ""
     """Of the data set among several."""
     keys: np.ndarray | None = field(default=None, compare=False)
-    """[rows] float64, as of `Demonstrations`."""
+    """[rows] float64, as of `SFTDataset`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,19 +66,19 @@ class Preferences(Sequence[Pair]):
     def __getitem__(self, index: int) -> Pair: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Preferences: ...
+    def __getitem__(self, index: slice) -> PreferenceDataset: ...
 
-    def __getitem__(self, index: int | slice) -> Pair | Preferences:
+    def __getitem__(self, index: int | slice) -> Pair | PreferenceDataset:
         if isinstance(index, slice):
             keys = None if self.keys is None else self.keys[index]
             return replace(self, rows=self.rows[index], keys=keys)
         where, row = self.rows[index]
-        return pair_of(row, self.tokenizer, where, self.name, group=index)
+        return make_pair(row, self.tokenizer, where, self.name, group=index)
 
 
 def read_preferences(
     path: str | Path, tokenizer: Any, max_tokens: int, max_length: int, name: str = "", order: str = ""
-) -> tuple[Preferences, int]:
+) -> tuple[PreferenceDataset, int]:
     """The pairs of a .jsonl or .parquet file, without those that are too long, and how many these were.
 
     Too long is a pair of more than `max_tokens` tokens, for both answers must fit into one micro-batch, or with a
@@ -85,11 +92,11 @@ def read_preferences(
     the same answer; and for a file without a pair, or with none that is short enough.
     """
     dropped = shortest = 0
-    keys = Keys(order)
+    keys = OrderKeys(order)
 
     def fits(where: str, row: dict[str, Any]) -> bool:
         nonlocal dropped, shortest
-        pair = pair_of(row, tokenizer, where, name)
+        pair = make_pair(row, tokenizer, where, name)
         longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
         if pair.num_tokens <= max_tokens and longest <= max_length:
             keys.add(row, where)
@@ -99,13 +106,13 @@ def read_preferences(
 
     rows = Table.read(Path(path), fits)
     if dropped and not len(rows):
-        raise all_pairs_too_long(str(path), dropped, max_tokens, max_length, shortest)
+        raise pairs_too_long_error(str(path), dropped, max_tokens, max_length, shortest)
     if not len(rows):
         raise ConfigError(f"{path} holds no pair")
-    return Preferences(rows, tokenizer, name, keys.array()), dropped
+    return PreferenceDataset(rows, tokenizer, name, keys.to_array()), dropped
 
 
-def all_pairs_too_long(path: str, count: int, max_tokens: int, max_length: int, shortest: int) -> ConfigError:
+def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int, shortest: int) -> ConfigError:
     """max_tokens, max_length: as of `read_preferences`. shortest: tokens of the shortest of so many pairs."""
     return ConfigError(
         f"{path}: all {count} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
@@ -115,17 +122,17 @@ def all_pairs_too_long(path: str, count: int, max_tokens: int, max_length: int, 
 
 def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]]:
     """The two conversations. Raises ConfigError for what can be seen of a pair without a tokenizer."""
-    messages = {key: _messages(row, key, where) for key in ("chosen", "rejected")}
+    messages = {key: _parse_side(row, key, where) for key in ("chosen", "rejected")}
     if messages["chosen"][0] != messages["rejected"][0]:
         raise ConfigError(f"{where}: 'chosen' and 'rejected' begin differently; only answers to one prompt compare")
     return messages
 
 
-def pair_of(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", group: int = 0) -> Pair:
-    messages, tools = check_pair(row, where), tool_schemas(row.get("tools"), where)
+def make_pair(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", group: int = 0) -> Pair:
+    messages, tools = check_pair(row, where), parse_tool_schemas(row.get("tools"), where)
     about = {"id": row_id(row, where, name, where), "data_source": row_source(row, where, name), "tools": tools}
     talks = {
-        key: conversation(
+        key: tokenize_conversation(
             {**about, "messages": value},
             tokenizer,
             f"{where}, {key!r}",
@@ -139,18 +146,20 @@ def pair_of(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", gro
     return Pair(**talks)
 
 
-def _messages(row: dict[str, Any], key: str, where: str) -> tuple[Message, ...]:
+def _parse_side(row: dict[str, Any], key: str, where: str) -> tuple[Message, ...]:
     """The whole conversation of one of the two columns."""
     value, prompt, before = row.get(key), row.get("prompt"), row.get("conversations")
     if value is None:
-        raise ConfigError(f"{where}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {present(row)}")
+        raise ConfigError(
+            f"{where}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {list_columns(row)}"
+        )
     check_text_only(row, where)
     head: tuple[Message, ...] = ()
     if prompt is not None:
-        head = chat_messages(prompt, where, "prompt")
+        head = parse_chat_messages(prompt, where, "prompt")
     elif isinstance(before, list) and before:
-        head = sharegpt(before, where, "conversations")
-    messages = answer_messages(value, where, key)
+        head = parse_sharegpt(before, where, "conversations")
+    messages = parse_answer(value, where, key)
     if messages[0]["role"] == "assistant":
         if not head:
             raise ConfigError(f"{where}: {key!r} begins with the answer, and there is no 'prompt' before it")

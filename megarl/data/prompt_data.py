@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megarl.config import Config, ConfigError
-from megarl.data.chat_columns import chat_messages, tool_names
-from megarl.data.conversation_columns import check_text_only, present, row_id, row_source
-from megarl.data.curriculum import SPREAD, Keys, ascending
-from megarl.data.mixture import Joined, Stream
+from megarl.data.chat_columns import parse_chat_messages, parse_tool_names
+from megarl.data.conversation_columns import check_text_only, list_columns, row_id, row_source
+from megarl.data.curriculum import NESTED_COLUMNS, OrderKeys, sort_by_key
+from megarl.data.mixture import ConcatDataset, Stream
 from megarl.data.table import read_rows
-from megarl.types import Prompt, ids_of
+from megarl.types import Prompt, as_token_ids
 
 Item = TypeVar("Item")
 
@@ -49,8 +49,8 @@ def read_prompts(
     file = Path(path)
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
-    keys = Keys(order)
-    for where, prompt in islice(each_prompt(file, prompt_key, label_key, name), most):
+    keys = OrderKeys(order)
+    for where, prompt in islice(iter_prompts(file, prompt_key, label_key, name), most):
         if prompt.id in seen:
             raise ConfigError(f"{where}: the id {prompt.id!r} is taken by {seen[prompt.id]}; ids must be unique")
         seen[prompt.id] = where
@@ -61,12 +61,12 @@ def read_prompts(
     return prompts
 
 
-def each_prompt(
+def iter_prompts(
     file: Path, prompt_key: str = "prompt", label_key: str = "ground_truth", name: str = ""
 ) -> Iterator[tuple[str, Prompt]]:
     """(where it stands, prompt) of each row; as of `read_prompts`, but for what concerns several rows."""
     for number, (where, row) in enumerate(read_rows(file)):
-        yield where, _prompt(row, where, f"{name or file.stem}-{number}", prompt_key, label_key, name)
+        yield where, _parse_prompt(row, where, f"{name or file.stem}-{number}", prompt_key, label_key, name)
 
 
 def render_prompts(
@@ -79,17 +79,17 @@ def render_prompts(
     kept: list[Prompt] = []
     shortest = 0
     for prompt in prompts:
-        ids = ids_of(render(prompt))
+        ids = as_token_ids(render(prompt))
         if len(ids) <= max_prompt_tokens:
             kept.append(replace(prompt, token_ids=ids))
         else:
             shortest = min(shortest or len(ids), len(ids))
     if not kept:
-        raise all_prompts_too_long(len(prompts), max_prompt_tokens, shortest)
+        raise prompts_too_long_error(len(prompts), max_prompt_tokens, shortest)
     return kept, len(prompts) - len(kept)
 
 
-def all_prompts_too_long(count: int, max_prompt_tokens: int, shortest: int) -> ConfigError:
+def prompts_too_long_error(count: int, max_prompt_tokens: int, shortest: int) -> ConfigError:
     """shortest: tokens of the shortest of so many prompts."""
     return ConfigError(
         f"all {count} prompts are longer than {max_prompt_tokens} tokens, the shortest has {shortest}; raise "
@@ -103,7 +103,7 @@ class PromptLoader(Generic[Item]):
     A batch may take the end of one epoch and the beginning of the next, so that every prompt comes once per epoch.
     Items of another kind will do, too: they are only indexed, and only when it is their turn.
 
-    weights: of the data sets that the prompts are `Joined` of, which then have epochs of their own. order: the column
+    weights: of the data sets that the prompts are `ConcatDataset` of, which then have epochs of their own. order: the column
     of their keys, by which each set's first epoch goes, and without shuffling all of them. sizes: bytes of the files
     that the prompts were read from, as a part of what the data are known by.
     """
@@ -122,7 +122,7 @@ class PromptLoader(Generic[Item]):
             raise ConfigError("there are no prompts to train on")
         if prompts_per_step < 1:
             raise ConfigError(f"data.prompts_per_step must be at least 1, not {prompts_per_step}")
-        joined = prompts if isinstance(prompts, Joined) else Joined((prompts,), ("",))
+        joined = prompts if isinstance(prompts, ConcatDataset) else ConcatDataset((prompts,), ("",))
         if weights and len(weights) != len(joined.parts):
             raise ConfigError(f"data.weights has {len(weights)} numbers, but there are {len(joined.parts)} data sets")
         if order and joined.keys is None:
@@ -142,7 +142,7 @@ class PromptLoader(Generic[Item]):
         self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: the numbers of the set's prompts
 
     @staticmethod
-    def of(items: Sequence[Item], config: Config) -> PromptLoader[Item]:
+    def from_config(items: Sequence[Item], config: Config) -> PromptLoader[Item]:
         """As a configuration has it."""
         data = config.data
         sizes = [file.stat().st_size for file in map(Path, data.train) if file.is_file()]
@@ -151,20 +151,20 @@ class PromptLoader(Generic[Item]):
 
     def next_batch(self) -> Sequence[Item]:
         """The next `prompts_per_step` prompts."""
-        return self.further(self._per_step)
+        return self.next_items(self._per_step)
 
-    def further(self, count: int) -> Sequence[Item]:
+    def next_items(self, count: int) -> Sequence[Item]:
         """The next so many."""
-        batch = self._from(self._samples, count)
+        batch = self._items_at(self._samples, count)
         self._samples += count
         self._last = batch
         return batch
 
     def peek(self, steps: int) -> list[Sequence[Item]]:
         """What `next_batch` will return the next times."""
-        return [self._from(self._samples + step * self._per_step, self._per_step) for step in range(steps)]
+        return [self._items_at(self._samples + step * self._per_step, self._per_step) for step in range(steps)]
 
-    def give_back(self, count: int) -> None:
+    def return_unused(self, count: int) -> None:
         """The last so many that were handed out were not used: they come first the next time, in the same order."""
         if not 0 <= count <= self._samples:
             raise ValueError(f"{self._samples} prompts were handed out, and {count} come back")
@@ -172,14 +172,14 @@ class PromptLoader(Generic[Item]):
             self._samples -= count
             self._last = []
 
-    def ends_with(self, prompts: Sequence[Item]) -> bool:
+    def is_last_batch(self, prompts: Sequence[Item]) -> bool:
         """Whether these are the ones that were handed out last, so that `further` gives those that come after them."""
         last = self._last[-len(prompts) :] if prompts else []
         return bool(last) and len(last) == len(prompts) and all(map(operator.is_, prompts, last))
 
-    def epochs(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         """How often the prompts were handed out, all of them or those of each set: `data/epoch`, `data/epoch/<set>`."""
-        counts = zip(self._names, self._stream.counts(self._samples), self._stream.sizes, strict=True)
+        counts = zip(self._names, self._stream.count_before(self._samples), self._stream.sizes, strict=True)
         return {f"data/epoch/{name}".rstrip("/"): count / size for name, count, size in counts}
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,13 +201,13 @@ class PromptLoader(Generic[Item]):
                 "the same by run.resume=forced"
             )
 
-    def _from(self, place: int, count: int) -> Sequence[Item]:
-        return self._prompts.chosen([self._index(one) for one in range(place, place + count)])
+    def _items_at(self, place: int, count: int) -> Sequence[Item]:
+        return self._prompts.select([self._index(one) for one in range(place, place + count)])
 
     def _index(self, place: int) -> int:
         """Among all prompts, of the one that is handed out after so many others."""
-        chosen, epoch, number = self._stream.at(place)
-        return self._stream.begins[chosen] + self._order_of(chosen, epoch)[number]
+        chosen, epoch, number = self._stream.locate(place)
+        return self._stream.offsets[chosen] + self._epoch_order(chosen, epoch)[number]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -225,26 +225,28 @@ class PromptLoader(Generic[Item]):
             digest.update(self._keys.tobytes())
         return digest.hexdigest()
 
-    def _order_of(self, chosen: int, epoch: int) -> list[int]:
+    def _epoch_order(self, chosen: int, epoch: int) -> list[int]:
         """Of a set in an epoch; the two that were used last are kept, for a batch may take of both."""
         if (order := self._orders.get((chosen, epoch))) is None:
-            begin, size = self._stream.begins[chosen], self._stream.sizes[chosen]
+            begin, size = self._stream.offsets[chosen], self._stream.sizes[chosen]
             order = list(range(size))
             if self._shuffle:
                 which = f"/{chosen}" if len(self._stream.sizes) > 1 else ""
                 random.Random(f"{self._seed}/{epoch}{which}").shuffle(order)
             if self._keys is not None and (epoch == 0 or not self._shuffle):
-                order = ascending(order, self._keys[begin : begin + size])
+                order = sort_by_key(order, self._keys[begin : begin + size])
             for other in [key for key in self._orders if key[0] == chosen and abs(key[1] - epoch) > 1]:
                 del self._orders[other]
             self._orders[chosen, epoch] = order
         return order
 
 
-def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str, name: str) -> Prompt:
+def _parse_prompt(
+    row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str, name: str
+) -> Prompt:
     check_text_only(row, where)
     rest = dict(row)
-    messages = chat_messages(_take(rest, row, prompt_key, where, "data.prompt_key"), where, prompt_key)
+    messages = parse_chat_messages(_pop_column(rest, row, prompt_key, where, "data.prompt_key"), where, prompt_key)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{where}: {prompt_key!r} ends with the assistant's words, which leaves nothing to answer")
     reward_model = rest.get("reward_model")
@@ -256,15 +258,15 @@ def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, l
             )
         rest.pop("reward_model")
     elif label_key:
-        ground_truth = _take(rest, row, label_key, where, "data.label_key")
+        ground_truth = _pop_column(rest, row, label_key, where, "data.label_key")
     else:
         ground_truth = None
     identity, source = row_id(rest, where, name, default_id), row_source(rest, where, name)
     for column in ("id", "data_source"):
         rest.pop(column, None)
-    tools = tool_names(rest.pop("tools", None), where)
+    tools = parse_tool_names(rest.pop("tools", None), where)
     extra: dict[str, Any] = {}
-    for column in SPREAD:
+    for column in NESTED_COLUMNS:
         fields = rest.get(column)
         if isinstance(fields, dict):
             extra.update(rest.pop(column))
@@ -278,12 +280,12 @@ def _prompt(row: dict[str, Any], where: str, default_id: str, prompt_key: str, l
     )
 
 
-def _take(row: dict[str, Any], whole: dict[str, Any], key: str, where: str, option: str) -> Any:
+def _pop_column(row: dict[str, Any], whole: dict[str, Any], key: str, where: str, option: str) -> Any:
     """The value of a column, which is no longer in `row` then. whole: the row as it was."""
     for name in (key, _ALIASES.get(key)):
         if name is not None and row.get(name) is not None:
             return row.pop(name)
     empty = f"; the column {key!r} is empty here" if key in row else ""
     none = ' (or to "" if there is no ground truth)' if option == "data.label_key" else ""
-    here = f"columns here: {present(whole)}"
+    here = f"columns here: {list_columns(whole)}"
     raise ConfigError(f"{where}: no {key!r}{empty}; {here}; set {option} to the right one{none}")

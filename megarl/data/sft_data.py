@@ -10,14 +10,14 @@ from typing import Any, overload
 import numpy as np
 
 from megarl.config import ConfigError
-from megarl.data.chat_columns import tool_schemas
-from megarl.data.conversation_columns import check_text_only, conversation_messages, row_id, row_source
-from megarl.data.curriculum import Keys
+from megarl.data.chat_columns import parse_tool_schemas
+from megarl.data.conversation_columns import check_text_only, parse_conversation, row_id, row_source
+from megarl.data.curriculum import OrderKeys
 from megarl.data.table import Table, read_rows
-from megarl.types import Message, Prompt, Rollout, Turn, ids_of
+from megarl.types import Message, Prompt, Rollout, Turn, as_token_ids
 
 
-def sft_rollouts(
+def read_conversations(
     path: str | Path,
     tokenizer: Any,
     most: int | None = None,
@@ -25,7 +25,7 @@ def sft_rollouts(
     answer_key: str = "",
     name: str = "",
     order: str = "",
-) -> Demonstrations:
+) -> SFTDataset:
     """The conversations of a .jsonl or .parquet file as Rollouts whose action turns are what the assistant wrote.
 
     A row holds `messages`, ShareGPT's `conversations`, or a prompt and the answer to it, as `columns` reads them; where
@@ -37,9 +37,9 @@ def sft_rollouts(
     """
 
     def read(where: str, row: dict[str, Any]) -> dict[str, Any]:
-        return _checked(row, where, prompt_key, answer_key, name)
+        return _normalize_row(row, where, prompt_key, answer_key, name)
 
-    keys = Keys(order)
+    keys = OrderKeys(order)
 
     def look(where: str, row: dict[str, Any]) -> None:
         keys.add(row, where)
@@ -48,18 +48,22 @@ def sft_rollouts(
     rows = Table.read(Path(path), look, most)
     if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
-    return Demonstrations(rows, tokenizer, read, keys.array())
+    return SFTDataset(rows, tokenizer, read, keys.to_array())
 
 
-def each_conversation(
+def iter_conversations(
     file: Path, tokenizer: Any, prompt_key: str, answer_key: str, name: str
 ) -> Iterator[tuple[str, dict[str, Any], Rollout]]:
-    """(where it stands, row, conversation) of each row, as of `sft_rollouts`."""
+    """(where it stands, row, conversation) of each row, as of `read_conversations`."""
     for where, row in read_rows(file):
-        yield where, row, conversation(_checked(row, where, prompt_key, answer_key, name), tokenizer, where)
+        yield (
+            where,
+            row,
+            tokenize_conversation(_normalize_row(row, where, prompt_key, answer_key, name), tokenizer, where),
+        )
 
 
-def all_conversations_too_long(path: str, count: int, positions: int, shortest: int) -> ConfigError:
+def conversations_too_long_error(path: str, count: int, positions: int, shortest: int) -> ConfigError:
     """positions: of the model. shortest: tokens of the shortest of so many conversations."""
     return ConfigError(
         f"{path}: {count} of {count} conversations are longer than the model's {positions} positions, so none is left; "
@@ -68,13 +72,13 @@ def all_conversations_too_long(path: str, count: int, positions: int, shortest: 
 
 
 @dataclass(frozen=True)
-class Demonstrations(Sequence[Rollout]):
+class SFTDataset(Sequence[Rollout]):
     """The conversations of a file, each read, rendered and tokenised when it is asked for (0.6 ms): neither rows nor
     tokens are kept."""
 
     rows: Table
     tokenizer: Any
-    read: Callable[[str, dict[str, Any]], dict[str, Any]]
+    normalize: Callable[[str, dict[str, Any]], dict[str, Any]]
     """(where, row) to what `conversation` takes."""
     keys: np.ndarray | None = field(default=None, compare=False)
     """[rows] float64, the numbers of the column that they are ordered by, NaN where unknown; None without one."""
@@ -82,27 +86,27 @@ class Demonstrations(Sequence[Rollout]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def only(self, indices: Sequence[int]) -> Demonstrations:
+    def select(self, indices: Sequence[int]) -> SFTDataset:
         keys = None if self.keys is None else self.keys[np.asarray(indices, np.int64)]
-        return replace(self, rows=self.rows.only(indices), keys=keys)
+        return replace(self, rows=self.rows.select(indices), keys=keys)
 
     @overload
     def __getitem__(self, index: int) -> Rollout: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Demonstrations: ...
+    def __getitem__(self, index: slice) -> SFTDataset: ...
 
-    def __getitem__(self, index: int | slice) -> Rollout | Demonstrations:
+    def __getitem__(self, index: int | slice) -> Rollout | SFTDataset:
         if isinstance(index, slice):
-            return self.only(range(*index.indices(len(self))))
+            return self.select(range(*index.indices(len(self))))
         where, row = self.rows[index]
-        return conversation(self.read(where, row), self.tokenizer, where, group=index)
+        return tokenize_conversation(self.normalize(where, row), self.tokenizer, where, group=index)
 
 
-def _checked(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
+def _normalize_row(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
     """The row in the form that `conversation` reads. Raises ConfigError where the assistant has not the last word."""
     check_text_only(row, where)
-    messages = conversation_messages(row, where, prompt_key, answer_key)
+    messages = parse_conversation(row, where, prompt_key, answer_key)
     roles = [message["role"] for message in messages]
     if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
         raise ConfigError(f"{where}: messages must begin with a prompt and end with the assistant's, not {roles}")
@@ -111,7 +115,7 @@ def _checked(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, 
         if message["role"] == "assistant" and not any(map(str.strip, map(str, filter(None, written)))):
             raise ConfigError(f"{where}: message {number} of 'messages', the assistant's, is empty; drop the row")
     identity, source = row_id(row, where, name, where), row_source(row, where, name)
-    tools = tool_schemas(row.get("tools"), where)
+    tools = parse_tool_schemas(row.get("tools"), where)
     return {**row, "id": identity, "data_source": source, "messages": messages, "tools": tools}
 
 
@@ -119,10 +123,12 @@ class _TemplateError(Exception):
     """What the chat template cannot do with a conversation."""
 
 
-_PLAIN = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+_PROBE_ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
-def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0, last_only: bool = False) -> Rollout:
+def tokenize_conversation(
+    row: dict[str, Any], tokenizer: Any, where: str, group: int = 0, last_only: bool = False
+) -> Rollout:
     """One conversation as a Rollout: prompt, action, observation, action, ..., action.
 
     last_only: all but the assistant's last message is prompt, as where the chat went on for a while before it.
@@ -131,17 +137,17 @@ def conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int = 0
     tokenised by itself, because the ids of a turn were fixed before the next one was written.
     """
     try:
-        return _conversation(row, tokenizer, where, group, last_only)
+        return _tokenize(row, tokenizer, where, group, last_only)
     except _TemplateError as error:
         reason = error
     try:  # the row's fault, or that of the template, which then cannot hold the plainest conversation
-        _conversation(_PLAIN, tokenizer, where, group, last_only)
+        _tokenize(_PROBE_ROW, tokenizer, where, group, last_only)
     except _TemplateError as error:
         raise ConfigError(f"model.path: {error}; this is so with any conversation") from None
     raise ConfigError(f"{where}: {reason}")
 
 
-def _conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int, last_only: bool) -> Rollout:
+def _tokenize(row: dict[str, Any], tokenizer: Any, where: str, group: int, last_only: bool) -> Rollout:
     messages: tuple[Message, ...] = tuple(row["messages"])
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     answers = answers[-1:] if last_only else answers
@@ -177,7 +183,7 @@ def _conversation(row: dict[str, Any], tokenizer: Any, where: str, group: int, l
             raise _TemplateError(f"the chat template does not end the assistant's turn by {end_of_turn}")
         written = written[: written.rindex(end_of_turn) + len(end_of_turn)]
         known += written
-        ids = ids_of(tokenizer.encode(written, add_special_tokens=False))
+        ids = as_token_ids(tokenizer.encode(written, add_special_tokens=False))
         turns.append(Turn(ids, np.zeros(len(ids), np.float32), is_action=True))
     prompt = Prompt(
         id=str(row.get("id", where)),

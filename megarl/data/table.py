@@ -26,11 +26,11 @@ import pyarrow
 import pyarrow.parquet
 
 from megarl.config import ConfigError
-from megarl.config.strict import LFS, LFS_REMEDY, lfs_pointer
+from megarl.config.strict import LFS_HEADER, LFS_REMEDY, describe_lfs_pointer
 
-LONGEST_LINE = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 """Bytes. Longer is no conversation, but a file of another form, or a device."""
-DEEPEST = 64
+MAX_DEPTH = 64
 """Objects and lists in each other, in a row."""
 _MAGIC = {
     b"\x1f\x8b": "is compressed: gunzip it",
@@ -39,22 +39,22 @@ _MAGIC = {
     b"\x28\xb5\x2f\xfd": "is compressed: unzstd it",
     b"PK\x03\x04": "is an archive: unzip it",
     b"PAR1": "is parquet: give it the suffix .parquet",
-    LFS: LFS_REMEDY,
+    LFS_HEADER: LFS_REMEDY,
     b"\xff\xfe": "is UTF-16: convert it, by iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "is UTF-16: convert it, by iconv -f UTF-16 -t UTF-8",
 }
 """How files begin that are no JSON in UTF-8, whatever they are called."""
-_MARK = b"\xef\xbb\xbf"
+_UTF8_BOM = b"\xef\xbb\xbf"
 """UTF-8's byte order mark, as editors put it before the first line."""
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row) for each row of a .parquet or .jsonl file, one after the other, of which only a few are in memory;
     `where` names it in messages. Raises ConfigError."""
-    return ((where, row) for _, where, row in scan(file))
+    return ((where, row) for _, where, row in scan_rows(file))
 
 
-def scan(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+def scan_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(place, where, row), as `read_rows`."""
     kinds = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     try:
@@ -79,32 +79,32 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     try:
         with file.open("rb") as lines:
             number = place = 0
-            while line := lines.readline(LONGEST_LINE + 1):
+            while line := lines.readline(MAX_LINE_BYTES + 1):
                 number, begin, place = number + 1, place, place + len(line)
                 where = f"{file}:{number}"
                 if number == 1:
                     for magic, problem in _MAGIC.items():
-                        if line.removeprefix(_MARK).startswith(magic):
+                        if line.removeprefix(_UTF8_BOM).startswith(magic):
                             raise ConfigError(f"{file} {problem}")
-                if len(line) > LONGEST_LINE:
-                    raise ConfigError(f"{where}: more than {LONGEST_LINE >> 20} MiB; a line is to hold one row")
-                if line.removeprefix(_MARK if number == 1 else b"").strip():
-                    yield begin, where, parsed(line, where, first=number == 1)
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError(f"{where}: more than {MAX_LINE_BYTES >> 20} MiB; a line is to hold one row")
+                if line.removeprefix(_UTF8_BOM if number == 1 else b"").strip():
+                    yield begin, where, parse_line(line, where, first=number == 1)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def parsed(line: bytes, where: str, first: bool) -> dict[str, Any]:
+def parse_line(line: bytes, where: str, first: bool) -> dict[str, Any]:
     """A line of a .jsonl file, which is the first of it or not."""
     try:
-        text = line.removeprefix(_MARK if first else b"").rstrip(b"\r\n").decode("utf-8")
-        row = json.loads(text, object_pairs_hook=_object)
+        text = line.removeprefix(_UTF8_BOM if first else b"").rstrip(b"\r\n").decode("utf-8")
+        row = json.loads(text, object_pairs_hook=_unique_object)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{where}: not UTF-8 at byte {error.start}; convert the file, by iconv -f LATIN1 -t UTF-8 or what it is in"
         ) from None
     except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply; {DEEPEST} levels are the most") from None
+        raise ConfigError(f"{where}: nested too deeply; {MAX_DEPTH} levels are the most") from None
     except json.JSONDecodeError as error:
         problem = "a NUL byte" if b"\0" in line else error.msg
         raise ConfigError(
@@ -114,11 +114,11 @@ def parsed(line: bytes, where: str, first: bool) -> dict[str, Any]:
         raise ConfigError(f"{where}: {str(error).split(';')[0]}") from None  # a number of thousands of digits
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a {type(row).__name__}, not an object of named columns")
-    plain: dict[str, Any] = _plain(row, where)
+    plain: dict[str, Any] = _to_json_value(row, where)
     return plain
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -131,12 +131,12 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     try:
         with open_parquet(file) as table:
             for batch in table.iter_batches(batch_size=1000, use_threads=False):  # not the whole table at once
-                for row in dicts(batch):
+                for row in to_dicts(batch):
                     where = f"{file}, row {number}"
-                    yield number, where, plain_row(row, where)
+                    yield number, where, to_json_row(row, where)
                     number += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise not_parquet(file, error) from None
+        raise parquet_error(file, error) from None
 
 
 def open_parquet(file: Path) -> pyarrow.parquet.ParquetFile:
@@ -147,30 +147,30 @@ def open_parquet(file: Path) -> pyarrow.parquet.ParquetFile:
     return table
 
 
-def not_parquet(file: Path, error: Exception) -> ConfigError:
-    return ConfigError(lfs_pointer(file) or f"{file} cannot be read as parquet: {str(error).splitlines()[0]}")
+def parquet_error(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(describe_lfs_pointer(file) or f"{file} cannot be read as parquet: {str(error).splitlines()[0]}")
 
 
-def dicts(rows: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any]]:
+def to_dicts(rows: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any]]:
     """Of values of Python, with maps as objects; of a key that a map has twice the last."""
     found: list[dict[str, Any]] = rows.to_pylist(maps_as_pydicts="lossy")
     return found
 
 
-def plain_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+def to_json_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     """A row of a parquet file as a .jsonl would hold it."""
-    columns = _plain(row, where).items()
-    return {name: _filled(value) if isinstance(value, list) else value for name, value in columns}
+    columns = _to_json_value(row, where).items()
+    return {name: _drop_nulls(value) if isinstance(value, list) else value for name, value in columns}
 
 
-def _filled(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """Without the fields that are null: a column of structs gives each of them every field that one of them has."""
     if isinstance(value, dict):
-        return {name: _filled(item) for name, item in value.items() if item is not None}
-    return [_filled(item) for item in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any, where: str, depth: int = 0) -> Any:
+def _to_json_value(value: Any, where: str, depth: int = 0) -> Any:
     """As the head of this file says."""
     if isinstance(value, str):
         try:
@@ -180,12 +180,12 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, float):
         return None if math.isnan(value) else value
-    if isinstance(value, dict | list) and depth == DEEPEST:
-        raise ConfigError(f"{where}: nested too deeply; {DEEPEST} levels are the most")
+    if isinstance(value, dict | list) and depth == MAX_DEPTH:
+        raise ConfigError(f"{where}: nested too deeply; {MAX_DEPTH} levels are the most")
     if isinstance(value, dict):
-        return {_plain(name, where): _plain(item, where, depth + 1) for name, item in value.items()}
+        return {_to_json_value(name, where): _to_json_value(item, where, depth + 1) for name, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item, where, depth + 1) for item in value]
+        return [_to_json_value(item, where, depth + 1) for item in value]
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
@@ -198,10 +198,10 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     return value.total_seconds() if isinstance(value, datetime.timedelta) else value
 
 
-KEPT = 256 << 20
+CACHE_BYTES = 256 << 20
 """Bytes of a parquet file's row groups, as Arrow has them, that stay in memory: all of a file that is not larger. Of a
 larger one those that were asked for last, but always one whole."""
-LARGE = 64 << 20
+LARGE_ROW_GROUP_BYTES = 64 << 20
 """Bytes of a row group that are slow to read for the sake of one row."""
 
 Row = tuple[str, dict[str, Any]]
@@ -223,20 +223,20 @@ class Table(Sequence[Row]):
         """The rows, or the first `most`, of which `use` does not say False. It is called once for each, in order, and
         may raise for what is wrong with it."""
         places = array("q")
-        rows = scan(file)
-        before = _mark(file)
+        rows = scan_rows(file)
+        before = _file_stamp(file)
         for count, (place, where, row) in enumerate(rows):
             if count == most:
                 break
             if use(where, row) is not False:
                 places.extend((place, place if is_parquet(file) else int(where.rpartition(":")[2])))
-        source = (_Parquet if is_parquet(file) else _Lines)(file, before)
+        source = (_ParquetSource if is_parquet(file) else _JsonlSource)(file, before)
         return Table(source, np.array(places, dtype=np.int64).reshape(-1, 2))
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def only(self, indices: Sequence[int] | np.ndarray) -> Table:
+    def select(self, indices: Sequence[int] | np.ndarray) -> Table:
         return Table(self._source, self._places[np.asarray(indices, dtype=np.int64)])
 
     @overload
@@ -253,9 +253,9 @@ class Table(Sequence[Row]):
         return self._source.row(place, number)
 
     @property
-    def slow(self) -> str:
+    def slow_read_warning(self) -> str:
         """A line with the remedy, where one row after the other in any order is slow to read; else empty."""
-        return self._source.slow()
+        return self._source.slow_read_warning()
 
 
 class _Source:
@@ -263,11 +263,11 @@ class _Source:
 
     def __init__(self, file: Path, mark: tuple[int, int]) -> None:
         self.file = file
-        self._mark = mark
+        self._stamp = mark
 
     def check(self) -> None:
         try:
-            same = _mark(self.file) == self._mark
+            same = _file_stamp(self.file) == self._stamp
         except OSError as error:
             raise ConfigError(f"{self.file} cannot be read any more: {error.strerror}") from None
         if not same:
@@ -276,19 +276,19 @@ class _Source:
     def row(self, place: int, number: int) -> Row:
         raise NotImplementedError
 
-    def slow(self) -> str:
+    def slow_read_warning(self) -> str:
         return ""
 
 
-class _Lines(_Source):
+class _JsonlSource(_Source):
     def row(self, place: int, number: int) -> Row:
         where = f"{self.file}:{number}"
         with self.file.open("rb") as lines:
             lines.seek(place)
-            return where, parsed(lines.readline(), where, first=place == 0)
+            return where, parse_line(lines.readline(), where, first=place == 0)
 
 
-class _Parquet(_Source):
+class _ParquetSource(_Source):
     def __init__(self, file: Path, mark: tuple[int, int]) -> None:
         super().__init__(file, mark)
         self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # the last that were used, the latest at the end
@@ -296,7 +296,7 @@ class _Parquet(_Source):
             with open_parquet(file) as table:
                 groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
         except (pyarrow.ArrowException, OSError) as error:
-            raise not_parquet(file, error) from None
+            raise parquet_error(file, error) from None
         self._starts = np.cumsum([0, *(group.num_rows for group in groups)]).tolist()
         self._sizes = [group.total_byte_size for group in groups]
 
@@ -305,22 +305,22 @@ class _Parquet(_Source):
         where = f"{self.file}, row {number}"
         try:
             table = self._group(group)
-            return where, plain_row(dicts(table.slice(place - self._starts[group], 1))[0], where)
+            return where, to_json_row(to_dicts(table.slice(place - self._starts[group], 1))[0], where)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise not_parquet(self.file, error) from None
+            raise parquet_error(self.file, error) from None
 
     def _group(self, number: int) -> pyarrow.Table:
         if number not in self._groups:
             with open_parquet(self.file) as table:
                 found = table.read_row_group(number, use_threads=False)  # other ranks have the other cores
-            while self._groups and found.nbytes + sum(group.nbytes for group in self._groups.values()) > KEPT:
+            while self._groups and found.nbytes + sum(group.nbytes for group in self._groups.values()) > CACHE_BYTES:
                 self._groups.popitem(last=False)
             self._groups[number] = found
         self._groups.move_to_end(number)
         return self._groups[number]
 
-    def slow(self) -> str:
-        if sum(self._sizes) <= KEPT or max(self._sizes) <= LARGE:
+    def slow_read_warning(self) -> str:
+        if sum(self._sizes) <= CACHE_BYTES or max(self._sizes) <= LARGE_ROW_GROUP_BYTES:
             return ""
         return (
             f"{self.file} has row groups of up to {max(self._sizes) >> 20} MiB, one of which is read for each row that "
@@ -328,6 +328,6 @@ class _Parquet(_Source):
         )
 
 
-def _mark(file: Path) -> tuple[int, int]:
+def _file_stamp(file: Path) -> tuple[int, int]:
     found = os.stat(file)
     return found.st_size, found.st_mtime_ns

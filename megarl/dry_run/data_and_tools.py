@@ -18,52 +18,54 @@ from typing import Any
 
 import numpy as np
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
-from megarl.config.keys import under_way
-from megarl.config.server_args import parsers
-from megarl.data.curriculum import check_known, key_of
-from megarl.data.first_rows import MOST, answer_key
-from megarl.data.mixture import names_of
-from megarl.data.preference_data import all_pairs_too_long, pair_of
-from megarl.data.prompt_data import all_prompts_too_long, each_prompt
-from megarl.data.sft_data import all_conversations_too_long, each_conversation
+from megarl.config.keys import max_pending_groups
+from megarl.config.server_args import tool_call_parsers
+from megarl.data.curriculum import check_has_keys, read_key
+from megarl.data.first_rows import MAX_ROWS, answer_key
+from megarl.data.mixture import name_datasets
+from megarl.data.preference_data import make_pair, pairs_too_long_error
+from megarl.data.prompt_data import iter_prompts, prompts_too_long_error
+from megarl.data.sft_data import conversations_too_long_error, iter_conversations
 from megarl.data.table import read_rows
 from megarl.dry_run.rollout_checks import check_enough_prompts
-from megarl.engine.parser_process import Parsing
-from megarl.engine.tool_calls import misread, parser_name
-from megarl.environments.catalog import ENVIRONMENTS, TOOLS, Known, known_of
+from megarl.engine.parser_process import ParserProcess
+from megarl.engine.tool_calls import find_misread_tool, parser_name
+from megarl.environments.catalog import ENVIRONMENTS_KEY, TOOLS_KEY, EnvironmentCatalog, load_catalog
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of
 from megarl.types import Prompt
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 
-_PARSERS_S = 120.0
-SECONDS = 20.0
+_PARSER_TIMEOUT_S = 120.0
+MAX_FILE_SECONDS = 20.0
 """A file is looked at for so long at most. What is behind is read when the run starts."""
 
 
-def read_chat(hf: HFConfig, config: Config, declared: Declared) -> Chat:
+def read_chat(hf: HFConfig, config: Config, declared: Requirements) -> ChatTemplate:
     """Tokenizer, template and tools of a run. Raises ConfigError where they do not go together."""
-    known = known_of(config.rollout) if declared.generates else Known()
-    chat = Chat.load(config.model.path, known.tools, known.environments)
+    known = load_catalog(config.rollout) if declared.has_rollout else EnvironmentCatalog()
+    chat = ChatTemplate.load(config.model.path, known.tools, known.environments)
     chat.check_vocabulary(hf["vocab_size"])
     chat.check_tools()
-    if declared.generates:
-        assert chat.ends  # read from the template, which may lack them
+    if declared.has_rollout:
+        assert chat.end_token_ids  # read from the template, which may lack them
     return chat
 
 
-def check_calls(hf: HFConfig, config: Config, chat: Chat, warnings: list[str]) -> None:
-    """Raise ConfigError where SGLang's parser does not read how the template calls the tools, as `rehearse` does when
+def check_tool_calls(hf: HFConfig, config: Config, chat: ChatTemplate, warnings: list[str]) -> None:
+    """Raise ConfigError where SGLang's parser does not read how the template calls the tools, as `check_parser` does when
     engines have started."""
-    if not chat.tools or not parsers():
+    if not chat.tools or not tool_call_parsers():
         return
     name = parser_name(config.rollout.tool_call_parser, hf)
 
     async def ask() -> str:
-        async with asyncio.timeout(_PARSERS_S), Parsing() as client:
-            return await misread(chat, client, name, await client.marker(name), not config.rollout.tool_call_parser)
+        async with asyncio.timeout(_PARSER_TIMEOUT_S), ParserProcess() as client:
+            return await find_misread_tool(
+                chat, client, name, await client.find_marker(name), not config.rollout.tool_call_parser
+            )
 
     try:
         with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
@@ -75,71 +77,71 @@ def check_calls(hf: HFConfig, config: Config, chat: Chat, warnings: list[str]) -
         raise ConfigError(complaint)
 
 
-def check_items(hf: HFConfig, config: Config, declared: Declared, chat: Chat, warnings: list[str]) -> None:
+def check_rows(hf: HFConfig, config: Config, declared: Requirements, chat: ChatTemplate, warnings: list[str]) -> None:
     """Raise ConfigError for a row that cannot be rendered, asks for a tool or an environment that is not loaded or
     lacks a column of its `reset`; for files without a row that is short enough, or without a number to order by."""
-    look = _Look(hf, config, declared, chat, warnings)
+    look = _RowChecker(hf, config, declared, chat, warnings)
     if declared.item == "prompts" and config.rollout.oversample > 1:
-        look.needed = under_way(config.data.prompts_per_step, config.rollout.oversample)
-    train = [_Seen() for _ in config.data.train]
-    for seen, path, name in zip(train, config.data.train, names_of(config.data.train), strict=True):
-        look.at(path, name, seen, config.data.order)
-    if all(seen.is_whole for seen in train):
+        look.min_fitting = max_pending_groups(config.data.prompts_per_step, config.rollout.oversample)
+    train = [_FileStats() for _ in config.data.train]
+    for seen, path, name in zip(train, config.data.train, name_datasets(config.data.train), strict=True):
+        look.check_file(path, name, seen, config.data.order)
+    if all(seen.is_complete for seen in train):
         if config.data.order and not any(seen.is_ordered for seen in train):
-            check_known(np.array([math.nan]), config.data.order, config.data.train)
+            check_has_keys(np.array([math.nan]), config.data.order, config.data.train)
         if declared.item == "prompts":
-            check_enough_prompts(sum(seen.fitting for seen in train), config)
+            check_enough_prompts(sum(seen.num_fitting for seen in train), config)
     if config.run.eval_every:
-        for path, name in zip(config.data.eval, names_of(config.data.eval), strict=True):
-            look.at(path, name, _Seen())
+        for path, name in zip(config.data.eval, name_datasets(config.data.eval), strict=True):
+            look.check_file(path, name, _FileStats())
 
 
 @dataclass
-class _Seen:
+class _FileStats:
     """Of a file: rows that were read, those of them that are short enough, tokens of the shortest."""
 
-    rows: int = 0
-    fitting: int = 0
+    num_rows: int = 0
+    num_fitting: int = 0
     shortest: int = 0
     is_ordered: bool = False
-    is_whole: bool = False
+    is_complete: bool = False
 
 
 @dataclass
-class _Look:
+class _RowChecker:
     hf: HFConfig
     config: Config
-    declared: Declared
-    chat: Chat
+    declared: Requirements
+    chat: ChatTemplate
     warnings: list[str]
-    needed: int = 1
+    min_fitting: int = 1
     """Rows that must be short enough."""
 
-    def at(self, path: str, name: str, seen: _Seen, order: str = "") -> None:
+    def check_file(self, path: str, name: str, seen: _FileStats, order: str = "") -> None:
         """Raises ConfigError where no row of the file is short enough."""
         if not Path(path).exists():
             return
-        rows, fits, error = self._rows(path, name, order)
-        end = time.monotonic() + SECONDS
+        rows, fits, error = self._open_rows(path, name, order)
+        end = time.monotonic() + MAX_FILE_SECONDS
         for tokens, key in rows:
-            seen.rows += 1
+            seen.num_rows += 1
             seen.is_ordered = seen.is_ordered or not math.isnan(key)
             if fits(tokens):
-                seen.fitting += 1
+                seen.num_fitting += 1
             else:
                 seen.shortest = min(seen.shortest or sum(tokens), sum(tokens))
-            settled = seen.fitting >= self.needed and (not order or seen.is_ordered)
-            if (seen.rows >= MOST and settled) or time.monotonic() > end:
+            settled = seen.num_fitting >= self.min_fitting and (not order or seen.is_ordered)
+            if (seen.num_rows >= MAX_ROWS and settled) or time.monotonic() > end:
                 break
         else:
-            seen.is_whole = True
-        if seen.is_whole and seen.rows and not seen.fitting:
-            raise error(seen.rows, seen.shortest)
-        if dropped := seen.rows - seen.fitting:
-            of = f"of {seen.rows}" if seen.is_whole else f"of the first {seen.rows}"
+            seen.is_complete = True
+        if seen.is_complete and seen.num_rows and not seen.num_fitting:
+            raise error(seen.num_rows, seen.shortest)
+        if dropped := seen.num_rows - seen.num_fitting:
+            of = f"of {seen.num_rows}" if seen.is_complete else f"of the first {seen.num_rows}"
             self.warnings.append(f"{path}: {dropped} {of} rows are too long and will be left out")
 
-    def _rows(
+    def _open_rows(
         self, path: str, name: str, order: str
     ) -> tuple[
         Iterator[tuple[tuple[int, ...], float]],
@@ -151,53 +153,53 @@ class _Look:
         data, file, tokenizer = self.config.data, Path(path), self.chat.tokenizer
 
         def key(row: dict[str, Any], where: str) -> float:
-            return key_of(row, order, where) if order else math.nan
+            return read_key(row, order, where) if order else math.nan
 
         if self.declared.item == "prompts":
             longest = self.config.rollout.max_context - 1
-            prompts = each_prompt(file, data.prompt_key, data.label_key, name)
+            prompts = iter_prompts(file, data.prompt_key, data.label_key, name)
             return (
-                (((len(self.chat.render(prompt)),), key(prompt.extra, prompt.id)) for _, prompt in prompts),
+                (((len(self.chat.encode_prompt(prompt)),), key(prompt.extra, prompt.id)) for _, prompt in prompts),
                 lambda tokens: tokens[0] <= longest,
-                lambda count, shortest: all_prompts_too_long(count, longest, shortest),
+                lambda count, shortest: prompts_too_long_error(count, longest, shortest),
             )
         positions = int(family_of(self.hf).gpt_kwargs(self.hf)["max_sequence_length"])
         if self.declared.item == "conversations":
-            talks = each_conversation(file, tokenizer, data.prompt_key, answer_key(self.config), name)
+            talks = iter_conversations(file, tokenizer, data.prompt_key, answer_key(self.config), name)
             return (
                 (((talk.num_tokens,), key(row, where)) for where, row, talk in talks),
                 lambda tokens: tokens[0] <= positions,
-                lambda count, shortest: all_conversations_too_long(path, count, positions, shortest),
+                lambda count, shortest: conversations_too_long_error(path, count, positions, shortest),
             )
         budget = self.config.train.token_budget * self.config.parallel.cp
-        pairs = ((where, row, pair_of(row, tokenizer, where, name)) for where, row in read_rows(file))
+        pairs = ((where, row, make_pair(row, tokenizer, where, name)) for where, row in read_rows(file))
         return (
             (((pair.chosen.num_tokens, pair.rejected.num_tokens), key(row, where)) for where, row, pair in pairs),
             lambda tokens: sum(tokens) <= budget and max(tokens) <= positions,
-            lambda count, shortest: all_pairs_too_long(path, count, budget, positions, shortest),
+            lambda count, shortest: pairs_too_long_error(path, count, budget, positions, shortest),
         )
 
 
-def files_of(config: Config) -> list[tuple[str, ...]]:
+def list_files(config: Config) -> list[tuple[str, ...]]:
     """Those of training and those of evaluation that the run reads."""
     return [config.data.train, config.data.eval if config.run.eval_every else ()]
 
 
-def prompts_of_files(config: Config) -> Iterator[Prompt]:
+def iter_file_prompts(config: Config) -> Iterator[Prompt]:
     """All of a run, without token ids."""
     data = config.data
-    for paths in files_of(config):
-        for path, name in zip(paths, names_of(paths), strict=True):
-            for _, prompt in each_prompt(Path(path), data.prompt_key, data.label_key, name):
+    for paths in list_files(config):
+        for path, name in zip(paths, name_datasets(paths), strict=True):
+            for _, prompt in iter_prompts(Path(path), data.prompt_key, data.label_key, name):
                 yield prompt
 
 
-def offers_all(config: Config, declared: Declared) -> bool:
+def should_check_offered(config: Config, declared: Requirements) -> bool:
     """Whether `check_offered` concerns a run: not an evaluation, whose tools are those of the run that it looks at."""
-    return declared.item == "prompts" and bool(declared.trains) and not config.rollout.replay
+    return declared.item == "prompts" and bool(declared.trained_roles) and not config.rollout.replay
 
 
-def check_offered(prompts: Iterable[Prompt], known: Known) -> None:
+def check_offered(prompts: Iterable[Prompt], known: EnvironmentCatalog) -> None:
     """Raise ConfigError for an entry of `rollout.tools` of which no prompt offers any tool to the policy, and for one
     of `rollout.environments` that no prompt has. Reads no more prompts than it takes."""
     tools = {tool.spec for tool in known.tools.values()}
@@ -207,31 +209,33 @@ def check_offered(prompts: Iterable[Prompt], known: Known) -> None:
     for prompt in prompts:
         if not tools and not environments:
             return
-        environment = known.of(prompt)
+        environment = known.find_environment(prompt)
         if environment is not None:
             environments.discard(environment.spec)
             named.add(environment.name)
         listed.update(prompt.tools)
         if environment is None or environment.kind != "agent":
-            offered = {schema["function"]["name"] for schema in known.schemas(prompt)}
+            offered = {schema["function"]["name"] for schema in known.select_schemas(prompt)}
             tools -= {tool.spec for name, tool in known.tools.items() if name in offered}
     for name, tool in known.tools.items():
         if tool.spec in tools:
             why = (
-                f"the data's column `tools` lists {_some(listed)}; add {name} to it, leave the column out, so that "
+                f"the data's column `tools` lists {_format_names(listed)}; add {name} to it, leave the column out, so that "
                 "every prompt offers all tools,"
                 if listed
                 else "all of them are an agent's, which has tools of its own;"
             )
-            raise ConfigError(f"{TOOLS}: no prompt offers {name} of {tool.spec}: {why} or take it out of {TOOLS}")
+            raise ConfigError(
+                f"{TOOLS_KEY}: no prompt offers {name} of {tool.spec}: {why} or take it out of {TOOLS_KEY}"
+            )
     for environment in known.environments.values():
         if environment.spec in environments:
             raise ConfigError(
-                f"{ENVIRONMENTS}: no prompt has {environment.name} of {environment.spec}, all have {_some(named)}: "
-                f"name it in the data's column `environment`, or take it out of {ENVIRONMENTS}"
+                f"{ENVIRONMENTS_KEY}: no prompt has {environment.name} of {environment.spec}, all have {_format_names(named)}: "
+                f"name it in the data's column `environment`, or take it out of {ENVIRONMENTS_KEY}"
             )
 
 
-def _some(names: set[str], most: int = 5) -> str:
+def _format_names(names: set[str], most: int = 5) -> str:
     shown = sorted(names)[:most]
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

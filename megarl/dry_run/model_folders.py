@@ -1,6 +1,6 @@
 """Check the models that a configuration names, as they are on disk, without loading them.
 
-`policy_and_critic` covers the trained models: complete folders, known families, one vocabulary. `served_models` covers
+`policy_and_critic` covers the trained models: complete folders, known families, one vocabulary. `read_served_models` covers
 models that are not trained: reward models, teachers and the models of a fork's own roles.
 
 The functions only read files. They raise ConfigError, and append to `warnings` what is valid but surely not intended.
@@ -22,29 +22,29 @@ from megarl.config import Config, ConfigError, strict
 from megarl.config.hub import is_name
 from megarl.models.family import HFConfig
 from megarl.models.hf_folder import open_hf
-from megarl.models.memory import ServedStage, served_stages, served_whole
+from megarl.models.memory import InferenceStage, classifier_stages, inference_stages
 from megarl.models.registry import family_of, load_hf_config, param_count
 from megarl.models.scalar_head import VALUE_HEAD, is_classifier
 from megarl.parallel.placement import role_config
-from megarl.parallel.role_settings import OURS, backends_of, on_megatron, role_settings
+from megarl.parallel.role_settings import BUILTIN_ROLES, is_on_megatron, role_backends, role_settings
 from megarl.rewards.reward_settings import options_for_model
-from megarl.rewards.sequence_classifier import ClassifierOptions, label_of, positions
-from megarl.types.requirements import Declared
-from megarl.workers.role_workers import TEACHER, Registered, options_of, who_plays
+from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
+from megarl.types.requirements import Requirements
+from megarl.workers.role_workers import TEACHER, RegisteredWorker, resolve_worker, worker_options
 
 
 def policy_and_critic(
-    config: Config, declared: Declared, dry_run: bool, warnings: list[str]
+    config: Config, declared: Requirements, dry_run: bool, warnings: list[str]
 ) -> tuple[HFConfig, HFConfig | None]:
     """config.json of the policy and, where there is one, of the critic."""
     if dry_run and config.model.hf_config:
-        hf = _known(load_hf_config(config.model.hf_config))
+        hf = _check_family(load_hf_config(config.model.hf_config))
     elif config.model.path:
-        hf = whole_folder(config.model.path, "model.path", declared.trains_head, mtp=config.train.mtp > 0)
+        hf = read_complete_folder(config.model.path, "model.path", declared.has_scalar_head, mtp=config.train.mtp > 0)
         _check_tokenizer(config.model.path, int(hf["vocab_size"]))
     else:
         raise ConfigError("model.path is not set; it must name the HF folder of the policy")
-    if is_classifier(hf) and not declared.trains_head:
+    if is_classifier(hf) and not declared.has_scalar_head:
         raise ConfigError(
             f"model.path={config.model.path} is a classifier, {hf['architectures'][0]}, which writes no words; a "
             "reward model serves as reward.model, or starts a critic as critic.path"
@@ -58,7 +58,7 @@ def policy_and_critic(
     if dry_run and config.model.hf_config and not Path(config.critic.path).exists():
         warnings.append(f"critic.path={config.critic.path} is not here; planned as if it were the policy's model")
         return hf, hf
-    critic = whole_folder(config.critic.path, "critic.path", head=True)
+    critic = read_complete_folder(config.critic.path, "critic.path", head=True)
     if critic.get("vocab_size") != hf.get("vocab_size"):
         raise ConfigError(
             f"critic.path={config.critic.path} has a vocabulary of {critic.get('vocab_size')}, the policy of "
@@ -72,7 +72,7 @@ def check_same_tokenizer(config: Config, which: str, path: str, must: str) -> No
     key and the path. must: why."""
     if not config.model.path or not Path(config.model.path).exists():
         return
-    theirs, ours = _vocabulary(path), _vocabulary(config.model.path)
+    theirs, ours = _read_vocabulary(path), _read_vocabulary(config.model.path)
     if theirs == ours:
         return
     odd = sorted(theirs.items() ^ ours.items(), key=lambda item: item[1])[0] if theirs and ours else None
@@ -89,7 +89,7 @@ def check_positions(hf: HFConfig, config: Config, which: str) -> None:
         )
 
 
-def _vocabulary(folder: str) -> dict[str, int]:
+def _read_vocabulary(folder: str) -> dict[str, int]:
     """Tokens and their ids, as tokenizer.json has them, vocab.json where there is none, or SentencePiece's
     tokenizer.model; empty where none is."""
     for name in ("tokenizer.json", "vocab.json"):
@@ -118,7 +118,7 @@ def _pieces(file: Path) -> dict[str, int]:
 
 def vocabulary_hash(folder: str) -> str:
     """Of the words that token ids stand for; empty where the folder does not say. Raises ConfigError."""
-    words = sorted((number, word) for word, number in _vocabulary(folder).items())
+    words = sorted((number, word) for word, number in _read_vocabulary(folder).items())
     return hashlib.sha256(json.dumps(words).encode()).hexdigest() if words else ""
 
 
@@ -129,7 +129,7 @@ def _check_tokenizer(folder: str, size: int) -> None:
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         if (file := Path(folder) / name).is_file():
             strict.read_json(file)
-    word, highest = max(_vocabulary(folder).items(), key=lambda item: item[1], default=("", -1))
+    word, highest = max(_read_vocabulary(folder).items(), key=lambda item: item[1], default=("", -1))
     if highest >= size:
         raise ConfigError(
             f"model.path={folder}: the tokenizer gives {word!r} the id {highest}, but config.json has "
@@ -137,10 +137,10 @@ def _check_tokenizer(folder: str, size: int) -> None:
         )
 
 
-def whole_folder(path: str, key: str, head: bool, mtp: bool = False) -> HFConfig:
+def read_complete_folder(path: str, key: str, head: bool, mtp: bool = False) -> HFConfig:
     """config.json of a folder that has all the weights that it describes. head: not of the output layer, in place of
     which there is a head of one value, or will be. mtp: with those of multi-token prediction."""
-    hf = _known(folder_config(path, key))
+    hf = _check_family(folder_config(path, key))
     heads = (VALUE_HEAD, "lm_head.weight") if head or is_classifier(hf) else ()
     open_hf(path).check(dict(hf), optional=heads, mtp=mtp)
     return hf
@@ -164,7 +164,7 @@ def folder_config(path: str, key: str) -> HFConfig:
     return found
 
 
-def _known(hf: HFConfig) -> HFConfig:
+def _check_family(hf: HFConfig) -> HFConfig:
     """The same config.json, if there is a table for it and it has what the table reads."""
     family = family_of(hf)
     family.check(hf)
@@ -174,60 +174,62 @@ def _known(hf: HFConfig) -> HFConfig:
 
 
 @dataclass(frozen=True)
-class Served:
-    laid_out: Mapping[str, HFConfig]
+class ServedModels:
+    megatron_configs: Mapping[str, HFConfig]
     """config.json of those that Megatron computes, by role."""
-    judge: tuple[HFConfig, int, str] | None
+    classifier: tuple[HFConfig, int, str] | None
     """Of the reward model that transformers computes: config.json, the number of its elements, their type."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (*self.laid_out, *(("reward",) if self.judge else ()))
+        return (*self.megatron_configs, *(("reward",) if self.classifier else ()))
 
-    def elements(self, role: str) -> int:
+    def count_params(self, role: str) -> int:
         """Of a language model, whatever its head."""
         return (
-            sum(param_count(self.laid_out[role]).values()) if role in self.laid_out or not self.judge else self.judge[1]
+            sum(param_count(self.megatron_configs[role]).values())
+            if role in self.megatron_configs or not self.classifier
+            else self.classifier[1]
         )
 
-    def stages(self, config: Config, declared: Declared) -> dict[str, list[ServedStage]]:
+    def stages(self, config: Config, declared: Requirements) -> dict[str, list[InferenceStage]]:
         """By role, what a rank of each pipeline stage needs. Raises ConfigError where the layout does not divide."""
         found = {}
-        for role, hf in self.laid_out.items():
+        for role, hf in self.megatron_configs.items():
             head = role == "reward" or is_classifier(hf)
             dtype: str = "float32" if role == "reward" else config.model.dtype
-            found[role] = served_stages(hf, role_config(config, role), declared, head, dtype)
-        if self.judge:
-            found["reward"] = served_whole(*self.judge, config)
+            found[role] = inference_stages(hf, role_config(config, role), declared, head, dtype)
+        if self.classifier:
+            found["reward"] = classifier_stages(*self.classifier, config)
         return found
 
 
-def served_models(
+def read_served_models(
     hf: HFConfig,
     config: Config,
-    declared: Declared,
-    registered: Mapping[str, Registered],
+    declared: Requirements,
+    registered: Mapping[str, RegisteredWorker],
     judged: bool,
     dry_run: bool,
     warnings: list[str],
-) -> Served:
+) -> ServedModels:
     """All of them. hf: the policy's. judged: whether one of our workers rewards, with options that it has. Raises
     ConfigError; `warnings` gets a line for what is surely not meant."""
 
-    def of(role: str) -> Registered:
-        return registered.get(role, Registered())
+    def of(role: str) -> RegisteredWorker:
+        return registered.get(role, RegisteredWorker())
 
     judge = None
     if judged:
-        judge = _classifier(hf, config, options_of(config, "reward", of("reward")), dry_run, warnings)
+        judge = _read_classifier(hf, config, worker_options(config, "reward", of("reward")), dry_run, warnings)
     rewards = _reward_model(hf, config, declared, dry_run, warnings)
-    teachers = [role for role in declared.roles if who_plays(config, declared, role, of(role)) == TEACHER]
-    others = _of_roles(hf, config, declared, teachers, dry_run, warnings)
-    return Served(({} if rewards is None else {"reward": rewards}) | others, judge)
+    teachers = [role for role in declared.roles if resolve_worker(config, declared, role, of(role)) == TEACHER]
+    others = _read_role_models(hf, config, declared, teachers, dry_run, warnings)
+    return ServedModels(({} if rewards is None else {"reward": rewards}) | others, judge)
 
 
 def _reward_model(
-    hf: HFConfig, config: Config, declared: Declared, dry_run: bool, warnings: list[str]
+    hf: HFConfig, config: Config, declared: Requirements, dry_run: bool, warnings: list[str]
 ) -> HFConfig | None:
     """config.json of the reward model that serves on Megatron; None where there is none. It reads the policy's token
     ids."""
@@ -237,12 +239,12 @@ def _reward_model(
     if "reward" not in declared.roles:
         warnings.append(f"reward.model is set, but {declared.name} has no rollouts to score")
         return None
-    if not on_megatron(config, "reward"):
+    if not is_on_megatron(config, "reward"):
         return None
     if dry_run and not Path(path).exists():
         warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
         return hf
-    found = whole_folder(path, "reward.model", head=True)
+    found = read_complete_folder(path, "reward.model", head=True)
     if VALUE_HEAD not in open_hf(path).names():
         raise ConfigError(
             f"reward.model={path} has no {VALUE_HEAD}: it is no reward model; train one with algorithm=reward_model"
@@ -258,12 +260,12 @@ def _reward_model(
     return found
 
 
-def _classifier(
+def _read_classifier(
     hf: HFConfig, config: Config, given: dict[str, Any], dry_run: bool, warnings: list[str]
 ) -> tuple[HFConfig, int, str] | None:
-    """As `Served.judge`. It may have a tokenizer of its own. given: options of its worker."""
+    """As `ServedModels.classifier`. It may have a tokenizer of its own. given: options of its worker."""
     path = config.reward.model
-    model, service = backends_of(config, "reward")
+    model, service = role_backends(config, "reward")
     if not path or model != "transformers":
         return None
     options = ClassifierOptions.read(options_for_model(given, service))
@@ -271,10 +273,10 @@ def _classifier(
         warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
         return hf, sum(param_count(hf).values()), options.dtype
     found = folder_config(path, "reward.model")
-    label_of(found, options, path)
+    resolve_label(found, options, path)
     if not list(Path(path).glob("tokenizer*")) and not (Path(path) / "vocab.txt").is_file():
         raise ConfigError(f"reward.model={path} has no tokenizer; put tokenizer.json beside config.json")
-    longest = positions(found, config.rollout.max_context)
+    longest = get_context_length(found, config.rollout.max_context)
     if longest < config.rollout.max_context and options.longer == "stop":
         warnings.append(
             f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of "
@@ -284,8 +286,8 @@ def _classifier(
     return found, sum(prod(weights.shape(name)) for name in weights.names()), options.dtype
 
 
-def _of_roles(
-    hf: HFConfig, config: Config, declared: Declared, teachers: Collection[str], dry_run: bool, warnings: list[str]
+def _read_role_models(
+    hf: HFConfig, config: Config, declared: Requirements, teachers: Collection[str], dry_run: bool, warnings: list[str]
 ) -> dict[str, HFConfig]:
     """config.json of the models that `roles` names, by role, of those that Megatron computes: they read the policy's
     token ids. teachers: roles whose models say log-probs of words."""
@@ -295,7 +297,7 @@ def _of_roles(
     found: dict[str, HFConfig] = {}
     for role in declared.roles:
         path, key = role_settings(config, role).model, f"roles.{role}.model"
-        if role in OURS:
+        if role in BUILTIN_ROLES:
             continue
         if not path:
             if role in teachers:
@@ -303,12 +305,12 @@ def _of_roles(
             continue
         if dry_run and not Path(path).exists():
             warnings.append(f"{key}={path} is not here; planned as if it were the policy's model")
-            found |= {role: hf} if on_megatron(config, role) else {}
+            found |= {role: hf} if is_on_megatron(config, role) else {}
             continue
-        if not on_megatron(config, role):
+        if not is_on_megatron(config, role):
             folder_config(path, key)
             continue
-        found[role] = whole_folder(path, key, head=False)
+        found[role] = read_complete_folder(path, key, head=False)
         if role in teachers and is_classifier(found[role]):
             raise ConfigError(
                 f"{key}={path} is a classifier, {found[role]['architectures'][0]}, which has no log-probs of words"
@@ -320,6 +322,6 @@ def _of_roles(
                 f"{must}"
             )
         check_same_tokenizer(config, f"{key}={path}", path, must)
-        if declared.generates:
+        if declared.has_rollout:
             check_positions(found[role], config, f"{key}={path}")
     return found

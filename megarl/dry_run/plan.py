@@ -7,7 +7,7 @@ seconds.
 
 `check_sandbox` hands the sandbox settings to every process and probes the sandbox.
 
-`Expected` holds what a run must reach. A configuration states it under `expect`, which turns an example into a test:
+`Expectation` holds what a run must reach. A configuration states it under `expect`, which turns an example into a test:
 
 expect:
   eval/reward_greedy: {least: 0.9}               # its last value
@@ -27,47 +27,59 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError, ParallelConfig, Range, strict
 from megarl.config.server_args import check_installed, check_sampling
 from megarl.controllers.correction import check_correction
-from megarl.controllers.lookup import declare, make_controller
+from megarl.controllers.lookup import load_requirements, make_controller
 from megarl.dry_run import data_and_tools, model_folders
 from megarl.dry_run import settings as checks
-from megarl.dry_run.model_folders import Served, served_models
-from megarl.dry_run.rollout_checks import check_asynchronous, check_oversampling, check_replayed_prefixes, check_waits
-from megarl.engine.sglang_engine import check_here
-from megarl.environments.catalog import known_of
+from megarl.dry_run.model_folders import ServedModels, read_served_models
+from megarl.dry_run.rollout_checks import (
+    check_asynchronous,
+    check_oversampling,
+    check_replayed_prefixes,
+    check_timeouts,
+)
+from megarl.engine.sglang_engine import check_platform
+from megarl.environments.catalog import load_catalog
 from megarl.models.family import HFConfig
-from megarl.models.host_memory import CHECKPOINT, Batch, step_bytes
+from megarl.models.host_memory import PENDING_CHECKPOINT, BatchSize, step_bytes
 from megarl.models.lora_tables import adapter_params
-from megarl.models.memory import StageMemory, kinds, plan_memory
+from megarl.models.memory import StageMemory, plan_memory, unique_params
 from megarl.models.pipeline_stages import stage_layers
-from megarl.models.registry import family_of, param_count, trained_mtp
+from megarl.models.registry import family_of, num_trained_mtp, param_count
 from megarl.models.routing import routing_shape
 from megarl.observe.guards import check_guards
 from megarl.observe.profiler import check_profile
 from megarl.observe.replayed_rollouts import check_replay
 from megarl.observe.trackers.names import check_trackers
 from megarl.observe.webhook import check_webhook
-from megarl.parallel.placement import Placement, check_placement, engine_ranks, placement_of, role_parallel, spans
+from megarl.parallel.placement import (
+    Placement,
+    check_placement,
+    engine_ranks,
+    format_ranges,
+    placement_of,
+    role_parallel,
+)
 from megarl.parallel.role_settings import role_settings
-from megarl.reshard.plan.from_config import engine_layout, planned_push
+from megarl.reshard.plan.from_config import engine_layout, plan_from_config
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward
-from megarl.sandbox.box import check_backend, probe, variables
-from megarl.types.requirements import Declared
-from megarl.workers.role_workers import Registered, check_own_workers, check_roles, options_of, ours
+from megarl.sandbox.box import check_backend, probe, to_environment
+from megarl.types.requirements import Requirements
+from megarl.workers.role_workers import RegisteredWorker, check_roles, check_user_workers, is_builtin, worker_options
 
 
-def check_sandbox(config: Config, declared: Declared, warnings: list[str]) -> None:
+def check_sandbox(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Have the settings where `Sandbox.from_environment` finds them. Raise ConfigError where something is named that
     runs in a sandbox (it has an attribute `sandboxed`), and there can be none."""
     check_backend(config.sandbox)
-    os.environ.update(variables(config.sandbox))
-    if not declared.generates:
+    os.environ.update(to_environment(config.sandbox))
+    if not declared.has_rollout:
         return
-    wanted = [one.spec for one in known_of(config.rollout).environments.values() if one.sandboxed]
+    wanted = [one.spec for one in load_catalog(config.rollout).environments.values() if one.is_sandboxed]
     functions = load_functions(config.reward.functions) if "reward" in declared.roles else {}
     wanted += [name for name, function in functions.items() if getattr(function, "sandboxed", False)]
     if not wanted:
@@ -81,13 +93,13 @@ def check_sandbox(config: Config, declared: Declared, warnings: list[str]) -> No
         warnings.append(str(found))
 
 
-Number = Annotated[float, Range(-1e300, 1e300)]
+Bound = Annotated[float, Range(-1e300, 1e300)]
 
 
 @dataclass(frozen=True)
-class Expected:
-    least: Number | None = None
-    most: Number | None = None
+class Expectation:
+    least: Bound | None = None
+    most: Bound | None = None
     step: Annotated[int, Range(0, 2**31 - 1)] | None = None
     """The figure is the newest up to this step; null for the last."""
 
@@ -100,11 +112,11 @@ class Expected:
         return " and ".join(bounds) + ("" if self.step is None else f" at step {self.step}")
 
 
-def expectations(config: Config) -> dict[str, Expected]:
+def parse_expectations(config: Config) -> dict[str, Expectation]:
     """By metric. Raises ConfigError for what is none."""
     found = {}
     for metric, tree in config.expect.items():
-        one: Expected = strict.build(Expected, tree, f"expect.{metric}.", root=Config)
+        one: Expectation = strict.build_dataclass(Expectation, tree, f"expect.{metric}.", root=Config)
         if one.least is None and one.most is None:
             raise ConfigError(f"expect.{metric} expects nothing: give it `least`, `most` or both")
         if one.step is not None and one.step > config.run.num_rollout:
@@ -113,8 +125,8 @@ def expectations(config: Config) -> dict[str, Expected]:
     return found
 
 
-def reached(
-    expected: Mapping[str, Expected], metrics: Mapping[int, Mapping[str, float]]
+def check_expectations(
+    expected: Mapping[str, Expectation], metrics: Mapping[int, Mapping[str, float]]
 ) -> dict[str, tuple[float | None, bool]]:
     """Of each metric its figure, None where there is none, and whether that is as expected. metrics: by step."""
     result = {}
@@ -132,9 +144,9 @@ def reached(
     return result
 
 
-SENT_AS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
-ESTIMATES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
-ESTIMATES |= dict.fromkeys(("micro-batches", "reshard staging", CHECKPOINT), "at most ")
+WIRE_FORMATS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
+ESTIMATE_PREFIXES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
+ESTIMATE_PREFIXES |= dict.fromkeys(("micro-batches", "reshard staging", PENDING_CHECKPOINT), "at most ")
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
 
 
@@ -151,8 +163,8 @@ class Report:
     warnings: list[str]
     facts: dict[str, list[tuple[str, str]]]
     memory: list[StageMemory]
-    whose: str = ""
-    others: Mapping[str, list[StageMemory]] = field(default_factory=dict)
+    memory_label: str = ""
+    other_memory: Mapping[str, list[StageMemory]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -165,7 +177,7 @@ class Report:
 
 
 def validate(
-    config: Config, dry_run: bool = False, registered: Mapping[str, Registered] | None = None, until: int = 0
+    config: Config, dry_run: bool = False, registered: Mapping[str, RegisteredWorker] | None = None, until: int = 0
 ) -> Report:
     """Check everything that can be checked without starting anything; every error names the key and the remedy.
 
@@ -186,20 +198,20 @@ def validate(
         return True
 
     # Each depends on the ones before it: a layout that is wrong has no data parallel size to speak of.
-    if not passes(strict.check, config):  # it may have been made in Python
+    if not passes(strict.check_dataclass, config):  # it may have been made in Python
         return Report(errors, warnings, {}, [])
-    found: list[Declared] = []
-    if not passes(lambda: found.append(declare(config))):
+    found: list[Requirements] = []
+    if not passes(lambda: found.append(load_requirements(config))):
         return Report(errors, warnings, {}, [])
     (declared,) = found
     if not passes(check_roles, config, declared, registered or {}):
         return Report(errors, warnings, {}, [])
     if dry_run:  # a run finds all of them
-        passes(check_own_workers, config, declared, registered or {})
+        passes(check_user_workers, config, declared, registered or {})
     laid_out = passes(check_placement, config, declared.roles, warnings)
     laid_out = laid_out and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
-    passes(expectations, config)
+    passes(parse_expectations, config)
     passes(check_sandbox, config, declared, warnings)
     passes(checks.check_algorithm, config, declared, warnings)
     passes(check_correction, config, declared)
@@ -207,10 +219,10 @@ def validate(
     passes(check_webhook, config.track.webhook)
     passes(check_trackers, config.track.trackers)
     passes(check_profile, config)
-    reward = (registered or {}).get("reward", Registered())
-    judged = "reward" in declared.roles and ours(config, declared, "reward", reward)
+    reward = (registered or {}).get("reward", RegisteredWorker())
+    judged = "reward" in declared.roles and is_builtin(config, declared, "reward", reward)
     if judged:
-        judged = passes(check_reward, config, declared, options_of(config, "reward", reward))
+        judged = passes(check_reward, config, declared, worker_options(config, "reward", reward))
     laid_out = laid_out and passes(check_asynchronous, config, declared, warnings)
     passes(check_oversampling, config, declared, warnings)
     passes(check_replayed_prefixes, config, declared)
@@ -223,27 +235,27 @@ def validate(
         return Report(errors, warnings, {}, [])
     hf, critic_hf = models
     assert hf is not None
-    served: list[Served] = []
+    served: list[ServedModels] = []
     if not passes(
-        lambda: served.append(served_models(hf, config, declared, registered or {}, judged, dry_run, warnings))
+        lambda: served.append(read_served_models(hf, config, declared, registered or {}, judged, dry_run, warnings))
     ):
         return Report(errors, warnings, {}, [])
     (others,) = served
     divides = True
-    if declared.trains:
+    if declared.trained_roles:
         divides = passes(checks.check_training_layout, hf, config) and passes(checks.check_mtp, hf, config, declared)
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
         divides = passes(checks.check_role_layout, critic_hf, config, "critic") and divides
-    for role, model in others.laid_out.items():
+    for role, model in others.megatron_configs.items():
         if model is hf and not role_settings(config, role).parallel:
             continue
         divides = passes(checks.check_role_layout, model, config, role) and divides
     if dry_run and readable:  # a run reads all of it right after this
         _check_chats(hf, config, declared, passes, warnings)
-    if declared.generates:
+    if declared.has_rollout:
         passes(check_sampling, config.rollout)
         passes(checks.check_lengths, hf, config, warnings)
-        passes(check_waits, config, warnings)
+        passes(check_timeouts, config, warnings)
     if declared.has_engines(config):
         divides = passes(checks.check_engine, hf, config) and divides
         if dry_run:
@@ -252,21 +264,21 @@ def validate(
             except ConfigError as error:  # plans are made on other machines, too
                 warnings.append(f"a run would be refused: {error}")
         else:
-            passes(check_here, config)
+            passes(check_platform, config)
         divides = divides and passes(engine_layout, config)
-        divides = divides and (not declared.trains or passes(planned_push, hf, config))
-    elif declared.generates:
+        divides = divides and (not declared.trained_roles or passes(plan_from_config, hf, config))
+    elif declared.has_rollout:
         passes(lambda: check_replay(config, hf, model_folders.vocabulary_hash(config.model.path), until))
     if divides:
         passes(checks.check_routing, hf, config, declared)
     if not divides:
         return Report(errors, warnings, {}, [])
     if not dry_run:
-        passes(checks.check_room, hf, critic_hf, config, declared, warnings)
+        passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
     stages = others.stages(config, declared)
     plans = {
         who: plan_memory(hf, config, declared, critic_hf, stages, role)
-        for who, role in _ranks_of(config, declared.roles, stages).items()
+        for who, role in _group_ranks(config, declared.roles, stages).items()
     }
     (whose, memory), *elsewhere = plans.items()
     facts = _facts(hf, critic_hf, others, config, declared)
@@ -274,48 +286,48 @@ def validate(
 
 
 def _check_chats(
-    hf: HFConfig, config: Config, declared: Declared, passes: Callable[..., bool], warnings: list[str]
+    hf: HFConfig, config: Config, declared: Requirements, passes: Callable[..., bool], warnings: list[str]
 ) -> None:
     """What the tokenizer's template makes of tools and data; nothing where there is a config.json alone."""
     if not config.model.path or not Path(config.model.path).is_dir():
         return
-    chats: list[Chat] = []
+    chats: list[ChatTemplate] = []
     if not passes(lambda: chats.append(data_and_tools.read_chat(hf, config, declared))):
         return
     (chat,) = chats
     if declared.has_engines(config):
-        passes(data_and_tools.check_calls, hf, config, chat, warnings)
-    if declared.item == "rows" or not passes(data_and_tools.check_items, hf, config, declared, chat, warnings):
+        passes(data_and_tools.check_tool_calls, hf, config, chat, warnings)
+    if declared.item == "rows" or not passes(data_and_tools.check_rows, hf, config, declared, chat, warnings):
         return
-    there = all(Path(path).exists() for paths in data_and_tools.files_of(config) for path in paths)
-    if there and data_and_tools.offers_all(config, declared):
-        passes(data_and_tools.check_offered, data_and_tools.prompts_of_files(config), chat.known)
+    there = all(Path(path).exists() for paths in data_and_tools.list_files(config) for path in paths)
+    if there and data_and_tools.should_check_offered(config, declared):
+        passes(data_and_tools.check_offered, data_and_tools.iter_file_prompts(config), chat.catalog)
 
 
-def _ranks_of(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
+def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
     """Each set of ranks that have the same roles, by what it is called -> the role whose model's stages it has, of the
     actor's ranks first; `rollout` where there are engines only."""
     placement = placement_of(config)
     trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
-    models = [role for role in (*trained, *served) if placement.of(role)]  # functions need no memory to speak of
+    models = [role for role in (*trained, *served) if placement.ranks_of(role)]  # functions need no memory to speak of
     found: dict[str, str] = {}
     taken: set[int] = set()
     for role in models:
-        if not taken & set(placement.of(role)):
-            taken |= set(placement.of(role))
-            found[_called(placement, roles, placement.of(role))] = role
-    if rest := tuple(sorted(set(placement.of("rollout")) - taken)) if "rollout" in roles else ():
-        found[_called(placement, roles, rest)] = "rollout"
+        if not taken & set(placement.ranks_of(role)):
+            taken |= set(placement.ranks_of(role))
+            found[_describe_ranks(placement, roles, placement.ranks_of(role))] = role
+    if rest := tuple(sorted(set(placement.ranks_of("rollout")) - taken)) if "rollout" in roles else ():
+        found[_describe_ranks(placement, roles, rest)] = "rollout"
     return found
 
 
-def _called(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:
-    names = [role.replace("_", " ") for role in roles if set(ranks) <= set(placement.of(role))]
-    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {', '.join(names)}"
+def _describe_ranks(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:
+    names = [role.replace("_", " ") for role in roles if set(ranks) <= set(placement.ranks_of(role))]
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks)}: {', '.join(names)}"
 
 
 def _facts(
-    hf: HFConfig, critic_hf: HFConfig | None, others: Served, config: Config, declared: Declared
+    hf: HFConfig, critic_hf: HFConfig | None, others: ServedModels, config: Config, declared: Requirements
 ) -> dict[str, list[tuple[str, str]]]:
     parallel, rollout, run = config.parallel, config.rollout, config.run
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
@@ -328,46 +340,50 @@ def _facts(
         ("architecture", family_of(hf).architecture),
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
         ("critic", "none" if critic_hf is None else _count(sum(critic_counts.values()))),
-        *((role, _count(others.elements(role))) for role in others.roles),
+        *((role, _count(others.count_params(role))) for role in others.roles),
     ]
     if config.lora.rank:
         adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
         count = _count(sum(param.size for param in adapters))
         model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
-    if layers_ahead := trained_mtp(hf, config):
-        more = sum(param.size * number for param, number in kinds(hf, mtp=True)) - sum(counts.values())
+    if layers_ahead := num_trained_mtp(hf, config):
+        more = sum(param.size * number for param, number in unique_params(hf, mtp=True)) - sum(counts.values())
         model.append(("trained besides", f"{layers_ahead} layer(s) of multi-token prediction, {_count(more)}"))
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
-        *([] if placement.colocated else [("roles", placement.describe(roles))]),
+        *([] if placement.is_colocated else [("roles", placement.describe(roles))]),
     ]
-    if declared.trains:
+    if declared.trained_roles:
         parts = f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""
-        layout += _cuts(role_parallel(config, declared.main), "", bool(experts))
+        layout += _describe_parallel(role_parallel(config, declared.main_role), "", bool(experts))
         layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
-    if "critic" in roles and placement.of("critic") != placement.of("actor"):
-        layout += _cuts(role_parallel(config, "critic"), "critic's ", bool(experts))
-    for role, model_of in others.laid_out.items():
-        if placement.of(role) != placement.of("actor") or role_settings(config, role).parallel:
-            layout += _cuts(role_parallel(config, role), f"{role}'s ", bool(family_of(model_of).num_experts(model_of)))
+    if "critic" in roles and placement.ranks_of("critic") != placement.ranks_of("actor"):
+        layout += _describe_parallel(role_parallel(config, "critic"), "critic's ", bool(experts))
+    for role, model_of in others.megatron_configs.items():
+        if placement.ranks_of(role) != placement.ranks_of("actor") or role_settings(config, role).parallel:
+            layout += _describe_parallel(
+                role_parallel(config, role), f"{role}'s ", bool(family_of(model_of).num_experts(model_of))
+            )
     sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.epochs)
-    what = checks.unit(declared)
-    samples = f" prompts x {rollout.samples_per_prompt}" if declared.generates else ""
+    what = checks.batch_unit(declared)
+    samples = f" prompts x {rollout.samples_per_prompt}" if declared.has_rollout else ""
     batch = [(f"{what} a step", f"{config.data.prompts_per_step}{samples}")]
     updates = [
         ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
-        ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel(config, declared)}"),
+        ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel_size(config, declared)}"),
         ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]
-    batch += updates if declared.trains else [("steps", f"{run.num_rollout}")]
+    batch += updates if declared.trained_roles else [("steps", f"{run.num_rollout}")]
     if "critic" in roles and (warmup := config.critic.warmup_steps):
-        batch.append(("", f"the policy's begin after {warmup} steps: {make_controller(config).updates(declared.main)}"))
+        batch.append(
+            ("", f"the policy's begin after {warmup} steps: {make_controller(config).num_updates(declared.main_role)}")
+        )
     facts = {"model": model, "layout": layout, "batch": batch}
     if declared.has_engines(config):
         nodes = -(-rollout.tp // here)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
-        if declared.trains:
-            facts["push"] = _pushed(hf, config, here)
+        if declared.trained_roles:
+            facts["push"] = _describe_weight_sync(hf, config, here)
         engines = len(engine_ranks(config))
         facts["engines"] = [
             ("SGLang engines", f"{engines} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
@@ -376,31 +392,31 @@ def _facts(
         if rollout.draft_tokens:
             pushed = "pushed with the policy" if engine_layout(config).draft else "as it is in the checkpoint"
             facts["engines"].append(("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {pushed}"))
-    if declared.generates:
-        facts["host"] = _host(hf, config, declared, bool(experts))
+    if declared.has_rollout:
+        facts["host"] = _describe_host_memory(hf, config, declared, bool(experts))
     return facts
 
 
-def _pushed(hf: HFConfig, config: Config, here: int) -> list[tuple[str, str]]:
+def _describe_weight_sync(hf: HFConfig, config: Config, here: int) -> list[tuple[str, str]]:
     """What a push sends. here: ranks of a machine."""
-    plan = planned_push(hf, config)
-    transfers, engines = plan.transfers(), len(plan.sides.engine)
+    plan = plan_from_config(hf, config)
+    transfers, engines = plan.list_transfers(), len(plan.rank_map.engine)
     far = transfers.src // here != transfers.dst // here
     received, over = transfers.nbytes.sum() / engines, transfers.nbytes[far].sum() / engines
     network = f", {_bytes(int(over))} of it over the network" if plan.world > here else ""
-    who = "each rank" if plan.sides.alike else "each rank of an engine"
+    who = "each rank" if plan.rank_map.is_colocated else "each rank of an engine"
     return [
-        ("weights are sent as", SENT_AS[plan.assignment.wire]),
+        ("weights are sent as", WIRE_FORMATS[plan.assignment.wire]),
         (f"{who} receives", f"{_bytes(int(received))} on average{network}"),
         ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.push_bucket_mb} MiB"),
     ]
 
 
-def _host(hf: HFConfig, config: Config, declared: Declared, experts: bool) -> list[tuple[str, str]]:
+def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, experts: bool) -> list[tuple[str, str]]:
     """Of a step's values, in the memory of a machine and of its ranks: by part, for answers as long as they may be."""
     sequences, longest = checks.sequences_per_step(config, declared), config.rollout.max_context
     routing = routing_shape(hf, config.model.megatron) if config.train.replay_routing and experts else None
-    parts = step_bytes(config, declared, Batch(sequences * longest, sequences, longest), routing)
+    parts = step_bytes(config, declared, BatchSize(sequences * longest, sequences, longest), routing)
     here, whole = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
     leads = max(1, here // config.rollout.tp)
     rows = [
@@ -415,7 +431,7 @@ def _host(hf: HFConfig, config: Config, declared: Declared, experts: bool) -> li
     return rows + [(f"- {name}", _bytes(amount)) for name, amount in parts.items() if amount]
 
 
-def _cuts(parallel: ParallelConfig, whose: str, experts: bool) -> list[tuple[str, str]]:
+def _describe_parallel(parallel: ParallelConfig, whose: str, experts: bool) -> list[tuple[str, str]]:
     """How a model's layers are cut over its ranks."""
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     dp = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
@@ -440,10 +456,10 @@ def render(report: Report) -> str:
                 facts.add_row(section if i == 0 else "", name, value, end_section=i == len(rows) - 1)
         parts.append(facts)
     if report.memory:
-        plans = {report.whose: report.memory, **report.others}
+        plans = {report.memory_label: report.memory, **report.other_memory}
         for whose, stages in plans.items():
             parts += [f"on {whose}", memory_table(stages)] if whose else [memory_table(stages)]
-        parts.append(verdict(max(stage.peak for stages in plans.values() for stage in stages)))
+        parts.append(summarize_peak(max(stage.peak for stages in plans.values() for stage in stages)))
     parts += [f"warning: {line}" for line in report.warnings]
     parts += ["the configuration fits together"] if report.ok else []
     console = Console(soft_wrap=False)
@@ -453,7 +469,7 @@ def render(report: Report) -> str:
     return capture.get().rstrip()
 
 
-def verdict(peak: int) -> str:
+def summarize_peak(peak: int) -> str:
     line = f"the fullest rank needs {_bytes(peak)}"
     if peak < 4e9:
         return line
@@ -467,26 +483,26 @@ def memory_table(stages: list[StageMemory]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="memory per rank", title_justify="left")
     table.add_column("")
     for stage in shown:
-        name = f"stage {stage.stage}\nlayers {_spans(stage.layers)}" if stage.layers else "engines only"
+        name = f"stage {stage.stage}\nlayers {_format_layers(stage.layers)}" if stage.layers else "engines only"
         table.add_column(name, justify="right")
     blocks: list[tuple[list[dict[str, int]], str, list[int]]] = [
         ([s.states for s in shown], "", []),
         ([s.training for s in shown], "in training", [s.training_total for s in shown]),
         ([s.generation for s in shown], "in generation", [s.generation_total for s in shown]),
-        ([s.push for s in shown], "in a push", [s.push_total for s in shown]),
+        ([s.push for s in shown], "in a push", [s.weight_sync_total for s in shown]),
         ([s.host for s in shown], "", []),
     ]
     for parts, title, totals in blocks:
         for name in parts[0]:
             where = " (host)" if parts[0] is shown[0].host else ""
-            estimate = ESTIMATES.get(name, "")
+            estimate = ESTIMATE_PREFIXES.get(name, "")
             table.add_row(name + where, *[estimate + _bytes(part[name]) if part[name] else "-" for part in parts])
         if totals and parts[0]:
             table.add_row(title, *map(_bytes, totals), style="bold", end_section=True)
     return table
 
 
-def _spans(layers: tuple[int, ...]) -> str:
+def _format_layers(layers: tuple[int, ...]) -> str:
     """0-3, or 0-1, 8-9 where a stage has its layers in parts; of many parts the first and the last."""
     starts = [layer for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1] + 1]
     ends = [layer for i, layer in enumerate(layers) if i == len(layers) - 1 or layer != layers[i + 1] - 1]

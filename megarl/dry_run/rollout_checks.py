@@ -4,18 +4,18 @@ enough."""
 from __future__ import annotations
 
 from megarl.config import Config, ConfigError
-from megarl.config.keys import under_way
+from megarl.config.keys import max_pending_groups
 from megarl.parallel.placement import engine_ranks, placement_of
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 
 
-def check_asynchronous(config: Config, declared: Declared, warnings: list[str]) -> None:
+def check_asynchronous(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Generation can run beside training only where nothing else wants its ranks."""
     rollout = config.rollout
-    if not rollout.asynchronous or not declared.generates:
+    if not rollout.asynchronous or not declared.has_rollout:
         return
     key, placement = "rollout.asynchronous", placement_of(config)
-    if not declared.trains:
+    if not declared.trained_roles:
         raise ConfigError(f"{key} with algorithm={declared.name}: nothing is trained beside; set the first to false")
     if rollout.replay:
         raise ConfigError(f"{key} with rollout.replay: recorded rollouts are there at once; set the first to false")
@@ -24,35 +24,35 @@ def check_asynchronous(config: Config, declared: Declared, warnings: list[str]) 
             f"{key} with rollout.oversample={rollout.oversample:g}: set one of them only; rollout.max_lag says of how "
             "many steps the first has prompts under way"
         )
-    if declared.asks_further:
+    if declared.has_dynamic_sampling:
         raise ConfigError(
             f"{key} with algorithm={declared.name}, which takes further prompts as it needs them, while those of the "
             "next steps are under way: set the first to false"
         )
     for role in declared.roles:
-        if role != "rollout" and (shared := set(placement.of(role)) & set(placement.of("rollout"))):
+        if role != "rollout" and (shared := set(placement.ranks_of(role)) & set(placement.ranks_of("rollout"))):
             raise ConfigError(
                 f"{key} needs engines on ranks of their own, but rank {min(shared)} is the {role}'s, too: set "
                 "placement.rollout to other ranks than those of the models"
             )
-    if rollout.max_lag and not declared.corrects_lag:
+    if rollout.max_lag and not declared.is_off_policy:
         warnings.append(
             f"{key} with rollout.max_lag={rollout.max_lag}: tokens may be of an older policy, for which the loss of "
             f"algorithm={config.algorithm} does not correct"
         )
 
 
-def check_oversampling(config: Config, declared: Declared, warnings: list[str]) -> None:
+def check_oversampling(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """`rollout.oversample` and `rollout.max_lag` go with what rollouts are used for."""
     rollout = config.rollout
-    if not declared.generates or rollout.oversample == 1:
+    if not declared.has_rollout or rollout.oversample == 1:
         return
     if rollout.replay:
         raise ConfigError(
             f"rollout.oversample={rollout.oversample:g} with rollout.replay: a step is given the rollouts that were "
             "recorded of it, and begins no others; set the first to 1"
         )
-    if declared.follows_prompts:
+    if declared.has_fixed_prompts:
         raise ConfigError(
             f"rollout.oversample={rollout.oversample:g} with algorithm={declared.name}, which needs the samples of the "
             "very prompts that a step is given; set the first to 1"
@@ -62,7 +62,7 @@ def check_oversampling(config: Config, declared: Declared, warnings: list[str]) 
             f"rollout.oversample={rollout.oversample:g} with rollout.max_lag=0: what a step leaves is begun anew "
             "in the next, so that answers that take longer than a step are never trained on; raise the second"
         )
-    elif not declared.corrects_lag:
+    elif not declared.is_off_policy:
         warnings.append(
             f"rollout.oversample={rollout.oversample:g} with rollout.max_lag={rollout.max_lag}: tokens may be of "
             f"weights that many versions old, for which the loss of algorithm={config.algorithm} does not correct; "
@@ -70,7 +70,7 @@ def check_oversampling(config: Config, declared: Declared, warnings: list[str]) 
         )
 
 
-def check_replayed_prefixes(config: Config, declared: Declared) -> None:
+def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
     """Replayed routing needs conversations that one version of the weights reads.
 
     An engine that goes on with a conversation by newer weights reads what there is of it again, and these choose other
@@ -78,7 +78,7 @@ def check_replayed_prefixes(config: Config, declared: Declared) -> None:
     record, and score what comes after it behind other keys and values than the engine had.
     """
     rollout = config.rollout
-    if not config.train.replay_routing or not declared.trains or not declared.generates or not rollout.max_lag:
+    if not config.train.replay_routing or not declared.trained_roles or not declared.has_rollout or not rollout.max_lag:
         return
     several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
     if rollout.oversample > 1:
@@ -99,21 +99,21 @@ def check_replayed_prefixes(config: Config, declared: Declared) -> None:
 def check_enough_prompts(count: int, config: Config) -> None:
     """No prompt is under way twice in a step."""
     needed, oversample = config.data.prompts_per_step, config.rollout.oversample
-    if oversample > 1 and count < (most := under_way(needed, oversample)):
+    if oversample > 1 and count < (most := max_pending_groups(needed, oversample)):
         raise ConfigError(
             f"rollout.oversample={oversample:g} with data.prompts_per_step={needed} has {most} prompts "
             f"under way, but data.train has {count}; lower one of the first two"
         )
 
 
-SLOW = 20.0
+SLOW_TOKENS_PER_S = 20.0
 """Tokens per second that each of an engine's conversations is taken to get at least, with as many others beside it as
 there is room for: a pessimistic figure, by which waits are judged; the tiny models on a CPU get more."""
-FAST = 1000.0
+MAX_TOKENS_PER_S = 1000.0
 """What no engine gives one conversation."""
 
 
-def check_waits(config: Config, warnings: list[str]) -> None:
+def check_timeouts(config: Config, warnings: list[str]) -> None:
     """Whether the answers and the rollouts of a step can be there in time, should all of them become as long as they
     may. Where they cannot at a rate that no engine has, this raises; at a `SLOW` one it warns."""
     rollout = config.rollout
@@ -152,13 +152,13 @@ def check_waits(config: Config, warnings: list[str]) -> None:
             "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)",
         ),
     ):
-        if tokens / FAST > limit:
+        if tokens / MAX_TOKENS_PER_S > limit:
             raise ConfigError(
-                f"rollout.{key}={limit:g} s is too short: {of_what} would take {tokens / FAST:.0f} s at {FAST:g} "
+                f"rollout.{key}={limit:g} s is too short: {of_what} would take {tokens / MAX_TOKENS_PER_S:.0f} s at {MAX_TOKENS_PER_S:g} "
                 f"tokens per second each, which no engine reaches; {remedy}"
             )
-        if tokens / SLOW > limit:
+        if tokens / SLOW_TOKENS_PER_S > limit:
             warnings.append(
-                f"rollout.{key}={limit:g} s may be too short: {of_what} would take {tokens / SLOW:.0f} s at {SLOW:g} "
+                f"rollout.{key}={limit:g} s may be too short: {of_what} would take {tokens / SLOW_TOKENS_PER_S:.0f} s at {SLOW_TOKENS_PER_S:g} "
                 f"tokens per second each; what is late is aborted; {remedy}"
             )

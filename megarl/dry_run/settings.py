@@ -15,47 +15,52 @@ from typing import Any
 from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, LoraConfig, server_args
 from megarl.config.hub import is_name
-from megarl.controllers.choose_loss import chosen_loss
+from megarl.controllers.choose_loss import load_policy_loss
 from megarl.data.curriculum import check_no_nan
 from megarl.data.first_rows import check_first_rows
 from megarl.data.mixture import check_files
 from megarl.engine import tool_calls
-from megarl.environments.catalog import COLUMN, known_of
+from megarl.environments.catalog import COLUMN, load_catalog
 from megarl.models import megatron_fields
 from megarl.models.family import HFConfig
 from megarl.models.hf_folder import check_target, open_hf
-from megarl.models.layout_algebra import Indivisible
+from megarl.models.layout_algebra import IndivisibleError
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
-from megarl.models.registry import family_of, trained_mtp
+from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
-from megarl.parallel.placement import about_role, check_engine_ranks, role_config, role_parallel
-from megarl.rewards.ground_truths import look_at_truths
-from megarl.types.requirements import Declared
+from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel
+from megarl.rewards.ground_truths import check_truth_file
+from megarl.types.requirements import Requirements
 
-COLDEST = 0.001
+MIN_TEMPERATURE = 0.001
 
 
-KINDS = {"prompts": "prompts", "conversations": "finished conversations", "pairs": "preference pairs", "rows": "rows"}
+ITEM_NAMES = {
+    "prompts": "prompts",
+    "conversations": "finished conversations",
+    "pairs": "preference pairs",
+    "rows": "rows",
+}
 """What a file of items holds, in words."""
 
 
-def data_parallel(config: Config, declared: Declared) -> int:
-    parallel = role_parallel(config, declared.main)
+def data_parallel_size(config: Config, declared: Requirements) -> int:
+    parallel = role_parallel(config, declared.main_role)
     return parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
 
 
-def sequences_per_step(config: Config, declared: Declared) -> int:
+def sequences_per_step(config: Config, declared: Requirements) -> int:
     """What a step's batch is cut in: rollouts, conversations, or pairs of them for a reward model."""
-    return config.data.prompts_per_step * (config.rollout.samples_per_prompt if declared.generates else 1)
+    return config.data.prompts_per_step * (config.rollout.samples_per_prompt if declared.has_rollout else 1)
 
 
-def unit(declared: Declared) -> str:
+def batch_unit(declared: Requirements) -> str:
     """What a batch is counted in."""
     return "pairs" if declared.item == "pairs" else "sequences"
 
 
-def check_nodes(config: Config, declared: Declared) -> None:
+def check_nodes(config: Config, declared: Requirements) -> None:
     """Nodes are whole, and engines parts of them or several."""
     parallel, engine = config.parallel, config.rollout.tp
     world, here = parallel.world_size, min(parallel.world_size, parallel.ranks_per_node)
@@ -81,7 +86,7 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     for name, tp, etp in (("tp", parallel.tp, 1), ("etp", 1, parallel.etp)):
         try:
             family.params(hf, tp, etp)
-        except Indivisible as error:
+        except IndivisibleError as error:
             raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: {error.reason}") from None
     experts = settings.get("num_moe_experts")
     for name in ("ep", "etp"):
@@ -102,7 +107,7 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
     try:
         check_training_layout(hf, own if role == "critic" else replace(own, lora=LoraConfig()))
     except ConfigError as error:
-        raise about_role(config, role, error) from None
+        raise prefix_role_error(config, role, error) from None
 
 
 def check_lora(hf: HFConfig, config: Config) -> None:
@@ -121,7 +126,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
     server_args.check(config.rollout.sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
-    check_engine_room(config)
+    check_engine_capacity(config)
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)
@@ -144,7 +149,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
             raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
 
 
-def check_engine_room(config: Config) -> None:
+def check_engine_capacity(config: Config) -> None:
     """A conversation must fit into an engine whole."""
     sglang, longest = config.rollout.sglang, config.rollout.max_context
     for name in ("max_total_tokens", "context_length"):
@@ -163,7 +168,7 @@ def check_drafts(hf: HFConfig, config: Config) -> None:
     number, path = config.rollout.draft_tokens, Path(config.model.path)
     if number == 0:
         return
-    if (layers := family_of(hf).mtp_layers(hf)) != 1:
+    if (layers := family_of(hf).num_mtp_layers(hf)) != 1:
         raise ConfigError(
             f"rollout.draft_tokens={number} needs a model with one layer of multi-token prediction "
             f"(num_nextn_predict_layers), but this {family_of(hf).architecture} has {layers}; set it to 0"
@@ -188,20 +193,20 @@ def check_drafts(hf: HFConfig, config: Config) -> None:
             )
 
 
-def check_mtp(hf: HFConfig, config: Config, declared: Declared) -> None:
+def check_mtp(hf: HFConfig, config: Config, declared: Requirements) -> None:
     """Layers of multi-token prediction are trained of a policy that has them."""
-    if config.train.mtp and declared.trains_head:
+    if config.train.mtp and declared.has_scalar_head:
         raise ConfigError(
             f"train.mtp is about a policy's layers, and algorithm={declared.name} trains none; set it to 0"
         )
-    trained_mtp(hf, config)
+    num_trained_mtp(hf, config)
 
 
-def check_routing(hf: HFConfig, config: Config, declared: Declared) -> None:
+def check_routing(hf: HFConfig, config: Config, declared: Requirements) -> None:
     """Replaying the engine's choice of experts needs experts, an engine that records it, a router that can be told."""
     if not config.train.replay_routing:
         return
-    if not declared.generates:
+    if not declared.has_rollout:
         raise ConfigError(
             f"train.replay_routing=true, but {declared.name} has no engine whose routing could be replayed"
         )
@@ -238,27 +243,27 @@ def check_run_dir(config: Config) -> None:
             raise ConfigError(f"run.dir={config.run.dir[:300]}: {what}; set it to another folder") from None
 
 
-def check_room(
-    hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Declared, warnings: list[str]
+def check_disk_space(
+    hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Requirements, warnings: list[str]
 ) -> None:
     """Room for what the run will write. One that is resumed may have written it already."""
-    run, needs = config.run, disk_space.needs(hf, critic_hf, config, declared)
+    run, needs = config.run, disk_space.estimate_space(hf, critic_hf, config, declared)
     try:
-        if not disk_space.holds_files(Path(run.dir)):
+        if not disk_space.can_hold_files(Path(run.dir)):
             raise ConfigError(f"run.dir={run.dir} is in a file system of the kernel; set it to a folder on a disk")
-        free = disk_space.free(Path(run.dir))
+        free = disk_space.free_bytes(Path(run.dir))
     except OSError:
         return  # what is wrong there is found when the folder is made
     kept = min(run.keep_checkpoints + 1, -(-run.num_rollout // run.save_every)) if run.save_every else 0
     export = needs.export if run.export else 0
     least, most = min(kept, 1) * needs.checkpoint + export, kept * needs.checkpoint + export
-    parts = [f"{kept} x {disk_space.gigabytes(needs.checkpoint)} for checkpoints"] if kept else []
-    parts += [f"{disk_space.gigabytes(export)} for the export"] if export else []
+    parts = [f"{kept} x {disk_space.format_bytes(needs.checkpoint)} for checkpoints"] if kept else []
+    parts += [f"{disk_space.format_bytes(export)} for the export"] if export else []
     line = (
-        f"run.dir={run.dir} is on a disk with {disk_space.gigabytes(free)} free, and the run will write up to about "
+        f"run.dir={run.dir} is on a disk with {disk_space.format_bytes(free)} free, and the run will write up to about "
         f"{' and '.join(parts)}; make room, set run.dir to a place on another disk, or lower run.keep_checkpoints"
     )
-    if free < least and not (run.goes_on and (Path(run.dir) / "checkpoints").is_dir()):
+    if free < least and not (run.resumes and (Path(run.dir) / "checkpoints").is_dir()):
         raise ConfigError(line)
     if free < most:
         warnings.append(line)
@@ -280,12 +285,12 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
         )
 
 
-def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> None:
+def check_algorithm(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """What the algorithm needs of sampling and the KL to a reference, where it has such."""
     name, kl, samples = declared.name, config.kl, config.rollout.samples_per_prompt
-    if not declared.generates:
+    if not declared.has_rollout:
         return
-    agents = [one.spec for one in known_of(config.rollout).environments.values() if one.kind == "agent"]
+    agents = [one.spec for one in load_catalog(config.rollout).environments.values() if one.kind == "agent"]
     if agents and config.rollout.oversample > 1:
         raise ConfigError(
             f"rollout.oversample={config.rollout.oversample:g} stops conversations and goes on with them in a later "
@@ -294,24 +299,24 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> 
     for name in config.rollout.pass_env:
         if name not in os.environ:
             warnings.append(f"rollout.pass_env: {name} is not set here, so tools and rewards will not have it")
-    chosen_loss(config)
-    if declared.compares_samples and samples < 2:
+    load_policy_loss(config)
+    if declared.is_group_relative and samples < 2:
         raise ConfigError(
             f"algorithm={name} compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 "
             "every advantage is 0; set it to 2 or more"
         )
-    if 0 < (temperature := config.rollout.temperature) < COLDEST:
+    if 0 < (temperature := config.rollout.temperature) < MIN_TEMPERATURE:
         raise ConfigError(
-            f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {COLDEST}: log-probs are "
+            f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}: log-probs are "
             "of logits divided by it"
         )
     if temperature == 0:
-        if declared.compares_samples:
+        if declared.is_group_relative:
             raise ConfigError(
                 f"algorithm={name} with rollout.temperature=0 gives a prompt the same answer every time, so every "
                 "advantage is 0; set it above 0"
             )
-        if declared.trains:
+        if declared.trained_roles:
             warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
     if "reference" not in declared.roles:
         return
@@ -334,7 +339,7 @@ def check_algorithm(config: Config, declared: Declared, warnings: list[str]) -> 
         warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")
 
 
-def check_schedule(config: Config, declared: Declared) -> None:
+def check_schedule(config: Config, declared: Requirements) -> None:
     """Something is trained, and no rate falls to one above it."""
     run, warmup = config.run, config.critic.warmup_steps
     if "critic" in declared.roles and warmup >= run.num_rollout:
@@ -350,18 +355,18 @@ def check_schedule(config: Config, declared: Declared) -> None:
             )
 
 
-def check_batch(config: Config, declared: Declared, warnings: list[str]) -> None:
-    run, dp = config.run, data_parallel(config, declared)
+def check_batch(config: Config, declared: Requirements, warnings: list[str]) -> None:
+    run, dp = config.run, data_parallel_size(config, declared)
     if run.num_update % run.epochs:
         raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.epochs={run.epochs}")
     per_epoch, sequences = run.num_update // run.epochs, sequences_per_step(config, declared)
-    what = unit(declared)
+    what = batch_unit(declared)
     if per_epoch > sequences:
         raise ConfigError(
             f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} {what} in "
             f"{per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
         )
-    if not declared.trains:
+    if not declared.trained_roles:
         return
     if sequences // per_epoch < dp:
         warnings.append(
@@ -374,7 +379,7 @@ def check_batch(config: Config, declared: Declared, warnings: list[str]) -> None
         )
 
 
-def check_name_of_file(key: str, path: str) -> None:
+def check_file_name(key: str, path: str) -> None:
     """Raise ConfigError for what is not here, and could not be the name of a data file on any machine."""
     missing, suffixes = f"{key}={path[:200]}: there is no such file", (".jsonl", ".parquet")
     if "://" in path:
@@ -394,7 +399,7 @@ def check_name_of_file(key: str, path: str) -> None:
         raise ConfigError(f"{missing}, and data files end in {' or '.join(suffixes)}{hub}")
 
 
-def held_out_twice(config: Config, train: Mapping[str, str], held_out: Mapping[str, str]) -> list[str]:
+def find_eval_overlap(config: Config, train: Mapping[str, str], held_out: Mapping[str, str]) -> list[str]:
     """A warning where training data are evaluated on: the same files, or among the first rows the same. train,
     held_out: what those ask, and where it stands."""
     trained = {os.path.realpath(path): path for path in config.data.train}
@@ -411,12 +416,14 @@ def held_out_twice(config: Config, train: Mapping[str, str], held_out: Mapping[s
     return []
 
 
-def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list[str]) -> None:
+def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: list[str]) -> None:
     data, run = config.data, config.run
     if not data.train:
-        raise ConfigError(f"data.train is not set; it must name a file of {KINDS[declared.item]} (.parquet or .jsonl)")
+        raise ConfigError(
+            f"data.train is not set; it must name a file of {ITEM_NAMES[declared.item]} (.parquet or .jsonl)"
+        )
     check_files(data)
-    if not declared.generates and run.epochs > 1:
+    if not declared.has_rollout and run.epochs > 1:
         warnings.append(
             f"run.epochs={run.epochs} goes over each step's batch so many times; passes over the data are steps: "
             "run.num_rollout times data.prompts_per_step over the rows"
@@ -425,16 +432,16 @@ def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list
     first: dict[str, dict[str, str]] = {"data.train": {}, "data.eval": {}}
     for key, path in trained + [("data.eval", path) for path in data.eval if run.eval_every]:
         if not os.path.exists(path):
-            check_name_of_file(key, path)
+            check_file_name(key, path)
             if not dry_run:
                 raise ConfigError(f"{key}={path[:200]}: there is no such file")
             warnings.append(f"{key}={path} is not here; it must be when the run starts")
         else:
             rows = check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
             for row in rows:
-                first[key].setdefault(row.said, row.where)
+                first[key].setdefault(row.text, row.where)
             named = [row for row in rows if row.extra.get(COLUMN)]
-            if named and declared.generates and not config.rollout.environments:
+            if named and declared.has_rollout and not config.rollout.environments:
                 warnings.append(
                     f"{named[0].where}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
                     "rollout.environments is empty, so no environment is used; set it, or leave the column out"
@@ -442,13 +449,13 @@ def check_data(config: Config, declared: Declared, dry_run: bool, warnings: list
             if data.order and key == "data.train":
                 check_no_nan(Path(path), data.order)
             if declared.item == "prompts" and "reward" in declared.roles:
-                warnings += look_at_truths(config, path)
-    warnings += held_out_twice(config, *first.values())
+                warnings += check_truth_file(config, path)
+    warnings += find_eval_overlap(config, *first.values())
     if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
         raise ConfigError(
             f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are the same; set one of them"
         )
     if run.eval_every and not data.eval:
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
-    if run.goes_on and not run.save_every and not (Path(run.dir) / "checkpoints").is_dir():
+    if run.resumes and not run.save_every and not (Path(run.dir) / "checkpoints").is_dir():
         warnings.append(f"run.resume={run.resume} but run.save_every=0: there will be no checkpoint to go on from")

@@ -16,18 +16,18 @@ import orjson
 import pybase64
 import torch
 
-from megarl.engine.generation import Generation, Heard, RequestFailed
+from megarl.engine.generation import Generation, RequestFailed, TokenCallback
 from megarl.models.routing import RoutingShape
-from megarl.types import Ids, Support, ids_of
+from megarl.types import Ids, SamplingMask, as_token_ids
 
-_TRIES = 3
-_PAUSE_S = 0.5
+_MAX_ATTEMPTS = 3
+_RETRY_DELAY_S = 0.5
 """Between two tries, and as often as it is asked then whether the engine is there at all."""
-_OF_TOKENS = {"output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs"}
+_PER_TOKEN_FIELDS = {"output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs"}
 """What each event of a stream has of its own tokens only (incremental_streaming_output)."""
-_GONE_S = 5.0
+_DEATH_CHECK_S = 5.0
 """After the last try: for so long, since an engine that dies is not told at once from one that refuses."""
-_FAULTS = (500, 502, 504)
+_SERVER_ERRORS = (500, 502, 504)
 """Statuses by which a server says that the fault is its own."""
 _JSON = {"Content-Type": "application/json"}
 
@@ -51,14 +51,14 @@ class Client:
         version: int | None = None,
         check_runs: Callable[[], None] = lambda: None,
     ) -> None:
-        self._url, self._check_runs = url, check_runs
+        self._url, self._check_running = url, check_runs
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._routing = routing
-        self.version = version
-        self.has_masks = True
+        self.weight_version = version
+        self.should_request_masks = True
         """Whether it asks what could have been sampled, where sampling is cut off: training needs it."""
-        self.asking, self.heard = 0, time.monotonic()
+        self.num_pending, self.last_response_time = 0, time.monotonic()
         """Answers that it waits for, and when the last one came."""
         self._session: aiohttp.ClientSession | None = None
 
@@ -83,28 +83,28 @@ class Client:
         return await self.stream(ids, params, routed)
 
     async def stream(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, heard: Heard | None = None
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, heard: TokenCallback | None = None
     ) -> Generation:
         """`generate`, and `heard` is told the tokens as they come."""
-        cut_off = self.has_masks and cuts(params)
+        cut_off = self.should_request_masks and is_truncated_sampling(params)
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": not cut_off}
         if cut_off:  # the others are of the whole vocabulary
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
-        oldest = self.version
+        oldest = self.weight_version
         if oldest is not None:
             body["extra_key"] = str(oldest)
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
-        self.asking += 1
+        self.num_pending += 1
         try:
             status, data = await self._post("/generate", body, heard)
         finally:
-            self.asking -= 1
-        self.heard = time.monotonic()
-        with _uncollected():
-            return self._generation(status, data, len(ids), routed, oldest, cut_off)
+            self.num_pending -= 1
+        self.last_response_time = time.monotonic()
+        with _pause_gc():
+            return self._parse_response(status, data, len(ids), routed, oldest, cut_off)
 
-    def _generation(
+    def _parse_response(
         self,
         status: int,
         data: bytes | str | dict[str, Any],
@@ -113,18 +113,18 @@ class Client:
         oldest: int | None,
         cut_off: bool,
     ) -> Generation:
-        answer = _loaded("/generate", data)
+        answer = _parse_json("/generate", data)
         if status == 503 and "timeout reached" in str(answer):
             raise RequestFailed("the engine did not end the answer within rollout.request_timeout")
         if status != 200:
             raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
         try:
             self._check_version(answer["meta_info"], oldest)
-            return self._read(answer, asked, routed, cut_off)
+            return self._parse_generation(answer, asked, routed, cut_off)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
 
-    def _read(self, answer: dict[str, Any], asked: int, routed: int, cut_off: bool) -> Generation:
+    def _parse_generation(self, answer: dict[str, Any], asked: int, routed: int, cut_off: bool) -> Generation:
         """The answer to `asked` tokens, whose sampling was cut off or not. What was written before an answer was
         aborted is kept where it is whole: as many log-probs as tokens, of those tokens, all finite, with what could
         have been sampled, and with routing where it is recorded; else it has no tokens, and another answer fails."""
@@ -132,12 +132,12 @@ class Client:
         finish = meta["finish_reason"] or {}
         kind = finish.get("type", "abort")
         cut = kind not in ("stop", "length")
-        token_ids = ids_of(answer["output_ids"])
+        token_ids = as_token_ids(answer["output_ids"])
         problem, support = "", None
         if cut_off:
             values = meta.get("output_token_sampling_logprobs") or ()
-            support = Support.of(meta.get("output_token_sampling_mask") or ())
-            problem = _odd_support(support, token_ids, len(values))
+            support = SamplingMask.from_rows(meta.get("output_token_sampling_mask") or ())
+            problem = _check_sampling_mask(support, token_ids, len(values))
         else:
             triples = meta.get("output_token_logprobs", ()) if cut else meta["output_token_logprobs"]
             values = [triple[0] for triple in triples]
@@ -157,32 +157,36 @@ class Client:
         routing = None
         if self._routing is not None and len(token_ids):
             routing = decode_routing(meta.get("routed_experts"), asked + len(token_ids) - 1 - routed, self._routing)
-        runs = _versions(meta.get("weight_versions") or (), len(token_ids))
+        runs = _parse_weight_versions(meta.get("weight_versions") or (), len(token_ids))
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs,
-            finish="abort" if cut else kind,
+            finish_reason="abort" if cut else kind,
             # Where weights were replaced in the middle of an answer, what follows has keys and values of older ones.
             weight_version=runs[0][0] if runs else int(meta["weight_version"]),
             routing=routing,
-            support=support,
+            sampling_mask=support,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
-            cached=_cached(meta.get("cached_tokens"), asked),
-            reason=f"the engine cut the answer off: {finish.get('message', 'it does not say why')}" if cut else "",
+            cached=_parse_cached_tokens(meta.get("cached_tokens"), asked),
+            abort_reason=f"the engine cut the answer off: {finish.get('message', 'it does not say why')}"
+            if cut
+            else "",
         )
 
     def _check_version(self, meta: dict[str, Any], oldest: int | None) -> None:
         """SGLang says by which weights the last token was chosen, and by which each, where they changed meanwhile.
         oldest: those when it was asked."""
-        if oldest is None or self.version is None:
+        if oldest is None or self.weight_version is None:
             return
         for span in meta.get("weight_versions") or [{"version": meta["weight_version"]}]:
             found = str(span["version"])
-            if found != str(self.version) and not (found.isdecimal() and oldest <= int(found) <= self.version):
+            if found != str(self.weight_version) and not (
+                found.isdecimal() and oldest <= int(found) <= self.weight_version
+            ):
                 raise RuntimeError(
                     f"the engine answered by weights of version {found}, but those that it was given last "
-                    f"are version {self.version}: something else than this run has changed it"
+                    f"are version {self.weight_version}: something else than this run has changed it"
                 )
 
     async def stop(self) -> None:
@@ -202,7 +206,7 @@ class Client:
         """
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         status, data = await self._post("/parse_function_call", body)
-        answer = _loaded("/parse_function_call", data)
+        answer = _parse_json("/parse_function_call", data)
         if status in (400, 500):  # what it says where the parser raises
             return None
         try:
@@ -213,7 +217,7 @@ class Client:
         except (LookupError, TypeError, ValueError) as error:
             raise RequestFailed(f"the engine's answer to /parse_function_call cannot be one: {error!r}") from None
 
-    async def sign(self, seconds: float) -> bool:
+    async def is_alive(self, seconds: float) -> bool:
         """Whether the engine says within so many seconds that it is at work. It looks by itself for some 20."""
         assert self._session is not None, "the client is used outside `async with`"
         try:
@@ -224,18 +228,18 @@ class Client:
             return False
 
     async def _post(
-        self, path: str, body: dict[str, Any], heard: Heard | None = None
+        self, path: str, body: dict[str, Any], heard: TokenCallback | None = None
     ) -> tuple[int, bytes | str | dict[str, Any]]:
         """Status and answer, bytes where they say that they are JSON; of a stream its parts, put together."""
         body = body if heard is None else {**body, "stream": True}
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        for attempt in range(1, _TRIES + 1):
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
             if self._session is not None and self._session.closed:  # between two tries: its generation has ended
                 raise RequestFailed(f"the engine is not asked for {path} any more")
             error: aiohttp.ClientError | None = None
             try:
-                status, found = await self._asked(path, data, heard)
-                if status not in _FAULTS or path != "/generate" or attempt == _TRIES:
+                status, found = await self._request(path, data, heard)
+                if status not in _SERVER_ERRORS or path != "/generate" or attempt == _MAX_ATTEMPTS:
                     return status, found
             except TimeoutError:
                 raise RequestFailed(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
@@ -243,42 +247,44 @@ class Client:
                 error = failed
             except (aiohttp.ClientError, UnicodeError) as failed:
                 raise RequestFailed(f"the engine's answer to {path} cannot be read: {failed!r}") from None
-            if attempt == _TRIES:
-                await self._unless_it_is_gone()
+            if attempt == _MAX_ATTEMPTS:
+                await self._raise_if_lost()
                 raise RequestFailed(f"the engine cannot be reached: {error}") from None
-            await asyncio.sleep(_PAUSE_S * attempt)
+            await asyncio.sleep(_RETRY_DELAY_S * attempt)
         raise AssertionError("unreachable")
 
-    async def _asked(self, path: str, data: bytes, heard: Heard | None) -> tuple[int, bytes | str | dict[str, Any]]:
+    async def _request(
+        self, path: str, data: bytes, heard: TokenCallback | None
+    ) -> tuple[int, bytes | str | dict[str, Any]]:
         assert self._session is not None, "the client is used outside `async with`"
         async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
             if answer.content_type == "application/json":
                 return answer.status, await answer.read()
             if heard is not None and answer.status == 200:
-                return 200, await _together(answer, heard)
+                return 200, await _merge_stream(answer, heard)
             return answer.status, await answer.text()
 
-    async def _unless_it_is_gone(self) -> None:
+    async def _raise_if_lost(self) -> None:
         """Raise EngineLost where the engine's process ends within a few seconds."""
-        until = time.monotonic() + _GONE_S
-        self._check_runs()
+        until = time.monotonic() + _DEATH_CHECK_S
+        self._check_running()
         while time.monotonic() < until:
-            await asyncio.sleep(_PAUSE_S)
-            self._check_runs()
+            await asyncio.sleep(_RETRY_DELAY_S)
+            self._check_running()
 
 
-def cuts(params: Mapping[str, Any]) -> bool:
+def is_truncated_sampling(params: Mapping[str, Any]) -> bool:
     """Whether under these sampling parameters not every token can be drawn, at random among several."""
     odd = params.get("top_p", 1.0) < 1 or params.get("top_k", -1) > 0 or params.get("min_p", 0.0) > 0
     return bool(odd and params.get("temperature", 1.0) > 0)
 
 
-def _cached(said: object, asked: int) -> int:
+def _parse_cached_tokens(said: object, asked: int) -> int:
     """Of `asked` tokens; -1 for what can be no such number, for nothing is trained by it."""
     return said if type(said) is int and 0 <= said <= asked else -1
 
 
-def _odd_support(support: Support, token_ids: Ids, values: int) -> str:
+def _check_sampling_mask(support: SamplingMask, token_ids: Ids, values: int) -> str:
     """What is wrong with an engine's record of what it could have sampled, and so many log-probs; empty if nothing."""
     if not len(support) and len(token_ids):
         return "the engine does not say what it could have sampled (return_sampling_mask)"
@@ -288,12 +294,12 @@ def _odd_support(support: Support, token_ids: Ids, values: int) -> str:
             f"{values} log-probs"
         )
     tokens = torch.tensor(token_ids)
-    if bool((outside := support.lacks(tokens) | (support.counts == 0)).any()):
+    if bool((outside := support.excludes(tokens) | (support.counts == 0)).any()):
         return f"the engine sampled token {int(tokens[outside][0])}, but says that it could not have sampled that"
     return ""
 
 
-async def _together(answer: aiohttp.ClientResponse, heard: Heard) -> dict[str, Any]:
+async def _merge_stream(answer: aiohttp.ClientResponse, heard: TokenCallback) -> dict[str, Any]:
     """A stream's events as the one answer that they are parts of. Raises RequestFailed, also where the connection is
     lost after the first of them: what was heard cannot be said again."""
     whole: dict[str, Any] = {"output_ids": [], "meta_info": {}}
@@ -318,19 +324,19 @@ async def _together(answer: aiohttp.ClientResponse, heard: Heard) -> dict[str, A
                 if "error" in part:
                     raise RequestFailed(f"the engine refused to generate: {str(part['error'])[:300]}")
                 tokens, meta = part["output_ids"], part["meta_info"]
-                for name in _OF_TOKENS & meta.keys():
+                for name in _PER_TOKEN_FIELDS & meta.keys():
                     lists.setdefault(name, []).extend(meta[name])
                 whole["output_ids"] += tokens
                 whole["meta_info"] |= meta
                 if tokens:
-                    heard(ids_of(tokens))
+                    heard(as_token_ids(tokens))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
     whole["meta_info"] |= lists
     return whole
 
 
-def _loaded(path: str, data: bytes | str | dict[str, Any]) -> Any:
+def _parse_json(path: str, data: bytes | str | dict[str, Any]) -> Any:
     try:
         return orjson.loads(data) if isinstance(data, bytes) else data
     except ValueError as error:
@@ -338,7 +344,7 @@ def _loaded(path: str, data: bytes | str | dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _pause_gc() -> Iterator[None]:
     """Without passes of Python's collector, which thousands of short-lived lists in an answer set off again and again:
     over all that torch and others keep in this process, they take longer than to read the answer."""
     enabled = gc.isenabled()
@@ -350,7 +356,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _versions(spans: Sequence[dict[str, Any]], tokens: int) -> tuple[tuple[int, int], ...]:
+def _parse_weight_versions(spans: Sequence[dict[str, Any]], tokens: int) -> tuple[tuple[int, int], ...]:
     """SGLang's spans of tokens that weights of one version chose, as of a `Turn`. Raises RequestFailed where they are
     not of these `tokens`."""
     runs = [(int(span["version"]), span["start"], span["end"]) for span in spans]
@@ -372,19 +378,19 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
     if text is None:
         raise RequestFailed("the engine did not record which experts it chose; set train.replay_routing=false")
     found = np.frombuffer(pybase64.b64decode(text, validate=True), dtype=np.int32)  # 100 times as fast as if not
-    if found.size != tokens * shape.layers * shape.topk:
+    if found.size != tokens * shape.num_layers * shape.topk:
         raise RequestFailed(
-            f"the engine's record of routing has {found.size} numbers, not those of {tokens} tokens in {shape.layers} "
+            f"the engine's record of routing has {found.size} numbers, not those of {tokens} tokens in {shape.num_layers} "
             f"layers with {shape.topk} experts each: engine and trainer must load the same config.json"
         )
-    record = found.reshape(tokens, shape.layers, shape.topk)
+    record = found.reshape(tokens, shape.num_layers, shape.topk)
     record = record[:, _slice(shape.moe_layers)]
-    if record.size and record.view(np.uint32).max() >= shape.experts:  # negative ones are large so
+    if record.size and record.view(np.uint32).max() >= shape.num_experts:  # negative ones are large so
         raise RequestFailed(
             f"the engine's record of routing names experts from {record.min()} to {record.max()}, but config.json has "
-            f"{shape.experts}, from 0"
+            f"{shape.num_experts}, from 0"
         )
-    return torch.from_numpy(record.astype(np.uint8 if shape.experts <= 256 else np.int16))
+    return torch.from_numpy(record.astype(np.uint8 if shape.num_experts <= 256 else np.int16))
 
 
 def _slice(numbers: tuple[int, ...]) -> slice | list[int]:

@@ -18,15 +18,15 @@ from megarl.cpu.sglang_arguments import NamedTensors
 from megarl.models.fp8 import is_fp8
 from megarl.models.registry import load_hf_config
 from megarl.parallel import device
-from megarl.reshard.plan.engine_settings import check_blackwell, safe_runner
+from megarl.reshard.plan.engine_settings import check_blackwell, choose_runner
 
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Where torch reads its allocator's settings; the second since 2.9, and the first still."""
 
 
 def check_allocator(environ: Mapping[str, str]) -> None:
     """Raise ConfigError where the environment sets `expandable_segments`."""
-    for name in VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         for setting in environ.get(name, "").split(","):
             key, _, value = setting.partition(":")
             if key.strip() == "expandable_segments" and value.strip().lower() in ("true", "1"):
@@ -49,7 +49,7 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
     """SGLang's settings for this kind of machine; the memory saver lets the weights sleep while the ranks train. Of a
     draft model, which is not pushed where it is not trained, SGLang keeps a copy on the host meanwhile."""
     blackwell = torch.cuda.get_device_capability()[0] >= 10
-    runner = safe_runner(config.rollout.sglang, blackwell)
+    runner = choose_runner(config.rollout.sglang, blackwell)
     if blackwell:
         check_blackwell({**runner, **config.rollout.sglang}, is_fp8(load_hf_config(config.model.path)))
     return {

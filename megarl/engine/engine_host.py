@@ -42,7 +42,7 @@ from typing import IO, Any
 
 from megarl.processes.children import die_with_parent, inherit_orphans, is_tracker
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def _children() -> list[int]:
@@ -59,7 +59,7 @@ def _reap() -> bool:
     return found
 
 
-def _end_all(spared: Callable[[int], bool], grace: float) -> None:
+def _kill_children(spared: Callable[[int], bool], grace: float) -> None:
     """Kill the children, and theirs as they arrive here, until none is left; the spared ones after `grace` seconds."""
     deadline = time.monotonic() + grace
     while children := _children():
@@ -91,26 +91,26 @@ def _fork(work: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def _instance(folder: Path) -> str:
+def _instance_id(folder: Path) -> str:
     """By what SGLang shall call the engine with this folder."""
     return hashlib.blake2s(bytes(folder), digest_size=6).hexdigest()
 
 
-def _clear(folder: Path) -> None:
+def _remove_engine_files(folder: Path) -> None:
     """Remove what an engine whose processes are gone has left: its folder, and the file in shared memory by which they
     tell each other their load. SGLang never removes it; its name is as in `sglang.srt.managers.load_snapshot`."""
-    name = _instance(folder)
+    name = _instance_id(folder)
     digest = hashlib.blake2s(name.encode(), digest_size=4).hexdigest()
     Path(f"/dev/shm/sglang_loads_{name}_{digest}.shm").unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear_all(path: str) -> None:
+def remove_host_folder(path: str) -> None:
     """Remove the folder of a host, and what its engines have left."""
     with contextlib.suppress(OSError):
         for folder in Path(path).iterdir():
             if folder.is_dir():
-                _clear(folder)
+                _remove_engine_files(folder)
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -124,54 +124,54 @@ class EngineHost:
         self._preload = preload
         self._starter = starter
         self._pid = os.getpid()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  what the import prints belongs to each engine's log
-        self._failed = False
+        self._import_log = tempfile.TemporaryFile()  # noqa: SIM115  what the import prints belongs to each engine's log
+        self._has_import_failed = False
 
     def run(self) -> None:
         """Serve until SIGTERM."""
         inherit_orphans()
-        self._clear_after_the_killed()  # of a host before this one
+        self._remove_dead_folders()  # of a host before this one
         if self._preload:
-            self._import()
+            self._import_sglang()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until here there was nothing to end but this
         try:
             while True:
-                if select.select([self._listener], [], [], _LOOK_S)[0]:
+                if select.select([self._listener], [], [], _POLL_S)[0]:
                     connection, _ = self._listener.accept()
                     with connection:
                         _fork(lambda: self._supervise(connection))  # noqa: B023  the child uses it at once
                 if _reap():
-                    self._clear_after_the_killed()
+                    self._remove_dead_folders()
         finally:
             for pid in _children():
                 os.kill(pid, signal.SIGTERM)
-            _end_all(lambda pid: True, grace=10.0)
-            self._leave()
+            _kill_children(lambda pid: True, grace=10.0)
+            self._clean_up()
             os._exit(0)  # taking SGLang's modules apart would take two seconds
 
-    def _clear_after_the_killed(self) -> None:
+    def _remove_dead_folders(self) -> None:
         """A supervisor that was killed has left its folder."""
         with contextlib.suppress(OSError):
             for folder in self._folder.iterdir():
                 if folder.is_dir() and not Path(f"/proc/{folder.name}").exists():
-                    _clear(folder)
+                    _remove_engine_files(folder)
 
-    def _leave(self) -> None:
+    def _clean_up(self) -> None:
         """Remove what nobody needs any more: of the host's folder all, where whoever has started it is gone."""
-        self._clear_after_the_killed()
+        self._remove_dead_folders()
         with contextlib.suppress(OSError):
             if _has_ended(self._starter) and not any(path.is_dir() for path in self._folder.iterdir()):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _import(self) -> None:
-        _print_to(self._said)
+    def _import_sglang(self) -> None:
+        _print_to(self._import_log)
         try:
             from megarl.engine import engine_server
 
-            engine_server.load()
+            engine_server.import_sglang()
         except BaseException:  # noqa: B036  told to each rank that asks for an engine
             traceback.print_exc()
-            self._failed = True
+            self._has_import_failed = True
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()  # else each process would copy these pages when it collects garbage
@@ -182,10 +182,10 @@ class EngineHost:
         with connection.makefile("rb") as lines:
             order = json.loads(lines.readline())
         with open(order["log"], "ab") as log:
-            self._said.seek(0)
-            shutil.copyfileobj(self._said, log)
+            self._import_log.seek(0)
+            shutil.copyfileobj(self._import_log, log)
             _print_to(log)
-        if self._failed:
+        if self._has_import_failed:
             connection.sendall(b"1\n")
             return
         inherit_orphans()
@@ -193,20 +193,20 @@ class EngineHost:
         scratch.mkdir(mode=0o700)
         os.environ.update(order["environment"], TMPDIR=str(scratch))
         tempfile.tempdir = None
-        settings = {**order["settings"], "instance": _instance(scratch)}
+        settings = {**order["settings"], "instance": _instance_id(scratch)}
         try:
             server = _fork(lambda: self._serve(connection, settings, os.getppid()))
             while not (ended := os.waitpid(server, os.WNOHANG))[0]:
-                closed, _, _ = select.select([connection], [], [], _LOOK_S)
+                closed, _, _ = select.select([connection], [], [], _POLL_S)
                 if closed or os.getppid() != self._pid:
                     return
             time.sleep(0.2)  # let its last lines reach the log
             connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(ended[1]))
         finally:
-            _end_all(is_tracker, grace=5.0)
-            _clear(scratch)
+            _kill_children(is_tracker, grace=5.0)
+            _remove_engine_files(scratch)
             if os.getppid() != self._pid:
-                self._leave()
+                self._clean_up()
 
     def _serve(self, connection: socket.socket, settings: dict[str, Any], supervisor: int) -> None:
         connection.close()
@@ -234,7 +234,7 @@ def _has_ended(process: int) -> bool:
     return bool(select.select([process], [], [], 0)[0])
 
 
-def _leave_at_once(folder: str, starter: int) -> None:
+def _exit_early(folder: str, starter: int) -> None:
     if _has_ended(starter):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
@@ -245,7 +245,7 @@ def _main(listener: int, parent: int, folder: str, preload: bool) -> None:
     if os.getppid() != parent:  # it was killed before this one had begun
         shutil.rmtree(folder, ignore_errors=True)
         return
-    signal.signal(signal.SIGTERM, lambda *_: _leave_at_once(folder, starter))
+    signal.signal(signal.SIGTERM, lambda *_: _exit_early(folder, starter))
     die_with_parent(parent, signal.SIGTERM)
     EngineHost(socket.socket(fileno=listener), Path(folder), preload, starter).run()
 

@@ -21,21 +21,21 @@ from typing import Any
 from megarl.config import Config
 from megarl.engine import engine_host
 from megarl.processes.children import is_stopped
-from megarl.processes.temp_folders import Scratch
+from megarl.processes.temp_folders import TempFolder
 
-SHARED = "MEGARL_ENGINE_HOST"
+HOST_VARIABLE = "MEGARL_ENGINE_HOST"
 """Environment variable with the socket of a host that another process has started for all engines of this machine."""
-_OF_TORCHRUN = re.compile(
+_TORCHRUN_VARIABLES = re.compile(
     r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE|ROLE_|MASTER_(ADDR|PORT)"
 )
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|WEBHOOK)S?($|_)", re.I)
 """Names of what an engine has no use for: it has a key of its own, and its model lies in a folder."""
-_LOOK_S = 0.2
-_AWAY_S = 10.0
+_POLL_S = 0.2
+_SELF_SUSPENDED_S = 10.0
 """Between two looks: this process was stopped itself, and the host with it."""
-_STOPPED_S = 10.0
+_RESUME_AFTER_S = 10.0
 """After so long a host that is stopped is continued."""
-_LASTS_S, _MOST_STARTS = 60.0, 3
+_MIN_UPTIME_S, _MAX_EARLY_EXITS = 60.0, 3
 """A host that ends before so many seconds, so often in a row, is not started again."""
 
 
@@ -47,7 +47,7 @@ def secret_variables(config: Config) -> set[str]:
     return found | ({hook.removeprefix("env:")} if hook.startswith("env:") else set())
 
 
-class Host:
+class HostProcess:
     """A host that this process started and that ends with it. preload: have it import SGLang, and fork engines from it.
 
     environment: is added to this process's, without what torchrun has put there, with whose variables the engine's
@@ -59,12 +59,12 @@ class Host:
     """
 
     def __init__(self, environment: Mapping[str, str], preload: bool, hidden: Collection[str] = ()) -> None:
-        self._scratch = Scratch("megarl-engines-", engine_host.clear_all)
-        self.path = str(Path(self._scratch.path, "socket"))
+        self._folder = TempFolder("megarl-engines-", engine_host.remove_host_folder)
+        self.path = str(Path(self._folder.path, "socket"))
         inherited = {
             name: value
             for name, value in os.environ.items()
-            if not (_OF_TORCHRUN.match(name) or _SECRET.search(name) or name in hidden)
+            if not (_TORCHRUN_VARIABLES.match(name) or _SECRET.search(name) or name in hidden)
         }
         self._environment = {**inherited, **environment}
         self._preload = preload
@@ -84,7 +84,7 @@ class Host:
         self._closing.set()
         self._thread.join()
         self._listener.close()
-        self._scratch.close()
+        self._folder.close()
 
     # --- in the thread, whose end would be the host's as well
 
@@ -97,47 +97,47 @@ class Host:
         started.set_result(None)
         began = looked = time.monotonic()
         stopped_since, ended = float("inf"), 0
-        while not self._closing.wait(_LOOK_S):
+        while not self._closing.wait(_POLL_S):
             now = time.monotonic()
-            if not is_stopped(self.process.pid) or now - looked > _AWAY_S:
+            if not is_stopped(self.process.pid) or now - looked > _SELF_SUSPENDED_S:
                 stopped_since = float("inf")
             looked = now
             if self.process.poll() is None:
                 if is_stopped(self.process.pid):
                     stopped_since = min(stopped_since, now)
-                    if now - stopped_since > _STOPPED_S:
-                        _say("was stopped (SIGSTOP), and is continued")
+                    if now - stopped_since > _RESUME_AFTER_S:
+                        _warn("was stopped (SIGSTOP), and is continued")
                         self.process.send_signal(signal.SIGCONT)
                 continue
-            ended = ended + 1 if now - began < _LASTS_S else 1
-            if ended > _MOST_STARTS:
-                _say(f"ended {ended} times within {_LASTS_S:g} s each, and is not started again")
+            ended = ended + 1 if now - began < _MIN_UPTIME_S else 1
+            if ended > _MAX_EARLY_EXITS:
+                _warn(f"ended {ended} times within {_MIN_UPTIME_S:g} s each, and is not started again")
                 self._listener.close()
                 os.unlink(self.path)
                 break
-            _say(f"ended ({_how(self.process.returncode)}), and is started again")
+            _warn(f"ended ({_describe_exit(self.process.returncode)}), and is started again")
             began = now
             with contextlib.suppress(OSError):  # then it is found ended, as before
                 self._start()
         self._closing.wait()
-        self._end()
+        self._terminate()
 
     def _start(self) -> None:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "megarl.engine.engine_host"),
-                *(str(self._listener.fileno()), str(os.getpid()), self._scratch.path),
+                *(str(self._listener.fileno()), str(os.getpid()), self._folder.path),
                 "preload" if self._preload else "",
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[self._listener.fileno(), self._scratch.lock],
+            pass_fds=[self._listener.fileno(), self._folder.lock],
             env=self._environment,
             start_new_session=True,  # Ctrl-C reaches this process only, which then ends the host
         )
 
-    def _end(self) -> None:
+    def _terminate(self) -> None:
         self.process.terminate()
         self.process.send_signal(signal.SIGCONT)  # one that is stopped would not hear it
         try:
@@ -147,15 +147,15 @@ class Host:
             self.process.wait()
 
 
-def _say(text: str) -> None:
+def _warn(text: str) -> None:
     print(f"the process that engines are started from {text}", file=sys.stderr, flush=True)
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
 
 
-class Hosted:
+class HostedServer:
     """A server in the care of a host; it lives no longer than this object's connection to it."""
 
     def __init__(self, path: str, log: Path, environment: Mapping[str, str], settings: Mapping[str, Any]) -> None:
@@ -163,7 +163,7 @@ class Hosted:
         self._status: int | None = None
         self.is_abandoned = False
         """Whether it has ended with whoever was to tell how: its supervisor or the host."""
-        self._asking = threading.Lock()  # only one is told
+        self._poll_lock = threading.Lock()  # only one is told
         order = {"log": str(log.resolve()), "environment": dict(environment), "settings": dict(settings)}
         self._socket.connect(path)
         self._socket.sendall(json.dumps(order).encode() + b"\n")
@@ -180,7 +180,7 @@ class Hosted:
         self._socket.close()
 
     def _wait(self, seconds: float) -> int | None:
-        with self._asking:
+        with self._poll_lock:
             if self._status is None and select.select([self._socket], [], [], seconds)[0]:
                 try:
                     line = self._socket.recv(64)

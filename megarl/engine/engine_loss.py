@@ -8,7 +8,7 @@ from typing import Literal, NoReturn, Protocol
 
 Fault = Literal["died", "hangs", "did not start again"]
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 """How often it is asked whether the engine's process is there."""
 _SILENCE_S = 5.0
 """After so long without an answer, while some are asked for, it is asked for a sign of life."""
@@ -25,40 +25,40 @@ class EngineLost(EngineError):
 
     def __init__(self, fault: Fault, text: str, unnoticed: float = 0.0, start: int = 0) -> None:
         super().__init__(text)
-        self.fault, self.unnoticed, self.start = fault, unnoticed, start
+        self.fault, self.detection_delay, self.start_number = fault, unnoticed, start
 
 
-class Asked(Protocol):
+class WatchedClient(Protocol):
     """Whoever asks the engine: a `Client`."""
 
-    asking: int
+    num_pending: int
     """Answers that it waits for."""
-    heard: float
+    last_response_time: float
     """When the last one came, in time.monotonic's seconds."""
 
-    async def sign(self, seconds: float) -> bool:
+    async def is_alive(self, seconds: float) -> bool:
         """Whether the engine gives a sign of life within so many seconds."""
         ...
 
 
-class Watched(Protocol):
+class WatchedEngine(Protocol):
     """An `Engine`."""
 
     @property
-    def holds(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether it was told to stop at the next token."""
         ...
 
-    def check_runs(self, start: int = 0) -> None:
+    def check_running(self, start: int = 0) -> None:
         """Raise EngineLost where it is gone, or was started again after this start."""
         ...
 
-    def hangs(self, seconds: float) -> EngineLost:
+    def hang_error(self, seconds: float) -> EngineLost:
         """What is said where it gave no sign of life for so long."""
         ...
 
 
-async def watch(engine: Watched, asked: Asked, limit: float, start: int = 0) -> NoReturn:
+async def watch(engine: WatchedEngine, asked: WatchedClient, limit: float, start: int = 0) -> NoReturn:
     """Look after an engine until it is lost; EngineLost says why. limit: seconds that it may go without a sign of life
     while it is asked for something. start: as of `check_runs`.
 
@@ -72,21 +72,21 @@ async def watch(engine: Watched, asked: Asked, limit: float, start: int = 0) -> 
         while True:
             now = time.monotonic()
             try:
-                engine.check_runs(start)
+                engine.check_running(start)
             except EngineLost as lost:
-                lost.unnoticed = max(0.0, now - max(alive, asked.heard))
+                lost.detection_delay = max(0.0, now - max(alive, asked.last_response_time))
                 raise
             alive = now
-            if not asked.asking or engine.holds:
+            if not asked.num_pending or engine.is_paused:
                 seen = now
-            seen = max(seen, asked.heard)
+            seen = max(seen, asked.last_response_time)
             if sign is not None and sign.done():
                 seen, sign = max(seen, began) if sign.result() else seen, None
             if now - seen > limit:
-                raise engine.hangs(now - seen)
+                raise engine.hang_error(now - seen)
             if sign is None and now - seen > min(_SILENCE_S, limit / 4):
-                began, sign = now, asyncio.create_task(asked.sign(limit))
-            await asyncio.sleep(_LOOK_S)
+                began, sign = now, asyncio.create_task(asked.is_alive(limit))
+            await asyncio.sleep(_POLL_S)
     finally:
         if sign is not None:
             sign.cancel()

@@ -17,10 +17,10 @@ from typing import Any
 
 from megarl.cpu import sglang_plugin
 from megarl.parallel import job_secret
-from megarl.parallel.rendezvous import STORE_FOLDER
+from megarl.parallel.rendezvous import STORE_FOLDER_ENV
 
 
-def tool_call_marker(parser: str) -> str:
+def find_tool_call_marker(parser: str) -> str:
     """The text that a reply contains once for each call where SGLang's parser has a word for that, or else exactly when
     it sees calls at all; empty if there is none."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -32,13 +32,13 @@ def tool_call_marker(parser: str) -> str:
     return "" if any(detector.has_tool_call(text) for text in unmarked) else marker
 
 
-def _start_processes_by(method: str) -> None:
+def _force_start_method(method: str) -> None:
     """Whatever SGLang asks for: it sets "spawn", by which each of its processes imports everything once more."""
     ask = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: ask(method, force=True)
 
 
-def _call_instance(name: str) -> None:
+def _set_instance_id(name: str) -> None:
     """By this name, and no random one, SGLang calls what it keeps in shared memory, so that others can remove it."""
     from sglang.srt.server_args import PortArgs
 
@@ -52,7 +52,7 @@ def _call_instance(name: str) -> None:
     PortArgs.init_new = staticmethod(named)
 
 
-def load() -> None:
+def import_sglang() -> None:
     """Import all that an engine's processes will need, but for what depends on its model."""
     from sglang.srt.plugins import load_plugins
 
@@ -65,21 +65,21 @@ def load() -> None:
 
 
 def main(settings: dict[str, Any]) -> None:
-    os.environ[job_secret.VARIABLE] = settings[
+    os.environ[job_secret.SECRET_ENV] = settings[
         "secret"
     ]  # for SGLang's further processes, which may be no forks of this
     if settings["server_args"].get("nnodes", 1) == 1:  # the parts of an engine across nodes have no folder in common
-        os.environ[STORE_FOLDER] = tempfile.gettempdir()
-    load()
+        os.environ[STORE_FOLDER_ENV] = tempfile.gettempdir()
+    import_sglang()
     sglang_plugin.seal_pickles()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
     if method := settings["start_method"]:
-        _start_processes_by(method)
-    _call_instance(settings["instance"])
-    facts = {"tool_call_marker": tool_call_marker(settings["tool_call_parser"])}
+        _force_start_method(method)
+    _set_instance_id(settings["instance"])
+    facts = {"tool_call_marker": find_tool_call_marker(settings["tool_call_parser"])}
     Path(settings["facts"]).write_text(json.dumps(facts))
     try:
         run_server(ServerArgs(**settings["server_args"]))

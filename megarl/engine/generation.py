@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from megarl.types import Ids, Logprobs, Support
+from megarl.types import Ids, Logprobs, SamplingMask
 
 
 class RequestFailed(RuntimeError):
@@ -33,14 +33,14 @@ class Generation:
 
     token_ids: Ids
     logprobs: Logprobs
-    finish: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort"]
     weight_version: int
     versions: tuple[tuple[int, int], ...] = ()
     routing: torch.Tensor | None = None
-    support: Support | None = None
+    sampling_mask: SamplingMask | None = None
     drafted: int = 0
     accepted: int = 0
-    reason: str = ""
+    abort_reason: str = ""
     cached: int = -1
 
 
@@ -61,14 +61,16 @@ class Policy(Protocol):
         ...
 
 
-Heard = Callable[[Ids], None]
+TokenCallback = Callable[[Ids], None]
 """Is told the next tokens of an answer while it is written."""
 
 
 @runtime_checkable
-class Streams(Protocol):
+class StreamingPolicy(Protocol):
     """A policy that can be listened to."""
 
-    async def stream(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: Heard) -> Generation:
+    async def stream(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: TokenCallback
+    ) -> Generation:
         """As `Policy.generate`, with the same result."""
         ...

@@ -16,19 +16,19 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-_LONGEST = 1 << 26  # bytes of an answer
+_MAX_ANSWER_BYTES = 1 << 26  # bytes of an answer
 
 
-class Parsing:
-    """Stands for a `Client`, as far as `rehearse` needs one. Raises RuntimeError where SGLang cannot be imported."""
+class ParserProcess:
+    """Stands for a `Client`, as far as `check_parser` needs one. Raises RuntimeError where SGLang cannot be imported."""
 
-    async def __aenter__(self) -> Parsing:
+    async def __aenter__(self) -> ParserProcess:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-W", "ignore", "-m", "megarl.engine.parser_process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            limit=_LONGEST,
+            limit=_MAX_ANSWER_BYTES,
         )
         return self
 
@@ -37,16 +37,16 @@ class Parsing:
             self._process.kill()
         await self._process.communicate()
 
-    async def marker(self, parser: str) -> str:
-        return str(await self._ask([parser]))
+    async def find_marker(self, parser: str) -> str:
+        return str(await self._call([parser]))
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
     ) -> tuple[str, list[Any]] | None:
-        found = await self._ask([parser, text, list(tools)])
+        found = await self._call([parser, text, list(tools)])
         return None if found is None else (found[0], found[1])
 
-    async def _ask(self, order: list[Any]) -> Any:
+    async def _call(self, order: list[Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -70,11 +70,11 @@ def _main() -> None:
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    from megarl.engine.engine_server import tool_call_marker
+    from megarl.engine.engine_server import find_tool_call_marker
 
     def answer(parser: str, text: str | None = None, schemas: Sequence[dict[str, Any]] = ()) -> Any:
         if text is None:
-            return tool_call_marker(parser)
+            return find_tool_call_marker(parser)
         try:
             rest, calls = FunctionCallParser([Tool(**schema) for schema in schemas], parser).parse_non_stream(text)
         except Exception:  # the engine answers with status 500 then

@@ -1,6 +1,6 @@
 """Parse tool calls with SGLang's parser for the model's format, and explain to the policy what could not be parsed.
 
-`guard` prevents SGLang's parsers from losing or misreading calls. Formats with tags (GLM, Qwen3-Coder, MiniMax, ...)
+`escape_text` prevents SGLang's parsers from losing or misreading calls. Formats with tags (GLM, Qwen3-Coder, MiniMax, ...)
 write an argument as bare text, whose type only the tool's schema knows; some parsers guess it, so that the text 1e5 for
 a string becomes 100000.0. Such texts are replaced by placeholders before parsing, and converted by the schema
 afterwards. In JSON formats, markers within strings are escaped, so that neither the parser nor the call counter
@@ -17,15 +17,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
-from megarl.config.server_args import parsers
-from megarl.config.strict import nearest
+from megarl.config.server_args import tool_call_parsers
+from megarl.config.strict import closest_match
 from megarl.engine.client import Client
-from megarl.environments.tools import coerced
+from megarl.environments.tools import coerce_argument
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of
-from megarl.utils.text import encodable
+from megarl.utils.text import replace_surrogates
 
 _ARG_VALUE = r"<arg_value[^>\n]*>", r"</arg_value[^>\n]*>"
 _PARAMETER_IS = r"<parameter=[^>\n]*>\n?", r"\n?</parameter>"
@@ -42,7 +42,7 @@ _TAGS: dict[str, tuple[str, str]] = {
 }
 """Of each parser of bare texts: what opens an argument's text, and what closes it. DeepSeek's later formats have them
 for strings alone."""
-_BEGINS: dict[str, str] = {
+_CALL_OPENINGS: dict[str, str] = {
     **dict.fromkeys(("deepseekv3", "deepseekv31"), "<｜tool▁call▁begin｜>"),
     **dict.fromkeys(("qwen3_coder", "step3p5", "nanbeige", "mimo"), "<function="),
     **dict.fromkeys(("minimax-m2", "minimax-m3", "dots"), "<invoke "),
@@ -58,14 +58,14 @@ _LITERAL = re.compile(
     r"""(?P<quoted>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|(?<=[=\[,:(\s])(?:"""
     r"""(?P<number>[-+]\s?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)|(?P<name>true|false|null))(?=\s*[,)\]}])"""
 )
-_NAMES: dict[str, Any] = {"true": True, "false": False, "null": None}
+_JSON_LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_MOST_TRIES = 50
+_MAX_JSON_ATTEMPTS = 50
 """So often at most JSON is looked for in a text, each time from end to end."""
 
 
 @dataclass(frozen=True)
-class Guarded:
+class EscapedText:
     """A text of the policy's that a parser may be given, and what it takes to read the calls that come of it.
 
     text, schemas: for the parser. calls: how many the text begins, as far as that can be seen. texts: by word, what an
@@ -75,94 +75,103 @@ class Guarded:
 
     text: str
     schemas: list[dict[str, Any]]
-    calls: int = 0
-    texts: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
+    num_calls: int = 0
+    argument_texts: dict[str, str] = field(default_factory=dict)
+    literal_values: dict[str, Any] = field(default_factory=dict)
+    originals: dict[str, str] = field(default_factory=dict)
 
-    def rest(self, text: str) -> str:
+    def restore_text(self, text: str) -> str:
         """What a parser left of the text, in the policy's words."""
-        for word, source in self.sources.items():
+        for word, source in self.originals.items():
             text = text.replace(word, source)
         return text
 
-    def arguments(self, parsed: Any, schema: dict[str, Any] | None) -> Any:
+    def restore_arguments(self, parsed: Any, schema: dict[str, Any] | None) -> Any:
         """What a parser read, with the policy's texts as the tool's schema declares them."""
         if not isinstance(parsed, dict):
             return parsed
         properties = ((schema or {}).get("function", {}).get("parameters") or {}).get("properties") or {}
-        return {name: self._argument(value, properties.get(name)) for name, value in parsed.items()}
+        return {name: self._restore_argument(value, properties.get(name)) for name, value in parsed.items()}
 
-    def _argument(self, value: Any, declared: dict[str, Any] | None) -> Any:
-        if isinstance(value, str) and value.strip() in self.texts:
-            text = self.texts[value.strip()]
-            return text if declared is None else coerced(text, declared)
-        return self._valued(value)
+    def _restore_argument(self, value: Any, declared: dict[str, Any] | None) -> Any:
+        if isinstance(value, str) and value.strip() in self.argument_texts:
+            text = self.argument_texts[value.strip()]
+            return text if declared is None else coerce_argument(text, declared)
+        return self._restore_literals(value)
 
-    def _valued(self, value: Any) -> Any:
+    def _restore_literals(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self.values.get(value, value)
+            return self.literal_values.get(value, value)
         if isinstance(value, list):
-            return [self._valued(item) for item in value]
+            return [self._restore_literals(item) for item in value]
         if isinstance(value, dict):
-            return {name: self._valued(item) for name, item in value.items()}
+            return {name: self._restore_literals(item) for name, item in value.items()}
         return value
 
 
-def guard(text: str, schemas: Sequence[dict[str, Any]], parser: str, marker: str = "") -> Guarded:
+def escape_text(text: str, schemas: Sequence[dict[str, Any]], parser: str, marker: str = "") -> EscapedText:
     """marker: SGLang's word for a call; empty where there is none."""
     if tags := _TAGS.get(parser):
-        found = _guard_texts(text, schemas, *tags)
+        found = _escape_argument_texts(text, schemas, *tags)
     elif parser in _PYTHONIC:
-        found = _guard_literals(text, schemas)
+        found = _escape_literals(text, schemas)
     else:
-        found = _guard_json(text, schemas, marker)
+        found = _escape_json_strings(text, schemas, marker)
     names = "|".join(re.escape(schema["function"]["name"]) for schema in schemas)
-    begun = [found.text.count(word) for word in (marker, _BEGINS.get(parser, "")) if word]
+    begun = [found.text.count(word) for word in (marker, _CALL_OPENINGS.get(parser, "")) if word]
     if parser in _PYTHONIC and names:
         begun.append(len(re.findall(rf"[\[,]\s*(?:{names})\(", found.text)))
     elif not begun and names:
         begun.append(int(bool(re.search(rf'\{{\s*"name"\s*:\s*"(?:{names})"', found.text))))
-    return Guarded(found.text, found.schemas, max(begun, default=0), found.texts, found.values, found.sources)
+    return EscapedText(
+        found.text, found.schemas, max(begun, default=0), found.argument_texts, found.literal_values, found.originals
+    )
 
 
-def _guard_texts(text: str, schemas: Sequence[dict[str, Any]], opening: str, closing: str) -> Guarded:
+def _escape_argument_texts(text: str, schemas: Sequence[dict[str, Any]], opening: str, closing: str) -> EscapedText:
     """Argument texts become words, of which the schemas say that they are strings."""
     texts: dict[str, str] = {}
-    word = _unused(text)
+    word = _unused_placeholder(text)
 
     def put(found: re.Match[str]) -> str:
         texts[name := f"{word}{len(texts)}X"] = found[2]
         return f"{found[1]}{name}{found[3]}"
 
     pattern = re.compile(f"({opening})((?:(?!{opening}).)*?)({closing})", re.DOTALL)
-    return Guarded(pattern.sub(put, text), [_of_strings(schema) for schema in schemas], texts=texts, sources=texts)
+    return EscapedText(
+        pattern.sub(put, text),
+        [_with_string_arguments(schema) for schema in schemas],
+        argument_texts=texts,
+        originals=texts,
+    )
 
 
-def _guard_literals(text: str, schemas: Sequence[dict[str, Any]]) -> Guarded:
+def _escape_literals(text: str, schemas: Sequence[dict[str, Any]]) -> EscapedText:
     """Python's numbers with a sign, and JSON's names, become strings."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    word = _unused(text)
+    word = _unused_placeholder(text)
 
     def put(found: re.Match[str]) -> str:
         if found["quoted"]:
             return found[0]
         name = f"{word}{len(values)}X"
-        values[name] = _NAMES[found["name"]] if found["name"] else ast.literal_eval(found["number"].replace(" ", ""))
+        values[name] = (
+            _JSON_LITERALS[found["name"]] if found["name"] else ast.literal_eval(found["number"].replace(" ", ""))
+        )
         sources[f'"{name}"'] = found[0]
         return f'"{name}"'
 
-    return Guarded(_LITERAL.sub(put, text), list(schemas), values=values, sources=sources)
+    return EscapedText(_LITERAL.sub(put, text), list(schemas), literal_values=values, originals=sources)
 
 
-def _guard_json(text: str, schemas: Sequence[dict[str, Any]], marker: str) -> Guarded:
+def _escape_json_strings(text: str, schemas: Sequence[dict[str, Any]], marker: str) -> EscapedText:
     """In strings of the JSON behind a marker, `<` and `[` are written as escapes."""
     place = text.find(marker) if marker else -1
     if place < 0:
-        return Guarded(text, list(schemas))
+        return EscapedText(text, list(schemas))
     done, sources, decoder = [text[:place]], {}, json.JSONDecoder()
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_JSON_ATTEMPTS):
         opening = re.compile(r"[{\[]").search(text, place)
         if opening is None:
             break
@@ -172,19 +181,19 @@ def _guard_json(text: str, schemas: Sequence[dict[str, Any]], marker: str) -> Gu
         except (ValueError, RecursionError):
             end = start + 1
         source = text[start:end]
-        escaped = source if end == start + 1 else _STRING.sub(_escaped, source)
+        escaped = source if end == start + 1 else _STRING.sub(_escape_string, source)
         if escaped != source:
             sources[escaped] = source
         done += [text[place:start], escaped]
         place = end
-    return Guarded("".join([*done, text[place:]]), list(schemas), sources=sources)
+    return EscapedText("".join([*done, text[place:]]), list(schemas), originals=sources)
 
 
-def _escaped(string: re.Match[str]) -> str:
+def _escape_string(string: re.Match[str]) -> str:
     return string[0].replace("<", "\\u003c").replace("[", "\\u005b")
 
 
-def _of_strings(schema: dict[str, Any]) -> dict[str, Any]:
+def _with_string_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """The same tool, all of whose arguments are strings."""
     function = schema["function"]
     parameters = function.get("parameters") or {}
@@ -193,7 +202,7 @@ def _of_strings(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "function": {**function, "parameters": strings}}
 
 
-def _unused(text: str) -> str:
+def _unused_placeholder(text: str) -> str:
     """The beginning of words that are not in the text."""
     word = "ARGUMENT"
     while word in text:
@@ -202,7 +211,7 @@ def _unused(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """name: of the tool; arguments: as parsed from JSON, usually a dict."""
 
     name: str
@@ -210,20 +219,20 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ParsedResponse:
     """A turn of the policy, taken apart. `error` says what is wrong with a call that could not be read."""
 
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     error: str = ""
 
 
-Parse = Callable[[str, Sequence[dict[str, Any]]], Awaitable[Reply]]
+ParseFunction = Callable[[str, Sequence[dict[str, Any]]], Awaitable[ParsedResponse]]
 """(text, tool schemas) -> Reply"""
 
 
-class Parser(Protocol):
-    """An engine's `Client`, or `parsing.Parsing`."""
+class ToolCallParser(Protocol):
+    """An engine's `Client`, or `parsing.ParserProcess`."""
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
@@ -232,57 +241,61 @@ class Parser(Protocol):
         ...
 
 
-def parser(client: Parser, name: str, marker: str) -> Parse:
+def make_parser(client: ToolCallParser, name: str, marker: str) -> ParseFunction:
     """SGLang's parser `name`, run by the engine. Text without `marker` holds no call and is not sent at all."""
 
-    async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
+    async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
         if not schemas or (marker and marker not in text):
-            return Reply(text)
-        return await _ask(client, name, text, schemas, marker)
+            return ParsedResponse(text)
+        return await _parse(client, name, text, schemas, marker)
 
     return parse
 
 
-async def _ask(client: Parser, parser: str, text: str, schemas: Sequence[dict[str, Any]], marker: str) -> Reply:
-    guarded = guard(text, schemas, parser, marker)
-    return judge(text, schemas, guarded, await client.parse_tool_calls(guarded.text, guarded.schemas, parser))
+async def _parse(
+    client: ToolCallParser, parser: str, text: str, schemas: Sequence[dict[str, Any]], marker: str
+) -> ParsedResponse:
+    guarded = escape_text(text, schemas, parser, marker)
+    return build_response(text, schemas, guarded, await client.parse_tool_calls(guarded.text, guarded.schemas, parser))
 
 
-def judge(
+def build_response(
     text: str,
     schemas: Sequence[dict[str, Any]],
-    guarded: Guarded,
+    guarded: EscapedText,
     answer: tuple[str, Sequence[dict[str, Any]]] | None,
-) -> Reply:
+) -> ParsedResponse:
     """The Reply to what SGLang says of the guarded text, None where its parser choked.
 
     SGLang leaves out a call that it cannot read without a word, so what begins like a call and is not among those
     parsed is an error.
     """
-    malformed = Reply(text, error="the tool call is malformed: it must be in the format of the instructions")
+    malformed = ParsedResponse(text, error="the tool call is malformed: it must be in the format of the instructions")
     if answer is None:
         return malformed
     rest, found = answer
     known = {schema["function"]["name"]: schema for schema in schemas}
     try:
-        calls = tuple(_call(call["name"], call["parameters"], guarded, known) for call in found)
+        calls = tuple(_restore_call(call["name"], call["parameters"], guarded, known) for call in found)
     except (ValueError, RecursionError):  # broken, or nested too deeply
         return malformed
-    if guarded.calls > len(calls):
-        return Reply(malformed.text, calls, malformed.error)
-    return Reply(guarded.rest(rest) if calls else text, calls)
+    if guarded.num_calls > len(calls):
+        return ParsedResponse(malformed.text, calls, malformed.error)
+    return ParsedResponse(guarded.restore_text(rest) if calls else text, calls)
 
 
-def _call(name: Any, parameters: str, guarded: Guarded, known: Mapping[str, dict[str, Any]]) -> Call:
-    called = encodable(str(name))
-    return Call(called, encodable(guarded.arguments(json.loads(parameters or "{}"), known.get(called))))
+def _restore_call(name: Any, parameters: str, guarded: EscapedText, known: Mapping[str, dict[str, Any]]) -> ToolCall:
+    called = replace_surrogates(str(name))
+    return ToolCall(
+        called, replace_surrogates(guarded.restore_arguments(json.loads(parameters or "{}"), known.get(called)))
+    )
 
 
 def parser_name(setting: str, hf: HFConfig) -> str:
     """The parser that `rollout.tool_call_parser` names, or the family's where it is empty. Raises ConfigError for one
     that SGLang does not have."""
-    if setting and parsers() and setting not in parsers():
-        near = nearest(setting, parsers())
+    if setting and tool_call_parsers() and setting not in tool_call_parsers():
+        near = closest_match(setting, tool_call_parsers())
         hint = f"did you mean {near}? Leave it empty" if near else "leave it empty"
         raise ConfigError(
             f"rollout.tool_call_parser={setting} is no parser of SGLang's; {hint} for that of the model's family"
@@ -290,8 +303,8 @@ def parser_name(setting: str, hf: HFConfig) -> str:
     return setting or family_of(hf).parser(hf)
 
 
-def rehearse(
-    chat: Chat, url: str, api_key: str, name: str, marker: str, timeout: float, of_family: bool = False
+def check_parser(
+    chat: ChatTemplate, url: str, api_key: str, name: str, marker: str, timeout: float, of_family: bool = False
 ) -> str:
     """What is wrong with calls of the tools between this model's template and the engine's parser `name`, in one line;
     empty if nothing is. Each tool is called once as the template writes it: the parser must read the same call.
@@ -299,7 +312,7 @@ def rehearse(
 
     async def ask() -> str:
         async with Client(url, api_key, timeout) as client:
-            return await misread(chat, client, name, marker, of_family)
+            return await find_misread_tool(chat, client, name, marker, of_family)
 
     try:
         return asyncio.run(ask())
@@ -307,27 +320,27 @@ def rehearse(
         return str(error)
 
 
-async def misread(chat: Chat, client: Parser, name: str, marker: str, of_family: bool) -> str:
-    """As `rehearse`. Raises ConfigError as `Chat.calls` does, and what the client raises."""
+async def find_misread_tool(chat: ChatTemplate, client: ToolCallParser, name: str, marker: str, of_family: bool) -> str:
+    """As `check_parser`. Raises ConfigError as `ChatTemplate.render_calls` does, and what the client raises."""
 
     async def reads(parser: str, tool: str) -> bool:
-        for text, arguments in chat.calls(tool):
+        for text, arguments in chat.render_calls(tool):
             schemas = [chat.tools[tool].schema]
-            found = await _ask(client, parser, text, schemas, "")
+            found = await _parse(client, parser, text, schemas, "")
             marked = parser != name or not marker or marker in text
-            if found.calls == (Call(tool, arguments),) and marked:
+            if found.calls == (ToolCall(tool, arguments),) and marked:
                 return True
         return False
 
     for tool in chat.tools:
         if await reads(name, tool):
             continue
-        others = [parser for parser in parsers() if await reads(parser, tool)]
+        others = [make_parser for make_parser in tool_call_parsers() if await reads(make_parser, tool)]
         which = f"{name}, the parser of the model's family," if of_family else f"rollout.tool_call_parser={name}"
         advice = f"set rollout.tool_call_parser to {' or '.join(others)}"
         return (
             f"{which} does not read how the chat template of model.path calls the tool {tool}, "
-            f"{chat.calls(tool)[0][0][:200]!r}; "
+            f"{chat.render_calls(tool)[0][0][:200]!r}; "
             + (advice if others else "no other of SGLang's parsers does either: use the template of the model")
         )
     return ""

@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from megarl.engine.engine_loss import EngineError
-from megarl.processes.temp_folders import Scratch
+from megarl.processes.temp_folders import TempFolder
 
 _LENGTH = struct.Struct("<q")
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
-class Late(EngineError):
+class EngineTimeout(EngineError):
     """Somebody who is there, as far as anybody knows, does not answer."""
 
 
-def _send(line: socket.socket, content: dict[str, Any]) -> None:
+def _send_json(line: socket.socket, content: dict[str, Any]) -> None:
     data = json.dumps(content).encode()
     line.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _bytes(line: socket.socket, count: int) -> bytearray:
+def _receive_bytes(line: socket.socket, count: int) -> bytearray:
     """Fewer than `count` where the other side has hung up."""
     found = bytearray()
     while len(found) < count and (part := line.recv(min(count - len(found), 1 << 20))):
@@ -40,81 +40,83 @@ def _bytes(line: socket.socket, count: int) -> bytearray:
     return found
 
 
-def _receive(line: socket.socket) -> dict[str, Any] | None:
+def _receive_json(line: socket.socket) -> dict[str, Any] | None:
     """None where the other side has hung up."""
-    head = _bytes(line, _LENGTH.size)
+    head = _receive_bytes(line, _LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack(head)
-    data = _bytes(line, length)
+    data = _receive_bytes(line, length)
     return dict(json.loads(data)) if len(data) == length else None
 
 
-def follow(path: str, obey: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+def serve_orders(path: str, obey: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     """The engine's side: do what comes by the socket at `path`, in its order, and answer each, until the other side has
     hung up. Returns how many orders there were. `obey` does not raise."""
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(path)
         orders = 0
         try:
-            while (order := _receive(line)) is not None:
-                _send(line, obey(order))
+            while (order := _receive_json(line)) is not None:
+                _send_json(line, obey(order))
                 orders += 1
         except (BrokenPipeError, ConnectionResetError):
             pass  # the trainer's rank is gone; whoever looks after it says so
         return orders
 
 
-class Line:
+class WeightChannel:
     """The trainer's side. `path` is for the order that opens the session. patience: seconds that the engine's rank may
     take to connect, and to do an order."""
 
     def __init__(self, patience: float) -> None:
-        self._scratch = Scratch("megarl-push-")
-        self.path = str(Path(self._scratch.path, "socket"))
-        self.patience = patience
-        self._line: socket.socket | None = None
+        self._folder = TempFolder("megarl-push-")
+        self.path = str(Path(self._folder.path, "socket"))
+        self.timeout = patience
+        self._connection: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(1)
 
-    def wait(self, is_over: Callable[[], bool] = lambda: False) -> bool:
+    def wait_connected(self, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Whether the engine's rank has connected; False where `is_over` says first that it will not. Raises Late."""
-        self._listener.settimeout(_LOOK_S)
-        deadline = time.monotonic() + self.patience
+        self._listener.settimeout(_POLL_S)
+        deadline = time.monotonic() + self.timeout
         try:
-            while self._line is None:
+            while self._connection is None:
                 over = is_over()  # before the last look, for it may have connected since the one before
                 try:
-                    self._line, _ = self._listener.accept()
-                    self._line.settimeout(self.patience)
+                    self._connection, _ = self._listener.accept()
+                    self._connection.settimeout(self.timeout)
                 except TimeoutError:
                     if over:
                         return False
                     if time.monotonic() > deadline:
-                        raise Late(f"an engine's rank has not begun its push within {self.patience:g} s") from None
+                        raise EngineTimeout(
+                            f"an engine's rank has not begun its push within {self.timeout:g} s"
+                        ) from None
         finally:
             self._listener.close()
-            self._scratch.close()
+            self._folder.close()
         return True
 
-    def give(self, order: dict[str, Any]) -> None:
+    def send(self, order: dict[str, Any]) -> None:
         """Give an order; `answer` is to be called before the next one. Raises EngineError where nobody is there."""
-        assert self._line is not None
+        assert self._connection is not None
         try:
-            _send(self._line, order)
+            _send_json(self._connection, order)
         except TimeoutError:
-            raise Late(f"an engine's rank has not taken its order within {self.patience:g} s") from None
+            raise EngineTimeout(f"an engine's rank has not taken its order within {self.timeout:g} s") from None
         except OSError as error:
             raise EngineError(f"an engine's rank has ended in the middle of a push ({error})") from None
 
-    def answer(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Wait for what the engine's rank says to the order. Raises EngineError where it is gone, or could not obey."""
-        assert self._line is not None
+        assert self._connection is not None
         try:
-            answer = _receive(self._line)
+            answer = _receive_json(self._connection)
         except TimeoutError:
-            raise Late(f"an engine's rank has not answered its order within {self.patience:g} s") from None
+            raise EngineTimeout(f"an engine's rank has not answered its order within {self.timeout:g} s") from None
         except OSError as error:
             raise EngineError(f"an engine's rank has ended in the middle of a push ({error})") from None
         if answer is None:
@@ -123,9 +125,9 @@ class Line:
             raise EngineError(f"an engine's rank could not obey its order: {answer['error']}")
         return answer
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """The engine's rank, which has answered all that it was told, is done then. Safe to call twice."""
         self._listener.close()
-        if self._line is not None:
-            self._line.close()
-        self._scratch.close()
+        if self._connection is not None:
+            self._connection.close()
+        self._folder.close()

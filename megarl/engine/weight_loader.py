@@ -8,7 +8,7 @@ belongs, and the engine only checks and copies.
 Orders, and what answers them; an order that does not fit is answered by {"error": text} before anything is written:
 
 {"do": "describe"} -> {"tensors": {name: [dtype, shape]}, "odd": [text]}: what may be written, and which layers keep
-their weights otherwise than their shapes show, in words, see `oddities`.
+their weights otherwise than their shapes show, in words, see `find_layout_oddities`.
 {"do": "write", "version": v, "push": text, "tensor_dtype": {name: dtype},
  "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
 {"do": "compare", ...} as to write -> {"differ": [names]}: nothing is written; what holds other bits than its hash says.
@@ -30,12 +30,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megarl.engine.weight_channel import follow
+from megarl.engine.weight_channel import serve_orders
 from megarl.parallel import device, shared_memory
 from megarl.reshard.run.checksum import device_hashes
 from megarl.reshard.run.copies import unpack
 
-NAME = f"{__name__}.load"
+LOADER_NAME = f"{__name__}.load"
 """By which SGLang knows it, as server argument and as load format."""
 
 _LENGTH = struct.Struct("<q")
@@ -48,7 +48,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     nobody would see what is written there.
     """
     try:
-        shared = opened(named_tensors)
+        shared = open_shared(named_tensors)
     except Exception as error:  # of a rank that has ended meanwhile
         print(f"what a rank shares is not there: {type(error).__name__}: {error}", flush=True)
         return
@@ -58,52 +58,52 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
             if order["do"] == "session":
                 answer = _session(model, order["socket"], [shared["bucket"], shared["bucket1"]])
             else:
-                answer = _obey(model, order, shared.get("bucket"))
-            device.finish(shared["answer"], whole=True)  # failures show here; the bucket is free once we answer
+                answer = _run_order(model, order, shared.get("bucket"))
+            device.synchronize(shared["answer"], whole=True)  # failures show here; the bucket is free once we answer
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     try:
-        _put(shared["answer"], answer)
-        device.finish(shared["answer"], whole=True)
+        _write_answer(shared["answer"], answer)
+        device.synchronize(shared["answer"], whole=True)
     except Exception as error:
         print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer finds none
 
 
-def opened(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def open_shared(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors that a rank of the trainer shares, by name. On a CPU it says in one, "shared", where the others are;
     see `engine_cpu.pack`."""
     shared = dict(named_tensors)
     if "shared" not in shared:
         return shared
     places = json.loads(_bytes(shared["shared"]))
-    return {name: shared_memory.mapped(*place) for name, place in places.items()}
+    return {name: shared_memory.map_handle(*place) for name, place in places.items()}
 
 
-_JOINED: list[torch.nn.Module] = []
+_DRAFT_MODELS: list[torch.nn.Module] = []
 """The draft models of the next session. SGLang calls `load` for one model at a time, and cannot while one lasts."""
 
 
 def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor]) -> dict[str, Any]:
-    drafts = list(_JOINED)
-    _JOINED.clear()
+    drafts = list(_DRAFT_MODELS)
+    _DRAFT_MODELS.clear()
 
     def obey(order: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         try:
             for one in drafts if order["draft"] else [model]:
-                for key, names in _obey(one, order, buckets[order["bucket"]]).items():
+                for key, names in _run_order(one, order, buckets[order["bucket"]]).items():
                     found[key] = [*found.get(key, []), *names]
             if not found:
                 raise ValueError("no draft model has joined the session")
-            device.finish(buckets[0], whole=True)  # SGLang may compute in streams of its own
+            device.synchronize(buckets[0], whole=True)  # SGLang may compute in streams of its own
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return found
 
-    return {"orders": follow(path, obey)}
+    return {"orders": serve_orders(path, obey)}
 
 
-def _put(buffer: torch.Tensor, content: dict[str, Any]) -> None:
+def _write_answer(buffer: torch.Tensor, content: dict[str, Any]) -> None:
     """Write JSON into a shared tensor of bytes, after its length as 8 bytes, little-endian."""
     data = json.dumps(content).encode()
     if _LENGTH.size + len(data) > buffer.numel():
@@ -112,7 +112,7 @@ def _put(buffer: torch.Tensor, content: dict[str, Any]) -> None:
     buffer[: len(packed)].copy_(packed)
 
 
-def read(answer: torch.Tensor) -> dict[str, Any]:
+def read_answer(answer: torch.Tensor) -> dict[str, Any]:
     """What the engine has put into the tensor "answer". Raises ValueError where there is nothing."""
     length = _LENGTH.unpack(_bytes(answer[: _LENGTH.size]))[0]
     if not 0 < length <= answer.numel() - _LENGTH.size:
@@ -120,31 +120,31 @@ def read(answer: torch.Tensor) -> dict[str, Any]:
     return dict(json.loads(_bytes(answer[_LENGTH.size : _LENGTH.size + length])))
 
 
-def clear(answer: torch.Tensor) -> None:
+def clear_answer(answer: torch.Tensor) -> None:
     """Make `read` fail until the next answer, so that an old one is not taken for it."""
     answer[: _LENGTH.size].zero_()
 
 
-def _obey(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | None) -> dict[str, Any]:
+def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | None) -> dict[str, Any]:
     match order["do"]:
         case "describe":
-            tensors = writable(model)
+            tensors = writable_tensors(model)
             held = {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in tensors.items()}
-            return {"tensors": held, "odd": oddities(model)}
+            return {"tensors": held, "odd": find_layout_oddities(model)}
         case "write":
             if bucket is None:
                 raise ValueError("an order to write needs a bucket")
-            return {"wrong": _write(_resolved(model, order.get("push")), order, bucket)}
+            return {"wrong": _write(_get_tensors(model, order.get("push")), order, bucket)}
         case "compare":
             if bucket is None:
                 raise ValueError("an order to compare needs a bucket")
-            return {"differ": _write(writable(model), order, bucket, writes=False)}
+            return {"differ": _write(writable_tensors(model), order, bucket, writes=False)}
         case "join":
-            if not any(one is model for one in _JOINED):
-                _JOINED.append(model)
+            if not any(one is model for one in _DRAFT_MODELS):
+                _DRAFT_MODELS.append(model)
             return {}
         case "finish":
-            _RESOLVED.pop(model, None)
+            _TENSOR_CACHE.pop(model, None)
             from sglang.srt.model_loader.loader import post_load_weights
 
             post_load_weights(model)
@@ -154,19 +154,19 @@ def _obey(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | 
     raise ValueError(f"unknown order {order['do']!r}")
 
 
-_RESOLVED: WeakKeyDictionary[torch.nn.Module, tuple[str | None, dict[str, torch.Tensor]]] = WeakKeyDictionary()
+_TENSOR_CACHE: WeakKeyDictionary[torch.nn.Module, tuple[str | None, dict[str, torch.Tensor]]] = WeakKeyDictionary()
 
 
-def _resolved(model: torch.nn.Module, push: str | None) -> dict[str, torch.Tensor]:
-    """`writable`, looked for once in a push: with the modules of a large model that takes longer than a round's copies.
+def _get_tensors(model: torch.nn.Module, push: str | None) -> dict[str, torch.Tensor]:
+    """`writable_tensors`, looked for once in a push: with the modules of a large model that takes longer than a round's copies.
     Between pushes SGLang may replace tensors."""
-    known = _RESOLVED.get(model)
+    known = _TENSOR_CACHE.get(model)
     if known is None or push is None or known[0] != push:
-        known = _RESOLVED[model] = push, writable(model)
+        known = _TENSOR_CACHE[model] = push, writable_tensors(model)
     return known[1]
 
 
-def writable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def writable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's parameters and the buffers that a checkpoint has, by name; shared ones once, by their first name.
     A buffer of one number is no weight: Gemma's normalizer follows from the size."""
     found = {name: parameter.data for name, parameter in model.named_parameters()}
@@ -177,7 +177,7 @@ def writable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-_ORDERED_OTHERWISE = {
+_LAYOUT_MARKERS = {
     "load_up_proj_weight_first": "has the rows of up before those of gate",
     "use_flashinfer_trtllm_moe": "has the rows of up before those of gate, and packs them into blocks",
     "w13_swiglu_interleaved": "has the rows of gate and up in turn",
@@ -193,20 +193,20 @@ _ORDERED_OTHERWISE = {
 """Marks that SGLang puts on a layer, on what computes with its weights or on these: what a shape does not show."""
 
 
-def oddities(model: torch.nn.Module) -> list[str]:
+def find_layout_oddities(model: torch.nn.Module) -> list[str]:
     """What the model itself says of weights that are not where the tables have them; one line for each layer."""
     found = []
     for name, module in model.named_modules():
         method = getattr(module, "weight_load_method", None) or getattr(module, "quant_method", None)
         for owner in (module, method, *module.parameters(recurse=False)):
-            for mark, means in _ORDERED_OTHERWISE.items():
+            for mark, means in _LAYOUT_MARKERS.items():
                 value = getattr(owner, mark, None)
                 if value is not None and value is not False:
                     found.append(f"{name or 'the model'} {means} ({mark})")
-    return list(dict.fromkeys(found)) + _moved_experts()
+    return list(dict.fromkeys(found)) + _check_expert_location()
 
 
-def _moved_experts() -> list[str]:
+def _check_expert_location() -> list[str]:
     """SGLang's own table of which expert is where, if it has loaded it: each must be where its number says."""
     module = sys.modules.get("sglang.srt.eplb.expert_location")
     table = module.get_global_expert_location_metadata() if module is not None else None
@@ -218,7 +218,7 @@ def _moved_experts() -> list[str]:
     return ["the engine's experts are not where their numbers say (init_expert_location)"]
 
 
-class _Box(NamedTuple):
+class _WriteTarget(NamedTuple):
     name: str
     target: torch.Tensor  # [rows, columns], a view of the model's tensor
     offset: int  # in the bucket
@@ -241,14 +241,14 @@ def _write(
         if name in tensors and _dtype(tensors[name]) != dtype:
             raise ValueError(f"{name} is {_dtype(tensors[name])} in the engine, not {dtype}")
     boxes = [
-        _box(tensors, order["tensor_dtype"], bucket, *entry) for entry in order["slices"]
+        _resolve_target(tensors, order["tensor_dtype"], bucket, *entry) for entry in order["slices"]
     ]  # all, before any is written
     dense = [box.target.shape[1] == 1 or box.target.stride(1) == 1 for box in boxes]
     if writes:
         unpack(bucket, [(box.target, box.offset) for box, is_dense in zip(boxes, dense, strict=True) if is_dense])
     for box, is_dense in zip(boxes, dense, strict=True):
         if writes and not is_dense:  # a tensor that the engine keeps transposed
-            source = _cut(bucket, box.offset, box.target.numel(), box.target.dtype)
+            source = _view_bucket(bucket, box.offset, box.target.numel(), box.target.dtype)
             box.target.copy_(source.view(box.target.shape))
     checked = [(box, box.hash) for box in boxes if box.hash is not None]
     if not checked:
@@ -258,7 +258,7 @@ def _write(
     return list(dict.fromkeys(box.name for (box, _), same in zip(checked, equal, strict=True) if not same))
 
 
-def _box(
+def _resolve_target(
     tensors: dict[str, torch.Tensor],
     dtypes: dict[str, str],
     bucket: torch.Tensor,
@@ -270,7 +270,7 @@ def _box(
     c1: int,
     offset: int,
     hash_offset: int,
-) -> _Box:
+) -> _WriteTarget:
     """The views that a slice names. Raises ValueError for one that is not there."""
     if name not in tensors:
         raise ValueError(f"the engine has no tensor {name}")
@@ -286,12 +286,12 @@ def _box(
     if not (0 <= r0 < r1 <= rows and 0 <= c0 < c1 <= columns):
         raise ValueError(f"rows {r0}:{r1}, columns {c0}:{c1} are not in {name}, which has {rows} and {columns}")
     target = whole[r0:r1, c0:c1]
-    _cut(bucket, offset, target.numel(), target.dtype)  # whether it is there
-    wanted = _cut(bucket, hash_offset, 1, torch.int64) if hash_offset != -1 else None
-    return _Box(name, target, offset, wanted)
+    _view_bucket(bucket, offset, target.numel(), target.dtype)  # whether it is there
+    wanted = _view_bucket(bucket, hash_offset, 1, torch.int64) if hash_offset != -1 else None
+    return _WriteTarget(name, target, offset, wanted)
 
 
-def _cut(bucket: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def _view_bucket(bucket: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """[count]: the elements that begin at byte `offset`. Raises ValueError where the bucket does not have them."""
     stop = offset + count * dtype.itemsize
     if offset < 0 or stop > bucket.numel():

@@ -17,27 +17,27 @@ import uuid
 from pathlib import Path
 
 from megarl.config import ConfigError
-from megarl.config.paths import filled
-from megarl.environments.harbor_tasks import MOST_REWARD_BYTES, REWARD_FILES, Task
+from megarl.config.paths import substitute_env
+from megarl.environments.harbor_tasks import MAX_REWARD_BYTES, REWARD_FILES, Task
 from megarl.environments.protocol import SessionLost
 
-ENGINES = ("docker", "podman")
-_ASK_S = 20.0
-_END_S = 5.0
-_KEPT = 1 << 15  # bytes of a command's output, of its head and of its tail
-_PROCESSES = 1024
+CONTAINER_RUNTIMES = ("docker", "podman")
+_COMMAND_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 5.0
+_OUTPUT_PART_BYTES = 1 << 15  # bytes of a command's output, of its head and of its tail
+_MAX_PROCESSES = 1024
 
 
 @functools.cache
-def engine() -> str:
+def find_runtime() -> str:
     """The command of the engine that answers here. Raises ConfigError with what each of them said."""
     said = []
-    for name in ENGINES:
+    for name in CONTAINER_RUNTIMES:
         if shutil.which(name) is None:
             said.append(f"there is no {name}")
             continue
         try:
-            asked = subprocess.run([name, "info"], capture_output=True, timeout=_ASK_S)
+            asked = subprocess.run([name, "info"], capture_output=True, timeout=_COMMAND_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired):
             said.append(f"{name} info does not answer")
             continue
@@ -54,38 +54,38 @@ class Container:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.lost = False
-        self._engine = engine()
+        self.is_lost = False
+        self._runtime = find_runtime()
         self._name = f"megarl-{uuid.uuid4().hex}"
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Raises SessionLost where its image cannot be built or it does not start."""
         task, where = self.task, f"task {self.task.name}"
-        image = task.image or await asyncio.to_thread(self._built)
-        given = ["run", "--rm", "-i", "--name", self._name, "--pids-limit", str(_PROCESSES), "--entrypoint", "cat"]
+        image = task.image or await asyncio.to_thread(self._build_image)
+        given = ["run", "--rm", "-i", "--name", self._name, "--pids-limit", str(_MAX_PROCESSES), "--entrypoint", "cat"]
         given += ["--security-opt", "no-new-privileges"]
         given += ["--memory", f"{task.memory_mb}m"] if task.memory_mb else []
         given += ["--cpus", f"{task.cpus:g}"] if task.cpus else []
         given += ["--workdir", task.workdir] if task.workdir else []
-        given += [] if task.network else ["--network", "none"]
+        given += [] if task.has_network else ["--network", "none"]
         for name, value in task.env.items():
-            given += ["--env", f"{name}={filled(value, where)}"]
+            given += ["--env", f"{name}={substitute_env(value, where)}"]
         self._process = await asyncio.create_subprocess_exec(
-            *(self._engine, *given, image),
+            *(self._runtime, *given, image),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        async with asyncio.timeout(task.build_s):  # to be had from a registry first, maybe
-            while (await self._ask("exec", self._name, "true"))[0] != 0:
+        async with asyncio.timeout(task.build_timeout):  # to be had from a registry first, maybe
+            while (await self._run_command("exec", self._name, "true"))[0] != 0:
                 if self._process.returncode is not None:
                     assert self._process.stderr is not None
                     said = (await self._process.stderr.read()).decode(errors="replace").strip()
                     raise SessionLost(f"{where}: its container did not start: {said[-300:]}")
                 await asyncio.sleep(0.1)
 
-    def _built(self) -> str:
+    def _build_image(self) -> str:
         """The image of its Dockerfile, made once for the same files. Blocks."""
         folder = self.task.folder / "environment"
         hashed = hashlib.sha256()
@@ -94,13 +94,15 @@ class Container:
         image = f"megarl-task:{hashed.hexdigest()[:32]}"
         with open(Path(tempfile.gettempdir()) / f"{image.replace(':', '-')}-{os.getuid()}", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # each of a group's sessions wants it at the same moment
-            if subprocess.run([self._engine, "image", "inspect", image], capture_output=True).returncode == 0:
+            if subprocess.run([self._runtime, "image", "inspect", image], capture_output=True).returncode == 0:
                 return image
             try:
-                command = [self._engine, "build", "-q", "-t", image, str(folder)]
-                made = subprocess.run(command, capture_output=True, timeout=self.task.build_s)
+                command = [self._runtime, "build", "-q", "-t", image, str(folder)]
+                made = subprocess.run(command, capture_output=True, timeout=self.task.build_timeout)
             except subprocess.TimeoutExpired:
-                raise SessionLost(f"task {self.task.name}: its image took more than {self.task.build_s:g} s") from None
+                raise SessionLost(
+                    f"task {self.task.name}: its image took more than {self.task.build_timeout:g} s"
+                ) from None
         if made.returncode:
             said = made.stderr.decode(errors="replace").strip()[-300:]
             raise SessionLost(f"task {self.task.name}: its image cannot be built: {said}")
@@ -110,9 +112,9 @@ class Container:
         """The status and the output of a command in a shell of its own; None where it was stopped after `seconds`."""
         user = ["--user", self.task.user] if self.task.user else []
         inside = ["timeout", "-s", "KILL", f"{seconds:g}", "bash", "-c", command]
-        status, said = await self._ask("exec", *user, self._name, *inside, limit=seconds + _ASK_S)
-        if status in (125, 126, 127, 137, None) and (await self._ask("exec", self._name, "true"))[0] != 0:
-            self.lost = True
+        status, said = await self._run_command("exec", *user, self._name, *inside, limit=seconds + _COMMAND_TIMEOUT_S)
+        if status in (125, 126, 127, 137, None) and (await self._run_command("exec", self._name, "true"))[0] != 0:
+            self.is_lost = True
         return (None if status == 137 else status), said
 
     async def verify(self) -> tuple[dict[str, bytes], str]:
@@ -120,23 +122,25 @@ class Container:
         `lost` where it came to no end.
 
         Tests come only now, into a folder that was emptied, as was that of the rewards."""
-        await self._ask("exec", "--user", "0", self._name, "bash", "-c", "kill -9 -1")
+        await self._run_command("exec", "--user", "0", self._name, "bash", "-c", "kill -9 -1")
         fresh = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
-        await self._must("exec", "--user", "0", self._name, "bash", "-c", fresh)
-        await self._must("cp", f"{self.task.folder / 'tests'}/.", f"{self._name}:/tests")
+        await self._run_checked("exec", "--user", "0", self._name, "bash", "-c", fresh)
+        await self._run_checked("cp", f"{self.task.folder / 'tests'}/.", f"{self._name}:/tests")
         where = f"task {self.task.name}"
         given = ["--user", self.task.verifier_user] if self.task.verifier_user else []
         for name, value in self.task.verifier_env.items():
-            given += ["--env", f"{name}={filled(value, where)}"]
-        inside = ["timeout", "-s", "KILL", f"{self.task.verifier_s:g}", "bash", "/tests/test.sh"]
-        status, said = await self._ask("exec", *given, self._name, *inside, limit=self.task.verifier_s + _ASK_S)
-        self.lost = status in (None, 137)
-        files = {name: await self._file(f"/logs/verifier/{name}") for name in REWARD_FILES}
+            given += ["--env", f"{name}={substitute_env(value, where)}"]
+        inside = ["timeout", "-s", "KILL", f"{self.task.verifier_timeout:g}", "bash", "/tests/test.sh"]
+        status, said = await self._run_command(
+            "exec", *given, self._name, *inside, limit=self.task.verifier_timeout + _COMMAND_TIMEOUT_S
+        )
+        self.is_lost = status in (None, 137)
+        files = {name: await self._read_file(f"/logs/verifier/{name}") for name in REWARD_FILES}
         return {name: data for name, data in files.items() if data is not None}, said
 
-    async def _file(self, path: str) -> bytes | None:
+    async def _read_file(self, path: str) -> bytes | None:
         """A regular file of the container; what it names is not followed."""
-        status, data = await self._bytes("cp", f"{self._name}:{path}", "-", most=4 * MOST_REWARD_BYTES)
+        status, data = await self._run_command_bytes("cp", f"{self._name}:{path}", "-", most=4 * MAX_REWARD_BYTES)
         if status != 0:
             return None
         with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data)) as packed:
@@ -145,20 +149,22 @@ class Container:
                 return file.read()
         return None
 
-    async def _must(self, *command: str) -> None:
-        status, said = await self._ask(*command)
+    async def _run_checked(self, *command: str) -> None:
+        status, said = await self._run_command(*command)
         if status != 0:
             raise SessionLost(f"task {self.task.name}: its container failed: {said.strip()[-300:]}")
 
-    async def _ask(self, *command: str, limit: float = _ASK_S) -> tuple[int | None, str]:
-        status, data = await self._bytes(*command, limit=limit)
+    async def _run_command(self, *command: str, limit: float = _COMMAND_TIMEOUT_S) -> tuple[int | None, str]:
+        status, data = await self._run_command_bytes(*command, limit=limit)
         return status, data.decode(errors="replace")
 
-    async def _bytes(self, *command: str, limit: float = _ASK_S, most: int = 2 * _KEPT) -> tuple[int | None, bytes]:
+    async def _run_command_bytes(
+        self, *command: str, limit: float = _COMMAND_TIMEOUT_S, most: int = 2 * _OUTPUT_PART_BYTES
+    ) -> tuple[int | None, bytes]:
         """What the engine says to a command; status None where it did not end within `limit` seconds. Of what it
         prints the head and the tail are kept, together `most` bytes."""
         process = await asyncio.create_subprocess_exec(
-            *(self._engine, *command),
+            *(self._runtime, *command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -191,12 +197,12 @@ class Container:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(OSError):
-                await self._ask("kill", self._name)
-                await self._ask("rm", "-f", self._name)
+                await self._run_command("kill", self._name)
+                await self._run_command("rm", "-f", self._name)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()

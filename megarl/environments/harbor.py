@@ -11,8 +11,8 @@ import asyncio
 from typing import Any, Protocol
 
 from megarl.config import ConfigError
-from megarl.environments.containers import Container, engine
-from megarl.environments.harbor_tasks import Task, read_tasks, reward_of
+from megarl.environments.containers import Container, find_runtime
+from megarl.environments.harbor_tasks import Task, parse_reward, read_tasks
 from megarl.environments.protocol import SessionLost
 from megarl.environments.task_boxes import TaskBox
 
@@ -21,10 +21,10 @@ COMMAND_LIMIT_S = 120.0
 _MARGIN_S = 120.0
 
 
-class Place(Protocol):
+class TaskMachine(Protocol):
     """Where a task runs, for one session. lost: what the policy did ended it."""
 
-    lost: bool
+    is_lost: bool
 
     async def start(self) -> None: ...
 
@@ -40,17 +40,21 @@ def environment(folder: str) -> type[HarborTask]:
     tasks, probed = read_tasks(folder), False
     for task in tasks:
         try:
-            if task.image or task.builds:
-                engine()
+            if task.image or task.has_dockerfile:
+                find_runtime()
             else:
                 box = TaskBox(task)
                 if not probed:
                     asyncio.run(box.probe())
                 probed = True
         except ConfigError as error:
-            own = "has an image of its own" if task.image or task.builds else "has no image, which is for the sandbox"
+            own = (
+                "has an image of its own"
+                if task.image or task.has_dockerfile
+                else "has no image, which is for the sandbox"
+            )
             raise ConfigError(f"task {task.name} {own}: {error}") from None
-    longest = max(task.build_s + task.verifier_s for task in tasks) + _MARGIN_S
+    longest = max(task.build_timeout + task.verifier_timeout for task in tasks) + _MARGIN_S
     about = {"tasks": {task.name: task for task in tasks}, "timeout": max(longest, COMMAND_LIMIT_S + _MARGIN_S)}
     return type("HarborTask", (HarborTask,), about)
 
@@ -66,14 +70,14 @@ class HarborTask:
 
     tasks: dict[str, Task] = {}
     timeout = 0.0
-    _place: Place | None = None
+    _machine: TaskMachine | None = None
 
     async def reset(self, task: str) -> None:
         if task not in self.tasks:
             raise ConfigError(f"there is no task {task!r}; there are {', '.join(self.tasks)}")
         found = self.tasks[task]
-        self._place = Container(found) if found.image or found.builds else TaskBox(found)
-        await self._place.start()
+        self._machine = Container(found) if found.image or found.has_dockerfile else TaskBox(found)
+        await self._machine.start()
 
     async def bash(self, command: str) -> str:
         """Run a command with bash and read what it prints. Files stay; each command is a shell of its own.
@@ -81,11 +85,11 @@ class HarborTask:
         Args:
             command: the command, or a script of several lines
         """
-        assert self._place is not None
-        if self._place.lost:
+        assert self._machine is not None
+        if self._machine.is_lost:
             return "Error: the machine is gone"
-        status, text = await self._place.run(command, COMMAND_LIMIT_S)
-        if self._place.lost:
+        status, text = await self._machine.run(command, COMMAND_LIMIT_S)
+        if self._machine.is_lost:
             return f"{text}\nError: the machine ended, and with it all files".strip()
         if status is None:
             return f"{text}\n[stopped after {COMMAND_LIMIT_S:g} s]".strip()
@@ -94,19 +98,19 @@ class HarborTask:
     async def reward(self) -> dict[str, Any]:
         """What the verifier wrote. A machine that the policy has ended is worth nothing, and so is one in which the
         verifier came to no end; a verifier that ends and has written no number is an error."""
-        assert self._place is not None
-        if self._place.lost:
+        assert self._machine is not None
+        if self._machine.is_lost:
             return {"reward": 0.0}
-        files, said = await self._place.verify()
-        if self._place.lost:
+        files, said = await self._machine.verify()
+        if self._machine.is_lost:
             return {"reward": 0.0}
         try:
-            reward, parts = reward_of(files)
+            reward, parts = parse_reward(files)
         except ValueError as error:
             last = " ".join(said.split())[-300:]
             raise SessionLost(f"the verifier failed: {error}" + (f" ({last})" if last else "")) from None
         return {"reward": reward, "parts": parts}
 
     async def close(self) -> None:
-        if self._place is not None:
-            await self._place.close()
+        if self._machine is not None:
+            await self._machine.close()

@@ -18,8 +18,8 @@ from megarl.config import ConfigError
 
 REWARD_FILES = ("reward.json", "reward.txt")
 """In /logs/verifier, the first that there is counts."""
-MOST_REWARD_BYTES = 1 << 20
-_DEPTH = 6  # folders below the one that is named
+MAX_REWARD_BYTES = 1 << 20
+_MAX_DEPTH = 6  # folders below the one that is named
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Task:
     folder: Path
     instruction: str
     image: str = ""
-    builds: bool = False
+    has_dockerfile: bool = False
     workdir: str = ""
-    network: bool = True
+    has_network: bool = True
     env: Mapping[str, str] = field(default_factory=dict)
     verifier_env: Mapping[str, str] = field(default_factory=dict)
     user: str = ""
     verifier_user: str = ""
-    verifier_s: float = 600.0
-    build_s: float = 600.0
+    verifier_timeout: float = 600.0
+    build_timeout: float = 600.0
     memory_mb: int = 0
     storage_mb: int = 0
     cpus: float = 0.0
@@ -50,21 +50,21 @@ def read_tasks(folder: str) -> tuple[Task, ...]:
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"there is no folder {folder}")
-    found = [root] if (root / "task.toml").exists() else sorted(_below(root, _DEPTH))
+    found = [root] if (root / "task.toml").exists() else sorted(_find_tasks(root, _MAX_DEPTH))
     if not found:
         raise ConfigError(f"{folder} has no folder with a task.toml")
-    return tuple(_read(root, path) for path in found)
+    return tuple(_read_task(root, path) for path in found)
 
 
-def _below(folder: Path, depth: int) -> list[Path]:
+def _find_tasks(folder: Path, depth: int) -> list[Path]:
     inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and path.name[0] != "."]
     tasks = [path for path in inside if (path / "task.toml").exists()]
     if depth > 1:
-        tasks += [task for path in inside if path not in tasks for task in _below(path, depth - 1)]
+        tasks += [task for path in inside if path not in tasks for task in _find_tasks(path, depth - 1)]
     return tasks
 
 
-def _read(root: Path, folder: Path) -> Task:
+def _read_task(root: Path, folder: Path) -> Task:
     name = folder.resolve().name if folder == root else folder.relative_to(root).as_posix()
     where = f"task {name}"
 
@@ -79,7 +79,7 @@ def _read(root: Path, folder: Path) -> Task:
     need("steps" not in about, "has several steps; only tasks of one step can be run")
     need((folder / "instruction.md").is_file(), "has no instruction.md")
     need((folder / "tests" / "test.sh").is_file(), "has no verifier, tests/test.sh; without one there is no reward")
-    place, verifier, agent = (_table(about, key, where) for key in ("environment", "verifier", "agent"))
+    place, verifier, agent = (_get_table(about, key, where) for key in ("environment", "verifier", "agent"))
     need(verifier.get("environment_mode", "shared") == "shared", "wants its verifier in a container of its own")
     for key, what in (("environment", "an environment of its own"), ("collect", "hooks that collect files")):
         need(key not in verifier, f"has {what} for its verifier, which cannot be had")
@@ -95,45 +95,45 @@ def _read(root: Path, folder: Path) -> Task:
     return Task(
         name,
         folder,
-        _without_canary(text),
+        _strip_canary(text),
         str(place.get("docker_image") or ""),
         (folder / "environment" / "Dockerfile").is_file() and not place.get("docker_image"),
         str(place.get("workdir") or ""),
         mode == "public",
-        _texts(place, "env", f"{where}: [environment]"),
-        _texts(verifier, "env", f"{where}: [verifier]"),
+        _get_strings(place, "env", f"{where}: [environment]"),
+        _get_strings(verifier, "env", f"{where}: [verifier]"),
         str(agent.get("user") or ""),
         str(verifier.get("user") or ""),
-        _number(verifier, "timeout_sec", 600.0, f"{where}: [verifier]"),
-        _number(place, "build_timeout_sec", 600.0, f"{where}: [environment]"),
-        int(_number(place, "memory_mb", 0, f"{where}: [environment]")),
-        int(_number(place, "storage_mb", 0, f"{where}: [environment]")),
-        _number(place, "cpus", 0, f"{where}: [environment]"),
+        _get_number(verifier, "timeout_sec", 600.0, f"{where}: [verifier]"),
+        _get_number(place, "build_timeout_sec", 600.0, f"{where}: [environment]"),
+        int(_get_number(place, "memory_mb", 0, f"{where}: [environment]")),
+        int(_get_number(place, "storage_mb", 0, f"{where}: [environment]")),
+        _get_number(place, "cpus", 0, f"{where}: [environment]"),
     )
 
 
-def _table(about: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+def _get_table(about: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
     found = about.get(key) or {}
     if not isinstance(found, dict):
         raise ConfigError(f"{where}: `{key}` in task.toml must be a table")
     return found
 
 
-def _texts(table: Mapping[str, Any], key: str, where: str) -> dict[str, str]:
+def _get_strings(table: Mapping[str, Any], key: str, where: str) -> dict[str, str]:
     found = table.get(key) or {}
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ConfigError(f"{where}: `{key}` must map names to text")
     return found
 
 
-def _number(table: Mapping[str, Any], key: str, default: float, where: str) -> float:
+def _get_number(table: Mapping[str, Any], key: str, default: float, where: str) -> float:
     found = table.get(key, default)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
         raise ConfigError(f"{where}: `{key}` must be a number that is not negative")
     return float(found)
 
 
-def _without_canary(text: str) -> str:
+def _strip_canary(text: str) -> str:
     """Without the lines at its beginning that only mark it as not to be trained on."""
     lines = text.split("\n")
     while lines and (not lines[0].strip() or ("canary" in lines[0].lower() and lines[0].startswith(("#", "<!--")))):
@@ -141,7 +141,7 @@ def _without_canary(text: str) -> str:
     return "\n".join(lines).strip()
 
 
-def reward_of(files: Mapping[str, bytes]) -> tuple[float, dict[str, float]]:
+def parse_reward(files: Mapping[str, bytes]) -> tuple[float, dict[str, float]]:
     """The reward and its parts that a verifier wrote, of the files in /logs/verifier. Raises ValueError for what is no
     number, and where there is none."""
     name = next((name for name in REWARD_FILES if name in files), None)

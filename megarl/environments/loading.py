@@ -11,33 +11,39 @@ from typing import Any
 
 from megarl.config.plugins import is_async
 from megarl.config.strict import ConfigError
-from megarl.environments.protocol import OF_REWARD, PREFIXES, RESERVED, Described, Kind
-from megarl.environments.schemas import parameters_of, schema_of
-from megarl.environments.tools import Tool, check_function, check_schema, worded
+from megarl.environments.protocol import (
+    ADAPTER_PREFIXES,
+    RESERVED_METHODS,
+    REWARD_ARGUMENTS,
+    EnvironmentInfo,
+    EnvironmentKind,
+)
+from megarl.environments.schemas import build_schema, get_parameters
+from megarl.environments.tools import Tool, check_function, check_schema, format_error
 
-TOOLS, ENVIRONMENTS = "rollout.tools", "rollout.environments"
+TOOLS_KEY, ENVIRONMENTS_KEY = "rollout.tools", "rollout.environments"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedEnvironment:
     """made: a `Tool`, a class, or an agent's coroutine function."""
 
-    described: Described
-    made: Any
+    info: EnvironmentInfo
+    target: Any
 
 
-def load(spec: str, key: str) -> Loaded:
+def load(spec: str, key: str) -> LoadedEnvironment:
     """What an entry of `rollout.tools` or `rollout.environments` stands for. Raises ConfigError, in one line."""
     prefix, _, rest = spec.partition(":")
-    made = _adapted(prefix, rest, key) if prefix in PREFIXES else _found(spec, key)
+    made = _load_adapter(prefix, rest, key) if prefix in ADAPTER_PREFIXES else _import_target(spec, key)
     where, name = f"{key}: {spec}", rest
-    if key == TOOLS:
+    if key == TOOLS_KEY:
         if isinstance(made, type):
-            if prefix not in PREFIXES:
-                raise ConfigError(f"{where} is a {type(made).__name__}: a class belongs into {ENVIRONMENTS}")
-            return Loaded(_of_class(made, spec, name, where, "tools"), made)
+            if prefix not in ADAPTER_PREFIXES:
+                raise ConfigError(f"{where} is a {type(made).__name__}: a class belongs into {ENVIRONMENTS_KEY}")
+            return LoadedEnvironment(_describe_class(made, spec, name, where, "tools"), made)
         if inspect.isfunction(made):
-            made = Tool(schema_of(made, where), made, spec)
+            made = Tool(build_schema(made, where), made, spec)
         if not isinstance(made, Tool):
             raise ConfigError(
                 f"{where} is a {type(made).__name__}, not a megarl.environments.tools.Tool or a function "
@@ -45,36 +51,38 @@ def load(spec: str, key: str) -> Loaded:
             )
         check_schema(made.schema, spec)
         check_function(made, spec)
-        return Loaded(Described(spec, made.name, "tools", (made.schema,), is_async=is_async(made.function)), made)
+        return LoadedEnvironment(
+            EnvironmentInfo(spec, made.name, "tools", (made.schema,), is_async=is_async(made.function)), made
+        )
     if isinstance(made, type):
-        return Loaded(_of_class(made, spec, name, where, "environment"), made)
+        return LoadedEnvironment(_describe_class(made, spec, name, where, "environment"), made)
     if inspect.iscoroutinefunction(made):
         try:
             inspect.signature(made).bind(row=None, base_url="", api_key="")
         except TypeError as error:
             raise ConfigError(f"{where} must take row, base_url and api_key: {error}") from None
-        return Loaded(Described(spec, name, "agent", rewards=True, is_async=True), made)
+        return LoadedEnvironment(EnvironmentInfo(spec, name, "agent", has_reward=True, is_async=True), made)
     raise ConfigError(
         f"{where} is a {type(made).__name__}, neither a class nor a coroutine function run(row, base_url, api_key)"
     )
 
 
-def _adapted(prefix: str, rest: str, key: str) -> Any:
+def _load_adapter(prefix: str, rest: str, key: str) -> Any:
     module = f"megarl.environments.{prefix}"
     try:
         return importlib.import_module(module).environment(rest)
     except BaseException as error:  # noqa: B036  a package that it needs may do anything
         if isinstance(error, ConfigError):
             raise ConfigError(f"{key}: {prefix}:{rest}: {error}") from None
-        raise ConfigError(f"{key}: {prefix}:{rest} cannot be had: {worded(error)}") from None
+        raise ConfigError(f"{key}: {prefix}:{rest} cannot be had: {format_error(error)}") from None
 
 
-def _found(spec: str, key: str) -> Any:
+def _import_target(spec: str, key: str) -> Any:
     module, _, name = spec.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)
     except BaseException as error:  # noqa: B036  whatever a module raises while it is imported, sys.exit too
-        raise ConfigError(f"{key}: cannot import {module} of {spec!r}: {worded(error)}") from None
+        raise ConfigError(f"{key}: cannot import {module} of {spec!r}: {format_error(error)}") from None
     if found is None:
         raise ConfigError(f"{key}: {module} has no {name}")
     return found
@@ -87,14 +95,14 @@ def check_spec(spec: str, key: str) -> None:
         raise ConfigError(f"{key}: {spec!r} is not of the form module:name")
 
 
-def _of_class(made: type, spec: str, name: str, where: str, kind: Kind) -> Described:
+def _describe_class(made: type, spec: str, name: str, where: str, kind: EnvironmentKind) -> EnvironmentInfo:
     try:
         inspect.signature(made).bind()
     except TypeError as error:
         raise ConfigError(f"{where}: its constructor must take no arguments: {error}") from None
     except ValueError:  # of C, which does not say
         pass
-    methods = {name: method for name in dir(made) if (method := _method(made, name, where)) is not None}
+    methods = {name: method for name in dir(made) if (method := _get_method(made, name, where)) is not None}
     if ("tools" in methods) != ("call" in methods):
         has, lacks = ("tools", "call") if "tools" in methods else ("call", "tools")
         raise ConfigError(
@@ -104,17 +112,17 @@ def _of_class(made: type, spec: str, name: str, where: str, kind: Kind) -> Descr
     dynamic = "tools" in methods
     schemas: tuple[dict[str, Any], ...] = ()
     if not dynamic:
-        public = [name for name in methods if not name.startswith("_") and name not in RESERVED]
-        schemas = tuple(schema_of(*methods[name][:1], f"{where}.{name}", methods[name][1]) for name in public)
+        public = [name for name in methods if not name.startswith("_") and name not in RESERVED_METHODS]
+        schemas = tuple(build_schema(*methods[name][:1], f"{where}.{name}", methods[name][1]) for name in public)
         for schema in schemas:
             check_schema(schema, spec, where.partition(":")[0])
     if not (dynamic or schemas or "reset" in methods or "reward" in methods):
         raise ConfigError(f"{where} is no environment: it has neither reset nor reward nor a method that is a tool")
-    required, takes = _reset(*methods["reset"], f"{where}.reset") if "reset" in methods else ((), ())
+    required, takes = _inspect_reset(*methods["reset"], f"{where}.reset") if "reset" in methods else ((), ())
     timeout = getattr(made, "timeout", 0)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
         raise ConfigError(f"{where}: its `timeout` must be a number of seconds, not {str(timeout)[:80]!r}")
-    return Described(
+    return EnvironmentInfo(
         spec,
         name,
         kind,
@@ -122,10 +130,10 @@ def _of_class(made: type, spec: str, name: str, where: str, kind: Kind) -> Descr
         dynamic,
         required,
         takes,
-        rewards="reward" in methods,
-        of_reward=_reward(*methods["reward"], f"{where}.reward") if "reward" in methods else (),
+        has_reward="reward" in methods,
+        reward_arguments=_inspect_reward(*methods["reward"], f"{where}.reward") if "reward" in methods else (),
         timeout=float(timeout),
-        sandboxed=bool(getattr(made, "sandboxed", False)),
+        is_sandboxed=bool(getattr(made, "sandboxed", False)),
         is_async=any(inspect.iscoroutinefunction(function) for function, _ in methods.values()),
     )
 
@@ -134,13 +142,13 @@ Method = tuple[Callable[..., Any], bool]
 """A function, and whether its first parameter is the object."""
 
 
-def _method(made: type, name: str, where: str) -> Method | None:
+def _get_method(made: type, name: str, where: str) -> Method | None:
     """None for what is no method of the user's. A private one counts for whether any is a coroutine function."""
     found = inspect.getattr_static(made, name, None)
     bound = not isinstance(found, staticmethod)
     function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
     if not inspect.isfunction(function):
-        if name in RESERVED and callable(function):
+        if name in RESERVED_METHODS and callable(function):
             return function, bound
         return None
     if not name.startswith("_") and (inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
@@ -148,10 +156,12 @@ def _method(made: type, name: str, where: str) -> Method | None:
     return function, bound
 
 
-def _reset(function: Callable[..., Any], bound: bool, where: str) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+def _inspect_reset(
+    function: Callable[..., Any], bound: bool, where: str
+) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """Columns that it must have and those that it may have, None for all."""
     required, takes, all_of_them = [], [], False
-    for parameter in parameters_of(function, where, bound):
+    for parameter in get_parameters(function, where, bound):
         if parameter.kind is parameter.VAR_KEYWORD:
             all_of_them = True
         elif parameter.kind is parameter.POSITIONAL_ONLY:
@@ -163,20 +173,22 @@ def _reset(function: Callable[..., Any], bound: bool, where: str) -> tuple[tuple
     return tuple(required), None if all_of_them else tuple(takes)
 
 
-def _reward(function: Callable[..., Any], bound: bool, where: str) -> tuple[str, ...]:
+def _inspect_reward(function: Callable[..., Any], bound: bool, where: str) -> tuple[str, ...]:
     """What of OF_REWARD it takes."""
     takes = []
-    for parameter in parameters_of(function, where, bound):
-        if parameter.name in OF_REWARD:
+    for parameter in get_parameters(function, where, bound):
+        if parameter.name in REWARD_ARGUMENTS:
             takes.append(parameter.name)
         elif parameter.kind is parameter.VAR_KEYWORD:
-            takes += [name for name in OF_REWARD if name not in takes]
+            takes += [name for name in REWARD_ARGUMENTS if name not in takes]
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            raise ConfigError(f"{where} wants {parameter.name}; it may be given {', '.join(OF_REWARD)}, or nothing")
+            raise ConfigError(
+                f"{where} wants {parameter.name}; it may be given {', '.join(REWARD_ARGUMENTS)}, or nothing"
+            )
     return tuple(takes)
 
 
-def with_schemas(described: Described, schemas: Any, key: str) -> Described:
+def with_schemas(described: EnvironmentInfo, schemas: Any, key: str) -> EnvironmentInfo:
     """Of one whose tools are found at run time, with what its `tools` has returned. Raises ConfigError."""
     if not isinstance(schemas, list | tuple):
         raise ConfigError(f"{key}: the tools of {described.spec} are a {type(schemas).__name__}, not a list of schemas")

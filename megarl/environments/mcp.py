@@ -29,23 +29,23 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.config import ConfigError
-from megarl.config.paths import filled
+from megarl.config.paths import substitute_env
 from megarl.environments.protocol import SessionLost
 
 START_LIMIT_S = 60.0
 """How long a server may take to say which tools it has."""
 END_LIMIT_S = 8.0
-_PAGES = 100
-_SAID = 1 << 20  # bytes of stderr that are kept of a server
-_NONSENSE = 1000  # lines of a server that are no messages, before it is given up
+_MAX_PAGES = 100
+_MAX_STDERR_BYTES = 1 << 20  # bytes of stderr that are kept of a server
+_MAX_INVALID_LINES = 1000  # lines of a server that are no messages, before it is given up
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _KEYS = {"type", "command", "args", "env", "cwd", "url", "headers", "tools", "disabled", "description"}
-_OF_OTHERS = {"alwaysAllow", "autoApprove", "timeout", "trust", "icon"}  # what other clients read of the same file
-_HTTP = ("http", "streamable-http", "streamableHttp")
+_IGNORED_KEYS = {"alwaysAllow", "autoApprove", "timeout", "trust", "icon"}  # what other clients read of the same file
+_HTTP_TYPES = ("http", "streamable-http", "streamableHttp")
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerConfig:
     """An entry of `mcpServers`. One of command and url is set. tools: those to offer; empty: all that it has."""
 
     name: str
@@ -60,11 +60,11 @@ class Server:
 
 def environment(file: str) -> type[McpTools]:
     """What `mcp:FILE` stands for. Raises ConfigError for a file that is not of the form, and without the SDK."""
-    _sdk()
-    return type("McpTools", (McpTools,), {"servers": read(file)})
+    _import_sdk()
+    return type("McpTools", (McpTools,), {"servers": read_servers(file)})
 
 
-def read(file: str) -> tuple[Server, ...]:
+def read_servers(file: str) -> tuple[ServerConfig, ...]:
     """The servers that a file names. `${NAME}` is not yet looked up."""
     path = Path(file)
     try:
@@ -76,28 +76,28 @@ def read(file: str) -> tuple[Server, ...]:
     entries = found.get("mcpServers") if isinstance(found, dict) else None
     if not isinstance(entries, dict):
         raise ConfigError(f'{file} must be {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
-    found = [_server(f"server {name}", name, entry) for name, entry in entries.items()]
+    found = [_parse_server(f"server {name}", name, entry) for name, entry in entries.items()]
     servers = tuple(server for server in found if server is not None)
     if not servers:
         raise ConfigError(f"{file} names no server that is not disabled")
     return servers
 
 
-def _server(where: str, name: str, entry: Any) -> Server | None:
+def _parse_server(where: str, name: str, entry: Any) -> ServerConfig | None:
     def need(fine: bool, what: str) -> None:
         if not fine:
             raise ConfigError(f"{where}: {what}")
 
     need(isinstance(entry, dict), "must be a mapping")
-    need(isinstance(entry.get("disabled", False), bool), "`disabled` must be true or false")
+    need(isinstance(entry.get("disabled", False), bool), "`disable_adapters` must be true or false")
     if entry.get("disabled"):
         return None
-    if unknown := sorted(set(entry) - _KEYS - _OF_OTHERS):
+    if unknown := sorted(set(entry) - _KEYS - _IGNORED_KEYS):
         need(False, f"has an unknown key {unknown[0]!r}; there are {', '.join(sorted(_KEYS))}")
     need(("command" in entry) != ("url" in entry), "needs either `command` or `url`")
     kind = entry.get("type", "stdio" if "command" in entry else "http")
     need(kind != "sse", "is of type sse, which MCP has given up; give its streamable HTTP address")
-    fits = kind == "stdio" if "command" in entry else kind in _HTTP
+    fits = kind == "stdio" if "command" in entry else kind in _HTTP_TYPES
     need(fits, f"is of type {kind!r}, which does not fit `{'command' if 'command' in entry else 'url'}`")
     for key in ("command", "cwd", "url"):
         need(key not in entry or (isinstance(entry[key], str) and bool(entry[key])), f"`{key}` must be text")
@@ -114,7 +114,7 @@ def _server(where: str, name: str, entry: Any) -> Server | None:
         "url" not in entry or entry["url"].startswith(("http://", "https://")),
         "`url` must begin with http:// or https://",
     )
-    return Server(
+    return ServerConfig(
         name,
         entry.get("command", ""),
         tuple(entry.get("args", ())),
@@ -129,27 +129,27 @@ def _server(where: str, name: str, entry: Any) -> Server | None:
 class McpTools:
     """The tools of MCP servers, for one session. The class of a spec is made by `environment`."""
 
-    servers: tuple[Server, ...] = ()
+    servers: tuple[ServerConfig, ...] = ()
 
     def __init__(self) -> None:
-        self._open: list[Connection] = []
-        self._of: dict[str, Connection] = {}
+        self._connections: list[Connection] = []
+        self._connection_by_tool: dict[str, Connection] = {}
         self._schemas: list[dict[str, Any]] = []
 
     async def reset(self) -> None:
         """Start the servers and ask for their tools. Raises ConfigError for what the file's author must mend, and
         SessionLost for a server that does not come up."""
-        self._open = [Connection(server) for server in self.servers]
-        await asyncio.gather(*(connection.start() for connection in self._open))
-        for connection in self._open:
-            for tool in connection.offered():
+        self._connections = [Connection(server) for server in self.servers]
+        await asyncio.gather(*(connection.start() for connection in self._connections))
+        for connection in self._connections:
+            for tool in connection.select_tools():
                 name = tool["name"]
-                if name in self._of:
-                    of, both = self._of[name].server.name, connection.server.name
+                if name in self._connection_by_tool:
+                    of, both = self._connection_by_tool[name].server.name, connection.server.name
                     who = f"server {of} has two tools" if of == both else f"servers {of} and {both} both have a tool"
                     raise ConfigError(f"MCP: {who} of the name {name}; list those to offer in the entry's `tools`")
-                self._of[name] = connection
-                self._schemas.append(schema(tool))
+                self._connection_by_tool[name] = connection
+                self._schemas.append(to_openai_schema(tool))
 
     def tools(self) -> list[dict[str, Any]]:
         """OpenAI schemas of what the servers offered when the session began."""
@@ -157,11 +157,11 @@ class McpTools:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """What the tool says. Raises ToolFailed where the server calls it an error, SessionLost where it is no more."""
-        return await self._of[name].call(name, arguments)
+        return await self._connection_by_tool[name].call(name, arguments)
 
     async def close(self) -> None:
         """End the servers' processes and the clients."""
-        await asyncio.gather(*(connection.close() for connection in self._open))
+        await asyncio.gather(*(connection.close() for connection in self._connections))
 
 
 class ToolFailed(RuntimeError):
@@ -171,19 +171,19 @@ class ToolFailed(RuntimeError):
 class Connection:
     """A client of one server. The SDK's scopes must be left by the task that entered them: that is `_live`."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerConfig) -> None:
         self.server = server
         self._tools: list[dict[str, Any]] = []
         self._session: Any = None
         self._ready = asyncio.Event()
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._nonsense = 0
+        self._num_invalid_lines = 0
         self._stderr: BinaryIO = io.BytesIO()
 
     async def start(self) -> None:
         """Raises SessionLost where it does not come up, ConfigError where it cannot."""
-        self._task = asyncio.create_task(self._live())
+        self._task = asyncio.create_task(self._run())
         ready = asyncio.create_task(self._ready.wait())
         await asyncio.wait((self._task, ready), timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -194,25 +194,25 @@ class Connection:
             error = self._task.exception()
             if isinstance(error, ConfigError):
                 raise error
-            why = f"did not start: {innermost(error)}"
-        lost = self._lost(why)
+            why = f"did not start: {format_error(error)}"
+        lost = self._make_lost_error(why)
         await self.close()
         raise lost
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             reading, writing = await self._transport(stack)
-            client = _sdk().ClientSession(reading, writing, message_handler=self._heard)
+            client = _import_sdk().ClientSession(reading, writing, message_handler=self._on_message)
             self._session = await stack.enter_async_context(client)
             await self._session.initialize()
-            self._tools = await self._listed()
+            self._tools = await self._list_tools()
             self._ready.set()
             await self._closing.wait()
 
-    async def _heard(self, message: Any) -> None:
+    async def _on_message(self, message: Any) -> None:
         """Of what comes unasked, only that is of interest what is no message at all."""
-        self._nonsense += isinstance(message, Exception)
-        if self._nonsense == _NONSENSE and self._task is not None:
+        self._num_invalid_lines += isinstance(message, Exception)
+        if self._num_invalid_lines == _MAX_INVALID_LINES and self._task is not None:
             self._task.cancel()
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> tuple[Any, Any]:
@@ -221,9 +221,9 @@ class Connection:
             from mcp.client.streamable_http import streamable_http_client
             from mcp.shared._httpx_utils import create_mcp_http_client
 
-            headers = {key: filled(value, where) for key, value in self.server.headers.items()}
+            headers = {key: substitute_env(value, where) for key, value in self.server.headers.items()}
             client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
-            streams: Any = streamable_http_client(filled(self.server.url, where), http_client=client)
+            streams: Any = streamable_http_client(substitute_env(self.server.url, where), http_client=client)
             both = await stack.enter_async_context(streams)
             return both[0], both[1]
         from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -231,9 +231,9 @@ class Connection:
         # Bounded by `_trim`; a pipe that nobody reads would stop the server.
         self._stderr = tempfile.TemporaryFile("ab+", buffering=0)
         wanted = StdioServerParameters(
-            command=filled(self.server.command, where),
-            args=[filled(argument, where) for argument in self.server.args],
-            env=_environment() | {key: filled(value, where) for key, value in self.server.env.items()},
+            command=substitute_env(self.server.command, where),
+            args=[substitute_env(argument, where) for argument in self.server.args],
+            env=_build_env() | {key: substitute_env(value, where) for key, value in self.server.env.items()},
             cwd=self.server.cwd,
             encoding_error_handler="replace",
         )
@@ -242,18 +242,20 @@ class Connection:
         read, write = await stack.enter_async_context(piped)
         return read, write
 
-    async def _listed(self) -> list[dict[str, Any]]:
+    async def _list_tools(self) -> list[dict[str, Any]]:
         tools: list[dict[str, Any]] = []
         cursor = None
-        for _ in range(_PAGES):
-            page = _wire(await self._session.list_tools(params=_sdk().types.PaginatedRequestParams(cursor=cursor)))
+        for _ in range(_MAX_PAGES):
+            page = _dump_model(
+                await self._session.list_tools(params=_import_sdk().types.PaginatedRequestParams(cursor=cursor))
+            )
             tools += page["tools"]
             cursor = page.get("nextCursor")
             if not cursor:
                 return tools
-        raise self._lost(f"has more than {_PAGES} pages of tools")
+        raise self._make_lost_error(f"has more than {_MAX_PAGES} pages of tools")
 
-    def offered(self) -> Iterable[dict[str, Any]]:
+    def select_tools(self) -> Iterable[dict[str, Any]]:
         """Its tools, or those of them that its entry lists. Raises ConfigError for one that it does not have."""
         has = [tool["name"] for tool in self._tools]
         for name in self.server.tools:
@@ -278,23 +280,23 @@ class Connection:
             # A transport that failed takes its task along, while the call would wait for ever.
             await asyncio.wait((asking, self._task), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
-                raise self._lost("is gone")
-            result = _wire(asking.result())
+                raise self._make_lost_error("is gone")
+            result = _dump_model(asking.result())
         except (SessionLost, asyncio.CancelledError):
             raise
         except Exception as error:
-            if not await self._answers():
-                raise self._lost("is gone") from None
-            raise ToolFailed(innermost(error)) from None
+            if not await self._is_responding():
+                raise self._make_lost_error("is gone") from None
+            raise ToolFailed(format_error(error)) from None
         finally:
             asking.cancel()
             self._trim()
-        text = said(result)
+        text = format_result(result)
         if result.get("isError"):
             raise ToolFailed(text or f"the tool {name} failed and did not say why")
         return text
 
-    async def _answers(self) -> bool:
+    async def _is_responding(self) -> bool:
         """Whether the server is there, after something went wrong."""
         try:
             async with asyncio.timeout(END_LIMIT_S):
@@ -306,13 +308,13 @@ class Connection:
 
     def _trim(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            if self._stderr.seek(0, os.SEEK_END) > _SAID:
+            if self._stderr.seek(0, os.SEEK_END) > _MAX_STDERR_BYTES:
                 self._stderr.truncate(0)
 
-    def _lost(self, why: str) -> SessionLost:
+    def _make_lost_error(self, why: str) -> SessionLost:
         """It, with the last line of its stderr."""
-        if self._nonsense:
-            why += f", and wrote {self._nonsense} lines that are no messages of MCP"
+        if self._num_invalid_lines:
+            why += f", and wrote {self._num_invalid_lines} lines that are no messages of MCP"
         why = f"MCP server {self.server.name} {why}"
         with contextlib.suppress(OSError, ValueError):
             self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 2000))
@@ -337,14 +339,14 @@ class Connection:
         self._stderr.close()
 
 
-def schema(tool: dict[str, Any]) -> dict[str, Any]:
+def to_openai_schema(tool: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's of an MCP tool in the form of the wire."""
     parameters = tool.get("inputSchema") or {"type": "object", "properties": {}}
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
     return {"type": "function", "function": function}
 
 
-def said(result: dict[str, Any]) -> str:
+def format_result(result: dict[str, Any]) -> str:
     """The text of a call's result. What is not text is named in its place: the policy reads text only."""
     parts = []
     for block in result.get("content") or ():
@@ -364,7 +366,7 @@ def said(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def innermost(error: BaseException | None) -> str:
+def format_error(error: BaseException | None) -> str:
     """What the first of the errors says that a group of tasks has wrapped."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -373,17 +375,17 @@ def innermost(error: BaseException | None) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
-def _environment() -> dict[str, str]:
+def _build_env() -> dict[str, str]:
     """Of our own, which is clean, what any program needs; Python's paths are ours, not the server's."""
     names = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
     return {key: value for key, value in os.environ.items() if key in names or key.startswith("LC_")}
 
 
-def _wire(value: Any) -> dict[str, Any]:
+def _dump_model(value: Any) -> dict[str, Any]:
     return dict(value.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
-def _sdk() -> Any:
+def _import_sdk() -> Any:
     try:
         import mcp
     except ImportError as error:

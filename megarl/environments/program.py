@@ -17,7 +17,7 @@ from typing import Any
 from megarl.config.strict import ConfigError
 
 MODEL = "policy"
-MOST = 1 << 20
+MAX_OUTPUT_BYTES = 1 << 20
 """Bytes that it may print."""
 
 
@@ -36,23 +36,25 @@ def environment(command: str) -> Any:
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *arguments, stdin=pipe, stdout=pipe, limit=MOST, env={**os.environ, **own}
+            *arguments, stdin=pipe, stdout=pipe, limit=MAX_OUTPUT_BYTES, env={**os.environ, **own}
         )
         try:
             assert process.stdin is not None and process.stdout is not None
-            said, _ = await asyncio.gather(_read(process.stdout), _write(process.stdin, json.dumps(row).encode()))
+            said, _ = await asyncio.gather(
+                _read_tail(process.stdout), _write_row(process.stdin, json.dumps(row).encode())
+            )
             status = await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
         if status:
             raise RuntimeError(f"it ended with exit status {status}")
-        return reward_in(said)
+        return parse_reward(said)
 
     return run
 
 
-async def _write(stdin: asyncio.StreamWriter, row: bytes) -> None:
+async def _write_row(stdin: asyncio.StreamWriter, row: bytes) -> None:
     try:
         stdin.write(row)
         await stdin.drain()
@@ -61,15 +63,15 @@ async def _write(stdin: asyncio.StreamWriter, row: bytes) -> None:
         pass
 
 
-async def _read(stdout: asyncio.StreamReader) -> bytes:
+async def _read_tail(stdout: asyncio.StreamReader) -> bytes:
     """Its last `MOST` bytes."""
     said = b""
     while part := await stdout.read(1 << 16):
-        said = (said + part)[-MOST:]
+        said = (said + part)[-MAX_OUTPUT_BYTES:]
     return said
 
 
-def reward_in(said: bytes) -> Any:
+def parse_reward(said: bytes) -> Any:
     """Of the last line that is not empty; None where that is no number and no JSON object."""
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     try:

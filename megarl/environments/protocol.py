@@ -28,18 +28,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-Kind = Literal["tools", "environment", "agent"]
+EnvironmentKind = Literal["tools", "environment", "agent"]
 """tools: without a state, called by whichever process is free. environment: an object for each conversation. agent: a
 coroutine function that is a client of the policy, `async def run(row, base_url, api_key) -> float | dict | None`,
 which has a process to itself meanwhile, and that plays further episodes later."""
 
-PREFIXES = ("mcp", "verifiers", "harbor", "program")
+ADAPTER_PREFIXES = ("mcp", "verifiers", "harbor", "program")
 """`mcp:FILE` stands for what `megarl.environments.mcp:environment` makes of FILE: a class as here, or an agent."""
 
-RESERVED = ("reset", "reward", "close", "tools", "call")
+RESERVED_METHODS = ("reset", "reward", "close", "tools", "call")
 """Methods that are no tools."""
 
-OF_REWARD = ("answer", "messages", "turns")
+REWARD_ARGUMENTS = ("answer", "messages", "turns")
 """What `reward` may be given, each where it names it. answer: str, what the policy said last. messages: list of chat
 messages, the whole conversation. turns: list of str, each of the policy's turns as it was written, calls included."""
 
@@ -67,7 +67,7 @@ class Environment(Protocol):
 
     def reward(self) -> Any:
         """What it was worth: a number, or {"reward", "parts", "turns"} as a reward function returns it. May name what
-        `OF_REWARD` lists. Optional, where `reward.functions` has some: it is the part `environment` of the reward."""
+        `REWARD_ARGUMENTS` lists. Optional, where `reward.functions` has some: it is the part `environment` of the reward."""
 
     def close(self) -> None:
         """Give back what it holds. Optional; called once, also where the conversation was aborted, but for a process
@@ -87,7 +87,7 @@ class SessionLost(Exception):
 
 
 @dataclass(frozen=True)
-class Described:
+class EnvironmentInfo:
     """What is known of one without importing it: its own process has said so. All of it JSON can hold.
 
     spec: as the configuration has it; name: of the class or function, or what comes behind a prefix's colon. schemas:
@@ -98,13 +98,13 @@ class Described:
 
     spec: str
     name: str
-    kind: Kind
+    kind: EnvironmentKind
     schemas: tuple[dict[str, Any], ...] = ()
-    dynamic: bool = False
-    required: tuple[str, ...] = ()
-    takes: tuple[str, ...] | None = None
-    rewards: bool = False
-    of_reward: tuple[str, ...] = ()
+    has_dynamic_tools: bool = False
+    required_columns: tuple[str, ...] = ()
+    accepted_columns: tuple[str, ...] | None = None
+    has_reward: bool = False
+    reward_arguments: tuple[str, ...] = ()
     timeout: float = 0.0
-    sandboxed: bool = False
+    is_sandboxed: bool = False
     is_async: bool = field(default=False, compare=False)

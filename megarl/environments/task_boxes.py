@@ -13,19 +13,19 @@ import tarfile
 from pathlib import Path
 
 from megarl.config import ConfigError
-from megarl.config.paths import filled
+from megarl.config.paths import substitute_env
 from megarl.environments.harbor_tasks import REWARD_FILES, Task
 from megarl.environments.protocol import SessionLost
 from megarl.sandbox.box import Interpreter, Sandbox
 from megarl.sandbox.results import Limits
 
 WORKDIR = "/app"
-_DISK_MB = 64
-_OUTPUT = 96 << 20
+_MAX_DISK_MB = 64
+_MAX_OUTPUT_BYTES = 96 << 20
 """Bytes that a call may bring out: all files of the box, packed, as text."""
-_KEPT = 1 << 15
-_MARK = "megarl: "
-_INSIDE = f"""
+_OUTPUT_PART_BYTES = 1 << 15
+_REPLY_MARK = "megarl: "
+_BOX_CODE = f"""
 import base64, io, json, os, signal, subprocess, tarfile
 
 def _run(command, seconds, env):
@@ -34,29 +34,29 @@ def _run(command, seconds, env):
         ["timeout", "-s", "KILL", str(seconds), "bash", "-c", command], cwd="{WORKDIR}", env={{**os.environ, **env}},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     while part := shell.stdout.read1(1 << 16):
-        room = max({_KEPT} - len(head), 0)
-        head, tail = head + part[:room], (tail + part[room:])[-{_KEPT} - 1:]
+        room = max({_OUTPUT_PART_BYTES} - len(head), 0)
+        head, tail = head + part[:room], (tail + part[room:])[-{_OUTPUT_PART_BYTES} - 1:]
     status = shell.wait()
     try:
         os.killpg(shell.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    if len(tail) > {_KEPT}:
+    if len(tail) > {_OUTPUT_PART_BYTES}:
         tail = b"\\n[...]\\n" + tail[1:]
-    print("{_MARK}" + json.dumps([status, (head + tail).decode(errors="replace")]))
+    print("{_REPLY_MARK}" + json.dumps([status, (head + tail).decode(errors="replace")]))
 
 def _pack():
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as file:
         file.add("{WORKDIR}/", ".")
-    print("{_MARK}" + json.dumps(base64.b64encode(packed.getvalue()).decode()))
+    print("{_REPLY_MARK}" + json.dumps(base64.b64encode(packed.getvalue()).decode()))
 
 def _unpack(text):
     os.makedirs("/tmp{WORKDIR}", exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text))) as file:
         file.extractall("/tmp{WORKDIR}")
 """
-_VERIFY = f"""
+_VERIFY_SCRIPT = f"""
 mkdir -p {WORKDIR[1:]}; tar xzf state.tgz -C {WORKDIR[1:]} || broken=yes
 rm -rf tests logs; mkdir -p tests logs/verifier
 [ -z "$broken" ] || {{ echo 0 > logs/verifier/reward.txt; exit; }}
@@ -71,11 +71,11 @@ class TaskBox:
         if task.workdir not in ("", WORKDIR):
             raise ConfigError(f"task {task.name}: works in {task.workdir}; without an image it can be {WORKDIR} only")
         self.task = task
-        self.lost = False
+        self.is_lost = False
         self._sandbox = Sandbox.from_environment()
-        self._session: Interpreter | None = None
-        disk = min(task.storage_mb or _DISK_MB, _DISK_MB)
-        self._limits = {"memory_mb": task.memory_mb, "disk_mb": disk, "output_bytes": _OUTPUT}
+        self._interpreter: Interpreter | None = None
+        disk = min(task.storage_mb or _MAX_DISK_MB, _MAX_DISK_MB)
+        self._limits = {"memory_mb": task.memory_mb, "disk_mb": disk, "output_bytes": _MAX_OUTPUT_BYTES}
 
     async def probe(self) -> None:
         """Raises ConfigError where there can be no box."""
@@ -86,66 +86,66 @@ class TaskBox:
 
     async def start(self) -> None:
         """Raises ConfigError where there can be no box, SessionLost where it does not begin."""
-        self._session = await self._sandbox.interpreter(Limits(seconds=60.0, **self._limits))
-        files = _packed(self.task.folder / "environment")
-        begun = await self._session.run(f"{_INSIDE}\n_unpack({base64.b64encode(files).decode()!r})")
+        self._interpreter = await self._sandbox.interpreter(Limits(seconds=60.0, **self._limits))
+        files = _pack_folder(self.task.folder / "environment")
+        begun = await self._interpreter.run(f"{_BOX_CODE}\n_unpack({base64.b64encode(files).decode()!r})")
         if not begun.ok:
             raise SessionLost(f"task {self.task.name}: its box did not begin: {begun.stderr.strip()[-300:]}")
 
     async def run(self, command: str, seconds: float) -> tuple[int | None, str]:
         """The status and the output of a command in a shell of its own; None where it was stopped after `seconds`."""
         where = f"task {self.task.name}"
-        env = {name: filled(value, where) for name, value in self.task.env.items()}
-        said = await self._said(f"_run({command!r}, {seconds}, {env!r})", seconds + 10)
-        if self.lost:
+        env = {name: substitute_env(value, where) for name, value in self.task.env.items()}
+        said = await self._run_in_box(f"_run({command!r}, {seconds}, {env!r})", seconds + 10)
+        if self.is_lost:
             return None, said
         try:
             status, text = json.loads(said)
             return (None if status in (-9, 137) else int(status)), str(text)
         except (ValueError, TypeError):  # from within a box anything can be said
-            self.lost = True
+            self.is_lost = True
             return None, ""
 
-    async def _said(self, code: str, seconds: float) -> str:
+    async def _run_in_box(self, code: str, seconds: float) -> str:
         """What a call prints behind the mark; where the box is lost, why."""
-        assert self._session is not None
-        output = await self._session.run(code, seconds)
-        _, found, said = output.stdout.rpartition(_MARK)
+        assert self._interpreter is not None
+        output = await self._interpreter.run(code, seconds)
+        _, found, said = output.stdout.rpartition(_REPLY_MARK)
         if output.ok and found:
             return said
-        self.lost = self.lost or output.lost or not found
+        self.is_lost = self.is_lost or output.is_state_lost or not found
         return output.reason or "ended"
 
     async def verify(self) -> tuple[dict[str, bytes], str]:
         """Run the verifier: what it wrote of REWARD_FILES, and what it said. `lost` where it came to no end."""
-        said = await self._said("_pack()", 60)
+        said = await self._run_in_box("_pack()", 60)
         try:
             state = base64.b64decode(json.loads(said))
         except (ValueError, TypeError):
-            self.lost = True
-        if self.lost:
+            self.is_lost = True
+        if self.is_lost:
             return {}, f"the box was ended ({said[:100]})"
         where = f"task {self.task.name}"
-        env = [f"{name}={filled(value, where)}" for name, value in self.task.verifier_env.items()]
+        env = [f"{name}={substitute_env(value, where)}" for name, value in self.task.verifier_env.items()]
         result = await self._sandbox.run(
-            ["env", *env, "bash", "-c", _VERIFY],
-            {"state.tgz": state, "tests.tgz": _packed(self.task.folder / "tests")},
-            limits=Limits(seconds=self.task.verifier_s, memory_mb=self.task.memory_mb, disk_mb=4 * _DISK_MB),
+            ["env", *env, "bash", "-c", _VERIFY_SCRIPT],
+            {"state.tgz": state, "tests.tgz": _pack_folder(self.task.folder / "tests")},
+            limits=Limits(seconds=self.task.verifier_timeout, memory_mb=self.task.memory_mb, disk_mb=4 * _MAX_DISK_MB),
             fetch=[f"logs/verifier/{name}" for name in REWARD_FILES],
         )
-        self.lost = result.reason not in ("", "exit", "signal")
+        self.is_lost = result.reason not in ("", "exit", "signal")
         said = (result.stdout + result.stderr).decode(errors="replace")
         said += "".join(f"\n{name} {why}" for name, why in result.refused.items())
         return {Path(name).name: data for name, data in result.files.items()}, said
 
     async def close(self) -> None:
         """End it. Nothing is raised."""
-        if self._session is not None:
-            await self._session.close()
+        if self._interpreter is not None:
+            await self._interpreter.close()
         await self._sandbox.close()
 
 
-def _packed(folder: Path) -> bytes:
+def _pack_folder(folder: Path) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as file:
         if folder.is_dir():

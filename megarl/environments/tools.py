@@ -36,7 +36,7 @@ class Tool:
         return str(self.schema["function"]["name"])
 
 
-def worded(error: BaseException, named: bool = True) -> str:
+def format_error(error: BaseException, named: bool = True) -> str:
     """What an error says, in one line; `named` by its class, which stands alone where it says nothing."""
     kind = type(error).__name__
     try:
@@ -47,7 +47,7 @@ def worded(error: BaseException, named: bool = True) -> str:
 
 
 def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
-    """Raise ConfigError where it is no OpenAI function schema that templates, parsers and `argument_error` can read."""
+    """Raise ConfigError where it is no OpenAI function schema that templates, parsers and `find_argument_error` can read."""
 
     def need(fine: bool, what: str) -> None:
         if not fine:
@@ -70,7 +70,7 @@ def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
     try:
         json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        need(False, f"JSON cannot hold it, {worded(error)}")
+        need(False, f"JSON cannot hold it, {format_error(error)}")
 
 
 def check_function(tool: Tool, spec: str) -> None:
@@ -94,7 +94,7 @@ def check_function(tool: Tool, spec: str) -> None:
             ) from None
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "number": (int, float),
     "integer": (int,),
@@ -106,68 +106,68 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 
 
-def declared_types(schema: dict[str, Any]) -> set[str]:
+def read_declared_types(schema: dict[str, Any]) -> set[str]:
     """Names of the JSON types that a schema of an argument allows, through `anyOf`, `oneOf`, `enum` and `nullable`;
     empty where it says nothing, or what is not known here."""
     wanted = schema.get("type")
     found = {wanted} if isinstance(wanted, str) else set(wanted) if isinstance(wanted, list) else set()
     for key in ("anyOf", "oneOf"):
         for one in schema.get(key) or ():
-            inner = declared_types(one) if isinstance(one, dict) else set()
+            inner = read_declared_types(one) if isinstance(one, dict) else set()
             if not inner:
                 return set()
             found |= inner
     if not found and isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        found = {name for value in values for name in _TYPES if _is_of(value, name)}
+        found = {name for value in values for name in _JSON_TYPES if _is_of_type(value, name)}
     if found and schema.get("nullable"):
         found.add("null")
-    return found if found <= set(_TYPES) else set()
+    return found if found <= set(_JSON_TYPES) else set()
 
 
-def coerced(text: str, schema: dict[str, Any]) -> Any:
+def coerce_argument(text: str, schema: dict[str, Any]) -> Any:
     """An argument that the policy wrote as bare text, as its schema declares it.
 
     A string is the text as it is: 1e5, true, null, 007. Where other types are allowed besides, the first of null,
     boolean, integer, number, array and object that it can be read as. A text that is none of what is declared stays a
-    text, of which `argument_error` says what is wrong. Without a declared type, what JSON makes of it.
+    text, of which `find_argument_error` says what is wrong. Without a declared type, what JSON makes of it.
     """
-    types = declared_types(schema)
+    types = read_declared_types(schema)
     if types == {"string"}:
         return text
     value = _read_value(text.strip())
     if not types:
-        return text if value is _NOTHING else value
+        return text if value is _UNPARSED else value
     if isinstance(value, float) and value.is_integer() and "number" not in types:
         value = int(value)
-    return value if value is not _NOTHING and any(_is_of(value, name) for name in types - {"string"}) else text
+    return value if value is not _UNPARSED and any(_is_of_type(value, name) for name in types - {"string"}) else text
 
 
-_NOTHING = object()
+_UNPARSED = object()
 
 
 def _read_value(text: str) -> Any:
-    """By JSON, else as a literal of Python's; `_NOTHING` where it is neither, or no finite number."""
+    """By JSON, else as a literal of Python's; `_UNPARSED` where it is neither, or no finite number."""
     if text.lower() in _LITERALS:
         return _LITERALS[text.lower()]
-    for read in (json.loads, _literal):
+    for read in (json.loads, _parse_literal):
         try:
             return json.loads(json.dumps(read(text), allow_nan=False))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             pass
-    return _NOTHING
+    return _UNPARSED
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes that Python does not know
         return ast.literal_eval(text)
 
 
-def _is_of(value: Any, name: str) -> bool:
-    return isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+def _is_of_type(value: Any, name: str) -> bool:
+    return isinstance(value, _JSON_TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
 
 
-def argument_error(schema: dict[str, Any], arguments: Any) -> str:
+def find_argument_error(schema: dict[str, Any], arguments: Any) -> str:
     """What is wrong with the arguments of a call, in words for the policy; empty if nothing is."""
     if not isinstance(arguments, dict):
         return "the arguments must be a JSON object"
@@ -179,8 +179,8 @@ def argument_error(schema: dict[str, Any], arguments: Any) -> str:
     for name, value in arguments.items():
         if name not in properties:
             return f"there is no argument {name}"
-        types = declared_types(properties[name])
-        if types and not any(_is_of(value, one) for one in types):
+        types = read_declared_types(properties[name])
+        if types and not any(_is_of_type(value, one) for one in types):
             return f"argument {name} must be of type {' or '.join(sorted(types - {'null'} or types))}"
         if value is None and "null" in types:
             continue

@@ -17,27 +17,27 @@ from typing import Any, Protocol
 
 from megarl.config import ConfigError
 
-PACKAGE = "needs the package verifiers: pip install --no-deps -r launch/requirements-verifiers.txt"
+INSTALL_HINT = "needs the package verifiers: pip install --no-deps -r launch/requirements-verifiers.txt"
 COLUMN = "verifiers"
 """Of a row: the environment's own row, as it made it."""
-_KEY = "MEGARL_POLICY_KEY"
+_API_KEY_VARIABLE = "MEGARL_POLICY_KEY"
 
 
-class Played(Protocol):
+class EpisodeRunner(Protocol):
     """What both generations of the package come to."""
 
-    def rows(self, evaluation: bool) -> list[dict[str, Any]]:
+    def list_rows(self, evaluation: bool) -> list[dict[str, Any]]:
         """Its own, as JSON has them."""
 
-    def prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]: ...
+    def build_prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]: ...
 
-    async def play(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
+    async def run_episode(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
         """Reward and metrics of an episode. Raises RuntimeError where it came to no end."""
 
 
 def environment(spec: str) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]:
     """What `verifiers:SPEC` stands for. Raises ConfigError where there is no such environment, or no package."""
-    played = load(spec)
+    played = load_environment(spec)
 
     async def run(row: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         own = row.get(COLUMN)
@@ -45,28 +45,32 @@ def environment(spec: str) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]
             raise ConfigError(
                 f"the row has no column {COLUMN!r}; tools/environment_rows.py verifiers:{spec} makes them"
             )
-        reward, metrics = await played.play(own, base_url, api_key)
-        return {"reward": float(reward), "parts": _numbers(metrics)}
+        reward, metrics = await played.run_episode(own, base_url, api_key)
+        return {"reward": float(reward), "parts": _filter_finite(metrics)}
 
     return run
 
 
 def rows(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:
     """A prompt for each row of its data set, as `data.train` has them; evaluation: of the one that it has for that."""
-    played = load(spec)
+    played = load_environment(spec)
     found = []
-    for number, own in enumerate(played.rows(evaluation)):
-        shown = {"prompt": played.prompt(own), "ground_truth": own.get("answer") or "", "data_source": _named(spec)[0]}
-        found.append({"id": f"{_named(spec)[0]}-{number}", **shown, "environment": spec, COLUMN: own})
+    for number, own in enumerate(played.list_rows(evaluation)):
+        shown = {
+            "prompt": played.build_prompt(own),
+            "ground_truth": own.get("answer") or "",
+            "data_source": _parse_spec(spec)[0],
+        }
+        found.append({"id": f"{_parse_spec(spec)[0]}-{number}", **shown, "environment": spec, COLUMN: own})
     return found
 
 
-def load(spec: str) -> Played:
-    name, arguments = _named(spec)
+def load_environment(spec: str) -> EpisodeRunner:
+    name, arguments = _parse_spec(spec)
     try:
         importlib.import_module("verifiers")
     except ImportError as error:
-        raise ConfigError(f"{PACKAGE} ({error})") from None
+        raise ConfigError(f"{INSTALL_HINT} ({error})") from None
     module = name.replace("-", "_").rsplit("/", 1)[-1]
     for of in (module, f"verifiers.v1.tasksets.{module}"):
         try:
@@ -77,10 +81,10 @@ def load(spec: str) -> Played:
                 raise ConfigError(f"{of} cannot be imported: {error}") from None
     else:
         raise ConfigError(f"there is no module {module}; install the environment where this runs")
-    return _Classic(name, arguments) if hasattr(found, "load_environment") else _TaskSet(name, arguments)
+    return _LegacyRunner(name, arguments) if hasattr(found, "load_environment") else _TaskSetRunner(name, arguments)
 
 
-def _named(spec: str) -> tuple[str, dict[str, Any]]:
+def _parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     name, brace, rest = spec.partition("{")
     try:
         arguments = json.loads(brace + rest) if brace else {}
@@ -89,12 +93,12 @@ def _named(spec: str) -> tuple[str, dict[str, Any]]:
     return name.strip(), arguments
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _filter_finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     plain = {name: value for name, value in metrics.items() if isinstance(value, bool | int | float)}
     return {name: float(value) for name, value in plain.items() if math.isfinite(value)}
 
 
-class _Classic:
+class _LegacyRunner:
     """`vf.Environment`, of verifiers up to 0.3."""
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
@@ -110,30 +114,30 @@ class _Classic:
         if getattr(self._environment, "requires_group_rollouts", False):
             raise ConfigError(f"{name} rewards a group as a whole; episodes are played one by one here")
 
-    def rows(self, evaluation: bool) -> list[dict[str, Any]]:
+    def list_rows(self, evaluation: bool) -> list[dict[str, Any]]:
         found = self._environment.get_eval_dataset() if evaluation else self._environment.get_dataset()
         return [dict(row) for row in found]
 
-    def prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def build_prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         said = row["prompt"]
         if isinstance(said, str):
             return [{"role": "user", "content": said}]
         return [{name: value for name, value in message.items() if value is not None} for message in said]
 
-    async def play(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
+    async def run_episode(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
         from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
 
         # No limit, and no second try: the run has limits of its own, and another request is another sample.
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None, max_retries=0) as client:
-            model = await _model(client)
+            model = await _fetch_model_name(client)
             said = await self._environment.run_rollout(dict(row), OpenAIChatCompletionsClient(client), model, {})
         if error := said.get("error"):
             raise RuntimeError(f"{error.get('error_chain_repr') or error}"[:1000])
         return said["reward"], said.get("metrics") or {}
 
 
-class _TaskSet:
+class _TaskSetRunner:
     """A task set of `verifiers.v1`, played by one agent that only talks and calls the task's tools."""
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
@@ -163,27 +167,27 @@ class _TaskSet:
         self._package, self._task = package, task
         self._serving: Any = None
 
-    def rows(self, evaluation: bool) -> list[dict[str, Any]]:
+    def list_rows(self, evaluation: bool) -> list[dict[str, Any]]:
         taskset = self._environment.taskset
         if taskset.INFINITE:
             raise ConfigError("its task set has no end; rows cannot be made of it")
         return [task.data.model_dump(mode="json", exclude_none=True) for task in taskset]
 
-    def prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def build_prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         said = row.get("prompt") or ""
         system = [{"role": "system", "content": row["system_prompt"]}] if row.get("system_prompt") else []
         return system + ([{"role": "user", "content": said}] if isinstance(said, str) else [dict(one) for one in said])
 
-    async def play(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
+    async def run_episode(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
         from openai import AsyncOpenAI
 
         if self._serving is None:  # until the process ends
             self._serving = self._environment.serving()
             await self._serving.__aenter__()
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            model = await _model(client)
-        os.environ[_KEY] = api_key
-        endpoint = self._package.EvalClientConfig(base_url=base_url, api_key_var=_KEY)
+            model = await _fetch_model_name(client)
+        os.environ[_API_KEY_VARIABLE] = api_key
+        endpoint = self._package.EvalClientConfig(base_url=base_url, api_key_var=_API_KEY_VARIABLE)
         context = self._package.ModelContext(client=endpoint, model=model, sampling=self._package.SamplingConfig())
         task = self._task(self._task.data_type().model_validate(row), self._environment.taskset.config.task)
         episode = await self._environment.run_episode(task, context)
@@ -194,6 +198,6 @@ class _TaskSet:
         return trace.reward, {**trace.metrics, **{name: part.score for name, part in trace.rewards.items()}}
 
 
-async def _model(client: Any) -> str:
+async def _fetch_model_name(client: Any) -> str:
     """The name that the policy has as a model."""
     return str((await client.models.list()).data[0].id)

@@ -28,28 +28,28 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from megarl.config import ConfigError
-from megarl.config.command_line import missing_package
+from megarl.config.command_line import missing_package_hint
 from megarl.processes import children, memory_files, node
 from megarl.processes.children import die_with_parent
 
 REQUEUE_EXIT_CODE = 85
 """Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved itself: go on with run.resume=auto."""
-SAME_AGAIN_EXIT_CODE = 86
+REPEATED_FAULT_EXIT_CODE = 86
 """Exit status of a run that was started again after a fault, and came to the same at the same step."""
-LAUNCHER = "MEGARL_LAUNCHER"
+LAUNCHER_ENV = "MEGARL_LAUNCHER"
 """Environment variable by which a launcher names itself to its ranks: its pid and the file for their last words."""
-RESTARTED = "MEGARL_RESTARTED"
+RESTART_COUNT_ENV = "MEGARL_RESTARTED"
 """Environment variable of ranks that have been started again: how often."""
-WHOLE = "the whole traceback is in"
+TRACEBACK_NOTE_PREFIX = "the whole traceback is in"
 """How the note begins that an exception carries once its traceback is in a file."""
-SAME_S = 2.0
+SIGNAL_DEBOUNCE_S = 2.0
 """A signal that comes again within so many seconds is the same request: it was sent to the whole process group, or to
 all processes of a Slurm job, and is forwarded besides."""
 
-Kind = Literal["stopped", "ended", "mistake", "fault", "lost"]
+ExitKind = Literal["stopped", "ended", "mistake", "fault", "lost"]
 
 
-class Verdict(NamedTuple):
+class RunOutcome(NamedTuple):
     """What the ends of all ranks come to: the exit status, the line that says why, empty where all is well, and what it
     was. killed: by a signal from outside. late: a rank that others have waited for too long. asked: somebody wanted
     it so. rank: whose own end or silence it was, where that is known."""
@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
     rank: int = -1
 
 
-class Stopped(SystemExit):
+class GracefulExit(SystemExit):
     """Asked to stop, and saved."""
 
     def __init__(self, text: str) -> None:
@@ -71,7 +71,7 @@ class Stopped(SystemExit):
         return self.text
 
 
-class Ended(SystemExit):
+class SignalExit(SystemExit):
     """A signal ends this process. A SystemExit, as asyncio lets only that through, and KeyboardInterrupt."""
 
     def __init__(self, number: int) -> None:
@@ -79,21 +79,21 @@ class Ended(SystemExit):
         self.number = number
 
     def __str__(self) -> str:
-        return f"ended by {name_of(self.number)}"
+        return f"ended by {signal_name(self.number)}"
 
 
-ORDERLY = (Stopped, Ended, KeyboardInterrupt)
+ORDERLY_EXITS = (GracefulExit, SignalExit, KeyboardInterrupt)
 """What ends a run without anything being wrong."""
 
 
 class _Signals:
     """What this process has been asked for."""
 
-    asked = False  # to stop at the end of the step
-    ending = False
-    since = 0.0
-    saving = False
-    writing = False
+    is_stop_requested = False  # to stop at the end of the step
+    is_ending = False
+    last_signal_time = 0.0
+    should_save_on_sigterm = False
+    is_writing_checkpoint = False
     launcher: str | None = None
 
 
@@ -105,7 +105,7 @@ def catch_signals() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    if given := os.environ.pop(LAUNCHER, ""):
+    if given := os.environ.pop(LAUNCHER_ENV, ""):
         parent, _, _Signals.launcher = given.partition(":")
         if os.getppid() == int(parent):
             die_with_parent(int(parent))
@@ -114,88 +114,88 @@ def catch_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a job in the background
             signal.signal(number, _on_signal)
-    signal.signal(signal.SIGUSR1, _ask)  # for threads that were there before, which may get it
+    signal.signal(signal.SIGUSR1, _request_stop)  # for threads that were there before, which may get it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
-def answer_by_saving() -> None:
+def save_on_sigterm() -> None:
     """From here on a first SIGTERM is answered at the end of the step."""
-    _Signals.saving = True
+    _Signals.should_save_on_sigterm = True
 
 
 @contextlib.contextmanager
-def writing() -> Iterator[None]:
+def defer_sigterm() -> Iterator[None]:
     """Within the block a checkpoint is written, which no SIGTERM breaks off, however often it comes."""
-    _Signals.writing = True
+    _Signals.is_writing_checkpoint = True
     try:
         yield
     finally:
-        _Signals.writing = False
+        _Signals.is_writing_checkpoint = False
 
 
-def asked_to_stop() -> bool:
-    return _Signals.asked or signal.SIGUSR1 in signal.sigpending()
+def is_stop_requested() -> bool:
+    return _Signals.is_stop_requested or signal.SIGUSR1 in signal.sigpending()
 
 
-def begin() -> None:
+def begin_exit() -> None:
     """This process has begun to end, which signals shall not disturb."""
-    _Signals.ending, _Signals.since = True, time.monotonic()
+    _Signals.is_ending, _Signals.last_signal_time = True, time.monotonic()
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of tasks that ended with us
 
 
-def _ask(number: int, frame: FrameType | None) -> None:
-    _Signals.asked = True
+def _request_stop(number: int, frame: FrameType | None) -> None:
+    _Signals.is_stop_requested = True
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    gently = _Signals.saving and number != signal.SIGINT
-    again = time.monotonic() - _Signals.since < SAME_S
-    if again and (_Signals.ending or (_Signals.asked and gently)):
+    gently = _Signals.should_save_on_sigterm and number != signal.SIGINT
+    again = time.monotonic() - _Signals.last_signal_time < SIGNAL_DEBOUNCE_S
+    if again and (_Signals.is_ending or (_Signals.is_stop_requested and gently)):
         return
-    _Signals.since = time.monotonic()
-    if gently and (not _Signals.asked or _Signals.writing):
-        _Signals.asked = True
-    elif not _Signals.ending:
-        begin()
-        raise Ended(number)
+    _Signals.last_signal_time = time.monotonic()
+    if gently and (not _Signals.is_stop_requested or _Signals.is_writing_checkpoint):
+        _Signals.is_stop_requested = True
+    elif not _Signals.is_ending:
+        begin_exit()
+        raise SignalExit(number)
     elif _Signals.launcher is None:  # a launcher ends those itself that take long
         os._exit(128 + number)
 
 
 @contextlib.contextmanager
-def one_line() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Around a script's own flow: whatever ends it early is told in one line, and gives the documented exit status."""
     try:
         catch_signals()
         yield
     except BaseException as error:  # noqa: B036  the end of the program
-        sys.exit(tell(error))
+        sys.exit(report_error(error))
 
 
-def exit_with(program: Callable[[], int]) -> NoReturn:
+def run_and_exit(program: Callable[[], int]) -> NoReturn:
     """Run a program that tells by itself, but for a signal before it gets so far; exit with its status."""
     try:
         catch_signals()
         status = program()
-    except Ended as error:
-        status = tell(error)
+    except SignalExit as error:
+        status = report_error(error)
     sys.exit(status)
 
 
-def tell(error: BaseException) -> int:
+def report_error(error: BaseException) -> int:
     """Say why this process ends, to the launcher or on stderr; returns its exit status. A signal changes nothing any
     more: torch's agent sends one to ranks that end after the first."""
-    begin()
-    kind, status, text = describe(error)
-    if tell_launcher(kind, text[-8000:]):
+    begin_exit()
+    kind, status, text = classify_error(error)
+    if notify_launcher(kind, text[-8000:]):
         return status
-    if kind in ("lost", "fault") or _first_to_say(text):
+    if kind in ("lost", "fault") or _is_first_report(text):
         print(text, file=sys.stderr, flush=True)
     return status
 
 
-def tell_launcher(kind: str, text: str, rank: int | None = None) -> bool:
+def notify_launcher(kind: str, text: str, rank: int | None = None) -> bool:
     """Say something to the launcher, of this rank or of another; False where there is none, or it does not hear."""
     if _Signals.launcher is None:
         return False
@@ -209,54 +209,56 @@ def tell_launcher(kind: str, text: str, rank: int | None = None) -> bool:
         return False
 
 
-def introduce(**rules: Any) -> None:
-    """Tell the launcher what a restart of this run depends on, see `restarts.Rules`. On the first rank of a node."""
+def register_run(**rules: Any) -> None:
+    """Tell the launcher what a restart of this run depends on, see `restarts.RestartPolicy`. On the first rank of a node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        tell_launcher("run", json.dumps(rules))
+        notify_launcher("run", json.dumps(rules))
 
 
-def restarted() -> int:
+def get_restart_count() -> int:
     """How often a launcher has started this run again."""
-    return int(os.environ.get(RESTARTED, "0"))
+    return int(os.environ.get(RESTART_COUNT_ENV, "0"))
 
 
-def describe(error: BaseException) -> tuple[Kind, int, str]:
+def classify_error(error: BaseException) -> tuple[ExitKind, int, str]:
     """What it is, the exit status, and the line. A fault without a log has its traceback above the line."""
-    if isinstance(error, Stopped):
+    if isinstance(error, GracefulExit):
         return "stopped", REQUEUE_EXIT_CODE, error.text
-    if isinstance(error, (Ended, KeyboardInterrupt)):
-        number = error.number if isinstance(error, Ended) else signal.SIGINT
-        return "ended", 128 + number, f"ended by {name_of(number)}"
+    if isinstance(error, (SignalExit, KeyboardInterrupt)):
+        number = error.number if isinstance(error, SignalExit) else signal.SIGINT
+        return "ended", 128 + number, f"ended by {signal_name(number)}"
     who = f"rank {os.environ.get('RANK', '0')}" if os.environ.get("WORLD_SIZE", "1") != "1" else "the run"
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        who += f" on node {node.name()}"
-    where = next((note for note in getattr(error, "__notes__", ()) if note.startswith(WHOLE)), "")
+        who += f" on node {node.get_name()}"
+    where = next((note for note in getattr(error, "__notes__", ()) if note.startswith(TRACEBACK_NOTE_PREFIX)), "")
     if lost := _lost_peer(error):
         return (
             "lost",
             1,
-            _line(f"error: {who} lost another rank: {lost}{_strangers()}" + (f"; {where}" if where else "")),
+            _join_lines(
+                f"error: {who} lost another rank: {lost}{_describe_foreign_users()}" + (f"; {where}" if where else "")
+            ),
         )
     if isinstance(error, ConfigError):
-        return "mistake", 2, _line(f"error: {error}")
-    if missing := missing_package(error):
-        return "mistake", 2, _line(f"error: {missing}")
+        return "mistake", 2, _join_lines(f"error: {error}")
+    if missing := missing_package_hint(error):
+        return "mistake", 2, _join_lines(f"error: {missing}")
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    line = _line(f"error: {who} failed: {type(error).__name__}: {error}{place}" + (f"; {where}" if where else ""))
+    line = _join_lines(f"error: {who} failed: {type(error).__name__}: {error}{place}" + (f"; {where}" if where else ""))
     return "fault", 1, line if where else "".join(traceback.format_exception(error)) + line
 
 
-def _strangers() -> str:
+def _describe_foreign_users() -> str:
     """That others are connected who may have taken a rank's place."""
     with contextlib.suppress(OSError, ValueError):
-        if users := children.connected_users():
+        if users := children.list_connected_users():
             names = ", ".join(map(str, users))
             return f"; user {names} of this machine is connected to its ports (SECURITY.md, What is not closed)"
     return ""
 
 
-def name_of(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -277,11 +279,11 @@ def _lost_peer(error: BaseException | None) -> str:
     return ""
 
 
-def _line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(part.strip() for part in text.splitlines() if part.strip())
 
 
-def _first_to_say(text: str) -> bool:
+def _is_first_report(text: str) -> bool:
     """Whether no other rank has said it: they raise the same error for a mistake, and one line is enough."""
     ranks = sys.modules.get("megarl.parallel.ranks")
     if ranks is not None:

@@ -45,7 +45,7 @@ _SOFTMAX = "scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cud
 """Apex's modules that Megatron's FusedScaleMaskSoftmax imports when it is first called."""
 
 
-def fused(values: Mapping[str, Any]) -> dict[str, bool]:
+def select_fusions(values: Mapping[str, Any]) -> dict[str, bool]:
     """These fields of TransformerConfig, given the others. All are off without a GPU, where no test could try them.
 
     gradient_accumulation_fusion: a layer's product for its weights' gradient adds to the fp32 buffer, which saves a
@@ -89,7 +89,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         deterministic_mode=config.train.deterministic,
         use_cpu_initialization=False,
     )
-    values.update(fused(values))
+    values.update(select_fusions(values))
     if values.get("num_moe_experts"):
         if values["num_moe_experts"] % parallel.ep:
             raise ConfigError(
@@ -147,7 +147,7 @@ def build_chunks(
         router._maintain_float32_expert_bias()
     if not trains:
         return [chunk.requires_grad_(False) for chunk in chunks]
-    norm_counting.check_experts(chunks)
+    norm_counting.check_expert_flags(chunks)
     fields.check_ddp(config.train.ddp)
     ddp = DistributedDataParallelConfig(
         **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
@@ -197,7 +197,7 @@ def _build_chunk(
     named = named_params([model], parallel_state.get_expert_model_parallel_rank())
     if role != "actor":
         named.pop("output_layer.weight", None)  # a head of one value, which the table does not speak of
-    norm_counting.mark(named, table)
+    norm_counting.set_flags(named, table)
     if config.lora.rank:
         add_adapters(model, hf, config)
     return model.to(device.device())
@@ -232,6 +232,6 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
             layer.submodules.self_attention.submodules.core_attention = attention
         if extras.post_norms:
             layer.module, layer.params = PostNormLayer, {"post_norm": norm}
-        if extras.groups_by_best and layer.submodules.mlp.module is MoELayer:
+        if extras.has_group_max_routing and layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = GroupLimitedRouter
     return spec

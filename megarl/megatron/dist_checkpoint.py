@@ -1,6 +1,6 @@
 """A Megatron model with its optimizer and scheduler, to and from a folder: Megatron's distributed checkpoints.
 
-A save has three parts. `Staged` plans it and takes the tensors, `Staged.write` writes and hashes this rank's files,
+A save has three parts. `StagedCheckpoint` plans it and takes the tensors, `Staged.write` writes and hashes this rank's files,
 `Staged.finish` says what is where. The first and the last are collective; between them, in a thread if one likes, each
 rank is on its own.
 """
@@ -29,8 +29,8 @@ from megarl.config import ConfigError
 from megarl.megatron.optimizer import state_tensors
 from megarl.megatron.trainer_model import MegatronModel  # first: it fits Megatron-Core to a machine without GPU
 from megarl.parallel import device, ranks
-from megarl.parallel.host_copy import Staging
-from megarl.parallel.rank_subset import own_world
+from megarl.parallel.host_copy import StagingBuffer
+from megarl.parallel.rank_subset import use_member_world
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing import serialization  # isort: skip
@@ -49,14 +49,14 @@ _failures: list[Exception] = []
 """What rank 0 could not write between two collectives."""
 
 
-class Staged:
+class StagedCheckpoint:
     """A model's part of a checkpoint: planned, and with `staging` copied, so that the model may go on changing."""
 
-    def __init__(self, model: MegatronModel, folder: Path, staging: Staging | None = None) -> None:
+    def __init__(self, model: MegatronModel, folder: Path, staging: StagingBuffer | None = None) -> None:
         self._ranks = model.ranks
-        ranks.together(lambda: folder.mkdir(parents=True, exist_ok=True), lead=True, group=self._ranks.host)
+        ranks.run_on_all(lambda: folder.mkdir(parents=True, exist_ok=True), lead=True, group=self._ranks.host_group)
         _failures.clear()
-        with self._among_its_ranks():
+        with self._activate_ranks():
             request = dist_checkpointing.save(model.sharded_state_dict(), str(folder), async_sharded_save=True)
         self._finish = request.finalize_fns
         self._buckets: list[Bucket] = []
@@ -64,13 +64,13 @@ class Staged:
             _, self._buckets, self._results = request.async_fn_args
             self._transforms = request.async_fn.args[0][0]
         if staging is not None:
-            self._take(staging)
+            self._copy_tensors(staging)
         self._raise_failures()
 
-    def _take(self, staging: Staging) -> None:
+    def _copy_tensors(self, staging: StagingBuffer) -> None:
         """Have copies of the tensors instead of themselves, which then are nobody's but the model's."""
         tensors = [tensor for _, _, (_, items) in self._buckets for _, tensor in items]
-        copies = iter(staging.copies(tensors))
+        copies = iter(staging.copy_to_host(tensors))
         for _, _, (_, items) in self._buckets:
             items[:] = [(item, next(copies)) for item, _ in items]
 
@@ -87,7 +87,7 @@ class Staged:
                 for item, data in [*objects, *tensors]:
                     if ended():
                         raise InterruptedError("the run has ended")
-                    found.append(_write_item(self._transforms, stream, _alone(data), item, key, kind))  # type: ignore[arg-type]
+                    found.append(_write_item(self._transforms, stream, _compact_on_host(data), item, key, kind))  # type: ignore[arg-type]
                 return found
 
             found, written[Path(path)] = write_hashed(Path(path), all_items)
@@ -108,14 +108,14 @@ class Staged:
     def finish(self) -> None:
         """Write what the others need to find their parts again. Collective, after all ranks have written. Raises
         OSError on all of them."""
-        with self._among_its_ranks():
+        with self._activate_ranks():
             for finish in self._finish:
                 finish()
         self._raise_failures()
 
     @contextmanager
-    def _among_its_ranks(self) -> Iterator[None]:
-        with ranks.active(self._ranks), own_world():
+    def _activate_ranks(self) -> Iterator[None]:
+        with ranks.use_layout(self._ranks), use_member_world():
             try:
                 yield
             except CheckpointException as error:  # on all ranks
@@ -127,10 +127,10 @@ class Staged:
                 first = _failures[0]
                 raise first if isinstance(first, OSError) else OSError(f"{type(first).__name__}: {first}")
 
-        ranks.together(failed, group=self._ranks.host)
+        ranks.run_on_all(failed, group=self._ranks.host_group)
 
 
-def copied_bytes(model: MegatronModel) -> int:
+def async_copy_bytes(model: MegatronModel) -> int:
     """What this rank copies of it for an asynchronous save, at most: of weights that data parallel ranks have in common
     one of them writes each."""
     copied = [*model.local_params().values(), *model.local_adapters().values()]
@@ -143,9 +143,9 @@ def save_model(model: MegatronModel, folder: Path) -> dict[Path, Entry]:
     """Write weights, fp32 masters, optimizer and scheduler. The ranks that the model is on take part, others may be at
     something else; raises OSError on all of them where writing fails on one. Returns the files that this rank has
     written and synced, hashed on the way."""
-    staged = Staged(model, folder)
+    staged = StagedCheckpoint(model, folder)
     written: dict[Path, Entry] = {}
-    ranks.together(lambda: written.update(staged.write(threads=WRITERS)), group=model.ranks.host)
+    ranks.run_on_all(lambda: written.update(staged.write(threads=WRITERS)), group=model.ranks.host_group)
     staged.finish()
     return written
 
@@ -153,10 +153,10 @@ def save_model(model: MegatronModel, folder: Path) -> dict[Path, Entry]:
 def restore_model(model: MegatronModel, folder: Path) -> None:
     """Read what `save_model` wrote into a model that was built in the same way, in this layout or another. The
     ranks that the model is on take part. Raises ConfigError where the checkpoint is of another model."""
-    with ranks.active(model.ranks):
+    with ranks.use_layout(model.ranks):
         try:
             wanted = model.sharded_state_dict(is_loading=True)
-            with own_world():
+            with use_member_world():
                 state = dist_checkpointing.load(wanted, str(folder))
         except (
             *(CheckpointException, dist_checkpointing.core.CheckpointingException),
@@ -173,7 +173,7 @@ def restore_model(model: MegatronModel, folder: Path) -> None:
 # --- what Megatron-Core does otherwise -------------------------------------------------------------------------------
 
 
-def _alone(data: io.BytesIO | torch.Tensor) -> io.BytesIO | torch.Tensor:
+def _compact_on_host(data: io.BytesIO | torch.Tensor) -> io.BytesIO | torch.Tensor:
     """A tensor on the host that has its memory for itself: torch writes the whole of what is behind one."""
     if not isinstance(data, torch.Tensor):
         return data
@@ -181,7 +181,7 @@ def _alone(data: io.BytesIO | torch.Tensor) -> io.BytesIO | torch.Tensor:
     return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
 
 
-def _prepare(self: Any, plan: Any, planner: Any) -> None:
+def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
     """Which tensors go into which file. Megatron's own also copies views, one by one, into new memory each time."""
     sorts = filesystem_async._split_by_size_and_type(self.thread_count, plan.items)
     self.write_buckets, self.results_queue = [], queue.Queue()
@@ -196,7 +196,7 @@ def _prepare(self: Any, plan: Any, planner: Any) -> None:
         self.write_buckets.append((os.path.join(self.checkpoint_dir, name), name, contents))
 
 
-def _not_alone(write: Callable[..., Any]) -> Callable[..., Any]:
+def _defer_failure(write: Callable[..., Any]) -> Callable[..., Any]:
     """For what rank 0 writes between two collectives: raising there would leave the others waiting in the second."""
 
     @functools.wraps(write)
@@ -210,7 +210,7 @@ def _not_alone(write: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-filesystem_async.FileSystemWriterAsync.prepare_write_data = _prepare
-filesystem_async.FileSystemWriterAsync.finish = _not_alone(filesystem_async.FileSystemWriterAsync.finish)
-common.TorchCommonSaveStrategy.save_common = _not_alone(common.TorchCommonSaveStrategy.save_common)
-serialization.save_config = _not_alone(serialization.save_config)
+filesystem_async.FileSystemWriterAsync.prepare_write_data = _prepare_write_data
+filesystem_async.FileSystemWriterAsync.finish = _defer_failure(filesystem_async.FileSystemWriterAsync.finish)
+common.TorchCommonSaveStrategy.save_common = _defer_failure(common.TorchCommonSaveStrategy.save_common)
+serialization.save_config = _defer_failure(serialization.save_config)

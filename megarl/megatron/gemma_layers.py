@@ -30,7 +30,7 @@ class CappedAttention(PackedAttention):
         super().__init__(config, layer_number, *args, **kwargs)
         self.cap = cap
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.before = config.window_size[0] if has_window else None  # keys that a query sees before its own
+        self.window = config.window_size[0] if has_window else None  # keys that a query sees before its own
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [s, b, heads, d], key and value [t, b, groups, d], the queries being those of the last keys
@@ -43,19 +43,19 @@ class CappedAttention(PackedAttention):
         for start in range(0, s, QUERIES_AT_ONCE):
             stop = min(s, start + QUERIES_AT_ONCE)
             last = t - s + stop
-            first = 0 if self.before is None else max(0, t - s + start - self.before)
+            first = 0 if self.window is None else max(0, t - s + start - self.window)
             part = q[..., start:stop, :], k[..., first:last, :], v[..., first:last, :]
-            outputs.append(checkpoint(self._rows, *part, use_reentrant=False, preserve_rng_state=False))
+            outputs.append(checkpoint(self._attend_chunk, *part, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(outputs, dim=-2).permute(3, 0, 1, 2, 4).reshape(s, b, heads * d)
 
-    def _rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [.., s, d] of the last of keys and values [.., t, d] -> [.., s, d]. Logits in fp32."""
         logits = (query @ key.transpose(-1, -2)).float() * (self.scale / self.cap)
         s, t = logits.shape[-2:]
         distance = torch.arange(t - s, t, device=query.device)[:, None] - torch.arange(t, device=query.device)
         seen = distance >= 0
-        if self.before is not None:
-            seen &= distance <= self.before
+        if self.window is not None:
+            seen &= distance <= self.window
         weights = (self.cap * logits.tanh()).masked_fill(~seen, -torch.inf).softmax(-1)
         return weights.to(value.dtype) @ value
 
@@ -71,11 +71,11 @@ class PostNormLayer(TransformerLayer):  # type: ignore[misc]
         sizes = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
         self.post_self_attn_layernorm = post_norm(**sizes)
         self.post_mlp_layernorm = post_norm(**sizes)
-        self.self_attn_bda = partial(_normed, self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = partial(_normed, self.post_mlp_layernorm, self.mlp_bda)
+        self.self_attn_bda = partial(_add_post_norm, self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda = partial(_add_post_norm, self.post_mlp_layernorm, self.mlp_bda)
 
 
-def _normed(norm: torch.nn.Module, bias_dropout_add: Callable[..., Any], training: bool, fused: bool) -> Any:
+def _add_post_norm(norm: torch.nn.Module, bias_dropout_add: Callable[..., Any], training: bool, fused: bool) -> Any:
     """Megatron's function for (output and its bias, residual, dropout) -> sum, with the output normed."""
     add = bias_dropout_add(training, fused)
 

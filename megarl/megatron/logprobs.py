@@ -32,59 +32,61 @@ from megatron.core import parallel_state
 
 from megarl.megatron.micro_batch import MicroBatch
 from megarl.parallel.context_parallel import gather_context
-from megarl.types import ModelOutput, Support
+from megarl.types import ModelOutput, SamplingMask
 
-NOTHING = -1e30
+MASKED_LOGIT = -1e30
 """The logit of no token: far below any, and finite, so that 0 times it is 0."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogitsChunk:
     """Some tokens, and the logits that are made of them."""
 
     rows: slice | torch.Tensor  # [n] which tokens
-    target: torch.Tensor  # [n] int64, at which of a token's logits its target is; any where it is not here
-    here: torch.Tensor  # [n] bool, whether it is
-    ids: torch.Tensor | None  # [n, K] int64 rows of the weight for each token, -1 for none; None for all `columns`
+    target_columns: torch.Tensor  # [n] int64, at which of a token's logits its target is; any where it is not here
+    has_target: torch.Tensor  # [n] bool, whether it is
+    candidate_ids: (
+        torch.Tensor | None
+    )  # [n, K] int64 rows of the weight for each token, -1 for none; None for all `columns`
     columns: int
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
         """[n, columns] or [n, K] fp32, `NOTHING` where there is none."""
         states = hidden[self.rows]
-        if self.ids is None:
+        if self.candidate_ids is None:
             return make_logits(states, weight[: self.columns], scale, cap)
-        found = torch.matmul(weight[self.ids.clamp(min=0)], states[:, :, None])[..., 0].float()
-        return squashed(found, scale, cap).masked_fill_(self.ids < 0, NOTHING)
+        found = torch.matmul(weight[self.candidate_ids.clamp(min=0)], states[:, :, None])[..., 0].float()
+        return cap_and_scale(found, scale, cap).masked_fill_(self.candidate_ids < 0, MASKED_LOGIT)
 
-    def to_hidden(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def compute_hidden_grad(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[n, hidden]: the gradient of the states, of that of the logits, in the weight's type."""
-        if self.ids is None:
+        if self.candidate_ids is None:
             return grad @ weight[: self.columns]
-        return torch.matmul(grad[:, None], weight[self.ids.clamp(min=0)])[:, 0]
+        return torch.matmul(grad[:, None], weight[self.candidate_ids.clamp(min=0)])[:, 0]
 
-    def add_to_weight(self, total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    def accumulate_weight_grad(self, total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add the gradient of the weight to [columns, hidden] fp32, of that of the logits, in the weight's type."""
         states = hidden[self.rows]
-        if self.ids is None:
+        if self.candidate_ids is None:
             total += grad.T @ states
             return
         parts = grad[:, :, None].float() * states[:, None].float()  # where there is no logit there is no gradient
-        total.index_add_(0, self.ids.clamp(min=0).flatten(), parts.flatten(0, 1))
+        total.index_add_(0, self.candidate_ids.clamp(min=0).flatten(), parts.flatten(0, 1))
 
 
 def make_logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
     """[rows, columns] fp32."""
-    return squashed(torch.matmul(hidden, weight.T).float(), scale, cap)
+    return cap_and_scale(torch.matmul(hidden, weight.T).float(), scale, cap)
 
 
-def squashed(logits: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
+def cap_and_scale(logits: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
     """In place, as the model caps its logits, and divided by the temperature."""
     return logits.div_(cap).tanh_().mul_(cap * scale) if cap else logits.mul_(scale)
 
 
-def pieces_of(
-    targets: torch.Tensor, support: Support | None, first: int, columns: int, at_once: int, width: int
-) -> Iterator[Piece]:
+def iter_chunks(
+    targets: torch.Tensor, support: SamplingMask | None, first: int, columns: int, at_once: int, width: int
+) -> Iterator[LogitsChunk]:
     """What this rank makes of each token's logits.
 
     targets: [T] int64 on the device. support: of these T tokens, on the host. The rank has the `columns` ids from
@@ -95,10 +97,10 @@ def pieces_of(
         return
     if support is None:
         for start in range(0, len(targets), at_once):
-            yield _over_all(targets, slice(start, start + at_once), first, columns)
+            yield _full_vocab_chunk(targets, slice(start, start + at_once), first, columns)
         return
     for rows in (support.counts == 0).nonzero()[:, 0].split(at_once):
-        yield _over_all(targets, rows.to(targets.device), first, columns)
+        yield _full_vocab_chunk(targets, rows.to(targets.device), first, columns)
     own = (support.ids >= first) & (support.ids < first + columns)
     owner = torch.repeat_interleave(torch.arange(len(support)), support.counts)[own]
     ids = support.ids[own].long() - first
@@ -115,12 +117,12 @@ def pieces_of(
         chosen = torch.where(there, ids[(starts[rows][:, None] + column).clamp(max=len(ids) - 1)], -1)
         chosen, rows = chosen.to(targets.device), rows.to(targets.device)
         found = chosen == (targets[rows] - first)[:, None]
-        yield Piece(rows, found.int().argmax(1), found.any(1), chosen, columns)
+        yield LogitsChunk(rows, found.int().argmax(1), found.any(1), chosen, columns)
 
 
-def _over_all(targets: torch.Tensor, rows: slice | torch.Tensor, first: int, columns: int) -> Piece:
+def _full_vocab_chunk(targets: torch.Tensor, rows: slice | torch.Tensor, first: int, columns: int) -> LogitsChunk:
     at = targets[rows] - first
-    return Piece(rows, at.clamp(0, columns - 1), (at >= 0) & (at < columns), None, columns)
+    return LogitsChunk(rows, at.clamp(0, columns - 1), (at >= 0) & (at < columns), None, columns)
 
 
 def vocab_parallel_logprobs(
@@ -133,7 +135,7 @@ def vocab_parallel_logprobs(
     at_once: int = 512,
     cap: float = 0.0,
     with_entropy: bool = True,
-    support: Support | None = None,
+    support: SamplingMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target, and the entropy of each distribution, if it is wanted; both [T] fp32, the same on
     every rank.
@@ -169,21 +171,21 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         at_once: int,
         cap: float,
         with_entropy: bool,
-        support: Support | None,
+        support: SamplingMask | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rank = 0 if group is None else group.rank()
         width, count = len(weight), len(hidden)
         columns = min(width, max(0, vocab_size - rank * width))  # of mine that are no padding
-        pieces = list(pieces_of(targets, support, rank * width, columns, at_once, weight.shape[1]))
+        pieces = list(iter_chunks(targets, support, rank * width, columns, at_once, weight.shape[1]))
 
-        own_peak = hidden.new_full((count,), NOTHING, dtype=torch.float32)
+        own_peak = hidden.new_full((count,), MASKED_LOGIT, dtype=torch.float32)
         mine = torch.zeros(count, dtype=torch.bool, device=hidden.device)
         sums = torch.zeros(3, count, dtype=torch.float32, device=hidden.device)  # exp, exp * x, x of the target
         for piece in pieces:
             rows, x = piece.rows, piece.logits(hidden, weight, scale, cap)
-            own_peak[rows], mine[rows] = x.amax(dim=1), piece.here
+            own_peak[rows], mine[rows] = x.amax(dim=1), piece.has_target
             x -= own_peak[rows, None]
-            sums[2, rows] = x.gather(1, piece.target[:, None])[:, 0] * piece.here
+            sums[2, rows] = x.gather(1, piece.target_columns[:, None])[:, 0] * piece.has_target
             exp = x.exp() if with_entropy else x.exp_()
             sums[0, rows] = exp.sum(dim=1)
             if with_entropy:
@@ -233,9 +235,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 tanh = log_p.add_(log_z[rows, None]).div_(scale * cap).clamp_(min=-1)  # where there is no logit
                 total *= 1 - tanh.square_()
             grad = total.mul_(scale).to(weight.dtype)
-            grad_hidden[rows] = piece.to_hidden(grad, weight)
+            grad_hidden[rows] = piece.compute_hidden_grad(grad, weight)
             if total_weight is not None:
-                piece.add_to_weight(total_weight, grad, hidden)
+                piece.accumulate_weight_grad(total_weight, grad, hidden)
         if total_weight is None:
             return grad_hidden, None, *nothing
         grad_weight = torch.zeros_like(weight)
@@ -249,7 +251,7 @@ def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup |
 
 
 @dataclass(frozen=True)
-class Reader:
+class OutputReader:
     """model: the GPTModel of the last stage. role: of the model. vocab_size: without padding. at_once: tokens whose
     logits exist at the same time. cap: above 0, the soft cap of the logits."""
 
@@ -267,13 +269,13 @@ class Reader:
         Every context parallel rank has all of a micro-batch's numbers and computes the same loss of them.
         """
         if self.role == "reward_model":
-            return ModelOutput(scores=micro.unshifted(_gathered(micro, emitted[0, :, 0].float())))
+            return ModelOutput(scores=micro.remove_padding(_gather_context(micro, emitted[0, :, 0].float())))
         if self.role == "critic":
-            return ModelOutput(values=micro.align(_gathered(micro, emitted[0, :, 0].float())))
+            return ModelOutput(values=micro.align(_gather_context(micro, emitted[0, :, 0].float())))
         weight = self._output_weight()
         states = emitted[0, :, : weight.shape[1]]
-        found = self._logprobs(states, weight, micro.ahead[0], temperature, with_entropy, micro.support)
-        logprobs, entropy = (None if x is None else micro.align(_gathered(micro, x)) for x in found)
+        found = self._logprobs(states, weight, micro.next_tokens[0], temperature, with_entropy, micro.sampling_mask)
+        logprobs, entropy = (None if x is None else micro.align(_gather_context(micro, x)) for x in found)
         return ModelOutput(logprobs=logprobs, entropy=entropy)
 
     def mtp_loss(self, micro: MicroBatch, emitted: torch.Tensor) -> torch.Tensor:
@@ -283,8 +285,8 @@ class Reader:
         assert micro.batch.loss_weights is not None
         losses = []
         for number, states in enumerate(emitted[0].split(weight.shape[1], dim=1)[1:], 1):
-            logprobs, _ = self._logprobs(states, weight, micro.ahead[number], 1.0, False)
-            losses.append(-(micro.batch.loss_weights * micro.align(_gathered(micro, logprobs), number + 1)).sum())
+            logprobs, _ = self._logprobs(states, weight, micro.next_tokens[number], 1.0, False)
+            losses.append(-(micro.batch.loss_weights * micro.align(_gather_context(micro, logprobs), number + 1)).sum())
         return torch.stack(losses).mean()
 
     def _output_weight(self) -> torch.Tensor:
@@ -301,12 +303,12 @@ class Reader:
         targets: torch.Tensor,
         temperature: float,
         with_entropy: bool,
-        support: Support | None = None,
+        support: SamplingMask | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = parallel_state.get_tensor_model_parallel_group()
         settings = self.vocab_size, group, temperature, self.at_once, self.cap
         return vocab_parallel_logprobs(states, weight, targets, *settings, with_entropy, support)
 
 
-def _gathered(micro: MicroBatch, local: torch.Tensor) -> torch.Tensor:
-    return gather_context(local, micro.places, parallel_state.get_context_parallel_group(), same_gradient=True)
+def _gather_context(micro: MicroBatch, local: torch.Tensor) -> torch.Tensor:
+    return gather_context(local, micro.context_indices, parallel_state.get_context_parallel_group(), same_gradient=True)

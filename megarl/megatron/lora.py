@@ -36,8 +36,8 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megarl.config import Config
 from megarl.megatron.output_layers import ValueHead
 from megarl.megatron.parameter_names import named_params, unwrap
-from megarl.models.layout_algebra import Columns, GateUp, Param, Replicated, cut_pieces, shard
-from megarl.models.lora_tables import A, B, adapted_weights, factor_names, factors, merge
+from megarl.models.layout_algebra import Dim1Sharding, GateUpSharding, Param, Replicated, shard, split_with
+from megarl.models.lora_tables import LORA_A, LORA_B, adapted_weights, factor_names, factor_params, merge_adapter
 from megarl.models.registry import family_of
 
 
@@ -53,10 +53,10 @@ class Adapter(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.weights, self.scale, self.enabled = list(weights), scale, True
-        self.expert = weights[0].expert is not None
-        self.by_rows = isinstance(weights[0].cut, Columns)
-        self.duplicated = isinstance(weights[0].cut, Replicated)
-        self.parallel = parts > 1
+        self.is_expert = weights[0].expert is not None
+        self.is_row_parallel = isinstance(weights[0].sharding, Dim1Sharding)
+        self.is_replicated = isinstance(weights[0].sharding, Replicated)
+        self.is_sharded = parts > 1
         self.lora_a = torch.nn.ParameterList(a for a, _ in factors)
         self.lora_b = torch.nn.ParameterList(b for _, b in factors)
 
@@ -66,27 +66,27 @@ class Adapter(torch.nn.Module):
             return None
         x, *splits = inputs
         if hasattr(module, "layer_norm_weight"):  # Transformer Engine's fused norm: the linear layer sees its output
-            x = _normed(module, x)
+            x = _apply_fused_norm(module, x)
         return output[0] + self(x, *splits), output[1]
 
     def forward(self, x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Tensor:
         """x as the linear layer gets it, [tokens, ..., in]; splits: of grouped experts, how many tokens each has."""
         if splits is None:
-            return self._one(x, self.lora_a[0], self.lora_b[0])
+            return self._apply_factors(x, self.lora_a[0], self.lora_b[0])
         parts = zip(x.split(list(splits)), self.lora_a, self.lora_b, strict=True)
-        return torch.cat([self._one(part, a, b) for part, a, b in parts])
+        return torch.cat([self._apply_factors(part, a, b) for part, a, b in parts])
 
-    def _one(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if self.parallel and self.expert:  # every rank of its group has all tokens, and a part of the gradient
+    def _apply_factors(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if self.is_sharded and self.is_expert:  # every rank of its group has all tokens, and a part of the gradient
             group = parallel_state.get_expert_tensor_parallel_group()
-            if self.by_rows:
+            if self.is_row_parallel:
                 b = copy_to_tensor_model_parallel_region(b, group)
             else:
                 a = copy_to_tensor_model_parallel_region(a, group)
         inner = F.linear(x, a)
-        if self.parallel and not self.expert and not self.duplicated:
+        if self.is_sharded and not self.is_expert and not self.is_replicated:
             group = parallel_state.get_tensor_model_parallel_group()
-            if self.by_rows:
+            if self.is_row_parallel:
                 inner = reduce_scatter_to_sequence_parallel_region(inner, group)
             else:
                 inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=group)
@@ -98,14 +98,14 @@ class Adapters(torch.nn.Module):
 
     def __init__(self, layers: Sequence[Adapter], num_experts: int) -> None:
         super().__init__()
-        self.each, self.num_experts = tuple(layers), num_experts
+        self.adapters, self.num_experts = tuple(layers), num_experts
         self.layers = torch.nn.ModuleList(layers)
 
-    def named(self) -> Iterator[tuple[str, Param, torch.nn.Parameter]]:
+    def named_factors(self) -> Iterator[tuple[str, Param, torch.nn.Parameter]]:
         """(name within this module, row of the table, tensor) of each factor."""
-        for number, layer in enumerate(self.each):
+        for number, layer in enumerate(self.adapters):
             for i, weight in enumerate(layer.weights):
-                for name, param in zip((A, B), factors(weight, len(layer.lora_a[i])), strict=True):
+                for name, param in zip((LORA_A, LORA_B), factor_params(weight, len(layer.lora_a[i])), strict=True):
                     yield f"layers.{number}.{name}.{i}", param, getattr(layer, name)[i]
 
     def sharded_state_dict(
@@ -114,16 +114,16 @@ class Adapters(torch.nn.Module):
         """For Megatron's distributed checkpoint. The experts of a layer are one tensor."""
         assert not sharded_offsets and metadata is not None
         state = {}
-        for name, param, tensor in self.named():
-            parts, part = _grid(param)
+        for name, param, tensor in self.named_factors():
+            parts, part = _tp_size_and_rank(param)
             offsets, first = [], 0
             key, group = param.megatron, metadata["dp_cp_group"]
             if param.expert is not None:
                 key = key.replace(f".{param.expert}.linear", ".linear")
                 group = parallel_state.get_expert_data_parallel_group()
                 offsets, first = [(0, param.expert, self.num_experts)], 1
-            whole = isinstance(param.cut, Replicated)
-            cut = [] if whole else [(first + cut_pieces(param, param.cut, parts, part).dim, part, parts)]
+            whole = isinstance(param.sharding, Replicated)
+            cut = [] if whole else [(first + split_with(param, param.sharding, parts, part).dim, part, parts)]
             made = ShardedTensor.from_rank_offsets(
                 f"{prefix}{key}",
                 tensor,
@@ -133,7 +133,7 @@ class Adapters(torch.nn.Module):
                 prepend_axis_num=first,
             )
             # Gate and up are two halves of each rank's part.
-            gated = isinstance(param.cut, GateUp)
+            gated = isinstance(param.sharding, GateUpSharding)
             state[f"{prefix}{name}"] = apply_swiglu_sharded_factory(made, tuple(offsets)) if gated else made
         return state
 
@@ -158,27 +158,30 @@ def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None
             found.setdefault(owner[id(tensor)], []).append(table[name])
     layers = []
     for module, weights in found.items():
-        pairs = [_make(weight, config, model.config.params_dtype, model.config.sequence_parallel) for weight in weights]
-        layer = Adapter(weights, pairs, config.lora.alpha / config.lora.rank, _grid(weights[0])[0])
+        pairs = [
+            _init_factors(weight, config, model.config.params_dtype, model.config.sequence_parallel)
+            for weight in weights
+        ]
+        layer = Adapter(weights, pairs, config.lora.alpha / config.lora.rank, _tp_size_and_rank(weights[0])[0])
         module.register_forward_hook(layer.hook)
         layers.append(layer)
     model.adapters = Adapters(layers, family.num_experts(hf))
 
 
-def _make(
+def _init_factors(
     weight: Param, config: Config, dtype: torch.dtype, sequence_parallel: bool
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
     """This rank's A and B of a weight, marked as Megatron marks parameters."""
     made = []
-    for param in factors(weight, config.lora.rank):
-        parts, part = _grid(param)
+    for param in factor_params(weight, config.lora.rank):
+        parts, part = _tp_size_and_rank(param)
         whole = {tensor.name: torch.zeros(tensor.shape) for tensor in param.hf}
-        if param.megatron.endswith(A):
+        if param.megatron.endswith(LORA_A):
             seed = zlib.crc32(f"{config.run.seed} {param.megatron}".encode())
             (drawn,) = whole.values()
             drawn.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed)).mul_(drawn.shape[1] ** -0.5)
         tensor = torch.nn.Parameter(shard(param, whole, parts, part).to(dtype))
-        replicated, expert = isinstance(param.cut, Replicated), param.expert is not None
+        replicated, expert = isinstance(param.sharding, Replicated), param.expert is not None
         # For the norm of all gradients each is counted once: a dense one that all tensor parallel ranks have, on the
         # first; those of experts everywhere, since their replicas share a gradient, but for copies in expert TP.
         tensor.tensor_model_parallel = expert or not replicated  # type: ignore[attr-defined]
@@ -192,13 +195,15 @@ def _make(
 
 def local_adapters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """This rank's factors, in place, by canonical name."""
-    return {param.megatron: tensor.detach() for layers in _adapters(chunks) for _, param, tensor in layers.named()}
+    return {
+        param.megatron: tensor.detach() for layers in _adapters(chunks) for _, param, tensor in layers.named_factors()
+    }
 
 
 @contextmanager
-def disabled(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Within the block the model is the base model."""
-    layers = [layer for adapters in _adapters(chunks) for layer in adapters.each]
+    layers = [layer for adapters in _adapters(chunks) for layer in adapters.adapters]
     for layer in layers:
         layer.enabled = False
     try:
@@ -208,7 +213,7 @@ def disabled(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             layer.enabled = True
 
 
-class Merged(Mapping[str, torch.Tensor]):
+class MergedWeights(Mapping[str, torch.Tensor]):
     """Weights by canonical name, with their adapters added: computed when asked for, each time, and not kept.
 
     weights: of a rank, in place. adapters: `local_adapters`. Shapes and places are those of the weights.
@@ -221,7 +226,7 @@ class Merged(Mapping[str, torch.Tensor]):
         a, b = factor_names(name)
         if a not in self.adapters:
             return self.weights[name]
-        return merge(self.weights[name], self.adapters[a], self.adapters[b], self.scale)
+        return merge_adapter(self.weights[name], self.adapters[a], self.adapters[b], self.scale)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.weights)
@@ -235,7 +240,7 @@ def _adapters(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
     return [model.adapters for model in models if hasattr(model, "adapters")]
 
 
-def _grid(param: Param) -> tuple[int, int]:
+def _tp_size_and_rank(param: Param) -> tuple[int, int]:
     """In how many parts a parameter is cut, and which of them this rank has."""
     if param.expert is not None:
         state = parallel_state
@@ -243,7 +248,7 @@ def _grid(param: Param) -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
-def _normed(module: Any, x: torch.Tensor) -> torch.Tensor:
+def _apply_fused_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     """What the linear layer in Transformer Engine's LayerNormLinear gets."""
     if module.normalization != "RMSNorm":
         raise NotImplementedError(f"LoRA on a fused {module.normalization}")

@@ -10,7 +10,7 @@ from megarl.megatron.optimizer import state_tensors
 from megarl.megatron.trainer_model import MegatronModel
 
 
-def held_bytes(model: MegatronModel) -> dict[str, int]:
+def model_state_bytes(model: MegatronModel) -> dict[str, int]:
     """Bytes of `weights` (with the biases of routers), of Megatron's `gradients` buffers, whose parameters are padded
     to multiples of 64 elements, and of the `optimizer`: this rank's moments, and master weights where they are not the
     model's own."""

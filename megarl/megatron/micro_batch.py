@@ -19,10 +19,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.config.strict import ConfigError
-from megarl.megatron.routing_replay import Share
+from megarl.megatron.routing_replay import ReplayShard
 from megarl.parallel.context_parallel import zigzag
-from megarl.types import COLUMNS, Support, TrainBatch
-from megarl.types.batch import ALWAYS, named_by
+from megarl.types import TOKEN_COLUMNS, SamplingMask, TrainBatch
+from megarl.types.batch import REQUIRED_COLUMNS, get_declared_columns
 
 
 class Arriving:
@@ -49,17 +49,17 @@ class ArrivingBatch(Arriving, TrainBatch):
     """What the loss has named; None where it may read everything."""
 
     def for_loss(self, loss: Callable[..., Any]) -> Self:
-        object.__setattr__(self, "named", named_by(loss))
+        object.__setattr__(self, "named", get_declared_columns(loss))
         return self
 
     def __getattribute__(self, name: str) -> Any:
-        if name in COLUMNS and not self._given(name):
+        if name in TOKEN_COLUMNS and not self._given(name):
             names = ", ".join(f'"{one}"' for one in (*(self.named or ()), name))
             raise ConfigError(f"the loss reads the column {name!r}, which it does not name: mark it @reads({names})")
         return super().__getattribute__(name)
 
     def _given(self, name: str) -> bool:
-        return self.named is None or name in self.named or name in ALWAYS
+        return self.named is None or name in self.named or name in REQUIRED_COLUMNS
 
     def with_(self, **changes: Any) -> TrainBatch:
         kept = {item.name: object.__getattribute__(self, item.name) for item in fields(self)}
@@ -69,7 +69,7 @@ class ArrivingBatch(Arriving, TrainBatch):
         return made
 
     def columns(self) -> tuple[str, ...]:
-        return tuple(name for name in COLUMNS if self._given(name) and getattr(self, name) is not None)
+        return tuple(name for name in TOKEN_COLUMNS if self._given(name) and getattr(self, name) is not None)
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,25 @@ class MicroBatch(Arriving):
     batch: ArrivingBatch  # those sequences, T tokens, without padding and records; T may be 0
     tokens: torch.Tensor  # [1, P / cp] int64, of this context parallel rank
     positions: torch.Tensor  # [1, P / cp] int64
-    ahead: torch.Tensor  # [1 + MTP layers, P / cp] int64, the next token of the sequence, and those that follow it; 0
+    next_tokens: (
+        torch.Tensor
+    )  # [1 + MTP layers, P / cp] int64, the next token of the sequence, and those that follow it; 0
     # where there is none
-    places: torch.Tensor  # [cp, P / cp] int64, where in the whole micro-batch each rank's tokens are
-    real: torch.Tensor  # [T] int64, where in it the tokens of `batch` are
-    nth: torch.Tensor  # [T] int64, their positions in their sequences
+    context_indices: torch.Tensor  # [cp, P / cp] int64, where in the whole micro-batch each rank's tokens are
+    unpadded_indices: torch.Tensor  # [T] int64, where in it the tokens of `batch` are
+    sequence_positions: torch.Tensor  # [T] int64, their positions in their sequences
     packed: PackedSeqParams
     routing: torch.Tensor | None  # [P / cp / tp, layers of the chunk, topk] int16, like the tokens; -1 in the padding
-    support: Support | None  # [P / cp], on the host, of `ahead[0]`: of each token's next one
+    sampling_mask: SamplingMask | None  # [P / cp], on the host, of `ahead[0]`: of each token's next one
 
     def align(self, emitted: torch.Tensor, by: int = 1) -> torch.Tensor:
         """[P] as emitted, index t about token t + by -> [T], index t about token t, 0 for the first of a sequence."""
-        shifted = emitted.roll(by)[self.real]
-        return torch.where(self.nth >= by, shifted, torch.zeros_like(shifted))
+        shifted = emitted.roll(by)[self.unpadded_indices]
+        return torch.where(self.sequence_positions >= by, shifted, torch.zeros_like(shifted))
 
-    def unshifted(self, emitted: torch.Tensor) -> torch.Tensor:
+    def remove_padding(self, emitted: torch.Tensor) -> torch.Tensor:
         """[P] as emitted -> [T], index t about the tokens up to and including t: without the padding, nothing else."""
-        return emitted[self.real]
+        return emitted[self.unpadded_indices]
 
 
 def make_micro_batch(
@@ -107,7 +109,7 @@ def make_micro_batch(
     cp: int = 1,
     cp_rank: int = 0,
     mtp_layers: int = 0,
-    replayed: Share | None = None,
+    replayed: ReplayShard | None = None,
 ) -> MicroBatch:
     """chosen: the sequences, all here, and no others; none make all padding. indices: their numbers in the whole batch.
 
@@ -142,23 +144,23 @@ def make_micro_batch(
         on_record = nth < known[chosen.sequence_ids]
         rows = torch.full_like(tokens, -1)
         rows[real[on_record]] = torch.arange(int(known.sum()))
-        routing = replayed.cut(_joined(chosen.routing, len(replayed.layers)), rows[mine])
+        routing = replayed.select(_concat_routing(chosen.routing, len(replayed.layers)), rows[mine])
     support = None
-    if chosen.support is not None:
+    if chosen.sampling_mask is not None:
         rows = torch.full_like(tokens, -1)
         follows = nth > 0
         rows[real[follows] - 1] = torch.arange(len(nth))[follows]
-        support = Support.joined([Support.whole(0), *chosen.support]).pick(rows[mine])
+        support = SamplingMask.concat([SamplingMask.unrestricted(0), *chosen.sampling_mask]).index_select(rows[mine])
     columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {"routing": None, "support": None}
     return MicroBatch(
         indices=list(indices),
         batch=ArrivingBatch(**columns).at(device),
         tokens=tokens[None, mine],
         positions=positions[None, mine],
-        ahead=ahead[:, mine],
-        places=places,
-        real=real,
-        nth=nth,
+        next_tokens=ahead[:, mine],
+        context_indices=places,
+        unpadded_indices=real,
+        sequence_positions=nth,
         packed=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -167,11 +169,11 @@ def make_micro_batch(
             max_seqlen_kv=max(lengths),
         ),
         routing=routing,
-        support=support,
+        sampling_mask=support,
     ).at(device)
 
 
-def _joined(records: Sequence[torch.Tensor], layers: int) -> torch.Tensor:
+def _concat_routing(records: Sequence[torch.Tensor], layers: int) -> torch.Tensor:
     """One after another. Those of sequences without a record may be of no layers."""
     whole = [record for record in records if len(record)]
     return torch.cat(whole) if whole else torch.zeros((0, layers, 1), dtype=torch.uint8)

@@ -25,12 +25,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
 from megarl.models.flat_runs import boxes
-from megarl.parallel.rank_subset import own_world
+from megarl.parallel.rank_subset import use_member_world
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
-def own_shares(part: Any, model_state: dict[str, Any]) -> list[ShardedTensor]:
+def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTensor]:
     """This rank's masters and moments in one of Megatron's distributed optimizers, as parts of the tensors that
     `sharded_param_state_fully_reshardable` asks for when it loads. Views: they change with the next update.
 
@@ -45,11 +45,11 @@ def own_shares(part: Any, model_state: dict[str, Any]) -> list[ShardedTensor]:
                 values, run = part._get_main_param_and_optimizer_states(param), ranges["param"]
                 for state in STATES:
                     flat = values[state].detach().view(-1).float()
-                    shares += _boxes_of(of_param[param], f"optimizer.state.{state}.", flat, run.start)
+                    shares += _shard_flat_range(of_param[param], f"optimizer.state.{state}.", flat, run.start)
     return shares
 
 
-def _boxes_of(sharded: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
+def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
     """flat: the elements from `start` on of what `sharded` describes, which Megatron may store as several tensors."""
     whole = torch.empty(sharded.data.shape, dtype=flat.dtype, device="meta")
     if isinstance(sharded, ShardedTensorFactory):
@@ -88,13 +88,13 @@ def _boxes_of(sharded: Any, prefix: str, flat: torch.Tensor, start: int) -> Iter
 _get_param_groups = core_optimizer._get_param_groups
 
 
-def _own_param_groups(*arguments: Any) -> Any:
+def _model_param_groups(*arguments: Any) -> Any:
     """Megatron asks all ranks of the job which sorts of parameters they have; the others may have no model."""
-    with own_world():
+    with use_member_world():
         return _get_param_groups(*arguments)
 
 
-core_optimizer._get_param_groups = _own_param_groups
+core_optimizer._get_param_groups = _model_param_groups
 
 
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Any:
@@ -115,7 +115,7 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
         ),
         list(chunks),
     )
-    for _, part in _parts(optimizer):
+    for _, part in _dist_optimizers(optimizer):
         for buffer in part.buffers:
             # For a checkpoint Megatron drops the padding behind each bucket, and then looks for parameters where they
             # were with it: wrong from the second bucket on, which a tied embedding over two stages makes. Call it no
@@ -134,16 +134,16 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
 
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """This rank's masters and moments."""
-    for _, part in _parts(optimizer):
+    for _, part in _dist_optimizers(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for values in part.optimizer.state.values():
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
-def counts(optimizer: Any) -> Iterator[dict[str, Any]]:
+def iter_step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
     """What has a count of AdamW's steps under "step": torch keeps one a parameter, Transformer Engine one a group."""
-    for _, part in _parts(optimizer):
+    for _, part in _dist_optimizers(optimizer):
         for holder in (*part.optimizer.param_groups, *part.optimizer.state.values()):
             if "step" in holder:
                 yield holder
@@ -158,13 +158,16 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
     share has no parameter, keeps of the settings those of rank 0, and gathers all on the first data parallel rank.
     """
     if not is_loading:
-        return {name: own_shares(part, model_state) for name, part in _parts(optimizer)}
-    return {name: part.sharded_param_state_fully_reshardable(model_state, True, {}) for name, part in _parts(optimizer)}
+        return {name: local_state_shards(part, model_state) for name, part in _dist_optimizers(optimizer)}
+    return {
+        name: part.sharded_param_state_fully_reshardable(model_state, True, {})
+        for name, part in _dist_optimizers(optimizer)
+    }
 
 
 def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
     """Take what was loaded for `sharded_state`; `steps` is the number of updates made until then."""
-    for name, part in _parts(optimizer):
+    for name, part in _dist_optimizers(optimizer):
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "step": steps}
             for group in part.optimizer.param_groups
@@ -177,7 +180,7 @@ def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
             values["step"] = values["step"].clone()
 
 
-def _parts(optimizer: Any) -> list[tuple[str, Any]]:
+def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
     """Megatron has one optimizer for dense parameters and one for experts; a rank may have none of the latter, and
     where no parameter of a kind is trained (LoRA), its optimizer is a stub."""
     parts = enumerate(optimizer.chained_optimizers)
@@ -186,7 +189,7 @@ def _parts(optimizer: Any) -> list[tuple[str, Any]]:
 
 def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The AdamW inside Megatron's wrappers where that is torch's; with Transformer Engine it is not."""
-    inner = [part.optimizer for _, part in _parts(optimizer)]
+    inner = [part.optimizer for _, part in _dist_optimizers(optimizer)]
     return [one for one in inner if isinstance(one, torch.optim.AdamW)]
 
 
@@ -212,7 +215,7 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int)
     )
 
 
-def go_to(scheduler: OptimizerParamScheduler, updates: int) -> None:
+def set_schedule_step(scheduler: OptimizerParamScheduler, updates: int) -> None:
     """Set the schedule to where it is after so many updates. It is the configuration's, whichever a checkpoint was
     written under: Megatron's own `load_state_dict` would go on with the peak, the length and the end of the old one."""
     scheduler.num_steps = updates
@@ -234,7 +237,7 @@ def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float
     return norm, True
 
 
-def are_finite(chunks: Sequence[torch.nn.Module]) -> bool:
+def has_finite_weights(chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether all weights that are trained here are."""
     trained = [param.detach() for chunk in chunks for param in chunk.parameters() if param.requires_grad]
     return bool(torch.isfinite(torch.nn.utils.get_total_norm(trained, math.inf)))

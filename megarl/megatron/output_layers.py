@@ -65,11 +65,11 @@ class MTPModel(GPTModel):  # type: ignore[misc]
             return hidden_states
         states = [hidden_states]
         if labels is not None:
-            states += self._foresee(hidden_states.detach(), labels, context)
+            states += self._forward_mtp(hidden_states.detach(), labels, context)
         emitted = torch.cat([self.output_layer(state)[0] for state in states], dim=-1)
         return emitted.transpose(0, 1).contiguous()
 
-    def _foresee(self, state: torch.Tensor, ahead: torch.Tensor, context: dict[str, Any]) -> list[torch.Tensor]:
+    def _forward_mtp(self, state: torch.Tensor, ahead: torch.Tensor, context: dict[str, Any]) -> list[torch.Tensor]:
         needed = ("attention_mask", "rotary_pos_emb", "packed_seq_params")  # a recomputation holds on to no tokens
         given, found = {name: context[name] for name in needed}, []
         for layer, tokens in zip(self.mtp.layers, ahead[:-1], strict=True):

@@ -36,7 +36,7 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
     tracker = get_moe_layer_wise_logging_tracker()
     mine = {name: float(tracker[name]["values"].sum()) if name in tracker else 0.0 for name in names}
     tracker.clear()  # all of it: Megatron would keep the number of layers, and the next model may have more
-    everyone = all_gather_objects(mine, ranks.host)
+    everyone = all_gather_objects(mine, ranks.host_group)
     pattern = config.moe_layer_freq
     layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)
     layers += config.mtp_num_layers or 0
@@ -61,7 +61,7 @@ def _enabled(config: TransformerConfig) -> list[str]:
     return names + (["z_loss"] if config.moe_z_loss_coeff else [])
 
 
-def best_of_groups(
+def group_max_topk(
     scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` best experts of the `group_topk` groups that have the best ones: their scores and numbers, [T, topk].
@@ -75,7 +75,7 @@ def best_of_groups(
     return scores.gather(1, chosen), chosen
 
 
-class BestOfGroups:
+class GroupMaxTopK:
     """Stands where Megatron's router looks for recorded choices, which is the one place at which others may choose; in
     front of what is there already, if anything is."""
 
@@ -87,21 +87,21 @@ class BestOfGroups:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments = scores, topk, num_groups, group_topk
         found: tuple[torch.Tensor, torch.Tensor] = (
-            best_of_groups(*arguments)
+            group_max_topk(*arguments)
             if self.replay is None
-            else self.replay.get_replay_topk(*arguments, best_of_groups)
+            else self.replay.get_replay_topk(*arguments, group_max_topk)
         )
         return found
 
 
 class GroupLimitedRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router, choosing by `best_of_groups`; scores, losses and everything else are Megatron's."""
+    """Megatron's router, choosing by `group_max_topk`; scores, losses and everything else are Megatron's."""
 
     router_replay: Any
 
     def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         replay = self.router_replay
-        self.router_replay = BestOfGroups(replay)
+        self.router_replay = GroupMaxTopK(replay)
         try:
             probs, routing_map = super().routing(*args, **kwargs)
         finally:

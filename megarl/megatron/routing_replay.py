@@ -30,18 +30,18 @@ class ReplayedTopK:
     """The top-k of one layer's router. `layer`: its place among the layers with experts, over all stages."""
 
     def __init__(self, layer: int) -> None:
-        self.layer = layer
-        self._chosen: torch.Tensor | None = None
+        self.moe_layer_index = layer
+        self._recorded_experts: torch.Tensor | None = None
         self._training = False
         self._to_recompute: deque[torch.Tensor | None] = deque()
 
-    def begin(self, chosen: torch.Tensor | None, training: bool) -> None:
+    def set_recorded(self, chosen: torch.Tensor | None, training: bool) -> None:
         """A micro-batch's forward pass begins. chosen: [tokens, topk] int16, rows of -1 for the router's own choice."""
-        self._chosen, self._training = chosen, training
+        self._recorded_experts, self._training = chosen, training
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What was begun has been broken off."""
-        self._chosen = None
+        self._recorded_experts = None
         self._to_recompute.clear()
 
     def get_replay_topk(
@@ -54,7 +54,7 @@ class ReplayedTopK:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """scores [tokens, experts] -> the scores of the chosen experts and their numbers, both [tokens, topk], best
         first, as `torch.topk` has them: the same experts give the same bits, in whatever order they were recorded."""
-        chosen = self._of_this_pass()
+        chosen = self._experts_for_pass()
         if chosen is None:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         with torch.no_grad():
@@ -63,14 +63,14 @@ class ReplayedTopK:
             others = torch.ones_like(scores, dtype=torch.bool).scatter_(1, torch.where(chosen < 0, own, chosen), False)
         return torch.topk(scores.masked_fill(others, -torch.inf), k=topk, dim=1)
 
-    def _of_this_pass(self) -> torch.Tensor | None:
+    def _experts_for_pass(self) -> torch.Tensor | None:
         """In training, a pass without gradients is the first of a layer that is recomputed, which is noted; one with
         gradients while any are noted is a recomputation. Backward passes come in the order of the forward ones."""
         if self._training and not torch.is_grad_enabled():
-            self._to_recompute.append(self._chosen)
+            self._to_recompute.append(self._recorded_experts)
         elif self._training and self._to_recompute:
             return self._to_recompute.popleft()
-        return self._chosen
+        return self._recorded_experts
 
 
 def install(chunks: Sequence[torch.nn.Module], shape: RoutingShape) -> None:
@@ -81,7 +81,7 @@ def install(chunks: Sequence[torch.nn.Module], shape: RoutingShape) -> None:
 
 
 @dataclass(frozen=True)
-class Share:
+class ReplayShard:
     """What one chunk on one rank replays of a record: of these layers, places among those that the record is of, that
     part of the tokens which sequence parallelism gives to this rank."""
 
@@ -89,7 +89,7 @@ class Share:
     tp: int
     tp_rank: int
 
-    def cut(self, record: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def select(self, record: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[known, layers, topk] of a micro-batch's tokens, [P] which of them is each of the tokens on the ranks that
         share them, -1 for none -> [P / tp, layers, topk] int16, -1 where nothing is known."""
         mine = rows.chunk(self.tp)[self.tp_rank]
@@ -102,28 +102,28 @@ class Share:
         return found
 
 
-def share(chunk: torch.nn.Module, tp: int, tp_rank: int, of: Sequence[int]) -> Share:
+def make_replay_shard(chunk: torch.nn.Module, tp: int, tp_rank: int, of: Sequence[int]) -> ReplayShard:
     """of: the layers of the record, by their places among all with experts."""
-    return Share(tuple(list(of).index(layer) for layer in _layers(chunk)), tp, tp_rank)
+    return ReplayShard(tuple(list(of).index(layer) for layer in _chunk_layers(chunk)), tp, tp_rank)
 
 
-def layers(chunks: Sequence[torch.nn.Module]) -> tuple[int, ...]:
+def replayed_layers(chunks: Sequence[torch.nn.Module]) -> tuple[int, ...]:
     """Those of all chunks that replay, by their places among the layers with experts."""
-    return tuple(layer for chunk in chunks for layer in _layers(chunk))
+    return tuple(layer for chunk in chunks for layer in _chunk_layers(chunk))
 
 
-def begin(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingShape) -> None:
+def start_micro_batch(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingShape) -> None:
     """The chunk's next forward pass replays `routing`, cut as its `share`, or chooses for itself where that is None.
 
     Raises ConfigError where it is none of this model.
     """
     if routing is not None:
-        check(routing, shape, _layers(chunk))
+        check(routing, shape, _chunk_layers(chunk))
     for number, router in enumerate(_routers(chunk)):
         router.router_replay.begin(None if routing is None else routing[:, number], chunk.training)
 
 
-def forget(chunks: Sequence[torch.nn.Module]) -> None:
+def reset(chunks: Sequence[torch.nn.Module]) -> None:
     """Of passes that were broken off: there is nothing to recompute any more."""
     for router in (router for chunk in chunks for router in _routers(chunk)):
         if router.router_replay is not None:
@@ -146,18 +146,18 @@ def check(routing: torch.Tensor, shape: RoutingShape, layers: Sequence[int]) -> 
     layers: which those of `routing` are, by their places among the layers with experts.
     """
     ascending = routing.sort(dim=-1).values
-    valid = (ascending.diff(dim=-1) > 0).all(-1) & (ascending[..., 0] >= 0) & (ascending[..., -1] < shape.experts)
+    valid = (ascending.diff(dim=-1) > 0).all(-1) & (ascending[..., 0] >= 0) & (ascending[..., -1] < shape.num_experts)
     wrong = ~(valid | (routing == -1).all(-1))
     if wrong.any():
         token, layer = wrong.nonzero()[0].tolist()
         raise ConfigError(
             f"the recorded routing names the experts {routing[token, layer].tolist()} for a token in layer "
-            f"{shape.moe_layers[layers[layer]]}, not {shape.topk} different ones of {shape.experts}; the engine does "
+            f"{shape.moe_layers[layers[layer]]}, not {shape.topk} different ones of {shape.num_experts}; the engine does "
             "not record this model's routing: set train.replay_routing=false"
         )
 
 
-def _layers(chunk: torch.nn.Module) -> tuple[int, ...]:
+def _chunk_layers(chunk: torch.nn.Module) -> tuple[int, ...]:
     """Those that replay, by their places among the layers with experts."""
     return tuple(router.router_replay.layer for router in _routers(chunk))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import Config
 from megarl.models.layout_algebra import padded_vocab
 from megarl.models.pipeline_stages import stage_layers
-from megarl.models.registry import family_of, trained_mtp
+from megarl.models.registry import family_of, num_trained_mtp
 
 if TYPE_CHECKING:
     from megarl.parallel.ranks import Ranks
@@ -36,11 +36,11 @@ def activation_elements(
     hidden = int(settings["hidden_size"])
     kept, anew = 0, [0]
     for part in parts:
-        layers = [_layer(settings, layer, etp) for layer in part]
+        layers = [_layer_tensors(settings, layer, etp) for layer in part]
         whole = [sum(layer.values()) for layer in layers]
         number = int(settings.get("recompute_num_layers") or 1)
         if settings.get("recompute_granularity") == "selective":
-            dropped = [_dropped(settings, layer) for layer in layers]
+            dropped = [_recomputed_elements(settings, layer) for layer in layers]
             kept += sum(whole) - sum(dropped)
             anew += dropped
         elif settings.get("recompute_granularity") != "full":
@@ -69,10 +69,10 @@ def micro_batches_in_flight(pp: int, stage: int, vpp: int = 1) -> float:
 
 def layer_elements(settings: Mapping[str, Any], layer: int, etp: int = 1) -> int:
     """Kept per token by one layer before any division."""
-    return sum(_layer(settings, layer, etp).values())
+    return sum(_layer_tensors(settings, layer, etp).values())
 
 
-def _layer(settings: Mapping[str, Any], layer: int, etp: int) -> dict[str, int]:
+def _layer_tensors(settings: Mapping[str, Any], layer: int, etp: int) -> dict[str, int]:
     """The same by what it is."""
     hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
     kept = {"norm inputs": 2 * hidden, "norm outputs": 2 * hidden}
@@ -96,7 +96,7 @@ def _layer(settings: Mapping[str, Any], layer: int, etp: int) -> dict[str, int]:
     return kept
 
 
-_MADE_BY = {
+_RECOMPUTED_TENSORS = {
     "core_attn": (),  # flash attention keeps nothing of its own
     "layernorm": ("norm outputs",),
     "mla_up_proj": ("qkv",),
@@ -106,13 +106,15 @@ _MADE_BY = {
     "shared_experts": ("shared expert",),
 }
 """What each of Megatron's `recompute_modules` computes anew."""
-RECOMPUTE_MODULES = tuple(_MADE_BY)
+RECOMPUTE_MODULES = tuple(_RECOMPUTED_TENSORS)
 
 
-def _dropped(settings: Mapping[str, Any], layer: Mapping[str, int]) -> int:
+def _recomputed_elements(settings: Mapping[str, Any], layer: Mapping[str, int]) -> int:
     """Of what a layer would keep, what selective recomputation does without."""
     modules = settings.get("recompute_modules") or ["core_attn"]
-    return sum(layer.get(name, 0) for name in {name for module in modules for name in _MADE_BY.get(module, ())})
+    return sum(
+        layer.get(name, 0) for name in {name for module in modules for name in _RECOMPUTED_TENSORS.get(module, ())}
+    )
 
 
 def is_moe(settings: Mapping[str, Any], layer: int) -> bool:
@@ -159,7 +161,7 @@ def micro_batch_bytes(
     return found
 
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def working_bytes(
@@ -171,10 +173,10 @@ def working_bytes(
     size = 4 if config.model.dtype == "float32" else 2
     family = family_of(hf)
     settings = {**family.megatron_config(hf), **config.model.megatron, "post_norms": family.extras(hf).post_norms}
-    settings |= FULL if recomputes else {}
+    settings |= FULL_RECOMPUTE if recomputes else {}
     layers = stage_layers(int(settings["num_layers"]), ranks.pp, settings, ranks.vpp)
     mine, last = layers[ranks.pp_rank], ranks.pp_rank == ranks.pp - 1
-    mtp = trained_mtp(hf, config) if role == "actor" and trains and last else 0
+    mtp = num_trained_mtp(hf, config) if role == "actor" and trains and last else 0
     count = len(mine) // ranks.vpp
     runs = [mine[i * count : (i + 1) * count] for i in range(ranks.vpp)]
     in_flight = micro_batches_in_flight(ranks.pp, ranks.pp_rank, ranks.vpp) if trains else 1

@@ -8,29 +8,29 @@ from typing import Any
 from torch.nn.functional import silu
 
 from megarl.config import ConfigError
-from megarl.models.config_json import need, read, rope, tied
+from megarl.models.config_json import has_tied_embeddings, need, read, rope_options
 from megarl.models.layout_algebra import (
-    Columns,
-    Cut,
+    Dim1Sharding,
     EngineGrid,
-    EngineQkv,
-    EngineVocab,
-    GateUp,
+    EngineQKVSharding,
+    EngineSlot,
+    EngineVocabSharding,
+    GateUpSharding,
     HFConfig,
     HFTensor,
     Param,
-    Qkv,
+    QKVSharding,
     Replicated,
-    Slot,
-    Vocab,
-    pieces,
+    Sharding,
+    VocabSharding,
+    split_param,
 )
 
 
-def checked(params: list[Param], tp: int, etp: int) -> list[Param]:
+def check_divisible(params: list[Param], tp: int, etp: int) -> list[Param]:
     """The same table; raises ConfigError for the first tensor that `tp`, or of an expert `etp`, does not divide."""
     for param in params:
-        pieces(param, tp if param.expert is None else etp, 0)
+        split_param(param, tp if param.expert is None else etp, 0)
     return params
 
 
@@ -52,23 +52,25 @@ def common_config(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def grouped_config(hf: HFConfig, bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
-    """`common_config` with grouped-query attention; see `grouped_attention`."""
+def gqa_config(hf: HFConfig, bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
+    """`common_config` with grouped-query attention; see `gqa_params`."""
     return common_config(hf) | dict(
-        num_query_groups=groups(hf), kv_channels=head_dim(hf), add_qkv_bias=bias, qk_layernorm=qk_norm
+        num_query_groups=num_kv_heads(hf), kv_channels=head_dim(hf), add_qkv_bias=bias, qk_layernorm=qk_norm
     )
 
 
 def require_heads(hf: HFConfig) -> None:
     """Refuse heads that do not divide, and those that rotary embeddings cannot turn in pairs."""
     heads, hidden = need(hf, "num_attention_heads"), need(hf, "hidden_size")
-    if heads % groups(hf):
-        raise ConfigError(f"config.json: num_key_value_heads={groups(hf)} does not divide num_attention_heads={heads}")
+    if heads % num_kv_heads(hf):
+        raise ConfigError(
+            f"config.json: num_key_value_heads={num_kv_heads(hf)} does not divide num_attention_heads={heads}"
+        )
     if not read(hf, "head_dim") and hidden % heads:
         raise ConfigError(
             f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim"
         )
-    turned = head_dim(hf) * rope(hf)["partial_rotary_factor"]
+    turned = head_dim(hf) * rope_options(hf)["partial_rotary_factor"]
     if turned % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not {turned:g} of head_dim={head_dim(hf)}")
 
@@ -79,12 +81,12 @@ def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
         vocab_size=need(hf, "vocab_size"),
         max_sequence_length=need(hf, "max_position_embeddings"),
         position_embedding_type="rope",
-        rotary_base=float(rope(hf)["rope_theta"]),
-        share_embeddings_and_output_weights=tied(hf),
+        rotary_base=float(rope_options(hf)["rope_theta"]),
+        share_embeddings_and_output_weights=has_tied_embeddings(hf),
     )
 
 
-def groups(hf: HFConfig) -> int:
+def num_kv_heads(hf: HFConfig) -> int:
     """Key-value heads."""
     return int(read(hf, "num_key_value_heads") or need(hf, "num_attention_heads"))
 
@@ -93,17 +95,17 @@ def head_dim(hf: HFConfig) -> int:
     return int(read(hf, "head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
 
 
-def one(
+def simple_param(
     megatron: str,
     hf: str,
     shape: tuple[int, ...],
-    cut: Cut,
+    cut: Sharding,
     grid: EngineGrid = "attention",
     slot: str = "",
     at: int = 0,
 ) -> Param:
     """A parameter made of one HF tensor, which the engine keeps under that name and cuts the same way."""
-    return Param(megatron, (HFTensor(hf, shape),), cut, Slot(slot or hf, cut, grid, at))
+    return Param(megatron, (HFTensor(hf, shape),), cut, EngineSlot(slot or hf, cut, grid, at))
 
 
 def embedding(hf: HFConfig) -> list[Param]:
@@ -111,24 +113,24 @@ def embedding(hf: HFConfig) -> list[Param]:
     return [_vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, "embedding")]
 
 
-def final(hf: HFConfig) -> list[Param]:
+def final_params(hf: HFConfig) -> list[Param]:
     """Final norm, and the output layer unless it is the embedding's weight again."""
     vocab, hidden = need(hf, "vocab_size"), need(hf, "hidden_size")
-    rows = [one("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated())]
-    if not tied(hf):
+    rows = [simple_param("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated())]
+    if not has_tied_embeddings(hf):
         rows.append(_vocab("output_layer.weight", "lm_head.weight", (vocab, hidden), "head"))
     return rows
 
 
 def _vocab(megatron: str, hf: str, shape: tuple[int, int], grid: EngineGrid) -> Param:
-    return Param(megatron, (HFTensor(hf, shape),), Vocab(), Slot(hf, EngineVocab(), grid))
+    return Param(megatron, (HFTensor(hf, shape),), VocabSharding(), EngineSlot(hf, EngineVocabSharding(), grid))
 
 
 def norm(megatron: str, hf: str, size: int) -> Param:
-    return one(f"{megatron}.weight", f"{hf}.weight", (size,), Replicated())
+    return simple_param(f"{megatron}.weight", f"{hf}.weight", (size,), Replicated())
 
 
-def grouped_attention(
+def gqa_params(
     hf: HFConfig,
     layer: int,
     bias: bool = False,
@@ -137,23 +139,28 @@ def grouped_attention(
 ) -> list[Param]:
     """Both norms of a layer and grouped-query attention between them: fused qkv, output projection, optionally biases
     of qkv and norms of q and k. `before_mlp`: HF's name of the second norm."""
-    hidden, heads, size, shared = need(hf, "hidden_size"), need(hf, "num_attention_heads"), head_dim(hf), groups(hf)
+    hidden, heads, size, shared = (
+        need(hf, "hidden_size"),
+        need(hf, "num_attention_heads"),
+        head_dim(hf),
+        num_kv_heads(hf),
+    )
     layer_here, layer_there = f"decoder.layers.{layer}", f"model.layers.{layer}"
     ours, theirs = f"{layer_here}.self_attention", f"{layer_there}.self_attn"
     sizes = {"q": heads * size, "k": shared * size, "v": shared * size}
-    engine, cut = EngineQkv(heads, shared), Qkv(shared)
+    engine, cut = EngineQKVSharding(heads, shared), QKVSharding(shared)
     weights = tuple(HFTensor(f"{theirs}.{x}_proj.weight", (rows, hidden)) for x, rows in sizes.items())
-    slot = Slot(f"{theirs}.qkv_proj.weight", engine, "attention")
+    slot = EngineSlot(f"{theirs}.qkv_proj.weight", engine, "attention")
     rows = [norm(f"{layer_here}.input_layernorm", f"{layer_there}.input_layernorm", hidden)]
     rows.append(Param(f"{ours}.linear_qkv.weight", weights, cut, slot))
     if bias:
         biases = tuple(HFTensor(f"{theirs}.{x}_proj.bias", (rows,)) for x, rows in sizes.items())
-        slot = Slot(f"{theirs}.qkv_proj.bias", engine, "attention")
+        slot = EngineSlot(f"{theirs}.qkv_proj.bias", engine, "attention")
         rows.append(Param(f"{ours}.linear_qkv.bias", biases, cut, slot))
     if qk_norm:
         rows += [norm(f"{ours}.{x}_layernorm", f"{theirs}.{x}_norm", size) for x in ("q", "k")]
-    output = Columns(heads, "num_attention_heads")
-    rows.append(one(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * size), output))
+    output = Dim1Sharding(heads, "num_attention_heads")
+    rows.append(simple_param(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * size), output))
     rows.append(norm(f"{layer_here}.pre_mlp_layernorm", f"{layer_there}.{before_mlp}", hidden))
     return rows
 
@@ -165,22 +172,22 @@ def gated_mlp(
     the engine divides one that is no routed expert."""
     gate_up = tuple(HFTensor(f"{hf}.{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
     down = (HFTensor(f"{hf}.down_proj.weight", (hidden, ffn)),)
-    both, back = GateUp(ffn, of), Columns(ffn, of)
+    both, back = GateUpSharding(ffn, of), Dim1Sharding(ffn, of)
     if expert is None:
-        slots = [Slot(f"{hf}.gate_up_proj.weight", both, grid), Slot(f"{hf}.down_proj.weight", back, grid)]
+        slots = [EngineSlot(f"{hf}.gate_up_proj.weight", both, grid), EngineSlot(f"{hf}.down_proj.weight", back, grid)]
     else:
         stack = hf.rpartition(".")[0]  # without the expert's number
-        slots = [Slot(f"{stack}.w13_weight", both, "expert"), Slot(f"{stack}.w2_weight", back, "expert")]
+        slots = [EngineSlot(f"{stack}.w13_weight", both, "expert"), EngineSlot(f"{stack}.w2_weight", back, "expert")]
     return [
         Param(f"{megatron}.linear_fc1.weight", gate_up, both, slots[0], expert),
         Param(f"{megatron}.linear_fc2.weight", down, back, slots[1], expert),
     ]
 
 
-def experts(layer: int, hidden: int, ffn: int, count: int, wanted: Iterable[int]) -> list[Param]:
+def moe_params(layer: int, hidden: int, ffn: int, count: int, wanted: Iterable[int]) -> list[Param]:
     """The router's weight and the `wanted` ones of the routed experts of a layer, of which there are `count`."""
     megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-    rows = [one(f"{megatron}.router.weight", f"{hf}.gate.weight", (count, hidden), Replicated())]
+    rows = [simple_param(f"{megatron}.router.weight", f"{hf}.gate.weight", (count, hidden), Replicated())]
     for e in wanted:
         rows += gated_mlp(f"{megatron}.experts.{e}", f"{hf}.experts.{e}", hidden, ffn, "moe_intermediate_size", e)
     return rows

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 from megarl.config import ConfigError, strict
-from megarl.config.strict import Count, Positive, Range
+from megarl.config.strict import PositiveFloat, PositiveInt, Range
 from megarl.models.fp8 import is_fp8
 
 Size = Annotated[int, Range(1, 1 << 24)]
@@ -31,15 +31,15 @@ FIELDS: dict[str, Any] = {
     "num_attention_heads": Heads,
     "num_key_value_heads": Heads | None,
     "head_dim": Size | None,
-    "max_position_embeddings": Count,
+    "max_position_embeddings": PositiveInt,
     "rms_norm_eps": Annotated[float, Range(above=0, below=1)],
     "initializer_range": Annotated[float, Range(0, 100)],
     "tie_word_embeddings": bool,
     "attention_bias": bool,
-    "rope_theta": Positive,
+    "rope_theta": PositiveFloat,
     "rope_scaling": dict | None,
     "rope_parameters": dict | None,
-    "original_max_position_embeddings": Count | None,
+    "original_max_position_embeddings": PositiveInt | None,
     "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
     "layer_types": list[str] | None,
     "quantization_config": dict | None,
@@ -49,14 +49,14 @@ FIELDS: dict[str, Any] = {
 ROPE: dict[str, Any] = {
     "type": str,
     "rope_type": str,
-    "rope_theta": Positive,
+    "rope_theta": PositiveFloat,
     "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
     "factor": Annotated[float, Range(1, 1e6)],
-    "original_max_position_embeddings": Count,
-    "beta_fast": Positive | None,
-    "beta_slow": Positive | None,
-    "low_freq_factor": Positive,
-    "high_freq_factor": Positive,
+    "original_max_position_embeddings": PositiveInt,
+    "beta_fast": PositiveFloat | None,
+    "beta_slow": PositiveFloat | None,
+    "low_freq_factor": PositiveFloat,
+    "high_freq_factor": PositiveFloat,
     "mscale": Annotated[float, Range(0, 1000)] | None,
     "mscale_all_dim": Annotated[float, Range(0, 1000)] | None,
     "attention_factor": float | None,
@@ -128,11 +128,11 @@ def require_types(hf: Mapping[str, Any], own: Mapping[str, Any] | None = None) -
         for key in sorted(options.keys() - ROPE.keys()):
             raise ConfigError(f"config.json of {name}: {block}.{key} is not implemented; known: {', '.join(ROPE)}")
         _require_kinds(hf, options, ROPE, f"{block}.")
-    rope(hf)  # refuses blocks that contradict each other
+    rope_options(hf)  # refuses blocks that contradict each other
     for key in sorted(ENGINE_ONLY - fields.keys()):
         if hf.get(key) not in (None, False):
             raise ConfigError(
-                f"config.json of {name}: {key}={strict.shown(hf[key])} is not implemented in training; leave it out"
+                f"config.json of {name}: {key}={strict.short_repr(hf[key])} is not implemented in training; leave it out"
             )
 
 
@@ -142,12 +142,12 @@ def _require_kinds(
     """values: config.json itself, or a block of it. within: that block's name and a point."""
     for key, kind in kinds.items():
         if values.get(key) is not None:
-            strict.require(values[key], kind, f"config.json of {_name(hf)}: {within}{key}")
+            strict.check_value(values[key], kind, f"config.json of {_name(hf)}: {within}{key}")
         elif key in values and type(None) not in get_args(kind):
             raise ConfigError(f"config.json of {_name(hf)} has no {within}{key}: it is null")
 
 
-def require_given(hf: Mapping[str, Any], key: str, value: Any) -> None:
+def require_present(hf: Mapping[str, Any], key: str, value: Any) -> None:
     """Refuse the absence of a key that SGLang reads without a default, and transformers not at all."""
     if hf.get(key) is None:
         raise ConfigError(f"config.json of {_name(hf)} has no {key}, which SGLang reads; add {json.dumps(value)}")
@@ -166,7 +166,7 @@ def require_same(hf: Mapping[str, Any], key: str, other: str) -> None:
     """Refuse two names of one option with different values."""
     if key in hf and other in hf and hf[key] != hf[other]:
         raise ConfigError(
-            f"config.json of {_name(hf)}: {key}={strict.shown(hf[key])} and {other}={strict.shown(hf[other])} are two "
+            f"config.json of {_name(hf)}: {key}={strict.short_repr(hf[key])} and {other}={strict.short_repr(hf[other])} are two "
             "names of an option; leave one out"
         )
 
@@ -195,7 +195,7 @@ def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, .
     value = hf[key] if key in hf else _defaults(hf).get(key, default)
     if value != default and value not in allowed:
         known = ", ".join(str(item) for item in (default, *allowed))
-        found = f"{key}={strict.shown(value)}"
+        found = f"{key}={strict.short_repr(value)}"
         raise ConfigError(f"config.json of {_name(hf)}: {found} is not implemented (implemented: {known})")
 
 
@@ -212,7 +212,7 @@ def require_common(
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)
     if not partial_rotary:
-        require(rope(hf), "partial_rotary_factor", 1.0)
+        require(rope_options(hf), "partial_rotary_factor", 1.0)
         require(hf, "partial_rotary_factor", 1.0)
     require(hf, "rope_is_neox_style", True)
     require(hf, "pruned_heads", {}, (None,))
@@ -220,8 +220,8 @@ def require_common(
     if layer_types is not None:
         if kinds and list(kinds) != list(layer_types):
             raise ConfigError(
-                f"config.json of {_name(hf)}: layer_types={strict.shown(kinds)} is not implemented: it would be "
-                f"{strict.shown(list(layer_types))}"
+                f"config.json of {_name(hf)}: layer_types={strict.short_repr(kinds)} is not implemented: it would be "
+                f"{strict.short_repr(list(layer_types))}"
             )
         return
     for kind in kinds:
@@ -231,12 +231,12 @@ def require_common(
         raise ConfigError(f"config.json of {_name(hf)}: layer_types has {len(kinds)} entries for {layers} layers")
 
 
-def tied(hf: Mapping[str, Any]) -> bool:
+def has_tied_embeddings(hf: Mapping[str, Any]) -> bool:
     """Whether the output layer's weight is the embedding's. Gemma 2's published config.json does not say that it is."""
     return bool(need(hf, "tie_word_embeddings"))
 
 
-def rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+def rope_options(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary options in one form: `rope_theta`, `rope_type`, `partial_rotary_factor`, and what the type has besides.
 
     transformers 5 writes `rope_parameters`; before it there were `rope_theta` and `rope_scaling`. Raises ConfigError
@@ -266,8 +266,8 @@ def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, A
         and told != options.get("original_max_position_embeddings")
     ):
         raise ConfigError(
-            f"config.json of {_name(hf)}: original_max_position_embeddings={strict.shown(told)} beside "
-            f"{strict.shown(options.get('original_max_position_embeddings'))} in rope_scaling or rope_parameters: "
+            f"config.json of {_name(hf)}: original_max_position_embeddings={strict.short_repr(told)} beside "
+            f"{strict.short_repr(options.get('original_max_position_embeddings'))} in rope_scaling or rope_parameters: "
             "transformers and SGLang differ in which counts; give the right one there alone"
         )
     return options
@@ -275,7 +275,7 @@ def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, A
 
 def require_default_rope(hf: Mapping[str, Any]) -> None:
     """Refuse any scaled kind of rotary embeddings."""
-    options = rope(hf)
+    options = rope_options(hf)
     if options["rope_type"] != "default":
         raise ConfigError(
             f"config.json of {_name(hf)}: rope_type={options['rope_type']!r} is not implemented (implemented: default)"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
-from megarl.config.strict import Positive
+from megarl.config.strict import PositiveFloat
 from megarl.models import blocks
 from megarl.models.config_json import (
     Experts,
@@ -25,13 +25,13 @@ from megarl.models.config_json import (
     require,
     require_common,
     require_experts,
-    require_given,
+    require_present,
     require_same,
     require_types,
-    rope,
+    rope_options,
 )
 from megarl.models.family import Extras, Family
-from megarl.models.layout_algebra import Columns, HFConfig, HFTensor, Param, Replicated, Rows, Slot
+from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, EngineSlot, HFConfig, HFTensor, Param, Replicated
 
 HEADS = "num_attention_heads"
 FIELDS: dict[str, Any] = {
@@ -40,7 +40,7 @@ FIELDS: dict[str, Any] = {
     "n_shared_experts": Few,
     "moe_intermediate_size": Size,
     "first_k_dense_replace": Few,
-    "routed_scaling_factor": Positive,
+    "routed_scaling_factor": PositiveFloat,
     "n_group": Experts,
     "topk_group": Experts,
     "norm_topk_prob": bool,
@@ -81,11 +81,11 @@ def _config_v2(hf: HFConfig) -> dict[str, Any]:
 
 
 def _extras_v2(hf: HFConfig) -> Extras:
-    return Extras(groups_by_best=_limited(hf))
+    return Extras(has_group_max_routing=_has_group_limit(hf))
 
 
 def _groups(hf: HFConfig) -> dict[str, Any]:
-    groups, chosen = _groups_of(hf)
+    groups, chosen = _group_counts(hf)
     limited = chosen < groups
     return dict(
         moe_router_num_groups=groups if limited else None,
@@ -93,13 +93,13 @@ def _groups(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def _limited(hf: HFConfig) -> bool:
+def _has_group_limit(hf: HFConfig) -> bool:
     """Whether experts are chosen out of some groups only; choosing all groups is choosing none."""
-    groups, chosen = _groups_of(hf)
+    groups, chosen = _group_counts(hf)
     return chosen < groups
 
 
-def _groups_of(hf: HFConfig) -> tuple[int, int]:
+def _group_counts(hf: HFConfig) -> tuple[int, int]:
     """Groups of experts, and how many of them are chosen from. DeepSeek-V2 without groups has null for both."""
     if read(hf, "n_group") is None:
         return 1, 1
@@ -170,16 +170,16 @@ def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Pa
     if layer < _dense_layers(hf):
         ffn = need(hf, "intermediate_size")
         return blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size")
-    router, *routed = blocks.experts(layer, hidden, moe_ffn, num_experts(hf), experts)
+    router, *routed = blocks.moe_params(layer, hidden, moe_ffn, num_experts(hf), experts)
     rows = [router]
     if bias:
-        values = blocks.one(
+        values = blocks.simple_param(
             f"{ours}.mlp.router.expert_bias",
             f"{theirs}.mlp.gate.e_score_correction_bias",
             (num_experts(hf),),
             Replicated(),
         )
-        rows.append(replace(values, dtype=torch.float32, buffer=True))
+        rows.append(replace(values, dtype=torch.float32, is_buffer=True))
     rows += routed
     if shared:
         rows += blocks.gated_mlp(
@@ -202,17 +202,19 @@ def mtp_layer(hf: HFConfig, layer: int, decoder_layer: Callable[[HFConfig, int],
     rows = []
     for mine, theirs_too in names.items():
         row = blocks.norm(f"{ours}.{mine}", f"{theirs}.{theirs_too}", hidden)
-        rows.append(replace(row, slot=Slot(f"{draft}.{theirs_too}.weight", Replicated(), "attention", draft=True)))
+        rows.append(
+            replace(row, slot=EngineSlot(f"{draft}.{theirs_too}.weight", Replicated(), "attention", is_draft=True))
+        )
     joint = HFTensor(f"{theirs}.eh_proj.weight", (hidden, 2 * hidden))
-    whole = Slot(f"{draft}.eh_proj.weight", Replicated(), "attention", draft=True)
-    rows.append(Param(f"{ours}.eh_proj.weight", (joint,), Rows(hidden, "hidden_size"), whole))
+    whole = EngineSlot(f"{draft}.eh_proj.weight", Replicated(), "attention", is_draft=True)
+    rows.append(Param(f"{ours}.eh_proj.weight", (joint,), Dim0Sharding(hidden, "hidden_size"), whole))
     # Otherwise it is a layer of the decoder. This one comes after the dense ones, however few layers there are.
     ordinary = {**hf, "num_hidden_layers": layer + 1, "first_k_dense_replace": 0}
     for row in decoder_layer(ordinary, layer):
         assert row.slot is not None
         mine = row.megatron.replace(f"decoder.layers.{layer}.", f"{ours}.transformer_layer.")
         slot = row.slot.name.replace(f"{theirs}.", f"{draft}.decoder.")
-        rows.append(replace(row, megatron=mine, slot=replace(row.slot, name=slot, draft=True)))
+        rows.append(replace(row, megatron=mine, slot=replace(row.slot, name=slot, is_draft=True)))
     return rows
 
 
@@ -220,17 +222,17 @@ def num_experts(hf: HFConfig) -> int:
     return int(need(hf, "n_routed_experts"))
 
 
-def untrained(hf: HFConfig) -> tuple[str, ...]:
+def untrained_prefixes(hf: HFConfig) -> tuple[str, ...]:
     """The multi-token prediction layers, which follow the decoder's in HF's numbering."""
     first = need(hf, "num_hidden_layers")
-    return tuple(f"model.layers.{first + k}." for k in range(mtp_layers(hf)))
+    return tuple(f"model.layers.{first + k}." for k in range(num_mtp_layers(hf)))
 
 
 def _attention(hf: HFConfig, layer: int) -> list[Param]:
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     hidden, heads, latent = need(hf, "hidden_size"), need(hf, HEADS), need(hf, "kv_lora_rank")
     nope, turned, value = need(hf, "qk_nope_head_dim"), need(hf, "qk_rope_head_dim"), need(hf, "v_head_dim")
-    by_head = Rows(heads, HEADS)
+    by_head = Dim0Sharding(heads, HEADS)
     query = heads * (nope + turned)
     rows = []
     fused = ""
@@ -238,16 +240,20 @@ def _attention(hf: HFConfig, layer: int) -> list[Param]:
         fused = f"{theirs}.fused_qkv_a_proj_with_mqa.weight"
         q_a = (rank, hidden)
         rows += [
-            blocks.one(f"{ours}.linear_q_down_proj.weight", f"{theirs}.q_a_proj.weight", q_a, Replicated(), slot=fused),
+            blocks.simple_param(
+                f"{ours}.linear_q_down_proj.weight", f"{theirs}.q_a_proj.weight", q_a, Replicated(), slot=fused
+            ),
             blocks.norm(f"{ours}.q_layernorm", f"{theirs}.q_a_layernorm", rank),
-            blocks.one(f"{ours}.linear_q_up_proj.weight", f"{theirs}.q_b_proj.weight", (query, rank), by_head),
+            blocks.simple_param(f"{ours}.linear_q_up_proj.weight", f"{theirs}.q_b_proj.weight", (query, rank), by_head),
         ]
     else:
-        rows.append(blocks.one(f"{ours}.linear_q_proj.weight", f"{theirs}.q_proj.weight", (query, hidden), by_head))
+        rows.append(
+            blocks.simple_param(f"{ours}.linear_q_proj.weight", f"{theirs}.q_proj.weight", (query, hidden), by_head)
+        )
     down, up = (latent + turned, hidden), (heads * (nope + value), latent)
-    output = Columns(heads, HEADS)
+    output = Dim1Sharding(heads, HEADS)
     return rows + [
-        blocks.one(
+        blocks.simple_param(
             f"{ours}.linear_kv_down_proj.weight",
             f"{theirs}.kv_a_proj_with_mqa.weight",
             down,
@@ -256,8 +262,8 @@ def _attention(hf: HFConfig, layer: int) -> list[Param]:
             at=rank or 0,
         ),
         blocks.norm(f"{ours}.kv_layernorm", f"{theirs}.kv_a_layernorm", latent),
-        blocks.one(f"{ours}.linear_kv_up_proj.weight", f"{theirs}.kv_b_proj.weight", up, by_head),
-        blocks.one(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * value), output),
+        blocks.simple_param(f"{ours}.linear_kv_up_proj.weight", f"{theirs}.kv_b_proj.weight", up, by_head),
+        blocks.simple_param(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * value), output),
     ]
 
 
@@ -265,7 +271,7 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     """Rotary fields of MLATransformerConfig. YaRN (arXiv:2309.00071): Megatron scales cos and sin by
     m(mscale) / m(mscale_all_dim) and the softmax by m(mscale_all_dim)^2, with m(x) = 0.1 x ln(factor) + 1, as HF does.
     """
-    options = rope(hf)
+    options = rope_options(hf)
     theta = float(options["rope_theta"])
     if options["rope_type"] == "default":
         # a factor of 1 keeps Megatron from scaling the softmax
@@ -301,7 +307,7 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     if need(hf, "qk_rope_head_dim") % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not qk_rope_head_dim={hf['qk_rope_head_dim']}")
     require(hf, "attention_bias", False)
-    require_given(hf, "moe_layer_freq", 1)
+    require_present(hf, "moe_layer_freq", 1)
     require(hf, "moe_layer_freq", 1)
     read(hf, "num_key_value_heads")
     require(hf, "num_key_value_heads", need(hf, HEADS), (None,))
@@ -319,14 +325,14 @@ def _check_v2(hf: HFConfig) -> None:
     require(hf, "mlp_bias", False)
     require(hf, "rope_interleave", True)
     require_same(hf, "n_routed_experts", "num_experts")
-    require_given(hf, "scoring_func", "softmax")
+    require_present(hf, "scoring_func", "softmax")
     require(hf, "scoring_func", "softmax")
     require(hf, "topk_method", "greedy", ("group_limited_greedy",))
     if need(hf, "topk_method") != "greedy":
         need(hf, "n_group")
     require(hf, "norm_topk_prob", False)
-    if _limited(hf):
-        groups, group_topk = _groups_of(hf)
+    if _has_group_limit(hf):
+        groups, group_topk = _group_counts(hf)
         if need(hf, "topk_method") == "greedy":
             raise ConfigError(
                 f"config.json: topk_method='greedy' with topk_group={group_topk} of n_group={groups} is not "
@@ -339,8 +345,8 @@ def _check_v2(hf: HFConfig) -> None:
 def _check_v3(hf: HFConfig) -> None:
     _check(hf, FIELDS | LATENT)
     require(hf, "rope_interleave", True)
-    require_given(hf, "scoring_func", "sigmoid")
-    require_given(hf, "topk_method", "noaux_tc")
+    require_present(hf, "scoring_func", "sigmoid")
+    require_present(hf, "topk_method", "noaux_tc")
     require(hf, "topk_method", "noaux_tc")
     check_sigmoid_routing(hf)
 
@@ -348,7 +354,7 @@ def _check_v3(hf: HFConfig) -> None:
 def require_groups(hf: HFConfig) -> None:
     """Refuse experts that cannot be chosen as told."""
     require_experts(hf, experts := num_experts(hf))
-    groups, chosen = _groups_of(hf)
+    groups, chosen = _group_counts(hf)
     if chosen > groups:
         raise ConfigError(f"config.json: topk_group={chosen} of n_group={groups} groups")
     if experts % groups:
@@ -365,13 +371,13 @@ def check_sigmoid_routing(hf: HFConfig) -> None:
     require(hf, "scoring_func", "sigmoid")
     require_same(hf, "n_routed_experts", "num_local_experts")
     require_same(hf, "num_nextn_predict_layers", "num_mtp_layers")
-    topk, (_, group_topk) = need(hf, "num_experts_per_tok"), _groups_of(hf)
+    topk, (_, group_topk) = need(hf, "num_experts_per_tok"), _group_counts(hf)
     if need(hf, "norm_topk_prob") != (topk > 1):
         raise ConfigError(
             f"config.json: norm_topk_prob={need(hf, 'norm_topk_prob')} with num_experts_per_tok={topk} is not "
             "implemented: Megatron normalises the weights of sigmoid routing exactly when there is more than one"
         )
-    if _limited(hf) and topk // group_topk != 2:
+    if _has_group_limit(hf) and topk // group_topk != 2:
         raise ConfigError(
             f"config.json: num_experts_per_tok={topk} with topk_group={group_topk} is not implemented: HF ranks a "
             f"group by its best 2 experts, Megatron by num_experts_per_tok / topk_group = {topk // group_topk}"
@@ -383,7 +389,7 @@ def _dense_layers(hf: HFConfig) -> int:
     return min(need(hf, "first_k_dense_replace"), need(hf, "num_hidden_layers"))
 
 
-def mtp_layers(hf: HFConfig) -> int:
+def num_mtp_layers(hf: HFConfig) -> int:
     """transformers has both names for their number, and 1 where config.json has neither."""
     return int(need(hf, "num_nextn_predict_layers" if "num_nextn_predict_layers" in hf else "num_mtp_layers"))
 
@@ -409,6 +415,6 @@ V3 = Family(
     num_experts,
     tool_call_parser="deepseekv3",
     parsers_by_type={"kimi_k2": "kimi_k2"},
-    untrained=untrained,
-    mtp_layers=mtp_layers,
+    untrained_prefixes=untrained_prefixes,
+    num_mtp_layers=num_mtp_layers,
 )

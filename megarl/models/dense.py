@@ -12,7 +12,15 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models import blocks
-from megarl.models.config_json import Size, need, require, require_common, require_default_rope, require_types, rope
+from megarl.models.config_json import (
+    Size,
+    need,
+    require,
+    require_common,
+    require_default_rope,
+    require_types,
+    rope_options,
+)
 from megarl.models.family import Family
 from megarl.models.layout_algebra import HFConfig, Param
 
@@ -22,11 +30,11 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def _megatron_config(hf: HFConfig, check: Callable[[HFConfig], None], bias: bool, qk_norm: bool) -> dict[str, Any]:
     check(hf)
-    return blocks.grouped_config(hf, bias, qk_norm)
+    return blocks.gqa_config(hf, bias, qk_norm)
 
 
 def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
-    options = rope(hf)
+    options = rope_options(hf)
     stretched = options["rope_type"] == "llama3"
     return blocks.gpt_kwargs(hf) | (
         dict(rope_scaling=True, rope_scaling_factor=float(need(options, "factor"))) if stretched else {}
@@ -36,7 +44,7 @@ def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
 def _layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool, qk_norm: bool) -> list[Param]:
     ours, theirs, key = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", "intermediate_size"
     mlp = blocks.gated_mlp(ours, theirs, need(hf, "hidden_size"), need(hf, key), key)
-    return blocks.grouped_attention(hf, layer, bias, qk_norm) + mlp
+    return blocks.gqa_params(hf, layer, bias, qk_norm) + mlp
 
 
 def _check(hf: HFConfig, own: dict[str, Any] | None = None) -> None:
@@ -60,7 +68,7 @@ def _check_llama(hf: HFConfig) -> None:
     _check(hf)
     require(hf, "attention_bias", False)
     require(hf, "mlp_bias", False)
-    options = rope(hf)
+    options = rope_options(hf)
     if options["rope_type"] == "llama3":
         for key, value in LLAMA3.items():
             if need(options, key) != value:

@@ -23,11 +23,11 @@ class Extras:
     """Multiplies embeddings, in the model's type; the tied output layer is not scaled."""
     post_norms: bool = False
     """What attention and MLP add to the residual stream has a norm of its own."""
-    groups_by_best: bool = False
+    has_group_max_routing: bool = False
     """Group-limited routing ranks a group of experts by its best one, not by a sum over several."""
 
 
-PLAIN = Extras()
+NO_EXTRAS = Extras()
 """Of a model of which Megatron's configuration says all."""
 
 
@@ -55,11 +55,11 @@ class Family:
     """SGLang's parser for the calls that these models write."""
     parsers_by_type: Mapping[str, str] = field(default_factory=dict)
     """The same for models of this architecture that others have published, by their `model_type`."""
-    extras: Callable[[HFConfig], Extras] = lambda hf: PLAIN
+    extras: Callable[[HFConfig], Extras] = lambda hf: NO_EXTRAS
     """What `megatron_config` cannot say."""
-    untrained: Callable[[HFConfig], tuple[str, ...]] = lambda hf: ()
+    untrained_prefixes: Callable[[HFConfig], tuple[str, ...]] = lambda hf: ()
     """Prefixes of HF tensors that are not trained, or only if asked for: of layers of multi-token prediction."""
-    mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
+    num_mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
     """How many layers of multi-token prediction follow the decoder's, and are in the table."""
 
     def parser(self, hf: HFConfig) -> str:
@@ -70,7 +70,7 @@ class Family:
         """Every trained parameter of the model, layer by layer, checked to divide by these tensor parallel sizes, of
         routed experts by `etp`, of the others by `tp`. mtp: with the layers of multi-token prediction."""
         self.check(hf)
-        layers = range(need(hf, "num_hidden_layers") + (self.mtp_layers(hf) if mtp else 0))
+        layers = range(need(hf, "num_hidden_layers") + (self.num_mtp_layers(hf) if mtp else 0))
         experts = range(self.num_experts(hf))
         rows = [row for layer in layers for row in self.layer(hf, layer, experts)]
-        return blocks.checked(blocks.embedding(hf) + rows + blocks.final(hf), tp, etp)
+        return blocks.check_divisible(blocks.embedding(hf) + rows + blocks.final_params(hf), tp, etp)

@@ -19,7 +19,7 @@ from megarl.models.lora_tables import adapted_weights
 from megarl.models.registry import family_of, param_count, part_of
 
 
-def met_weights(hf: HFConfig) -> float:
+def active_params(hf: HFConfig) -> float:
     """How many weights a token meets: all but the embedding's, and of the experts those chosen; norms and biases among
     them, which `flops.py` leaves out: this is for comparing sequences."""
     settings, counts = family_of(hf).megatron_config(hf), param_count(hf)
@@ -29,7 +29,7 @@ def met_weights(hf: HFConfig) -> float:
     return met if counts["head"] else met + counts["embedding"]  # a tied head
 
 
-def met_experts(hf: HFConfig) -> float:
+def active_expert_params(hf: HFConfig) -> float:
     """How many of these are routed experts'."""
     settings = family_of(hf).megatron_config(hf)
     experts = settings.get("num_moe_experts")
@@ -45,7 +45,7 @@ def quadratic_cost(hf: HFConfig) -> float:
     """
     settings = family_of(hf).megatron_config(hf)
     pairs = settings["num_layers"] * settings["num_attention_heads"] * attention_width(settings)
-    return float(pairs / (2 * met_weights(hf)))
+    return float(pairs / (2 * active_params(hf)))
 
 
 def attention_width(settings: Mapping[str, Any]) -> int:
@@ -55,7 +55,7 @@ def attention_width(settings: Mapping[str, Any]) -> int:
     return 2 * int(settings["kv_channels"])
 
 
-PEAKS: dict[str, float] = {
+PEAK_FLOPS: dict[str, float] = {
     "B300": 2250e12,  # HGX B300: 36 PFLOP/s of 8 with sparsity
     "GB300": 2500e12,  # GB300 NVL72: 360 PFLOP/s of 72 with sparsity
     "B200": 2250e12,  # HGX B200: 36 PFLOP/s of 8 with sparsity (Blackwell datasheet)
@@ -95,8 +95,8 @@ pages. Training in fp8 is measured against bf16 too, so that runs can be compare
 def peak_flops(gpu: str) -> float | None:
     """Of a GPU by its name; None for one that is not in the table."""
     words = gpu.replace("-", " ").split()
-    fits = [name for name in PEAKS if set(name.split()) <= set(words)]
-    return PEAKS[max(fits, key=len)] if fits else None
+    fits = [name for name in PEAK_FLOPS if set(name.split()) <= set(words)]
+    return PEAK_FLOPS[max(fits, key=len)] if fits else None
 
 
 @dataclass(frozen=True)
@@ -109,30 +109,36 @@ class Flops:
     one. window: keys that a query of theirs sees, itself among them.
     """
 
-    met: float
-    returned: float
-    head: float
-    head_back: float
-    pair: float
-    windowed: float = 0.0
+    forward_per_token: float
+    backward_per_token: float
+    head_forward: float
+    head_backward: float
+    attention_per_pair: float
+    windowed_per_pair: float = 0.0
     window: int = 0
 
     def forward(self, lengths: Iterable[int], logits: int | None = None) -> float:
         """Of sequences of so many tokens. logits: how many of the tokens get them; all where nothing is said."""
-        tokens, attention = self._of(lengths)
-        return tokens * self.met + (tokens if logits is None else logits) * self.head + attention
+        tokens, attention = self._count_tokens(lengths)
+        return tokens * self.forward_per_token + (tokens if logits is None else logits) * self.head_forward + attention
 
     def backward(self, lengths: Iterable[int], logits: int | None = None) -> float:
         """After that: attention has the gradients of both factors of both of its products."""
-        tokens, attention = self._of(lengths)
-        return tokens * self.returned + (tokens if logits is None else logits) * self.head_back + 2 * attention
+        tokens, attention = self._count_tokens(lengths)
+        return (
+            tokens * self.backward_per_token
+            + (tokens if logits is None else logits) * self.head_backward
+            + 2 * attention
+        )
 
-    def _of(self, lengths: Iterable[int]) -> tuple[int, float]:
+    def _count_tokens(self, lengths: Iterable[int]) -> tuple[int, float]:
         """Tokens, and operations of attention."""
         tokens, attention = 0, 0.0
         for length in lengths:
             tokens += length
-            attention += self.pair * (length * (length + 1) / 2) + self.windowed * windowed_pairs(length, self.window)
+            attention += self.attention_per_pair * (
+                length * (length + 1) / 2
+            ) + self.windowed_per_pair * windowed_pairs(length, self.window)
         return tokens, attention
 
 
@@ -149,23 +155,23 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, valued: bool = Fal
     settings, table = family.megatron_config(hf), family.params(hf, 1)
     experts = int(settings.get("num_moe_experts") or 0)
     chosen = int(settings["moe_router_topk"]) / experts if experts else 1.0
-    layers = [param for param in table if part_of(param) not in ("embedding", "head", "norms") and not param.buffer]
-    base = 2 * sum(_share(param, chosen) * param.size for param in layers if _is_matrix(param))
+    layers = [param for param in table if part_of(param) not in ("embedding", "head", "norms") and not param.is_buffer]
+    base = 2 * sum(_active_share(param, chosen) * param.size for param in layers if _is_matrix(param))
     adapters = 0.0
     trains_all = lora is None or lora.rank == 0
     if lora is not None and lora.rank:
         for param in adapted_weights(table, lora.targets):
             rows, columns = sum(tensor.shape[0] for tensor in param.hf), param.hf[0].shape[1]
-            adapters += 2 * _share(param, chosen) * lora.rank * (rows + columns)
+            adapters += 2 * _active_share(param, chosen) * lora.rank * (rows + columns)
     words = 1 if valued else int(hf["vocab_size"])
     head = 2.0 * words * int(settings["hidden_size"])
     # A critic's head is trained in any case, and a row.
     found = Flops(
-        met=base + adapters,
-        returned=(2 if trains_all else 1) * base + 2 * adapters,
-        head=head,
-        head_back=(2 if trains_all or valued else 1) * head,
-        pair=0.0,
+        forward_per_token=base + adapters,
+        backward_per_token=(2 if trains_all else 1) * base + 2 * adapters,
+        head_forward=head,
+        head_backward=(2 if trains_all or valued else 1) * head,
+        attention_per_pair=0.0,
     )
     return _with_attention(found, settings)
 
@@ -175,12 +181,14 @@ def _with_attention(found: Flops, settings: Mapping[str, Any]) -> Flops:
     each = 2.0 * int(settings["num_attention_heads"]) * attention_width(settings)
     window, pattern = settings.get("window_size"), settings.get("window_attn_skip_freq")
     if not window:
-        return replace(found, pair=count * each)
+        return replace(found, attention_per_pair=count * each)
     near = sum(pattern) if isinstance(pattern, list) else count
-    return replace(found, pair=(count - near) * each, windowed=near * each, window=int(window[0]) + 1)
+    return replace(
+        found, attention_per_pair=(count - near) * each, windowed_per_pair=near * each, window=int(window[0]) + 1
+    )
 
 
-def _share(param: Param, chosen: float) -> float:
+def _active_share(param: Param, chosen: float) -> float:
     """Of the tokens that meet a weight."""
     return chosen if param.expert is not None else 1.0
 

@@ -25,7 +25,7 @@ from megarl.models.layout_algebra import Param
 
 BLOCK = 128
 """Side of the blocks that share a scale."""
-SCALE = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 """A scale grid [ceil(R / 128), ceil(C / 128)] has its matrix's name with this behind it."""
 _IMPLEMENTED = {
     "quant_method": ("fp8",),
@@ -36,11 +36,11 @@ _IMPLEMENTED = {
 }
 
 FP8 = torch.float8_e4m3fn
-MAX = 448.0
+FP8_MAX = 448.0
 """The largest number of e4m3fn."""
-LEAST = 1e-4
+MIN_AMAX = 1e-4
 """The least amax that a scale is made from."""
-_AT_ONCE = 1 << 22  # elements, which bounds the temporary memory
+_CHUNK_ELEMENTS = 1 << 22  # elements, which bounds the temporary memory
 
 
 def is_fp8(hf: Mapping[str, Any]) -> bool:
@@ -59,7 +59,7 @@ def is_fp8(hf: Mapping[str, Any]) -> bool:
                 f"{', '.join(map(repr, known))}); convert the weights to bfloat16"
             )
     left_out = found.get("modules_to_not_convert") or found.get("ignored_layers") or []
-    strict.require(left_out, list[str], "config.json: modules_to_not_convert of quantization_config")
+    strict.check_value(left_out, list[str], "config.json: modules_to_not_convert of quantization_config")
     for name in left_out:
         if str(name).endswith("_proj"):
             raise ConfigError(f"config.json: quantization_config that leaves out {name} is not implemented")
@@ -93,7 +93,7 @@ def block_amax(weight: torch.Tensor, r0: int, c0: int, grid_shape: Sequence[int]
 
 def update_amax(grid: torch.Tensor, weight: torch.Tensor, r0: int, c0: int) -> None:
     """Make each element of a grid of maxima at least the shard's."""
-    inside = _blocks(weight, r0, c0, grid)
+    inside = _block_slices(weight, r0, c0, grid)
     top, left = r0 % BLOCK, c0 % BLOCK
     size = weight.abs()
     bottom, right = -(top + len(weight)) % BLOCK, -(left + weight.shape[1]) % BLOCK
@@ -104,7 +104,7 @@ def update_amax(grid: torch.Tensor, weight: torch.Tensor, r0: int, c0: int) -> N
     grid[inside] = torch.maximum(grid[inside], found)
 
 
-def _blocks(weight: torch.Tensor, r0: int, c0: int, grid: torch.Tensor) -> tuple[slice, slice]:
+def _block_slices(weight: torch.Tensor, r0: int, c0: int, grid: torch.Tensor) -> tuple[slice, slice]:
     """The blocks that a shard is in."""
     if weight.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"weights are quantised from BF16 or FP32, not from {weight.dtype}")
@@ -117,22 +117,22 @@ def _blocks(weight: torch.Tensor, r0: int, c0: int, grid: torch.Tensor) -> tuple
     return slice(r0 // BLOCK, rows), slice(c0 // BLOCK, columns)
 
 
-def scales(amax: torch.Tensor) -> torch.Tensor:
+def compute_scales(amax: torch.Tensor) -> torch.Tensor:
     """FP32, the same shape: the scale of each block, from its amax."""
     # By a tensor, for by a number CUDA multiplies with its reciprocal, and that rounds otherwise.
-    return amax.clamp(min=LEAST) / torch.full_like(amax, MAX)
+    return amax.clamp(min=MIN_AMAX) / torch.full_like(amax, FP8_MAX)
 
 
 def quantise(weight: torch.Tensor, scales: torch.Tensor, r0: int, c0: int) -> torch.Tensor:
     """[rows, columns] e4m3fn of any box `weight` (BF16, FP32) of a logical tensor, whose first element is at row r0 and
     column c0. scales: of the whole tensor. Raises ValueError where the box is not inside of the grid, or another type.
     """
-    factors = 1.0 / scales[_blocks(weight, r0, c0, scales)]
+    factors = 1.0 / scales[_block_slices(weight, r0, c0, scales)]
     quantised = torch.empty(weight.shape, dtype=FP8, device=weight.device)
-    step = max(1, _AT_ONCE // max(1, weight.shape[1]))
+    step = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
     for first in range(0, len(weight), step):
         part = weight[first : first + step]
-        quantised[first : first + step] = part * _spread(factors, part, r0 % BLOCK + first, c0 % BLOCK)
+        quantised[first : first + step] = part * _expand_blocks(factors, part, r0 % BLOCK + first, c0 % BLOCK)
     return quantised
 
 
@@ -142,10 +142,10 @@ def dequantise(
     """[rows, columns]: `quantise` undone, as SGLang's `block_quant_dequant` does: the product in FP32, then `dtype`."""
     rows, columns = grid_shape((r0 + len(quantised), c0 + quantised.shape[1]))
     inside = scales[r0 // BLOCK : rows, c0 // BLOCK : columns]
-    return (quantised.float() * _spread(inside, quantised, r0 % BLOCK, c0 % BLOCK)).to(dtype)
+    return (quantised.float() * _expand_blocks(inside, quantised, r0 % BLOCK, c0 % BLOCK)).to(dtype)
 
 
-def _spread(values: torch.Tensor, box: torch.Tensor, top: int, left: int) -> torch.Tensor:
+def _expand_blocks(values: torch.Tensor, box: torch.Tensor, top: int, left: int) -> torch.Tensor:
     """The value of each element's block, in the box's shape, which begins in row `top` and column `left` of the blocks
     that `values` are of."""
     rows = torch.arange(top, top + box.shape[0], device=box.device) // BLOCK

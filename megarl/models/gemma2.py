@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.nn.functional import gelu
 
-from megarl.config.strict import Count, Positive
+from megarl.config.strict import PositiveFloat, PositiveInt
 from megarl.models import blocks
 from megarl.models.config_json import (
     Heads,
@@ -21,7 +21,7 @@ from megarl.models.config_json import (
     require,
     require_common,
     require_default_rope,
-    require_given,
+    require_present,
     require_types,
 )
 from megarl.models.family import Extras, Family
@@ -33,7 +33,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def _config(hf: HFConfig) -> dict[str, Any]:
     _check(hf)
-    return blocks.grouped_config(hf) | dict(
+    return blocks.gqa_config(hf) | dict(
         activation_func=GELU_TANH,
         layernorm_zero_centered_gamma=True,
         softmax_scale=float(need(hf, "query_pre_attn_scalar") ** -0.5),
@@ -55,7 +55,7 @@ def _layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     ours, theirs, key = f"decoder.layers.{layer}", f"model.layers.{layer}", "intermediate_size"
     hidden = need(hf, "hidden_size")
     return [
-        *blocks.grouped_attention(hf, layer, before_mlp="pre_feedforward_layernorm"),
+        *blocks.gqa_params(hf, layer, before_mlp="pre_feedforward_layernorm"),
         blocks.norm(f"{ours}.post_self_attn_layernorm", f"{theirs}.post_attention_layernorm", hidden),
         *blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, need(hf, key), key),
         blocks.norm(f"{ours}.post_mlp_layernorm", f"{theirs}.post_feedforward_layernorm", hidden),
@@ -70,10 +70,10 @@ def _layer_types(hf: HFConfig) -> list[str]:
 FIELDS: dict[str, Any] = {
     "head_dim": Size,
     "num_key_value_heads": Heads,
-    "sliding_window": Count,
-    "query_pre_attn_scalar": Positive,
-    "attn_logit_softcapping": Positive,
-    "final_logit_softcapping": Positive,
+    "sliding_window": PositiveInt,
+    "query_pre_attn_scalar": PositiveFloat,
+    "attn_logit_softcapping": PositiveFloat,
+    "final_logit_softcapping": PositiveFloat,
 }
 
 
@@ -86,7 +86,7 @@ def _check(hf: HFConfig) -> None:
     require(hf, "use_bidirectional_attention", None, (False,))
     require(hf, "tie_word_embeddings", True)
     require_default_rope(hf)
-    require_given(hf, "hidden_act", "gelu_pytorch_tanh")
+    require_present(hf, "hidden_act", "gelu_pytorch_tanh")
     _extras(hf)  # a model without caps has them as null, which SGLang cannot read
 
 

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from megarl.models import blocks, deepseek
-from megarl.models.config_json import Heads, need, require_common, require_default_rope, require_types, rope
+from megarl.models.config_json import Heads, need, require_common, require_default_rope, require_types, rope_options
 from megarl.models.family import Family
 from megarl.models.layout_algebra import HFConfig, Param
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:
     _check(hf)
-    return blocks.grouped_config(hf, *_options(hf)) | deepseek.experts_config(hf) | deepseek.sigmoid_routing(hf)
+    return blocks.gqa_config(hf, *_options(hf)) | deepseek.experts_config(hf) | deepseek.sigmoid_routing(hf)
 
 
 def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
-    return blocks.gpt_kwargs(hf) | dict(rotary_percent=float(rope(hf)["partial_rotary_factor"]))
+    return blocks.gpt_kwargs(hf) | dict(rotary_percent=float(rope_options(hf)["partial_rotary_factor"]))
 
 
 def _layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
@@ -30,7 +30,7 @@ def _layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
 
 
 def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
-    rows = blocks.grouped_attention(hf, layer, *_options(hf)) + deepseek.mlp(hf, layer, experts, bias=True)
+    rows = blocks.gqa_params(hf, layer, *_options(hf)) + deepseek.mlp(hf, layer, experts, bias=True)
     # SGLang keeps the router in FP32 whatever the model's type.
     return [replace(row, dtype=torch.float32) if row.megatron.endswith(".router.weight") else row for row in rows]
 
@@ -57,6 +57,6 @@ FAMILY = Family(
     _layer,
     deepseek.num_experts,
     tool_call_parser="glm45",
-    untrained=deepseek.untrained,
-    mtp_layers=deepseek.mtp_layers,
+    untrained_prefixes=deepseek.untrained_prefixes,
+    num_mtp_layers=deepseek.num_mtp_layers,
 )

@@ -22,13 +22,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.config import ConfigError
-from megarl.config.strict import lfs_pointer, read_json
-from megarl.models.fp8 import SCALE, dequantise, grid_shape, is_fp8
-from megarl.models.layout_algebra import PADDING, Param, pieces
+from megarl.config.strict import describe_lfs_pointer, read_json
+from megarl.models.fp8 import SCALE_SUFFIX, dequantise, grid_shape, is_fp8
+from megarl.models.layout_algebra import PADDING, Param, split_param
 from megarl.models.registry import family_of, load_hf_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_KINDS = {  # as the library orders them within a file, so that each is aligned to its own size
+_DTYPE_NAMES = {  # as the library orders them within a file, so that each is aligned to its own size
     torch.uint64: "U64",
     torch.int64: "I64",
     torch.float64: "F64",
@@ -45,12 +45,12 @@ _KINDS = {  # as the library orders them within a file, so that each is aligned 
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-TYPES = {kind: dtype for dtype, kind in _KINDS.items()}
+DTYPES_BY_NAME = {kind: dtype for dtype, kind in _DTYPE_NAMES.items()}
 """By the names that they have in a file."""
-_ORDER = {dtype: number for number, dtype in enumerate(_KINDS)}
+_ORDER = {dtype: number for number, dtype in enumerate(_DTYPE_NAMES)}
 
 
-class Unread(NamedTuple):
+class LazyTensor(NamedTuple):
     """A tensor that is not in memory yet. `read` makes it, of this shape and type, each time that it is called."""
 
     shape: tuple[int, ...]
@@ -58,33 +58,33 @@ class Unread(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
-Entry = torch.Tensor | Unread
+TensorSource = torch.Tensor | LazyTensor
 
 
-def size_of(tensor: Entry) -> int:
+def num_bytes(tensor: TensorSource) -> int:
     return prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def write_file(tensors: Mapping[str, Entry], path: Path) -> None:
+def write_file(tensors: Mapping[str, TensorSource], path: Path) -> None:
     """A safetensors file of these, which those who may read what the umask says may read. Raises OSError."""
     names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:
-        tensor, end = tensors[name], at + size_of(tensors[name])
-        header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        tensor, end = tensors[name], at + num_bytes(tensors[name])
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            file.write(_bytes_of(tensors[name], name))
+            file.write(_tensor_bytes(tensors[name], name))
 
 
-def _bytes_of(tensor: Entry, name: str) -> memoryview:
+def _tensor_bytes(tensor: TensorSource, name: str) -> memoryview:
     """Without a copy of what lies in one piece on the host."""
-    found = tensor.read() if isinstance(tensor, Unread) else tensor
+    found = tensor.read() if isinstance(tensor, LazyTensor) else tensor
     if (tuple(found.shape), found.dtype) != (tuple(tensor.shape), tensor.dtype):
         raise ValueError(
             f"{name} was said to be {tensor.dtype} {tuple(tensor.shape)} and is {found.dtype} {tuple(found.shape)}"
@@ -97,17 +97,17 @@ class ShardWriter:
 
     def __init__(self, folder: Path, max_bytes: int):
         self.folder, self.max_bytes = folder, max_bytes
-        self.pending: dict[str, Entry] = {}
-        self.bytes = self.total = 0
+        self.pending: dict[str, TensorSource] = {}
+        self.shard_bytes = self.total_bytes = 0
         self.written: list[list[str]] = []
 
-    def add(self, name: str, tensor: Entry) -> None:
-        size = size_of(tensor)
-        if self.pending and self.bytes + size > self.max_bytes:
+    def add(self, name: str, tensor: TensorSource) -> None:
+        size = num_bytes(tensor)
+        if self.pending and self.shard_bytes + size > self.max_bytes:
             self._flush()
         self.pending[name] = tensor
-        self.bytes += size
-        self.total += size
+        self.shard_bytes += size
+        self.total_bytes += size
 
     def finish(self) -> None:
         if self.pending:
@@ -121,7 +121,7 @@ class ShardWriter:
             final = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             os.rename(self._path(i), self.folder / final)
             weight_map.update(dict.fromkeys(names, final))
-        index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _path(self, number: int) -> Path:
@@ -130,13 +130,20 @@ class ShardWriter:
     def _flush(self) -> None:
         write_file(self.pending, self._path(len(self.written)))
         self.written.append(list(self.pending))
-        self.pending, self.bytes = {}, 0
+        self.pending, self.shard_bytes = {}, 0
 
 
-COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}  # config, tokenizer, code that config.json names
+COPIED_SUFFIXES = {
+    ".json",
+    ".txt",
+    ".model",
+    ".jinja",
+    ".tiktoken",
+    ".py",
+}  # config, tokenizer, code that config.json names
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.\d+\.")
-_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
+_MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 """What checkpoints repeat in layers of multi-token prediction, and what of."""
 FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
 """What weights may be stored as, by the names of safetensors."""
@@ -151,7 +158,7 @@ class HFWeights:
     def __init__(self, folder: Path, files: dict[str, str]):
         self.folder = folder
         self._files = files  # tensor name -> file name
-        self._open: dict[str, Any] = {}
+        self._open_files: dict[str, Any] = {}
 
     def names(self) -> list[str]:
         return [name for name in self._files if not self._is_scale(name)]
@@ -162,30 +169,30 @@ class HFWeights:
     def get(self, name: str) -> torch.Tensor:
         """The whole tensor, in the file's dtype, on the host."""
         found = self._tensor(name)
-        return dequantise(found, self._tensor(name + SCALE)) if name + SCALE in self._files else found
+        return dequantise(found, self._tensor(name + SCALE_SUFFIX)) if name + SCALE_SUFFIX in self._files else found
 
-    def unread(self, name: str) -> Unread:
+    def get_lazy(self, name: str) -> LazyTensor:
         """The same, when it is asked for."""
-        dtype = torch.bfloat16 if name + SCALE in self._files else TYPES[self._slice(name).get_dtype()]
-        return Unread(self.shape(name), dtype, lambda: self.get(name))
+        dtype = torch.bfloat16 if name + SCALE_SUFFIX in self._files else DTYPES_BY_NAME[self._slice(name).get_dtype()]
+        return LazyTensor(self.shape(name), dtype, lambda: self.get(name))
 
-    def slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+    def get_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """[start, stop) along `dim`; reads no more than that from disk where `dim` is 0."""
         index = (slice(None),) * dim + (slice(start, stop),)
         found: torch.Tensor = self._read(name, lambda file: file.get_slice(name)[index])
-        if name + SCALE not in self._files:
+        if name + SCALE_SUFFIX not in self._files:
             return found
-        return dequantise(found, self._tensor(name + SCALE), *((start, 0) if dim == 0 else (0, start)))
+        return dequantise(found, self._tensor(name + SCALE_SUFFIX), *((start, 0) if dim == 0 else (0, start)))
 
-    def shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
+    def get_shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
         """What rank `rank` of `tp` holds of a parameter, a new tensor; as `cuts.shard`, without the full tensors."""
-        dim, slices = pieces(param, tp, rank)
-        parts = [self.slice(param.hf[s.source].name, dim, s.start, s.stop) for s in slices if s.source != PADDING]
+        dim, slices = split_param(param, tp, rank)
+        parts = [self.get_slice(param.hf[s.source].name, dim, s.start, s.stop) for s in slices if s.source != PADDING]
         padding = sum(s.stop - s.start for s in slices if s.source == PADDING)
         if padding:
             shape = list(param.hf[0].shape)
             shape[dim] = padding
-            dtype = parts[0].dtype if parts else self.slice(param.hf[0].name, 0, 0, 1).dtype
+            dtype = parts[0].dtype if parts else self.get_slice(param.hf[0].name, 0, 0, 1).dtype
             parts.append(torch.zeros(shape, dtype=dtype))
         return torch.cat(parts, dim=dim)
 
@@ -202,10 +209,10 @@ class HFWeights:
         self._check_fp8(is_fp8(hf))
         if missing := [name for name in expected if name not in self._files]:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
-            raise ConfigError(f"{where} {_some(missing)} missing{hint}")
-        prefixes = family.untrained(hf)
+            raise ConfigError(f"{where} {_summarize_names(missing)} missing{hint}")
+        prefixes = family.untrained_prefixes(hf)
         known = expected.keys() | set(optional)
-        extra = [name for name in self.names() if name not in known and not _ignored(name, prefixes)]
+        extra = [name for name in self.names() if name not in known and not _is_ignored(name, prefixes)]
         if HEAD in extra:  # then the config says that it is tied
             extra.remove(HEAD)  # some checkpoints repeat the tied weight
             if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
@@ -213,7 +220,9 @@ class HFWeights:
                     f"{where} {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true"
                 )
         if extra:
-            raise ConfigError(f"{where} {_some(extra)} not part of {family.architecture} with this config.json")
+            raise ConfigError(
+                f"{where} {_summarize_names(extra)} not part of {family.architecture} with this config.json"
+            )
         for name, shape in expected.items():
             if self.shape(name) != shape:
                 raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
@@ -231,14 +240,14 @@ class HFWeights:
                 continue
             if not promised:
                 raise ConfigError(f"{self.folder}: {name} is FP8, but config.json has no quantization_config")
-            scales = name + SCALE
+            scales = name + SCALE_SUFFIX
             if scales not in self._files:
                 raise ConfigError(f"{self.folder}: {scales} is missing: FP8 weights mean nothing without their scales")
             if self.shape(scales) != (fits := grid_shape(self.shape(name))):
                 raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {fits}")
 
     def _is_scale(self, name: str) -> bool:
-        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._files
+        return name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._files
 
     def _tensor(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._read(name, lambda file: file.get_tensor(name))
@@ -251,10 +260,10 @@ class HFWeights:
         if name not in self._files:
             raise ConfigError(f"{self.folder} has no tensor {name}")
         file = self._files[name]
-        if file not in self._open:
-            self._open[file] = _open(self.folder / file)
+        if file not in self._open_files:
+            self._open_files[file] = _open(self.folder / file)
         try:
-            return read(self._open[file])
+            return read(self._open_files[file])
         except SafetensorError as error:
             raise ConfigError(f"cannot read {name} from {self.folder / file}: {error}") from None
 
@@ -284,7 +293,7 @@ def open_hf(folder: str | Path) -> HFWeights:
 
 def save_hf(
     folder: str | Path,
-    tensors: Iterable[tuple[str, Entry]],
+    tensors: Iterable[tuple[str, TensorSource]],
     source_folder: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
@@ -297,7 +306,7 @@ def save_hf(
     `table` and `config`: of another model on the same trunk, in place of the source's own: a classifier of a policy, or
     one with layers of multi-token prediction.
     `dtype`: cast to it what the table does not keep in a type of its own; None casts nothing. About `max_shard_bytes`
-    are held at a time; of tensors that are `Unread`, one. Everything is written to `<folder>.tmp`, which replaces
+    are held at a time; of tensors that are `LazyTensor`, one. Everything is written to `<folder>.tmp`, which replaces
     `folder` when it is complete.
     `write=False` only drains the stream: for the ranks that take part in a gather but do not write. The writer drains
     it too before it raises, so that nobody is left waiting in a collective. Raises ConfigError for a tensor that is
@@ -317,7 +326,7 @@ def save_hf(
 
 def _write(
     folder: Path,
-    stream: Iterator[tuple[str, Entry]],
+    stream: Iterator[tuple[str, TensorSource]],
     source: Path,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
@@ -330,10 +339,10 @@ def _write(
     rows = [(param, tensor) for param in table or family.params(hf, 1) for tensor in param.hf]
     open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
     trained = set(open_shapes)
-    aside = _aside(source, family.untrained(hf))
+    aside = _mtp_tensors(source, family.untrained_prefixes(hf))
     copies: dict[str, list[str]] = {}
     for name in aside:
-        if of := _COPIES.get(_LAYER.sub("", name)):
+        if of := _MTP_COPIES.get(_LAYER.sub("", name)):
             copies.setdefault(of, []).append(name)
     kept = {tensor.name for param, tensor in rows if param.dtype is not None}
 
@@ -348,20 +357,20 @@ def _write(
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; config.json asks for {expected}")
         floats = tensor.dtype.is_floating_point
         cast = dtype if dtype is not None and name not in kept and floats else tensor.dtype
-        held = _held(tensor, cast)
+        held = _cast_on_host(tensor, cast)
         for same in (name, *copies.get(name, ())):
             files.add(same, held)
     if open_shapes:
-        raise ConfigError(f"{folder}: {_some(list(open_shapes))} missing")
+        raise ConfigError(f"{folder}: {_summarize_names(list(open_shapes))} missing")
     for name, weights in aside.items():
         if name not in trained and not any(name in names for names in copies.values()):
-            files.add(name, weights.unread(name))
+            files.add(name, weights.get_lazy(name))
     files.finish()
 
     for file in source.iterdir():
-        if file.is_file() and file.suffix in COPIED and not file.name.endswith(".safetensors.index.json"):
+        if file.is_file() and file.suffix in COPIED_SUFFIXES and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, staging / file.name)
-    _note_config(staging / "config.json", hf, dict(config or hf), dtype)
+    _update_config(staging / "config.json", hf, dict(config or hf), dtype)
     _replace(folder, staging)
 
 
@@ -392,10 +401,10 @@ def check_target(folder: Path, source: Path) -> None:
         raise ConfigError(f"{folder} is the folder that the weights came from; set run.dir to another folder")
 
 
-def _held(tensor: Entry, dtype: torch.dtype) -> Entry:
+def _cast_on_host(tensor: TensorSource, dtype: torch.dtype) -> TensorSource:
     """On the host in this type: a copy, for the stream may hand out views of one buffer; or once it is read."""
-    if isinstance(tensor, Unread):
-        return Unread(tensor.shape, dtype, lambda: tensor.read().to(dtype))
+    if isinstance(tensor, LazyTensor):
+        return LazyTensor(tensor.shape, dtype, lambda: tensor.read().to(dtype))
     return tensor.detach().to("cpu", dtype, copy=True).contiguous()
 
 
@@ -412,7 +421,7 @@ def _replace(folder: Path, staging: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _aside(source: Path, prefixes: tuple[str, ...]) -> dict[str, HFWeights]:
+def _mtp_tensors(source: Path, prefixes: tuple[str, ...]) -> dict[str, HFWeights]:
     """Names of the source's tensors in layers of multi-token prediction, each with where to read it."""
     if not prefixes or not ((source / SINGLE).is_file() or (source / INDEX).is_file()):
         return {}
@@ -420,7 +429,7 @@ def _aside(source: Path, prefixes: tuple[str, ...]) -> dict[str, HFWeights]:
     return {name: weights for name in weights.names() if name.startswith(prefixes)}
 
 
-def _note_config(file: Path, written: dict[str, Any], hf: dict[str, Any], dtype: torch.dtype | None) -> None:
+def _update_config(file: Path, written: dict[str, Any], hf: dict[str, Any], dtype: torch.dtype | None) -> None:
     """config.json says what the model is and which type its weights have; left untouched where it is right already."""
     key = "dtype" if "dtype" in hf else "torch_dtype"
     name = hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
@@ -435,7 +444,9 @@ def _open(file: Path) -> Any:
     except FileNotFoundError:
         raise ConfigError(f"{file} is missing") from None
     except (SafetensorError, OSError) as error:
-        raise ConfigError(lfs_pointer(file) or f"{file} is truncated or not a safetensors file: {error}") from None
+        raise ConfigError(
+            describe_lfs_pointer(file) or f"{file} is truncated or not a safetensors file: {error}"
+        ) from None
 
 
 def _drain(stream: Iterator[Any]) -> None:
@@ -443,11 +454,11 @@ def _drain(stream: Iterator[Any]) -> None:
         pass
 
 
-def _ignored(name: str, prefixes: tuple[str, ...]) -> bool:
+def _is_ignored(name: str, prefixes: tuple[str, ...]) -> bool:
     return name.startswith(prefixes) or name.endswith("rotary_emb.inv_freq")  # the latter is derived; old files have it
 
 
-def _some(names: list[str]) -> str:
+def _summarize_names(names: list[str]) -> str:
     """Up to three names and how many more, with the verb."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more + (" is" if len(names) == 1 else " are")

@@ -50,111 +50,113 @@ class Slice(NamedTuple):
     stop: int
 
 
-class Pieces(NamedTuple):
+class ShardSpec(NamedTuple):
     """A rank's shard: the concatenation along `dim` of these slices, in this order."""
 
     dim: int
     slices: tuple[Slice, ...]
 
 
-class Cut:
+class Sharding:
     """How a parameter is divided; `sources` are the shapes of its HF tensors. A new cut defines this one method."""
 
-    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Replicated(Cut):
+class Replicated(Sharding):
     """Every rank holds all of it."""
 
-    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
-        return Pieces(0, (Slice(0, 0, sources[0][0]),))
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        return ShardSpec(0, (Slice(0, 0, sources[0][0]),))
 
 
 @dataclass(frozen=True)
-class Rows(Cut):
+class Dim0Sharding(Sharding):
     """Equal blocks along dim 0 (column parallel), never through one of the `count` units: heads, for instance."""
 
-    count: int
-    of: str
+    num_units: int
+    unit_name: str
 
-    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
-        return Pieces(0, (_block(0, sources[0][0], self.count, self.of, tp, rank),))
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        return ShardSpec(0, (_block(0, sources[0][0], self.num_units, self.unit_name, tp, rank),))
 
 
 @dataclass(frozen=True)
-class Columns(Cut):
+class Dim1Sharding(Sharding):
     """Equal blocks along dim 1 (row parallel), never through one of the `count` units."""
 
-    count: int
-    of: str
+    num_units: int
+    unit_name: str
 
-    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
-        return Pieces(1, (_block(0, sources[0][1], self.count, self.of, tp, rank),))
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        return ShardSpec(1, (_block(0, sources[0][1], self.num_units, self.unit_name, tp, rank),))
 
 
 @dataclass(frozen=True)
-class Qkv(Cut):
+class QKVSharding(Sharding):
     """Sources q, k, v; dim 0 of a shard is [q.. k v] of each of its query groups in turn. For weights and biases."""
 
-    groups: int
+    num_kv_heads: int
 
-    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
-        local = _share(self.groups, "num_key_value_heads", tp)
-        rows = [shape[0] // self.groups for shape in sources]
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        local = _units_per_rank(self.num_kv_heads, "num_key_value_heads", tp)
+        rows = [shape[0] // self.num_kv_heads for shape in sources]
         groups = range(rank * local, (rank + 1) * local)
-        return Pieces(0, tuple(Slice(s, g * n, (g + 1) * n) for g in groups for s, n in enumerate(rows)))
+        return ShardSpec(0, tuple(Slice(s, g * n, (g + 1) * n) for g in groups for s, n in enumerate(rows)))
 
 
 @dataclass(frozen=True)
-class GateUp(Cut):
+class GateUpSharding(Sharding):
     """Sources gate, up; a shard is [gate_r; up_r]."""
 
-    count: int
-    of: str
+    num_units: int
+    unit_name: str
 
-    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
-        return Pieces(0, tuple(_block(s, sources[s][0], self.count, self.of, tp, rank) for s in (0, 1)))
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        return ShardSpec(0, tuple(_block(s, sources[s][0], self.num_units, self.unit_name, tp, rank) for s in (0, 1)))
 
 
 @dataclass(frozen=True)
-class Vocab(Cut):
+class VocabSharding(Sharding):
     """Equal blocks of rows of the vocabulary padded to `VOCAB_MULTIPLE` x TP; the last ranks may hold only padding."""
 
-    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
         rows = sources[0][0]
         local = padded_vocab(rows, tp) // tp
-        return _padded(rows, local, rank)
+        return _padded_spec(rows, local, rank)
 
 
 @dataclass(frozen=True)
-class EngineQkv(Cut):
+class EngineQKVSharding(Sharding):
     """SGLang's: sources q, k, v; a shard is [q_r | k_r | v_r]. Key-value heads fewer than ranks are repeated."""
 
-    heads: int
-    groups: int
+    num_heads: int
+    num_kv_heads: int
 
-    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
-        q = _block(0, sources[0][0], self.heads, "num_attention_heads", tp, rank)
-        ranks_per_group = max(1, tp // self.groups)
-        if tp > self.groups and tp % self.groups:
-            raise _Indivisible(f"num_key_value_heads={self.groups} cannot be repeated over {tp} tensor parallel ranks")
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        q = _block(0, sources[0][0], self.num_heads, "num_attention_heads", tp, rank)
+        ranks_per_group = max(1, tp // self.num_kv_heads)
+        if tp > self.num_kv_heads and tp % self.num_kv_heads:
+            raise _NotDivisible(
+                f"num_key_value_heads={self.num_kv_heads} cannot be repeated over {tp} tensor parallel ranks"
+            )
         parts, part = tp // ranks_per_group, rank // ranks_per_group
-        kv = [_block(s, sources[s][0], self.groups, "num_key_value_heads", parts, part) for s in (1, 2)]
-        return Pieces(0, (q, *kv))
+        kv = [_block(s, sources[s][0], self.num_kv_heads, "num_key_value_heads", parts, part) for s in (1, 2)]
+        return ShardSpec(0, (q, *kv))
 
 
 @dataclass(frozen=True)
-class EngineVocab(Cut):
+class EngineVocabSharding(Sharding):
     """SGLang's: equal blocks of rows of the vocabulary padded to `ENGINE_VOCAB_MULTIPLE`."""
 
-    def pieces(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> Pieces:
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
         rows = sources[0][0]
         multiple = ENGINE_VOCAB_MULTIPLE
         if -(-rows // multiple) * multiple % tp:
             multiple *= tp
-        return _padded(rows, -(-rows // multiple) * multiple // tp, rank)
+        return _padded_spec(rows, -(-rows // multiple) * multiple // tp, rank)
 
 
 EngineGrid = Literal["attention", "mlp", "shared", "expert", "embedding", "head"]
@@ -162,7 +164,7 @@ EngineGrid = Literal["attention", "mlp", "shared", "expert", "embedding", "head"
 
 
 @dataclass(frozen=True)
-class Slot:
+class EngineSlot:
     """Where SGLang keeps a parameter: in its tensor `name`, from index `at` along the cut's dimension.
 
     On the "expert" grid, `name` is a tensor of all local experts, stacked along a first dimension of its own.
@@ -170,10 +172,10 @@ class Slot:
     """
 
     name: str
-    cut: Cut
+    sharding: Sharding
     grid: EngineGrid
-    at: int = 0
-    draft: bool = False
+    offset: int = 0
+    is_draft: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,11 +191,11 @@ class Param:
 
     megatron: str
     hf: tuple[HFTensor, ...]
-    cut: Cut
-    slot: Slot | None = None
+    sharding: Sharding
+    slot: EngineSlot | None = None
     expert: int | None = None
     dtype: torch.dtype | None = None
-    buffer: bool = False
+    is_buffer: bool = False
 
     @property
     def size(self) -> int:
@@ -201,26 +203,26 @@ class Param:
         return sum(prod(tensor.shape) for tensor in self.hf)
 
 
-def pieces(param: Param, tp: int, rank: int) -> Pieces:
+def split_param(param: Param, tp: int, rank: int) -> ShardSpec:
     """The shard of tensor-parallel rank `rank` of `tp`: for a routed expert of its own tensor parallel size and rank.
     Raises ConfigError where `tp` does not divide.
     """
     if not 0 <= rank < tp:
         raise ValueError(f"rank {rank} of {tp} tensor parallel ranks")
-    return cut_pieces(param, param.cut, tp, rank)
+    return split_with(param, param.sharding, tp, rank)
 
 
-def cut_pieces(param: Param, cut: Cut, size: int, rank: int) -> Pieces:
+def split_with(param: Param, cut: Sharding, size: int, rank: int) -> ShardSpec:
     """The shard that `cut` gives rank `rank` of `size`. Raises ConfigError where `size` does not divide."""
     try:
-        return cut.pieces([tensor.shape for tensor in param.hf], size, rank)
-    except _Indivisible as error:
-        raise Indivisible(" + ".join(tensor.name for tensor in param.hf), str(error)) from None
+        return cut.split([tensor.shape for tensor in param.hf], size, rank)
+    except _NotDivisible as error:
+        raise IndivisibleError(" + ".join(tensor.name for tensor in param.hf), str(error)) from None
 
 
 def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
     """Shape of the shard of `rank`, padding included."""
-    dim, slices = pieces(param, tp, rank)
+    dim, slices = split_param(param, tp, rank)
     shape = list(param.hf[0].shape)
     shape[dim] = sum(s.stop - s.start for s in slices)
     return tuple(shape)
@@ -228,9 +230,9 @@ def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
 
 def shard(param: Param, tensors: Mapping[str, torch.Tensor], tp: int, rank: int) -> torch.Tensor:
     """The shard of `rank`, a new contiguous tensor, out of the full HF tensors by name."""
-    dim, slices = pieces(param, tp, rank)
+    dim, slices = split_param(param, tp, rank)
     sources = [tensors[tensor.name] for tensor in param.hf]
-    return torch.cat([_cells(sources, dim, s) for s in slices], dim=dim)
+    return torch.cat([_slice_tensor(sources, dim, s) for s in slices], dim=dim)
 
 
 def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -242,7 +244,7 @@ def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Ten
             raise ValueError(
                 f"{param.megatron}: the shard of rank {rank} has shape {tuple(local.shape)}, not {expected}"
             )
-        dim, slices = pieces(param, len(shards), rank)
+        dim, slices = split_param(param, len(shards), rank)
         at = 0
         for source, start, stop in slices:
             if source != PADDING:
@@ -263,11 +265,11 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class _Indivisible(Exception):
+class _NotDivisible(Exception):
     pass
 
 
-class Indivisible(ConfigError):
+class IndivisibleError(ConfigError):
     """A tensor that cannot be cut into so many parts. reason: without the tensor's name."""
 
     def __init__(self, name: str, reason: str) -> None:
@@ -275,26 +277,26 @@ class Indivisible(ConfigError):
         self.reason = reason
 
 
-def _share(count: int, of: str, tp: int) -> int:
+def _units_per_rank(count: int, of: str, tp: int) -> int:
     if count % tp:
         sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise _Indivisible(f"{of}={count} does not divide by tensor parallel size {tp}; sizes that do: {sizes}")
+        raise _NotDivisible(f"{of}={count} does not divide by tensor parallel size {tp}; sizes that do: {sizes}")
     return count // tp
 
 
 def _block(source: int, length: int, count: int, of: str, tp: int, rank: int) -> Slice:
-    block = _share(count, of, tp) * (length // count)
+    block = _units_per_rank(count, of, tp) * (length // count)
     return Slice(source, rank * block, (rank + 1) * block)
 
 
-def _padded(rows: int, local: int, rank: int) -> Pieces:
+def _padded_spec(rows: int, local: int, rank: int) -> ShardSpec:
     """Block `rank` of `local` rows of a vocabulary of `rows` that padding follows."""
     start, stop = min(rows, rank * local), min(rows, (rank + 1) * local)
     slices = (Slice(0, start, stop), Slice(PADDING, 0, local - (stop - start)))
-    return Pieces(0, tuple(s for s in slices if s.stop > s.start))
+    return ShardSpec(0, tuple(s for s in slices if s.stop > s.start))
 
 
-def _cells(sources: Sequence[torch.Tensor], dim: int, part: Slice) -> torch.Tensor:
+def _slice_tensor(sources: Sequence[torch.Tensor], dim: int, part: Slice) -> torch.Tensor:
     if part.source != PADDING:
         return sources[part.source].narrow(dim, part.start, part.stop - part.start)
     shape = list(sources[0].shape)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, LoraConfig
-from megarl.models.layout_algebra import Columns, HFTensor, Param, Replicated
+from megarl.models.layout_algebra import Dim1Sharding, HFTensor, Param, Replicated
 from megarl.models.registry import part_of
 
-A, B = "lora_a", "lora_b"
+LORA_A, LORA_B = "lora_a", "lora_b"
 PEFT_PREFIX = "base_model.model."
 """Before the HF names in PEFT's files: its wrappers of a model."""
 
@@ -30,7 +30,7 @@ PEFT_PREFIX = "base_model.model."
 def factor_names(weight: str) -> tuple[str, str]:
     """Canonical names of A and B of a weight."""
     module = weight.removesuffix(".weight")
-    return f"{module}.{A}", f"{module}.{B}"
+    return f"{module}.{LORA_A}", f"{module}.{LORA_B}"
 
 
 def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Param]:
@@ -39,30 +39,30 @@ def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Par
     linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in ("attention", "dense mlp", "experts")]
     paths = {param.megatron: _path(param) for param in linear}
     for target in targets:
-        if not any(_names(target, path) for path in paths.values()):
+        if not any(_matches_target(target, path) for path in paths.values()):
             known = sorted({path.rpartition(".")[2] for path in paths.values()})
             raise ConfigError(f"lora.targets: {target} names no linear layer of this model; it has {', '.join(known)}")
-    return [p for p in linear if not targets or any(_names(target, paths[p.megatron]) for target in targets)]
+    return [p for p in linear if not targets or any(_matches_target(target, paths[p.megatron]) for target in targets)]
 
 
 def adapter_params(params: Iterable[Param], lora: LoraConfig) -> list[Param]:
     """The table of all adapters of a model, A and B of each weight in turn; raises as `adapted_weights`."""
-    return [factor for param in adapted_weights(params, lora.targets) for factor in factors(param, lora.rank)]
+    return [factor for param in adapted_weights(params, lora.targets) for factor in factor_params(param, lora.rank)]
 
 
-def factors(param: Param, rank: int) -> tuple[Param, Param]:
+def factor_params(param: Param, rank: int) -> tuple[Param, Param]:
     """A and B of a weight."""
     a_name, b_name = factor_names(param.megatron)
-    of_rows = isinstance(param.cut, Columns)  # what Megatron calls row parallel
+    of_rows = isinstance(param.sharding, Dim1Sharding)  # what Megatron calls row parallel
     a = HFTensor(_factor(param.hf[0].name, "lora_A"), (rank, param.hf[0].shape[1]))
     b = tuple(HFTensor(_factor(tensor.name, "lora_B"), (tensor.shape[0], rank)) for tensor in param.hf)
     return (
-        replace(param, megatron=a_name, hf=(a,), cut=param.cut if of_rows else Replicated(), slot=None),
-        replace(param, megatron=b_name, hf=b, cut=Replicated() if of_rows else param.cut, slot=None),
+        replace(param, megatron=a_name, hf=(a,), sharding=param.sharding if of_rows else Replicated(), slot=None),
+        replace(param, megatron=b_name, hf=b, sharding=Replicated() if of_rows else param.sharding, slot=None),
     )
 
 
-def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+def merge_adapter(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """W + scale * B A, summed in fp32, in the weight's type; of shards what it is of the whole."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
 
@@ -74,7 +74,7 @@ def peft_tensors(tensors: Mapping[str, torch.Tensor], params: Iterable[Param], r
     """
     found = {}
     for param in params:
-        a, b = factors(param, rank)
+        a, b = factor_params(param, rank)
         for weight, part in zip(param.hf, b.hf, strict=True):
             found[PEFT_PREFIX + _factor(weight.name, "lora_A")] = tensors[a.hf[0].name]
             found[PEFT_PREFIX + part.name] = tensors[part.name]
@@ -112,5 +112,5 @@ def _path(param: Param) -> str:
     return ".".join(part for part in param.megatron.removesuffix(".weight").split(".") if not part.isdigit())
 
 
-def _names(target: str, path: str) -> bool:
+def _matches_target(target: str, path: str) -> bool:
     return path.endswith(f".{target}")

@@ -11,9 +11,9 @@ from typing import Any
 
 from megarl.config import ConfigError, foreign_dataclasses
 from megarl.models.activation_memory import RECOMPUTE_MODULES
-from megarl.models.family import PLAIN, Extras
+from megarl.models.family import NO_EXTRAS, Extras
 
-OURS = {
+CONFIG_KEYS = {
     "tensor_model_parallel_size": "parallel.tp",
     "pipeline_model_parallel_size": "parallel.pp",
     "virtual_pipeline_model_parallel_size": "parallel.vpp",
@@ -29,7 +29,7 @@ OURS = {
 }
 """Fields that have a key of ours."""
 
-FIXED = {
+FORBIDDEN = {
     "fp16": "training in fp16 is not implemented",
     "sequence_parallel": "it is on exactly where parallel.tp > 1",
     "pipeline_model_parallel_layout": "give num_layers_in_first_pipeline_stage and ..._last_... instead",
@@ -45,7 +45,7 @@ FIXED = {
 }
 """Fields that cannot be set at all, and why."""
 
-DECIDED = frozenset(
+MODEL_FIELDS = frozenset(
     # sizes, norms and MLPs
     "num_layers hidden_size ffn_hidden_size normalization layernorm_epsilon gated_linear_unit activation_func "
     "activation_func_clamp_value add_bias_linear glu_linear_offset apply_residual_connection_post_layernorm "
@@ -68,7 +68,7 @@ DECIDED = frozenset(
 """Fields that say what the model computes, which config.json decides: with others, other weights would be trained or
 none of some layers. A family's table may give fields beside these: what is not the model's may be set."""
 
-DDP_FIXED = {
+DDP_FORBIDDEN = {
     "use_distributed_optimizer": "it is always on",
     "grad_reduce_in_fp32": "it is always on",
     "overlap_param_gather": "weights must be whole after a step, for the push",
@@ -96,11 +96,11 @@ def known_fields(mla: bool) -> frozenset[str]:
 
 
 def _fields(*classes: tuple[str, str]) -> frozenset[str]:
-    return frozenset(_described(*classes))
+    return frozenset(_parse_fields(*classes))
 
 
 @functools.cache
-def _described(*classes: tuple[str, str]) -> dict[str, foreign_dataclasses.Field]:
+def _parse_fields(*classes: tuple[str, str]) -> dict[str, foreign_dataclasses.Field]:
     """The fields of dataclasses, by name; of those that two have, the later one's."""
     spec = importlib.util.find_spec("megatron.core")  # finds the package without running it
     if spec is None or not spec.submodule_search_locations:
@@ -109,19 +109,19 @@ def _described(*classes: tuple[str, str]) -> dict[str, foreign_dataclasses.Field
     for file, name in classes:
         source = Path(spec.submodule_search_locations[0], file).read_text()
         body = next(n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
-        found |= foreign_dataclasses.fields_of(body)
+        found |= foreign_dataclasses.parse_fields(body)
     return found
 
 
-def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> None:
+def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) -> None:
     """Raise ConfigError for a key of `model.megatron` that Megatron does not know, with the nearest, or is not free;
     also because of what a model has beyond Megatron."""
     for name in settings:
-        if name in OURS:
-            raise ConfigError(f"model.megatron.{name} has a key of its own: set {OURS[name]}")
-        if name in FIXED:
-            raise ConfigError(f"model.megatron.{name} cannot be set: {FIXED[name]}")
-        if name in DECIDED and name in known_fields(True):
+        if name in CONFIG_KEYS:
+            raise ConfigError(f"model.megatron.{name} has a key of its own: set {CONFIG_KEYS[name]}")
+        if name in FORBIDDEN:
+            raise ConfigError(f"model.megatron.{name} cannot be set: {FORBIDDEN[name]}")
+        if name in MODEL_FIELDS and name in known_fields(True):
             raise ConfigError(f"model.megatron.{name} cannot be set: the model's config.json decides it; leave it out")
         if name not in known_fields(mla):
             kind = "MLATransformerConfig" if mla else "TransformerConfig"
@@ -133,7 +133,7 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = PLAIN) -> Non
             "model.megatron.fp8_recipe=delayed: Megatron 0.16.1 gives it override_linear_precision, which Transformer "
             f"Engine 2 does not know; take {FP8_RECIPE}, blockwise (Hopper) or mxfp8 (Blackwell)"
         )
-    if extras.groups_by_best and settings.get("moe_router_fusion"):
+    if extras.has_group_max_routing and settings.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
     if extras.attention_cap and settings.get("attention_dropout"):
         raise ConfigError("model.megatron.attention_dropout is not implemented for attention with a soft cap")
@@ -144,7 +144,7 @@ def _check_recompute(settings: Mapping[str, Any]) -> None:
     section, way = "model.megatron.", settings.get("recompute_granularity")
     for name in settings.get("recompute_modules") or ():
         if name not in RECOMPUTE_MODULES:
-            hint = foreign_dataclasses.near(name, RECOMPUTE_MODULES)
+            hint = foreign_dataclasses.did_you_mean(name, RECOMPUTE_MODULES)
             raise ConfigError(f"{section}recompute_modules: {name} is none of {', '.join(RECOMPUTE_MODULES)}{hint}")
     given = [name for name in ("recompute_method", "recompute_num_layers") if settings.get(name) is not None]
     if way == "full" and len(given) < 2:
@@ -159,7 +159,7 @@ def check_types(section: str, settings: Mapping[str, Any], *classes: tuple[str, 
     """Raise ConfigError for a value that does not fit its field of these classes, or that no model could have."""
     for name, value in settings.items():
         where = f"{section}.{name}"
-        foreign_dataclasses.check(where, value, _described(*classes)[name])
+        foreign_dataclasses.check_field_value(where, value, _parse_fields(*classes)[name])
         numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
         if name.endswith("dropout") and any(not 0 <= number < 1 for number in numbers):
             raise ConfigError(f"{where} is a share: it must be at least 0 and below 1, not {value}")
@@ -172,12 +172,12 @@ def check_types(section: str, settings: Mapping[str, Any], *classes: tuple[str, 
 def check_ddp(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for a key of `train.ddp` that Megatron does not know, with the nearest, or is not free."""
     for name in settings:
-        if name in DDP_FIXED:
-            raise ConfigError(f"train.ddp.{name} cannot be set: {DDP_FIXED[name]}")
+        if name in DDP_FORBIDDEN:
+            raise ConfigError(f"train.ddp.{name} cannot be set: {DDP_FORBIDDEN[name]}")
         if name not in _fields(_DDP):
             raise ConfigError(_unknown("train.ddp", name, _DDP[1], _fields(_DDP)))
     check_types("train.ddp", settings, _DDP)
 
 
 def _unknown(section: str, name: str, kind: str, known: frozenset[str]) -> str:
-    return f"{section}.{name} is not a field of Megatron's {kind}{foreign_dataclasses.near(name, known)}"
+    return f"{section}.{name} is not a field of Megatron's {kind}{foreign_dataclasses.did_you_mean(name, known)}"

@@ -22,18 +22,18 @@ from megarl.models.activation_memory import (
     micro_batch_bytes,
     micro_batches_in_flight,
 )
-from megarl.models.blocks import embedding, final
+from megarl.models.blocks import embedding, final_params
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
-from megarl.models.layout_algebra import HFTensor, Param, Qkv, Replicated, local_shape
+from megarl.models.layout_algebra import HFTensor, Param, QKVSharding, Replicated, local_shape
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
-from megarl.models.registry import family_of, trained_mtp
+from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.placement import placement_of, role_config
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 
-BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 Stage = TypeVar("Stage")
 REWARD_WEIGHTS = "reward model weights"
 NO_LORA = LoraConfig()
@@ -56,7 +56,7 @@ class StageMemory:
     generation: dict[str, int]  # besides, while generating
     push: dict[str, int]  # besides, in a push
     host: dict[str, int]  # in the host's memory
-    offloaded: bool
+    is_offloaded: bool
 
     @property
     def training_total(self) -> int:
@@ -65,20 +65,20 @@ class StageMemory:
     @property
     def generation_total(self) -> int:
         # A reward model comes back to score while the engine is awake.
-        states = self.states.get(REWARD_WEIGHTS, 0) if self.offloaded else sum(self.states.values())
+        states = self.states.get(REWARD_WEIGHTS, 0) if self.is_offloaded else sum(self.states.values())
         return states + sum(self.generation.values())
 
     @property
-    def push_total(self) -> int:
-        states = self.states.get("actor weights", 0) if self.offloaded else sum(self.states.values())
+    def weight_sync_total(self) -> int:
+        states = self.states.get("actor weights", 0) if self.is_offloaded else sum(self.states.values())
         return states + sum(self.push.values())
 
     @property
     def peak(self) -> int:
-        return max(self.training_total, self.generation_total, self.push_total)
+        return max(self.training_total, self.generation_total, self.weight_sync_total)
 
 
-class ServedStage(NamedTuple):
+class InferenceStage(NamedTuple):
     """A rank of a pipeline stage of a model that computes and is not trained; bytes."""
 
     layers: tuple[int, ...]
@@ -87,7 +87,7 @@ class ServedStage(NamedTuple):
     logits: int = 0
 
 
-class Elements(NamedTuple):
+class ElementCounts(NamedTuple):
     """What a rank holds, in elements: trained dense parameters, vocabulary padding included; trained parameters of
     routed experts; those that LoRA leaves as they are; and biases of routers, not trained and kept in fp32."""
 
@@ -100,27 +100,27 @@ class Elements(NamedTuple):
 def plan_memory(
     hf: HFConfig,
     config: Config,
-    declared: Declared,
+    declared: Requirements,
     critic_hf: HFConfig | None = None,
-    served: Mapping[str, Sequence[ServedStage]] | None = None,
+    served: Mapping[str, Sequence[InferenceStage]] | None = None,
     whose: str = "",
 ) -> list[StageMemory]:
     """Memory of a rank of each pipeline stage of the actor, or of the reward model in training. `critic_hf`: of the
     critic's model; None where there is no critic. Of a critic in a layout of its own the fullest of the stages counts
-    that the ranks have. `served`: likewise, by role, models that are not trained: of `served_stages`, or whole.
+    that the ranks have. `served`: likewise, by role, models that are not trained: of `inference_stages`, or whole.
     What `placement` has on other ranks is left out.
 
     whose: the role whose ranks, and whose model's stages, these are instead; of ranks with engines only, which have no
     stages, `rollout`. Raises ConfigError where the layout does not divide the model.
     """
-    lead = whose or declared.main
+    lead = whose or declared.main_role
     placement = placement_of(config)
-    ranks, given = set(placement.of(lead)), served or {}
-    here = {role for role in ("actor", "critic", *given, "rollout") if ranks & set(placement.of(role))} | {lead}
+    ranks, given = set(placement.ranks_of(lead)), served or {}
+    here = {role for role in ("actor", "critic", *given, "rollout") if ranks & set(placement.ranks_of(role))} | {lead}
     if lead == "rollout":
         here = {lead}
     of = {"actor": hf, "reward_model": hf, "critic": critic_hf}
-    rollout, size = config.rollout, BYTES[config.model.dtype]
+    rollout, size = config.rollout, DTYPE_BYTES[config.model.dtype]
     tokens = _tokens(config, declared)
     trained = {
         role: _states_and_activations(model, role_config(config, role), role.replace("_", " "), tokens)
@@ -147,7 +147,9 @@ def plan_memory(
         computes = trained or here & given.keys() - {"reward"}
         training = {"activations": 0, "logits": 0, "micro-batches": 0} if computes else {}
         for model_stages in trained.values():
-            held, kept, cut = max(_beside(model_stages, stage, len(layers)), key=lambda one: sum(one[0].values()))
+            held, kept, cut = max(
+                _overlapping_stages(model_stages, stage, len(layers)), key=lambda one: sum(one[0].values())
+            )
             states |= held
             # One model computes at a time: the greater of the two counts.
             training["activations"] = max(training["activations"], kept)
@@ -158,7 +160,7 @@ def plan_memory(
             training["logits"] = logits_bytes(words, hidden, tp, tokens, at_once, size)
         generation, push, host = dict(engine), {}, checkpoint_copy(config, states, trained)
         for role in (role for role in given if role in here):
-            fullest = max(_beside(given[role], stage, len(layers)), key=lambda one: one.weights)
+            fullest = max(_overlapping_stages(given[role], stage, len(layers)), key=lambda one: one.weights)
             if role == "reward":  # while the engine is awake
                 states[REWARD_WEIGHTS] = fullest.weights
                 generation["reward model activations"] = fullest.activations
@@ -166,9 +168,9 @@ def plan_memory(
             states[f"{role} weights"] = fullest.weights
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
-        if declared.generates and declared.trains:
+        if declared.has_rollout and declared.trained_roles:
             weights, taken = states.get("actor weights", 0), engine.get("engine weights", 0)
-            if staged := staging_bytes(rollout.push_bucket_mb << 20, weights, taken):
+            if staged := sync_staging_bytes(rollout.push_bucket_mb << 20, weights, taken):
                 push.update({"engine weights": taken, "reshard staging": staged})
             if weights and "reference" in declared.roles and not config.lora.rank:
                 host["reference weights"] = weights
@@ -176,12 +178,12 @@ def plan_memory(
                 host["last good policy"] = weights + states["actor optimizer"]
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
-        offloaded = declared.generates and config.train.offload
+        offloaded = declared.has_rollout and config.train.offload
         stages.append(StageMemory(stage, mine, states, training, generation, push, host, offloaded))
     return stages
 
 
-def _beside(stages: Sequence[Stage], stage: int, count: int) -> Sequence[Stage]:
+def _overlapping_stages(stages: Sequence[Stage], stage: int, count: int) -> Sequence[Stage]:
     """Those of another model's stages that ranks have of a model's stage, one of `count`: stages are runs of ranks."""
     return stages[stage * len(stages) // count : -(-(stage + 1) * len(stages) // count)]
 
@@ -191,13 +193,13 @@ def _states_and_activations(
 ) -> list[tuple[dict[str, int], int, int]]:
     """By pipeline stage of a model in its own layout: bytes of its states by part, of what it keeps for the backward
     pass, and of the micro-batches at work. tokens: of a micro-batch on a rank."""
-    parallel, size = config.parallel, BYTES[config.model.dtype]
+    parallel, size = config.parallel, DTYPE_BYTES[config.model.dtype]
     settings = _settings(hf, config)
     layers = _layers(settings, parallel)
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
     found = []
-    mtp = trained_mtp(hf, config) if role == "actor" else 0
+    mtp = num_trained_mtp(hf, config) if role == "actor" else 0
     for stage, elements in enumerate(stage_elements(hf, parallel, layers, role != "actor", config.lora, bool(mtp))):
         states = state_bytes(elements, dp, expert_dp, size)
         mine, count = layers[stage], len(layers[stage]) // parallel.vpp
@@ -217,35 +219,35 @@ def _states_and_activations(
     return found
 
 
-def served_stages(
-    hf: HFConfig, config: Config, declared: Declared, head: bool, dtype: str = "float32"
-) -> list[ServedStage]:
+def inference_stages(
+    hf: HFConfig, config: Config, declared: Requirements, head: bool, dtype: str = "float32"
+) -> list[InferenceStage]:
     """By pipeline stage of a model that is not trained, in a role's layout. head: it has one of one value."""
-    parallel, tokens, size = config.parallel, _tokens(config, declared), BYTES[dtype]
+    parallel, tokens, size = config.parallel, _tokens(config, declared), DTYPE_BYTES[dtype]
     settings = _settings(hf, config)
     layers = _layers(settings, parallel)
     found = []
     for mine, elements in zip(layers, stage_elements(hf, parallel, layers, head), strict=True):
         widest = max((layer_elements(settings, layer, parallel.etp) for layer in mine), default=0)
         weights = size * (sum(elements) - elements.biases) + 4 * elements.biases
-        found.append(ServedStage(mine, weights, size * widest * tokens // parallel.tp))
+        found.append(InferenceStage(mine, weights, size * widest * tokens // parallel.tp))
     if not head:
         words, hidden, at_once = int(hf["vocab_size"]), int(hf["hidden_size"]), config.train.logits_at_once
         found[-1] = found[-1]._replace(logits=logits_bytes(words, hidden, parallel.tp, tokens, at_once, size))
     return found
 
 
-def served_whole(hf: HFConfig, elements: int, dtype: str, config: Config) -> list[ServedStage]:
+def classifier_stages(hf: HFConfig, elements: int, dtype: str, config: Config) -> list[InferenceStage]:
     """Of any classifier, whole on each of its ranks; its activations by what is usual in a layer: six times its width,
     three times that of its MLP."""
-    layers, size = tuple(range(int(hf.get("num_hidden_layers") or 1))), BYTES[dtype]
+    layers, size = tuple(range(int(hf.get("num_hidden_layers") or 1))), DTYPE_BYTES[dtype]
     wide = 6 * int(hf.get("hidden_size") or 0) + 3 * int(hf.get("intermediate_size") or 0)
-    return [ServedStage(layers, size * elements, size * wide * config.train.token_budget)]
+    return [InferenceStage(layers, size * elements, size * wide * config.train.token_budget)]
 
 
-def _tokens(config: Config, declared: Declared) -> int:
+def _tokens(config: Config, declared: Requirements) -> int:
     """The most tokens that a rank has of a micro-batch: the budget, or its part of a longer sequence."""
-    longest = config.rollout.max_context if declared.generates else 0
+    longest = config.rollout.max_context if declared.has_rollout else 0
     return max(config.train.token_budget, -(-longest // config.parallel.cp))
 
 
@@ -259,13 +261,13 @@ def _layers(settings: Mapping[str, Any], parallel: ParallelConfig) -> list[tuple
     return stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
 
 
-def kinds(hf: HFConfig, mtp: bool = False) -> list[tuple[Param, int]]:
+def unique_params(hf: HFConfig, mtp: bool = False) -> list[tuple[Param, int]]:
     """The family's table with one of the routed experts of each layer, and how many there are of each parameter; mtp:
     with the layers of multi-token prediction.
 
     Two orders of magnitude shorter than the whole table of a model of many experts.
     """
-    return _kinds(_text(hf), mtp)
+    return _unique_params(_text(hf), mtp)
 
 
 def _text(hf: HFConfig) -> str:
@@ -273,14 +275,14 @@ def _text(hf: HFConfig) -> str:
 
 
 @cache
-def _kinds(text: str, mtp: bool) -> list[tuple[Param, int]]:
+def _unique_params(text: str, mtp: bool) -> list[tuple[Param, int]]:
     """Of a config.json as text, which can be remembered: a search asks for the same table many times."""
     hf = json.loads(text)
     family = family_of(hf)
     family.check(hf)
     count = family.num_experts(hf)
-    rows = embedding(hf) + final(hf)
-    for layer in range(int(hf["num_hidden_layers"]) + (family.mtp_layers(hf) if mtp else 0)):
+    rows = embedding(hf) + final_params(hf)
+    for layer in range(int(hf["num_hidden_layers"]) + (family.num_mtp_layers(hf) if mtp else 0)):
         rows += family.layer(hf, layer, range(min(1, count)))
     return [(row, 1 if row.expert is None else count) for row in rows]
 
@@ -298,54 +300,54 @@ def stage_elements(
     head: bool = False,
     lora: LoraConfig = NO_LORA,
     mtp: bool = False,
-) -> list[Elements]:
+) -> list[ElementCounts]:
     """What one rank of each stage holds. `stages`: the decoder layers of each, see `stage_layers`. head: there is one
     of one value in place of the output layer. mtp: there are the layers of multi-token prediction. Raises ConfigError
     where tp or etp does not divide, and for LoRA's targets that are not there."""
-    layers, others, copy = _table(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora, mtp)
+    layers, others, copy = _count_elements(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora, mtp)
     found = [_sum(layers[layer] for layer in mine) for mine in stages]
     found[0] = _sum([found[0], others["embedding"]])
     found[-1] = _sum([found[-1], others["final"], *([copy] if len(stages) > 1 else [])])
     return found
 
 
-def _sum(parts: Iterable[Elements]) -> Elements:
-    return Elements(*map(sum, zip(Elements(), *parts, strict=True)))
+def _sum(parts: Iterable[ElementCounts]) -> ElementCounts:
+    return ElementCounts(*map(sum, zip(ElementCounts(), *parts, strict=True)))
 
 
 @cache
-def _table(
+def _count_elements(
     text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool
-) -> tuple[list[Elements], dict[str, Elements], Elements]:
+) -> tuple[list[ElementCounts], dict[str, ElementCounts], ElementCounts]:
     """What a rank has of each layer, of the embedding and of what follows the layers; and the copy of the embedding
     that a last stage has where it is tied or used there."""
     hf = json.loads(text)
-    params, experts = [param for param, _ in _kinds(text, mtp)], family_of(hf).num_experts(hf)
+    params, experts = [param for param, _ in _unique_params(text, mtp)], family_of(hf).num_experts(hf)
     if head:
         params = critic_params(params, int(hf["hidden_size"]))
     tied = all(param.megatron != "output_layer.weight" for param in params)
     if lora.rank:
         params = params + adapter_params(params, lora)
-    layers = [Elements() for _ in range(int(hf["num_hidden_layers"]))]
-    others = {"embedding": Elements(), "final": Elements()}
+    layers = [ElementCounts() for _ in range(int(hf["num_hidden_layers"]))]
+    others = {"embedding": ElementCounts(), "final": ElementCounts()}
     for param in params:
         if param.expert is None:
             size = prod(local_shape(param, tp, 0))
         else:
             size = prod(local_shape(param, etp, 0)) * experts // ep
         frozen = lora.rank and param.slot is not None  # adapters and a head of one value are in no engine
-        kind = "biases" if param.buffer else "frozen" if frozen else "dense" if param.expert is None else "expert"
-        mine = Elements(**{kind: size})
+        kind = "biases" if param.is_buffer else "frozen" if frozen else "dense" if param.expert is None else "expert"
+        mine = ElementCounts(**{kind: size})
         if param.megatron.startswith("decoder.layers."):
             layer = int(param.megatron.split(".")[2])
             layers[layer] = _sum([layers[layer], mine])
         else:
             part = "embedding" if param.megatron.startswith("embedding.") else "final"
             others[part] = _sum([others[part], mine])
-    return layers, others, others["embedding"] if tied or mtp else Elements()
+    return layers, others, others["embedding"] if tied or mtp else ElementCounts()
 
 
-def state_bytes(elements: Elements, dp: int, expert_dp: int, size: int) -> dict[str, int]:
+def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> dict[str, int]:
     """Weights, fp32 gradients, and the distributed optimizer's share of master weights and two moments.
 
     Per element, with d ranks to share the optimizer: 6 + 12 / d bytes in bf16 and 8 + 8 / d in fp32, where the weights
@@ -369,12 +371,12 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
     there are fewer heads than ranks; latents, norms and routers by all.
     """
     total, fp8 = 0.0, is_fp8(hf)
-    for param, count in kinds(hf, drafts):
-        if isinstance(param.cut, Replicated) and param.expert is None:
+    for param, count in unique_params(hf, drafts):
+        if isinstance(param.sharding, Replicated) and param.expert is None:
             elements = param.size
-        elif isinstance(param.cut, Qkv):
+        elif isinstance(param.sharding, QKVSharding):
             q, k, v = (prod(tensor.shape) for tensor in param.hf)
-            elements = q // tp + (k + v) // min(tp, param.cut.groups)
+            elements = q // tp + (k + v) // min(tp, param.sharding.num_kv_heads)
         else:
             elements = -(-param.size * count // tp)
         total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
@@ -386,7 +388,7 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
     of the layers of multi-token prediction where it `drafts`."""
     family = family_of(hf)
     settings = family.megatron_config(hf)
-    layers = int(settings["num_layers"]) + (family.mtp_layers(hf) if drafts else 0)
+    layers = int(settings["num_layers"]) + (family.num_mtp_layers(hf) if drafts else 0)
     if settings.get("multi_latent_attention"):
         return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
     heads = max(1, int(settings["num_query_groups"]) // tp)
@@ -394,7 +396,7 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
     return 2 * layers * heads * size
 
 
-def staging_bytes(bucket: int, weights: int, engine: int) -> int:
+def sync_staging_bytes(bucket: int, weights: int, engine: int) -> int:
     """The most that a push stages on a rank: two halves of a bucket to send from, two to receive into, of which none is
     larger than what there is to send or to receive."""
     return 2 * min(bucket // 2, weights) + 2 * min(bucket // 2, engine)

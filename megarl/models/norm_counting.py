@@ -17,7 +17,7 @@ import torch
 from megarl.models.layout_algebra import Param, Replicated
 
 
-def mark(named: Mapping[str, torch.Tensor], table: Iterable[Param]) -> list[str]:
+def set_flags(named: Mapping[str, torch.Tensor], table: Iterable[Param]) -> list[str]:
     """Set `tensor_model_parallel` of the parameters (canonical name -> parameter) as their cuts are: of experts
     everywhere, for none is whole on two ranks that count it, of others where they are cut by TP. Returns the names of
     those that were marked otherwise before. It must be done before the optimizer is built, which copies the mark."""
@@ -25,14 +25,14 @@ def mark(named: Mapping[str, torch.Tensor], table: Iterable[Param]) -> list[str]
     for param in table:
         tensor = named.get(param.megatron)
         if isinstance(tensor, torch.nn.Parameter):
-            counts = param.expert is not None or not isinstance(param.cut, Replicated)
+            counts = param.expert is not None or not isinstance(param.sharding, Replicated)
             if bool(getattr(tensor, "tensor_model_parallel", False)) != counts:
                 changed.append(param.megatron)
             tensor.tensor_model_parallel = counts  # type: ignore[attr-defined]
     return changed
 
 
-def check_experts(chunks: Sequence[torch.nn.Module]) -> None:
+def check_expert_flags(chunks: Sequence[torch.nn.Module]) -> None:
     """Raise RuntimeError, naming the parameter, where one of an expert that is trained would drop out of the norm or
     would be summed over the data parallel ranks of the dense layers, under whichever name a layer has it."""
     for chunk in chunks:

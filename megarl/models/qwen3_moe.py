@@ -25,7 +25,7 @@ from megarl.models.layout_algebra import HFConfig, Param
 
 def megatron_config(hf: HFConfig) -> dict[str, Any]:
     _check(hf)
-    return blocks.grouped_config(hf, qk_norm=True) | dict(
+    return blocks.gqa_config(hf, qk_norm=True) | dict(
         num_moe_experts=_num_experts(hf),
         moe_ffn_hidden_size=need(hf, "moe_intermediate_size"),
         moe_router_topk=need(hf, "num_experts_per_tok"),
@@ -39,8 +39,8 @@ def megatron_config(hf: HFConfig) -> dict[str, Any]:
 
 def layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     hidden, ffn = need(hf, "hidden_size"), need(hf, "moe_intermediate_size")
-    moe = blocks.experts(layer, hidden, ffn, _num_experts(hf), experts)
-    return blocks.grouped_attention(hf, layer, qk_norm=True) + moe
+    moe = blocks.moe_params(layer, hidden, ffn, _num_experts(hf), experts)
+    return blocks.gqa_params(hf, layer, qk_norm=True) + moe
 
 
 FIELDS: dict[str, Any] = {

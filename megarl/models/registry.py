@@ -7,10 +7,10 @@ from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
-from megarl.models.config_json import tied
+from megarl.models.config_json import has_tied_embeddings
 from megarl.models.family import Family, HFConfig
 from megarl.models.layout_algebra import Param
-from megarl.models.scalar_head import CLASSIFIER, POLICY
+from megarl.models.scalar_head import CAUSAL_LM, CLASSIFIER
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -20,7 +20,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-GROUP = "megarl.families"
+ENTRY_POINT_GROUP = "megarl.families"
 """Entry points of a fork's families, each by the architecture of config.json that it is the table of."""
 
 PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")
@@ -34,7 +34,7 @@ def family_of(hf: HFConfig) -> Family:
     name = (hf.get("architectures") or [None])[0]
     if name is None:
         name = next((f.architecture for f in FAMILIES.values() if f.model_type == hf.get("model_type")), None)
-    policy, kind = str(name).replace(CLASSIFIER, POLICY), hf.get("model_type")
+    policy, kind = str(name).replace(CLASSIFIER, CAUSAL_LM), hf.get("model_type")
     if policy in FAMILIES:
         other = next((f.architecture for f in FAMILIES.values() if f.model_type == kind), policy)
         if other != policy:
@@ -43,7 +43,7 @@ def family_of(hf: HFConfig) -> Family:
                 "SGLang read the other keys; set the right model_type"
             )
         return FAMILIES[policy]
-    declared = plugins.entries(GROUP)
+    declared = plugins.list_entry_points(ENTRY_POINT_GROUP)
     if policy in declared:
         found = plugins.load(declared[policy].value, f"the family of {policy}")
         if not isinstance(found, Family):
@@ -64,35 +64,37 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
                 base = strict.read_json(adapters).get("base_model_name_or_path")
                 raise ConfigError(
                     f"{path} is a folder of PEFT's: adapters without the model that they adapt, "
-                    f"{strict.shown(base)}; merge them into it (merge_and_unload, save_pretrained) and name that folder"
+                    f"{strict.short_repr(base)}; merge them into it (merge_and_unload, save_pretrained) and name that folder"
                 )
             raise ConfigError(f"there is no config.json in {path}: it is not an HF model folder")
     if not file.is_file():
         raise ConfigError(f"there is no model folder or config.json at {path}")
     values = strict.read_json(file)
     for key, kind in {"architectures": list[str] | None, "model_type": str | None}.items():
-        strict.require(values.get(key), kind, f"{file}: {key}")  # by these the family is found that knows the others
+        strict.check_value(
+            values.get(key), kind, f"{file}: {key}"
+        )  # by these the family is found that knows the others
     return values
 
 
-def trained_mtp(hf: HFConfig, config: Config) -> int:
+def num_trained_mtp(hf: HFConfig, config: Config) -> int:
     """How many layers of multi-token prediction a policy trains, by `train.mtp`. Raises ConfigError where it cannot."""
     family, weight = family_of(hf), config.train.mtp
     if weight == 0:
         return 0
-    if not family.mtp_layers(hf):
+    if not family.num_mtp_layers(hf):
         raise ConfigError(
             f"train.mtp={weight:g}, but this {family.architecture} has no layers of multi-token prediction that are "
             "implemented; set it to 0"
         )
-    if tied(hf) and config.parallel.pp > 1:
+    if has_tied_embeddings(hf) and config.parallel.pp > 1:
         raise ConfigError(
             "train.mtp with tie_word_embeddings=true and parallel.pp above 1 is not implemented: Megatron would give "
             "the last stage an embedding and an output layer of its own; set parallel.pp=1 or train.mtp=0"
         )
     if config.lora.rank:
         raise ConfigError("train.mtp trains whole layers, lora.rank adapters alone; set one of them to 0")
-    return family.mtp_layers(hf)
+    return family.num_mtp_layers(hf)
 
 
 def part_of(param: Param) -> str:

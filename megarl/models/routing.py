@@ -17,15 +17,15 @@ from megarl.models.registry import family_of
 class RoutingShape:
     """Of a decoder; layers of multi-token prediction are not part of it."""
 
-    layers: int
+    num_layers: int
     moe_layers: tuple[int, ...]  # numbers of those with experts, from 0
     topk: int
-    experts: int
+    num_experts: int
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the experts' numbers on record."""
-        return torch.uint8 if self.experts <= 256 else torch.int16
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
 
 
 def routing_shape(hf: HFConfig, megatron: Mapping[str, Any]) -> RoutingShape:
@@ -40,8 +40,8 @@ def routing_shape(hf: HFConfig, megatron: Mapping[str, Any]) -> RoutingShape:
     layers, frequency = int(settings["num_layers"]), settings.get("moe_layer_freq", 1)
     pattern = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in range(layers)]
     return RoutingShape(
-        layers=layers,
+        num_layers=layers,
         moe_layers=tuple(layer for layer in range(layers) if pattern[layer]),
         topk=int(settings["moe_router_topk"]),
-        experts=int(settings["num_moe_experts"]),
+        num_experts=int(settings["num_moe_experts"]),
     )

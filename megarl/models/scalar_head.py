@@ -11,7 +11,7 @@ from typing import Any
 from megarl.models.family import HFConfig
 
 VALUE_HEAD = "score.weight"
-POLICY, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+CAUSAL_LM, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 def is_classifier(hf: HFConfig) -> bool:
@@ -35,7 +35,7 @@ def classifier_config(hf: HFConfig, architecture: str, pad_token_id: int | None)
     """
     return {
         **hf,
-        "architectures": [architecture.replace(POLICY, CLASSIFIER)],
+        "architectures": [architecture.replace(CAUSAL_LM, CLASSIFIER)],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "num_labels": 1,

@@ -16,14 +16,14 @@ from typing import Any
 from megarl.config import Config
 from megarl.models.activation_memory import is_moe
 from megarl.models.family import HFConfig
-from megarl.models.flops import met_experts, met_weights, quadratic_cost
-from megarl.models.memory import BYTES, stage_elements
+from megarl.models.flops import active_expert_params, active_params, quadratic_cost
+from megarl.models.memory import DTYPE_BYTES, stage_elements
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of
 
 
 @dataclass(frozen=True)
-class Machine:
+class GPUSpec:
     """Of each GPU; an H100's or H200's. Chosen together so that published runs come out, each within what the part can
     do: nominal are 989e12 operations per second in bf16, 3.35e12 bytes per second of memory, and per direction 50e9 of
     the network (400 Gbit/s) and 450e9 of NVLink.
@@ -35,32 +35,32 @@ class Machine:
     """
 
     flops: float = 600e12
-    fp8: float = 1.6
-    experts: float = 0.75
-    memory: float = 2.5e12
-    network: float = 40e9
-    inside: float = 270e9
-    hidden: float = 0.5
-    layer: float = 0.5e-3
-    moe_layer: float = 2.5e-3
+    fp8_speedup: float = 1.6
+    expert_efficiency: float = 0.75
+    memory_bandwidth: float = 2.5e12
+    network_bandwidth: float = 40e9
+    nvlink_bandwidth: float = 270e9
+    comm_overlap: float = 0.5
+    layer_overhead: float = 0.5e-3
+    moe_layer_overhead: float = 2.5e-3
 
-    def seconds(self, nbytes: float, far: float) -> float:
+    def transfer_seconds(self, nbytes: float, far: float) -> float:
         """Of bytes of which the share `far` goes over the network, side by side with the others."""
-        return self.traffic(nbytes * far, nbytes * (1 - far))
+        return self.exposed_seconds(nbytes * far, nbytes * (1 - far))
 
-    def traffic(self, far: float, near: float) -> float:
+    def exposed_seconds(self, far: float, near: float) -> float:
         """Seconds, those that are not hidden, of bytes over the network side by side with bytes inside of a node."""
-        return (1 - self.hidden) * max(far / self.network, near / self.inside)
+        return (1 - self.comm_overlap) * max(far / self.network_bandwidth, near / self.nvlink_bandwidth)
 
 
 class StepTime:
     """Of one optimizer step of a model on `tokens` tokens, in sequences of `length`."""
 
-    def __init__(self, hf: HFConfig, tokens: int, length: int, machine: Machine) -> None:
+    def __init__(self, hf: HFConfig, tokens: int, length: int, machine: GPUSpec) -> None:
         self.hf, self.tokens, self.machine = hf, tokens, machine
         self.base = family_of(hf).megatron_config(hf)
-        self.operations = 2 * met_weights(hf) * (1 + quadratic_cost(hf) * length)  # of a token's forward pass
-        self.in_experts = 2 * met_experts(hf)  # of these
+        self.forward_flops = 2 * active_params(hf) * (1 + quadratic_cost(hf) * length)  # of a token's forward pass
+        self.expert_flops = 2 * active_expert_params(hf)  # of these
 
     def seconds(self, config: Config) -> dict[str, float]:
         """Of the busiest rank, by what it does: `arithmetic` (matrix products), their `recomputation`, `memory` (what
@@ -69,7 +69,7 @@ class StepTime:
         parallel, machine = config.parallel, self.machine
         settings: Mapping[str, Any] = {**self.base, **config.model.megatron}
         tp, cp, pp, ep, etp = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp
-        node, size = parallel.ranks_per_node, BYTES[config.model.dtype]
+        node, size = parallel.ranks_per_node, DTYPE_BYTES[config.model.dtype]
         replica = self.tokens * tp * cp * pp / parallel.world_size  # tokens of a data parallel replica
         mine, hidden = replica / cp, int(settings["hidden_size"])  # tokens that a tensor parallel group has
         stages = stage_layers(int(settings["num_layers"]), pp, settings, parallel.vpp)
@@ -79,33 +79,39 @@ class StepTime:
         anew = recomputed_share(settings)
         passes = 2 + anew  # forward, backward, and forward again: of what goes over the links
         share = layers / int(settings["num_layers"])
-        rate = machine.flops * (machine.fp8 if settings.get("fp8") else 1)
-        work = self.operations + self.in_experts * (1 / machine.experts - 1)
+        rate = machine.flops * (machine.fp8_speedup if settings.get("fp8") else 1)
+        work = self.forward_flops + self.expert_flops * (1 / machine.expert_efficiency - 1)
         found = {"arithmetic": 3 * work * mine * share / tp / rate}
         found["recomputation"] = found["arithmetic"] / 3 * anew
-        widths = (layers - routed) * elementwise(settings, False)
-        widths += routed * elementwise(settings, True) if routed else 0
-        found["memory"] = passes_over(anew) * widths * size * mine / tp / machine.memory
+        widths = (layers - routed) * elementwise_elements(settings, False)
+        widths += routed * elementwise_elements(settings, True) if routed else 0
+        found["memory"] = elementwise_passes(anew) * widths * size * mine / tp / machine.memory_bandwidth
         micro_batches = ceil(replica / (cp * config.train.token_budget))
         if parallel.vpp > 1:
             micro_batches = ceil(micro_batches / pp) * pp
-        found["launches"] = micro_batches * ((layers - routed) * machine.layer + routed * machine.moe_layer)
+        found["launches"] = micro_batches * (
+            (layers - routed) * machine.layer_overhead + routed * machine.moe_layer_overhead
+        )
         # Around attention and around a dense MLP: gathered and scattered, and gathered once more for weight gradients.
         around = (2 * passes + 1) * (2 * layers - routed) * (tp - 1) / tp
-        found["tensor"] = machine.seconds(around * mine * hidden * size, far=0 if tp <= node else 1)
+        found["tensor"] = machine.transfer_seconds(around * mine * hidden * size, far=0 if tp <= node else 1)
         kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * _head(settings)
         ring = (passes + 1) * layers * (cp - 1) / tp
-        found["context"] = machine.seconds(ring * mine * kv * size, far=0 if tp * cp <= node else 1)
+        found["context"] = machine.transfer_seconds(ring * mine * kv * size, far=0 if tp * cp <= node else 1)
         chosen = int(settings.get("moe_router_topk") or 0) * mine / tp  # tokens that a rank sends to experts
         span = ep * etp
         there_and_back = 2 * passes * routed * mine / tp * hidden * size
-        found["expert"] = machine.traffic(*(there_and_back * copies for copies in sent_on(settings, span, ep, node)))
-        found["expert"] += machine.seconds((2 * passes + 1) * routed * (etp - 1) * chosen * hidden * size, far=0)
+        found["expert"] = machine.exposed_seconds(
+            *(there_and_back * copies for copies in dispatch_copies(settings, span, ep, node))
+        )
+        found["expert"] += machine.transfer_seconds(
+            (2 * passes + 1) * routed * (etp - 1) * chosen * hidden * size, far=0
+        )
 
         # Sent on and sent back, by every part of the stage; ranks of the next stage are a stage's ranks apart.
         far = 0 if parallel.world_size // pp < node else 1
         passed = 2 * parallel.vpp * mine / tp * hidden * size if pp > 1 else 0
-        found["pipeline"] = machine.seconds(passed, far)
+        found["pipeline"] = machine.transfer_seconds(passed, far)
 
         found["waits"] = sum(found.values()) * (pp - 1) / (micro_batches * parallel.vpp)
 
@@ -119,15 +125,17 @@ class StepTime:
 
     def _sync(self, elements: int, ranks: int, apart: int, node: int, size: int) -> float:
         """Gradients in fp32 scattered over so many ranks, each so far apart, and weights gathered from them."""
-        return self.machine.seconds(elements * (4 + size) * (ranks - 1) / ranks, far=0 if ranks * apart <= node else 1)
+        return self.machine.transfer_seconds(
+            elements * (4 + size) * (ranks - 1) / ranks, far=0 if ranks * apart <= node else 1
+        )
 
 
-def passes_over(anew: float) -> float:
+def elementwise_passes(anew: float) -> float:
     """How often what is no matrix product is done: forward, as much twice over backward, and again."""
     return 3 + anew
 
 
-def elementwise(settings: Mapping[str, Any], moe: bool) -> float:
+def elementwise_elements(settings: Mapping[str, Any], moe: bool) -> float:
     """Elements that a layer's forward pass reads and writes for a token besides its matrix products: norms, residual,
     rotation, attention's operands, the MLP's activation; with experts each chosen one's copy of the token, out and back
     into the token's place."""
@@ -139,7 +147,7 @@ def elementwise(settings: Mapping[str, Any], moe: bool) -> float:
     return 20 * hidden + 3 * shared + int(settings["moe_router_topk"]) * each
 
 
-def sent_on(settings: Mapping[str, Any], span: int, ep: int, node: int) -> tuple[float, float]:
+def dispatch_copies(settings: Mapping[str, Any], span: int, ep: int, node: int) -> tuple[float, float]:
     """How many copies of a token go to experts on other nodes, and how many inside of its node, each way. With DeepEP
     (the dispatcher `flex`) a node gets a token once, however many of its experts are chosen."""
     chosen, nodes = int(settings.get("moe_router_topk") or 0), max(1.0, span / node)

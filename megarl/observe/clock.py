@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-WAIT, DATA, ELSEWHERE, STEP = "wait", "data", "elsewhere", "step"
+WAIT, DATA, REMOTE, STEP = "wait", "data", "elsewhere", "step"
 """What a span can be about that is no work: waiting for other ranks or threads; moving rows to other ranks; a call of
 a role that is on other ranks; a whole step."""
 
-SHORTEST_S = 0.0005
+MIN_SPAN_S = 0.0005
 """Waits and transfers below this are not kept: there are many, and together they are not much."""
 
-_BETWEEN = time.time() - time.monotonic()
+_EPOCH_OFFSET_S = time.time() - time.monotonic()
 """From the monotonic clock, which no one sets and which all processes of a machine share, to the time of day, which
 machines share."""
 
@@ -25,7 +25,7 @@ class Span(NamedTuple):
     is. ranks: all on whose devices it is, where that is not this rank alone."""
 
     name: str
-    who: str
+    category: str
     thread: str
     begin: float
     end: float
@@ -40,13 +40,13 @@ class Clock:
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
         self.on_phase = on_phase
-        self.mark: Callable[[str], AbstractContextManager[object]] | None = None
+        self.profiler_range: Callable[[str], AbstractContextManager[object]] | None = None
         """While a profiler is at work: makes a range of a span's name in what it records."""
         self._seconds: dict[str, float] = {}
-        self._began = time.monotonic()
+        self._lap_start = time.monotonic()
         self._spans: list[Span] = []
-        self._open: list[tuple[str, str]] = []
-        self.at: tuple[str, str, float] = ("", "", self._began)
+        self._phase_stack: list[tuple[str, str]] = []
+        self.position: tuple[str, str, float] = ("", "", self._lap_start)
         """The innermost phase that the main thread is in, whose it is, and when the thread has begun or ended one, or
         a span, last."""
         self._lock = threading.Lock()
@@ -57,20 +57,20 @@ class Clock:
         if self.on_phase is not None:
             self.on_phase(name)
         began = time.monotonic()
-        self._open.append((name, who))
+        self._phase_stack.append((name, who))
         try:
             with self.span(name, who):
                 yield
         finally:
-            self._open.pop()
-            self._stamp()
+            self._phase_stack.pop()
+            self._update_position()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
 
     @contextmanager
     def span(self, name: str, who: str = "rank", ranks: Sequence[int] = ()) -> Iterator[None]:
         """For the timeline alone. Spans of a thread are within each other, or apart."""
-        mark = self.mark
-        began = self._stamp()
+        mark = self.profiler_range
+        began = self._update_position()
         try:
             if mark is None:
                 yield
@@ -78,13 +78,13 @@ class Clock:
                 with mark(name if who == "rank" else f"{name} ({who})"):
                     yield
         finally:
-            self.keep(name, who, began, self._stamp(), ranks)
+            self.add_span(name, who, began, self._update_position(), ranks)
 
-    def _stamp(self) -> float:
+    def _update_position(self) -> float:
         """Now; of the main thread it is kept that it has come so far."""
         now = time.monotonic()
         if threading.current_thread() is threading.main_thread():
-            self.at = (*(self._open[-1] if self._open else ("", "")), now)
+            self.position = (*(self._phase_stack[-1] if self._phase_stack else ("", "")), now)
         return now
 
     def lap(self, step: int | None = None) -> dict[str, float]:
@@ -92,24 +92,26 @@ class Clock:
         one that the lap was, if it was one, which then is a span."""
         now = time.monotonic()
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        result["time/step"] = now - self._began
+        result["time/step"] = now - self._lap_start
         if step is not None:
-            self.keep(f"step {step}", STEP, self._began, now)
-        self._seconds, self._began = {}, now
+            self.add_span(f"step {step}", STEP, self._lap_start, now)
+        self._seconds, self._lap_start = {}, now
         return result
 
-    def spans(self) -> list[Span]:
+    def drain_spans(self) -> list[Span]:
         """Those that have ended since the last call."""
         with self._lock:
             found, self._spans = self._spans, []
         return found
 
-    def keep(self, name: str, who: str, begin: float, end: float, ranks: Sequence[int] = (), thread: str = "") -> None:
+    def add_span(
+        self, name: str, who: str, begin: float, end: float, ranks: Sequence[int] = (), thread: str = ""
+    ) -> None:
         """A span that is over, in time.monotonic's seconds. thread: whose it is, where not of this one."""
-        if who in (WAIT, DATA) and end - begin < SHORTEST_S:
+        if who in (WAIT, DATA) and end - begin < MIN_SPAN_S:
             return
         current = threading.current_thread()
         main = "main" if current is threading.main_thread() else ""
         called = thread or main or current.name.rstrip("_0123456789")
         with self._lock:
-            self._spans.append(Span(name, who, called, begin + _BETWEEN, end + _BETWEEN, ranks))
+            self._spans.append(Span(name, who, called, begin + _EPOCH_OFFSET_S, end + _EPOCH_OFFSET_S, ranks))

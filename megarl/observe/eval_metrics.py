@@ -7,7 +7,7 @@ pass@k is the unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples of whic
 Large Language Models Trained on Code (arXiv:2107.03374), equation 1. The plug-in estimate 1 - (1 - c / n)^k is biased
 (their appendix A).
 
-`as_lines` writes the answers as JSON lines, for readers without this package.
+`iter_json_rows` writes the answers as JSON lines, for readers without this package.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 from megarl.types import Rollout
 
 RESAMPLES = 2000
-LEVEL = 0.95
-_AT_ONCE = 1 << 22
+CONFIDENCE = 0.95
+_CHUNK_SIZE = 1 << 22
 """Numbers that are drawn at a time."""
 
 
-def interval(
-    values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES, level: float = LEVEL
+def bootstrap_interval(
+    values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES, level: float = CONFIDENCE
 ) -> tuple[float, float]:
     """(low, high) of the mean of `values`, one for each prompt. The same seed gives the same interval.
 
@@ -40,7 +40,7 @@ def interval(
     if not len(given) or not np.isfinite(given).all():
         raise ValueError("an interval needs values, and finite ones")
     draw, means = np.random.default_rng(seed), np.empty(resamples)
-    rows = max(_AT_ONCE // len(given), 1)
+    rows = max(_CHUNK_SIZE // len(given), 1)
     for begin in range(0, resamples, rows):
         end = min(begin + rows, resamples)
         means[begin:end] = given[draw.integers(len(given), size=(end - begin, len(given)))].mean(axis=1)
@@ -65,32 +65,32 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - none
 
 
-RIGHT = 0.5
+CORRECT_REWARD = 0.5
 """An answer whose reward is this or more is right, where nobody says otherwise."""
 ALL = "all"
-CUT_OFF = ("length", "max_turns")
+TRUNCATED_STATUSES = ("length", "max_turns")
 """Status of an answer that a length or the number of turns ended."""
 
 
-UNNAMED = "unnamed"
+DEFAULT_SOURCE = "unnamed"
 """A source of answers whose prompts have none."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredResponse:
     """What the figures need of a rollout. prompt: unique among all; tokens: the policy's own."""
 
-    prompt: str
+    prompt_id: str
     source: str
     reward: float
-    cut_off: bool
-    tokens: int
+    is_truncated: bool
+    num_tokens: int
 
     @classmethod
-    def of(cls, rollout: Rollout, unnamed: str = UNNAMED) -> Answer:
+    def from_rollout(cls, rollout: Rollout, unnamed: str = DEFAULT_SOURCE) -> ScoredResponse:
         """Of one with a reward. unnamed: its source where it has none."""
         prompt = rollout.prompt
-        cut_off = rollout.status in CUT_OFF
+        cut_off = rollout.status in TRUNCATED_STATUSES
         return cls(prompt.id, prompt.data_source or unnamed, rollout.reward, cut_off, rollout.num_actions)
 
 
@@ -104,7 +104,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Figures:
+class EvalMetrics:
     """Of a data source. reward: of each prompt the mean of its answers, of these the mean. cut_off, tokens: means over
     answers. pass_at: by k, over those prompts that have k scored answers, `pass_prompts` of them."""
 
@@ -124,7 +124,7 @@ class Figures:
         return tree
 
 
-def scored(rollouts: Iterable[Rollout], unnamed: str = UNNAMED) -> list[Answer]:
+def collect_scored(rollouts: Iterable[Rollout], unnamed: str = DEFAULT_SOURCE) -> list[ScoredResponse]:
     """Those that have a reward: not aborted, and no part of it failed. An episode in branches counts once."""
     found, seen = [], set()
     for one in rollouts:
@@ -135,25 +135,29 @@ def scored(rollouts: Iterable[Rollout], unnamed: str = UNNAMED) -> list[Answer]:
             if key in seen:
                 continue
             seen.add(key)
-        found.append(Answer.of(one, unnamed))
+        found.append(ScoredResponse.from_rollout(one, unnamed))
     return found
 
 
-def figures_of(answers: Sequence[Answer], ks: Sequence[int], right: float = RIGHT, seed: int = 0) -> dict[str, Figures]:
+def compute_metrics(
+    answers: Sequence[ScoredResponse], ks: Sequence[int], right: float = CORRECT_REWARD, seed: int = 0
+) -> dict[str, EvalMetrics]:
     """By data source, in the order in which they come; where there are several, `all` of them together besides."""
-    sources: dict[str, list[Answer]] = {}
+    sources: dict[str, list[ScoredResponse]] = {}
     for one in answers:
         sources.setdefault(one.source, []).append(one)
-    found = {name: _of(among, ks, right, seed) for name, among in sources.items()}
+    found = {name: _compute_source_metrics(among, ks, right, seed) for name, among in sources.items()}
     if len(found) > 1:
-        found[ALL if ALL not in found else f"({ALL})"] = _of(answers, ks, right, seed)
+        found[ALL if ALL not in found else f"({ALL})"] = _compute_source_metrics(answers, ks, right, seed)
     return found
 
 
-def _of(answers: Sequence[Answer], ks: Sequence[int], right: float, seed: int) -> Figures:
+def _compute_source_metrics(
+    answers: Sequence[ScoredResponse], ks: Sequence[int], right: float, seed: int
+) -> EvalMetrics:
     prompts: dict[str, list[float]] = {}
     for one in answers:
-        prompts.setdefault(one.prompt, []).append(one.reward)
+        prompts.setdefault(one.prompt_id, []).append(one.reward)
     pass_at, pass_prompts = {}, {}
     for k in ks:
         each = [
@@ -164,22 +168,22 @@ def _of(answers: Sequence[Answer], ks: Sequence[int], right: float, seed: int) -
         pass_prompts[k] = len(each)
         if each:
             pass_at[k] = _estimate(each, seed)
-    return Figures(
+    return EvalMetrics(
         prompts=len(prompts),
         answers=len(answers),
         reward=_estimate([statistics.fmean(rewards) for rewards in prompts.values()], seed),
-        cut_off=statistics.fmean(one.cut_off for one in answers),
-        tokens=statistics.fmean(one.tokens for one in answers),
+        cut_off=statistics.fmean(one.is_truncated for one in answers),
+        tokens=statistics.fmean(one.num_tokens for one in answers),
         pass_at=pass_at,
         pass_prompts=pass_prompts,
     )
 
 
 def _estimate(values: Sequence[float], seed: int) -> Estimate:
-    return Estimate(statistics.fmean(values), *interval(values, seed))
+    return Estimate(statistics.fmean(values), *bootstrap_interval(values, seed))
 
 
-def table(found: Mapping[str, Figures], ks: Sequence[int]) -> str:
+def format_table(found: Mapping[str, EvalMetrics], ks: Sequence[int]) -> str:
     """For the terminal: a line for each data source."""
     head = ["source", "prompts", "answers", "reward [95 %]", *(f"pass@{k} [95 %]" for k in ks), "cut off", "tokens"]
     lines = [head]
@@ -209,8 +213,10 @@ def _cell(one: Estimate | None) -> str:
     return f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
 
 
-def as_lines(rollouts: Iterable[Rollout], right: float, unnamed: str = UNNAMED) -> Iterator[dict[str, Any]]:
-    """`right`: from which reward on an answer is right; unnamed: as of `Answer.of`. `reward` and `right` are null where
+def iter_json_rows(
+    rollouts: Iterable[Rollout], right: float, unnamed: str = DEFAULT_SOURCE
+) -> Iterator[dict[str, Any]]:
+    """`right`: from which reward on an answer is right; unnamed: as of `ScoredResponse.from_rollout`. `reward` and `right` are null where
     it was aborted or a part of its reward failed; `messages` are in OpenAI's format, the prompt's first."""
     for one in rollouts:
         has_reward = one.status != "aborted" and not one.unscored

@@ -10,23 +10,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.config import Config, ConfigError, GuardsConfig
-from megarl.observe.health_bands import bands_of
-from megarl.types.requirements import Declared
+from megarl.observe.health_bands import load_bands
+from megarl.types.requirements import Requirements
 
-IN_A_ROW = 3
+MAX_CONSECUTIVE_ROLLBACKS = 3
 """Steps that may end in going back, one after another; the run ends with the last."""
-SHORT = "_out_of_memory"
+OOM_SUFFIX = "_out_of_memory"
 """How the name of the metric ends that counts how often a model ran out of memory: guards/<role>_out_of_memory."""
 
-SKIPPED, VAIN = "/skipped", "_in_vain"
+SKIPPED, SKIP_LIMIT_SUFFIX = "/skipped", "_in_vain"
 """Likewise of those that say whether a role's update was skipped, and that it was one too many in a row."""
 
 
-def check_guards(config: Config, declared: Declared, warnings: list[str]) -> None:
+def check_guards(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Raise ConfigError for a guard of what the algorithm does not have; warn of one that cannot act."""
     guards = config.guards
-    bands_of(guards)
-    if guards.ppo_kl is not None and not declared.generates:
+    load_bands(guards)
+    if guards.ppo_kl is not None and not declared.has_rollout:
         raise ConfigError(f"guards.ppo_kl is set, but algorithm={declared.name} has no actor/ppo_kl; leave it out")
     if guards.kl is not None and "reference" not in declared.roles:
         raise ConfigError(
@@ -44,70 +44,72 @@ class Guards:
     """say, alarm: what a line is given to."""
 
     def __init__(self, settings: GuardsConfig, say: Callable[[str], None], alarm: Callable[[str], None]) -> None:
-        self._settings, self._say, self._alarm = settings, say, alarm
-        self._bands = bands_of(settings)
-        self._out: set[str] = set()
-        self._rollbacks = self._in_a_row = 0
+        self._settings, self._log, self._alarm = settings, say, alarm
+        self._bands = load_bands(settings)
+        self._out_of_band: set[str] = set()
+        self._rollbacks = self._consecutive_rollbacks = 0
         self._kl_off = False
-        self._short: dict[str, float] = {}
-        self._end = ""
-        self.in_vain: tuple[str, ...] = ()
+        self._oom_counts: dict[str, float] = {}
+        self._stop_reason = ""
+        self.skip_limited_roles: tuple[str, ...] = ()
         """Roles of which, in the last step, more updates in a row were skipped than `run.max_skipped`."""
-        self.returned_to: int | None = None
+        self.restored_step: int | None = None
         """Step of the checkpoint that the models went back to for that, since when no step was a good one."""
-        self._returns = 0
+        self._num_restores = 0
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Say what has happened in a step; returns the guards' own figures. None are there of guards that are off."""
         found: dict[str, float] = {}
         skipped = [value for name, value in metrics.items() if name.endswith(SKIPPED)]
-        self.in_vain = tuple(
-            name.removeprefix("guards/").removesuffix(VAIN) for name in sorted(metrics) if name.endswith(VAIN)
+        self.skip_limited_roles = tuple(
+            name.removeprefix("guards/").removesuffix(SKIP_LIMIT_SUFFIX)
+            for name in sorted(metrics)
+            if name.endswith(SKIP_LIMIT_SUFFIX)
         )
         if skipped and not any(skipped):
-            self.returned_to = None
-        if self._returns:
-            found["guards/returns"] = self._returns
+            self.restored_step = None
+        if self._num_restores:
+            found["guards/returns"] = self._num_restores
         if self._settings.ppo_kl is not None:
-            found["guards/rollbacks"] = self._look_back(step, metrics)
+            found["guards/rollbacks"] = self._check_rollback(step, metrics)
         if self._settings.kl is not None:
-            found["guards/kl_off"] = self._look_at_kl(step, metrics)
+            found["guards/kl_off"] = self._check_kl(step, metrics)
         if self._settings.memory:
-            self._look_at_memory(step, metrics)
+            self._check_memory(step, metrics)
         if self._settings.alarms:
-            found["guards/out_of_band"] = self._look_at_bands(step, metrics)
+            found["guards/out_of_band"] = self._check_bands(step, metrics)
         return found
 
-    def returned(self, checkpoint: int) -> None:
+    def record_restore(self, checkpoint: int) -> None:
         """The models are what they were after this step."""
-        self.in_vain, self.returned_to = (), checkpoint
-        self._returns += 1
+        self.skip_limited_roles, self.restored_step = (), checkpoint
+        self._num_restores += 1
 
-    def end(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise ConfigError where the last step was one too many."""
-        if self._end:
-            raise ConfigError(self._end)
+        if self._stop_reason:
+            raise ConfigError(self._stop_reason)
 
-    def _look_back(self, step: int, metrics: Mapping[str, float]) -> float:
+    def _check_rollback(self, step: int, metrics: Mapping[str, float]) -> float:
         if (found := metrics.get("guards/ppo_kl")) is None:
-            self._in_a_row = 0
+            self._consecutive_rollbacks = 0
             return self._rollbacks
         self._rollbacks += 1
-        self._in_a_row += 1
+        self._consecutive_rollbacks += 1
         above = f"actor/ppo_kl {found:.3g} is above guards.ppo_kl={self._settings.ppo_kl:g}"
         remedy = "lower actor_optimizer.lr, loss.clip or run.num_update, or raise guards.ppo_kl"
         self._alarm(
             f"step {step}: {above}: the policy is what it was before the step, the rest of whose updates are left out, "
             f"and the learning rate warms up again ({_times(self._rollbacks)} in this run). If it comes again: {remedy}"
         )
-        if self._in_a_row >= IN_A_ROW:
-            self._end = (
-                f"step {step}: {above}, and {self._in_a_row} steps in a row have ended in going back, so it gets no "
+        if self._consecutive_rollbacks >= MAX_CONSECUTIVE_ROLLBACKS:
+            self._stop_reason = (
+                f"step {step}: {above}, and {self._consecutive_rollbacks} steps in a row have ended in going back, so it gets no "
                 f"further: {remedy}"
             )
         return self._rollbacks
 
-    def _look_at_kl(self, step: int, metrics: Mapping[str, float]) -> float:
+    def _check_kl(self, step: int, metrics: Mapping[str, float]) -> float:
         limit, found = self._settings.kl, metrics.get("actor/kl_to_reference", 0.0)
         assert limit is not None
         if found > limit and not self._kl_off:
@@ -119,12 +121,12 @@ class Guards:
             )
         return float(self._kl_off)
 
-    def _look_at_memory(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _check_memory(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, count in metrics.items():
-            role = name.removeprefix("guards/").removesuffix(SHORT)
-            if not name.endswith(SHORT) or count <= self._short.get(role, 0.0):
+            role = name.removeprefix("guards/").removesuffix(OOM_SUFFIX)
+            if not name.endswith(OOM_SUFFIX) or count <= self._oom_counts.get(role, 0.0):
                 continue
-            self._short[role] = count
+            self._oom_counts[role] = count
             budget = metrics.get(f"guards/{role}_token_budget", 0.0)
             recomputes = ", with all layers recomputed" if metrics.get(f"guards/{role}_recomputes") else ""
             self._alarm(
@@ -133,34 +135,34 @@ class Guards:
                 f"the start, which is faster: train.token_budget={budget:.0f}"
             )
 
-    def _look_at_bands(self, step: int, metrics: Mapping[str, float]) -> float:
+    def _check_bands(self, step: int, metrics: Mapping[str, float]) -> float:
         """How many figures are out of their bands. Of one that a step does not have, nothing changes."""
         for name, band in self._bands.items():
             if name not in metrics:
                 continue
             value = metrics[name]
-            if band.side(value) and name not in self._out:
-                self._out.add(name)
-                remedy = band.remedy(value)
-                self._alarm(f"step {step}: {name} is {band.said(value)}" + (f": {remedy}" if remedy else ""))
-            elif not band.side(value) and name in self._out:
-                self._out.remove(name)
-                self._say(f"step {step}: {name} is back in its band: {band.said(value)}")
-        return float(len(self._out))
+            if band.side(value) and name not in self._out_of_band:
+                self._out_of_band.add(name)
+                remedy = band.get_remedy(value)
+                self._alarm(f"step {step}: {name} is {band.describe(value)}" + (f": {remedy}" if remedy else ""))
+            elif not band.side(value) and name in self._out_of_band:
+                self._out_of_band.remove(name)
+                self._log(f"step {step}: {name} is back in its band: {band.describe(value)}")
+        return float(len(self._out_of_band))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        counts = {"rollbacks": self._rollbacks, "in_a_row": self._in_a_row, "kl_off": self._kl_off}
-        back = {"returns": self._returns, "returned_to": self.returned_to}
-        return {**counts, **back, "short": self._short, "out": sorted(self._out)}
+        counts = {"rollbacks": self._rollbacks, "in_a_row": self._consecutive_rollbacks, "kl_off": self._kl_off}
+        back = {"returns": self._num_restores, "returned_to": self.restored_step}
+        return {**counts, **back, "short": self._oom_counts, "out": sorted(self._out_of_band)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Of a run without guards it is empty."""
-        self._rollbacks, self._in_a_row = int(state.get("rollbacks", 0)), int(state.get("in_a_row", 0))
+        self._rollbacks, self._consecutive_rollbacks = int(state.get("rollbacks", 0)), int(state.get("in_a_row", 0))
         self._kl_off = bool(state.get("kl_off", False))
-        self._returns, self.returned_to = int(state.get("returns", 0)), state.get("returned_to")
-        self._short = {role: float(count) for role, count in state.get("short", {}).items()}
-        self._out = set(state.get("out", ())) & self._bands.keys()
+        self._num_restores, self.restored_step = int(state.get("returns", 0)), state.get("returned_to")
+        self._oom_counts = {role: float(count) for role, count in state.get("short", {}).items()}
+        self._out_of_band = set(state.get("out", ())) & self._bands.keys()
 
 
 def _times(count: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megarl.config import ConfigError, GuardsConfig
 
-ROUNDING = 1e-3
+TOLERANCE = 1e-3
 """Of an end, by which a number may be beyond it: whitened advantages have a variance of 1 but for rounding."""
 
 
@@ -21,50 +21,52 @@ class Band:
 
     title: str
     """As the display has it."""
-    least: float | None
-    most: float | None
-    low: str = ""
+    lower: float | None
+    upper: float | None
+    low_remedy: str = ""
     """What to do below it."""
-    high: str = ""
+    high_remedy: str = ""
     """What to do above it."""
 
     def side(self, value: float) -> Literal["", "below", "above", "not a number"]:
         """On which side of the band a number is; empty within it."""
         if math.isnan(value):
             return "not a number"
-        if self.least is not None and value < self.least - ROUNDING * abs(self.least):
+        if self.lower is not None and value < self.lower - TOLERANCE * abs(self.lower):
             return "below"
-        if self.most is not None and value > self.most + ROUNDING * abs(self.most):
+        if self.upper is not None and value > self.upper + TOLERANCE * abs(self.upper):
             return "above"
         return ""
 
-    def said(self, value: float) -> str:
+    def describe(self, value: float) -> str:
         """`0.31, below 0.4 to 0.6`"""
         side = self.side(value)
         return f"{value:.4g}, {side or 'in'} {self}" if side != "not a number" else f"{side}, of {self}"
 
-    def remedy(self, value: float) -> str:
-        return {"below": self.low, "above": self.high, "not a number": LOST, "": ""}[self.side(value)]
+    def get_remedy(self, value: float) -> str:
+        return {"below": self.low_remedy, "above": self.high_remedy, "not a number": NAN_REMEDY, "": ""}[
+            self.side(value)
+        ]
 
     def __str__(self) -> str:
-        if self.least is None:
-            return f"at most {self.most:g}"
-        return f"at least {self.least:g}" if self.most is None else f"{self.least:g} to {self.most:g}"
+        if self.lower is None:
+            return f"at most {self.upper:g}"
+        return f"at least {self.lower:g}" if self.upper is None else f"{self.lower:g} to {self.upper:g}"
 
 
-SAME_POLICY = "rollout/logprob_diff_mean"
+LOGPROB_DIFF = "rollout/logprob_diff_mean"
 """Not watched as the others are: the upper end is what a run stops at, with `guards.alarms` or without
 (`controllers/logprob_check.py`)."""
 
-LOST = "look at the rewards and the data of the step"
+NAN_REMEDY = "look at the rewards and the data of the step"
 
 BANDS: dict[str, Band] = {
     "actor/entropy": Band(
         "entropy",
         0.4,
         0.6,
-        low="raise kl.coef, loss.entropy_coef or loss.clip_high, or lower actor_optimizer.lr",
-        high="lower loss.entropy_coef or rollout.temperature, or raise kl.coef",
+        low_remedy="raise kl.coef, loss.entropy_coef or loss.clip_high, or lower actor_optimizer.lr",
+        high_remedy="lower loss.entropy_coef or rollout.temperature, or raise kl.coef",
     ),
     # A lower end, though some lists have an upper one: of rewards 0 and 1 the variance is p (1 - p), and where it is
     # small nearly all answers are right or wrong, groups do not differ, and advantages are 0.
@@ -72,60 +74,60 @@ BANDS: dict[str, Band] = {
         "reward variance",
         0.1,
         None,
-        low="take prompts that are neither solved nor hopeless, raise rollout.samples_per_prompt or temperature, or "
+        low_remedy="take prompts that are neither solved nor hopeless, raise rollout.samples_per_prompt or temperature, or "
         "reward steps on the way",
     ),
     "actor/advantage_variance": Band(
         "advantage variance",
         None,
         1.0,
-        high="set advantage.whiten or advantage.group_std, bound the rewards, or raise kl.coef",
+        high_remedy="set advantage.whiten or advantage.group_std, bound the rewards, or raise kl.coef",
     ),
     "critic/vf_clipfrac": Band(
         "clipped values",
         None,
         0.05,
-        high="raise loss.value_clip, lower critic.optimizer.lr, or give the critic critic.warmup_steps",
+        high_remedy="raise loss.value_clip, lower critic.optimizer.lr, or give the critic critic.warmup_steps",
     ),
     "actor/grad_norm": Band(
         "gradient norm",
         0.5,
         2.0,
-        low="look whether advantages are 0 (rollout/zero_spread_frac), or raise data.prompts_per_step",
-        high="raise kl.coef, lower actor_optimizer.lr, or raise data.prompts_per_step",
+        low_remedy="look whether advantages are 0 (rollout/zero_spread_frac), or raise data.prompts_per_step",
+        high_remedy="raise kl.coef, lower actor_optimizer.lr, or raise data.prompts_per_step",
     ),
     "perf/tokens_per_second_per_rank": Band(
         "tokens/s per rank",
         None,
         None,
-        low="look with tools/timeline.py at what ranks wait for; a shared machine, long answers or a slow reward",
+        low_remedy="look with tools/timeline.py at what ranks wait for; a shared machine, long answers or a slow reward",
     ),
 }
 """By metric. Of tokens per second there is no band that fits every machine: `guards.bands` gives it one."""
 
 
-def bands_of(settings: GuardsConfig) -> dict[str, Band]:
+def load_bands(settings: GuardsConfig) -> dict[str, Band]:
     """Those that are watched, with the user's own; none without `guards.alarms`. Raises ConfigError for one that is no
     band."""
-    if settings.bands.get(SAME_POLICY) is not None:
-        _ends(SAME_POLICY, settings.bands[SAME_POLICY])
+    if settings.bands.get(LOGPROB_DIFF) is not None:
+        _parse_bounds(LOGPROB_DIFF, settings.bands[LOGPROB_DIFF])
     if not settings.alarms:
-        if settings.bands.keys() - {SAME_POLICY}:
+        if settings.bands.keys() - {LOGPROB_DIFF}:
             raise ConfigError("guards.bands is set, but guards.alarms=false looks at none; set it to true")
         return {}
     found = dict(BANDS)
     for metric, ends in settings.bands.items():
-        if metric == SAME_POLICY:
+        if metric == LOGPROB_DIFF:
             continue
         if ends is None:
             found.pop(metric, None)
         else:
-            least, most = _ends(metric, ends)
-            found[metric] = replace(found.get(metric, Band(metric, None, None)), least=least, most=most)
-    return {name: band for name, band in found.items() if (band.least, band.most) != (None, None)}
+            least, most = _parse_bounds(metric, ends)
+            found[metric] = replace(found.get(metric, Band(metric, None, None)), lower=least, upper=most)
+    return {name: band for name, band in found.items() if (band.lower, band.upper) != (None, None)}
 
 
-def _ends(metric: str, ends: Any) -> tuple[float | None, float | None]:
+def _parse_bounds(metric: str, ends: Any) -> tuple[float | None, float | None]:
     def is_end(end: Any) -> bool:
         number = isinstance(end, (int, float)) and not isinstance(end, bool)
         return end is None or (number and math.isfinite(end))

@@ -43,29 +43,31 @@ import numpy as np
 from megarl.observe.rollout_table import Record
 from megarl.types import Rollout
 
-RESTS = (
+REMAINDER_CAUSES = (
     *("staleness", "carried prefix", "cut-off sampling", "kernels, nothing cached", "cache, and kernels"),
     *("kernels and cache, first turn", "kernels and cache, later turns"),
 )
-"""Causes of the part that is not routing, by their numbers in `Gaps.rest_of`."""
+"""Causes of the part that is not routing, by their numbers in `LogprobGaps.cause_ids`."""
 ROUTING = "routing"
 
 
 @dataclass(frozen=True)
-class Gaps:
+class LogprobGaps:
     """Of n tokens that the policy chose, and of which both sides have said something that is finite."""
 
     engine: np.ndarray  # [n] float64 log-probs
     trainer: np.ndarray  # [n] float64, through experts that it chose itself, where it has looked at that
     routing: np.ndarray  # [n] float64, the part of routing; nan where it was not looked at
-    rest: np.ndarray  # [n] float64, the other part
-    rest_of: np.ndarray  # [n] int8, place in RESTS
-    lag: np.ndarray  # [n] int32, versions by which the weights that chose it are older
-    choices: np.ndarray  # [n] int32 words that it could be; 0 for all
-    cached: np.ndarray  # [n] int32 tokens before its turn that the engine had in its cache; -1 where it did not say
-    at: np.ndarray  # [n, 2] int64: which of the records, which of its tokens
-    unseen: int = 0  # rollouts of which the trainer has said nothing
-    not_finite: int = 0  # tokens left out
+    remainder: np.ndarray  # [n] float64, the other part
+    cause_ids: np.ndarray  # [n] int8, place in RESTS
+    staleness: np.ndarray  # [n] int32, versions by which the weights that chose it are older
+    mask_sizes: np.ndarray  # [n] int32 words that it could be; 0 for all
+    cached_tokens: (
+        np.ndarray
+    )  # [n] int32 tokens before its turn that the engine had in its cache; -1 where it did not say
+    positions: np.ndarray  # [n, 2] int64: which of the records, which of its tokens
+    num_missing: int = 0  # rollouts of which the trainer has said nothing
+    num_nonfinite: int = 0  # tokens left out
 
     def __len__(self) -> int:
         return len(self.engine)
@@ -76,31 +78,35 @@ class Gaps:
         return self.trainer - self.engine
 
 
-def gaps_of(records: Sequence[Record], version: int) -> Gaps:
+def compute_gaps(records: Sequence[Record], version: int) -> LogprobGaps:
     """version: of the trainer's weights in their step. Records of what could be drawn must have been read, too."""
-    parts = [found for number, record in enumerate(records) if (found := _of(number, record, version)) is not None]
+    parts = [
+        found
+        for number, record in enumerate(records)
+        if (found := _rollout_columns(number, record, version)) is not None
+    ]
     columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in range(9)]
     engine, replayed, free, rest_of, lag, choices, cached, number, place = columns
     own = np.where(np.isnan(free), replayed, free)
     keep = np.isfinite(engine) & np.isfinite(own) & np.isfinite(replayed)
-    return Gaps(
+    return LogprobGaps(
         engine=engine[keep],
         trainer=own[keep],
         routing=(free - replayed)[keep],
-        rest=(replayed - engine)[keep],
-        rest_of=rest_of[keep].astype(np.int8),
-        lag=lag[keep].astype(np.int32),
-        choices=choices[keep].astype(np.int32),
-        cached=cached[keep].astype(np.int32),
-        at=np.stack([number, place], 1).astype(np.int64)[keep],
-        unseen=sum(record.trainer is None for record in records),
-        not_finite=int((~keep).sum()),
+        remainder=(replayed - engine)[keep],
+        cause_ids=rest_of[keep].astype(np.int8),
+        staleness=lag[keep].astype(np.int32),
+        mask_sizes=choices[keep].astype(np.int32),
+        cached_tokens=cached[keep].astype(np.int32),
+        positions=np.stack([number, place], 1).astype(np.int64)[keep],
+        num_missing=sum(record.trainer_logprobs is None for record in records),
+        num_nonfinite=int((~keep).sum()),
     )
 
 
-def _of(number: int, record: Record, version: int) -> tuple[np.ndarray, ...] | None:
+def _rollout_columns(number: int, record: Record, version: int) -> tuple[np.ndarray, ...] | None:
     """Columns of one rollout's tokens that the policy chose."""
-    rollout, says = record.rollout, record.trainer
+    rollout, says = record.rollout, record.trainer_logprobs
     if says is None or not rollout.num_actions:
         return None
     lengths = [len(turn.token_ids) for turn in rollout.turns]
@@ -109,9 +115,9 @@ def _of(number: int, record: Record, version: int) -> tuple[np.ndarray, ...] | N
     lag = np.concatenate([version - turn.token_versions for turn in rollout.turns if turn.is_action]).clip(min=0)
     which = np.cumsum([turn.is_action for turn in rollout.turns])
     turn = np.repeat(which, lengths)[written]
-    support = rollout.support
+    support = rollout.sampling_mask
     choices = np.zeros(len(engine), np.int32) if support is None else support.counts.numpy()
-    carried, cached = np.maximum.accumulate(lag) > 0, _cached(rollout)
+    carried, cached = np.maximum.accumulate(lag) > 0, _cached_by_token(rollout)
     rest_of = np.select([lag > 0, carried, choices > 0, cached == 0, cached > 0, turn <= 1], [0, 1, 2, 3, 4, 5], 6)
     free = np.full(len(engine), np.nan) if says.unreplayed is None else says.unreplayed[written].astype(np.float64)
     place = np.flatnonzero(written)
@@ -119,10 +125,10 @@ def _of(number: int, record: Record, version: int) -> tuple[np.ndarray, ...] | N
     return engine, says_so, free, rest_of, lag, choices, cached, place * 0 + number, place
 
 
-def _cached(rollout: Rollout) -> np.ndarray:
+def _cached_by_token(rollout: Rollout) -> np.ndarray:
     """[actions] of each token that the policy chose, what was cached for its turn."""
     own = [turn for turn in rollout.turns if turn.is_action]
-    return np.repeat(np.array([turn.cached for turn in own], np.int32), [len(turn.token_ids) for turn in own])
+    return np.repeat(np.array([turn.cached_tokens for turn in own], np.int32), [len(turn.token_ids) for turn in own])
 
 
 @dataclass(frozen=True)
@@ -138,25 +144,28 @@ class Cause:
     share: float
 
 
-def causes_of(gaps: Gaps) -> list[Cause]:
+def summarize_causes(gaps: LogprobGaps) -> list[Cause]:
     """One for each cause that has tokens, largest share first, and the whole gap last, under the name `all`."""
     measured = ~np.isnan(gaps.routing)
     parts = {ROUTING: np.abs(gaps.routing[measured])}
-    parts |= {name: np.abs(gaps.rest[gaps.rest_of == i]) for i, name in enumerate(RESTS)}
+    parts |= {name: np.abs(gaps.remainder[gaps.cause_ids == i]) for i, name in enumerate(REMAINDER_CAUSES)}
     total = sum(float(part.sum()) for part in parts.values())
-    found = [_cause(name, part, total) for name, part in parts.items() if len(part)]
+    found = [_summarize_part(name, part, total) for name, part in parts.items() if len(part)]
     whole = np.abs(gaps.gap)
-    return [*sorted(found, key=lambda cause: -cause.share), *([_cause("all", whole, 0.0)] if len(whole) else [])]
+    return [
+        *sorted(found, key=lambda cause: -cause.share),
+        *([_summarize_part("all", whole, 0.0)] if len(whole) else []),
+    ]
 
 
-def _cause(name: str, part: np.ndarray, total: float) -> Cause:
+def _summarize_part(name: str, part: np.ndarray, total: float) -> Cause:
     whole = float(part.sum())
     share = whole / total if total else 1.0 if name == "all" else 0.0
     p99 = float(np.quantile(part, 0.99, method="higher"))
     return Cause(name, len(part), float(part.mean()), p99, float(part.max()), share)
 
 
-def worst_of(gaps: Gaps, count: int) -> list[dict[str, Any]]:
+def find_worst(gaps: LogprobGaps, count: int) -> list[dict[str, Any]]:
     """The tokens with the largest gap: where they are, what both sides said, and the cause of the larger part."""
     order = np.argsort(-np.abs(gaps.gap), kind="stable")[:count]
     found = []
@@ -164,31 +173,31 @@ def worst_of(gaps: Gaps, count: int) -> list[dict[str, Any]]:
         routing = float(np.nan_to_num(gaps.routing[i]))
         found.append(
             {
-                "record": int(gaps.at[i, 0]),
-                "token": int(gaps.at[i, 1]),
+                "record": int(gaps.positions[i, 0]),
+                "token": int(gaps.positions[i, 1]),
                 "gap": float(gaps.gap[i]),
                 "engine": float(gaps.engine[i]),
                 "trainer": float(gaps.trainer[i]),
                 "routing": routing,
-                "lag": int(gaps.lag[i]),
-                "choices": int(gaps.choices[i]),
-                "cached": int(gaps.cached[i]),
-                "cause": ROUTING if abs(routing) > abs(gaps.rest[i]) else RESTS[gaps.rest_of[i]],
+                "lag": int(gaps.staleness[i]),
+                "choices": int(gaps.mask_sizes[i]),
+                "cached": int(gaps.cached_tokens[i]),
+                "cause": ROUTING if abs(routing) > abs(gaps.remainder[i]) else REMAINDER_CAUSES[gaps.cause_ids[i]],
             }
         )
     return found
 
 
-TWINS = ("cached for one, not for the other", "cached for both", "cached for neither")
-"""What two requests that said the log-prob of one token differ in, `Cause.name` of `twins_of`."""
+TWIN_KINDS = ("cached for one, not for the other", "cached for both", "cached for neither")
+"""What two requests that said the log-prob of one token differ in, `Cause.name` of `compare_twins`."""
 
 
-def twins_of(records: Sequence[Record], version: int) -> list[Cause]:
+def compare_twins(records: Sequence[Record], version: int) -> list[Cause]:
     """How far the engine's log-probs of the same token behind the same tokens are apart, by what was cached for either:
     each token is held against the first of its twins for which nothing was cached, and, where there is none, against
     the first of all. Of tokens that the weights of `version` chose out of all words, behind none of older weights, and
     where it is on record what was cached. `share` means nothing here and is 0. The trainer need not have looked."""
-    parts = [part for record in records if (part := _prefixes(record.rollout, version)) is not None]
+    parts = [part for record in records if (part := _hash_prefixes(record.rollout, version)) is not None]
     if not parts:
         return []
     key, cached, logprob = (np.concatenate([part[i] for part in parts]) for i in range(3))
@@ -199,30 +208,30 @@ def twins_of(records: Sequence[Record], version: int) -> list[Cause]:
     base = np.maximum.accumulate(np.where(first, np.arange(len(key)), 0))
     gap = np.abs(logprob - logprob[base])
     kinds = np.select([~cached, cached[base]], [2, 1], 0)
-    found = [(name, gap[~first & (kinds == i)]) for i, name in enumerate(TWINS)]
-    return [_cause(name, part, 0.0) for name, part in found if len(part)]
+    found = [(name, gap[~first & (kinds == i)]) for i, name in enumerate(TWIN_KINDS)]
+    return [_summarize_part(name, part, 0.0) for name, part in found if len(part)]
 
 
-def _prefixes(rollout: Rollout, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def _hash_prefixes(rollout: Rollout, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Of its tokens that can have twins: [n] uint64 hash of all tokens down to each, [n] bool whether something was
     cached for its turn, [n] float64 the engine's log-prob."""
     own = [turn for turn in rollout.turns if turn.is_action]
-    if not rollout.num_actions or max(turn.cached for turn in own) < 0:
+    if not rollout.num_actions or max(turn.cached_tokens for turn in own) < 0:
         return None
     written = np.repeat([turn.is_action for turn in rollout.turns], [len(turn.token_ids) for turn in rollout.turns])
     ids = rollout.token_ids.astype(np.uint64)
-    prefix = np.cumsum(_mixed(_mixed(ids) + np.arange(len(ids), dtype=np.uint64)), dtype=np.uint64)[written]
-    cached = _cached(rollout)
+    prefix = np.cumsum(_splitmix64(_splitmix64(ids) + np.arange(len(ids), dtype=np.uint64)), dtype=np.uint64)[written]
+    cached = _cached_by_token(rollout)
     old = np.concatenate([turn.token_versions for turn in own]) != version
     keep = ~np.maximum.accumulate(old) & (cached >= 0)
-    if rollout.support is not None:
-        keep &= rollout.support.counts.numpy() == 0
+    if rollout.sampling_mask is not None:
+        keep &= rollout.sampling_mask.counts.numpy() == 0
     logprobs = np.concatenate([turn.logprobs for turn in own]).astype(np.float64)
     keep &= np.isfinite(logprobs)
     return prefix[keep], cached[keep] > 0, logprobs[keep]
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def _splitmix64(values: np.ndarray) -> np.ndarray:
     """[n] uint64 whose bits all depend on all bits of a value (splitmix64, Steele et al. 2014)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

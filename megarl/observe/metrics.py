@@ -1,6 +1,6 @@
 """Metrics of a batch of rollouts, under the names that RL users know.
 
-`Spread` warns when for several steps all answers to each prompt had the same reward, so that nothing is learned. It
+`ZeroSpreadWarning` warns when for several steps all answers to each prompt had the same reward, so that nothing is learned. It
 applies to algorithms that learn only from differences between the samples of a prompt; a critic distinguishes actions
 even if rewards are equal. It is no guard: it costs nothing, changes nothing and is always on.
 """
@@ -14,36 +14,36 @@ from collections.abc import Mapping
 
 import torch
 
-from megarl.algorithms.token_stats import picked
+from megarl.algorithms.token_stats import masked_select
 from megarl.types import Rollouts, TrainBatch
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 
-FIGURE = "rollout/zero_spread_frac"
+ZERO_SPREAD = "rollout/zero_spread_frac"
 
-IN_A_ROW = 3
+WARN_AFTER_STEPS = 3
 """Steps of which it is said; one alone is chance where prompts are few."""
 
 
-class Spread:
+class ZeroSpreadWarning:
     """Of a run; all ranks see the same figures."""
 
-    def __init__(self, declared: Declared) -> None:
-        self._on = declared.compares_samples and "critic" not in declared.roles
-        self._refills = declared.asks_further
-        self._steps = 0
+    def __init__(self, declared: Requirements) -> None:
+        self._is_enabled = declared.is_group_relative and "critic" not in declared.roles
+        self._is_refilled = declared.has_dynamic_sampling
+        self._zero_spread_steps = 0
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> str:
+    def check(self, step: int, metrics: Mapping[str, float]) -> str:
         """A line for the log once there are `IN_A_ROW` such steps, and again where it comes again after a better one;
         else empty. A step without any reward says nothing."""
-        if not self._on or FIGURE not in metrics:
+        if not self._is_enabled or ZERO_SPREAD not in metrics:
             return ""
-        self._steps = self._steps + 1 if metrics[FIGURE] == 1.0 else 0
-        if self._steps != IN_A_ROW:
+        self._zero_spread_steps = self._zero_spread_steps + 1 if metrics[ZERO_SPREAD] == 1.0 else 0
+        if self._zero_spread_steps != WARN_AFTER_STEPS:
             return ""
         mean = metrics["rollout/reward_mean"]
-        other = "" if self._refills else ", or set algorithm=dapo, which looks for prompts that differ"
+        other = "" if self._is_refilled else ", or set algorithm=dapo, which looks for prompts that differ"
         return (
-            f"step {step}: for {IN_A_ROW} steps all answers to each prompt have had the same reward ({FIGURE} 1, mean "
+            f"step {step}: for {WARN_AFTER_STEPS} steps all answers to each prompt have had the same reward ({ZERO_SPREAD} 1, mean "
             f"{mean:.3g}): they tell no answer from another, and nothing is learned from them. Read some answers "
             "(tools/view_rollouts.py): does the reward find what is right in them? If so, take easier prompts where "
             "all are wrong (or sft first), harder ones where all are right; or raise rollout.samples_per_prompt or "
@@ -51,9 +51,9 @@ class Spread:
         )
 
 
-MOST_SOURCES = 32
+MAX_SOURCES = 32
 """Sources of prompts of which each has figures of its own."""
-UNNAMED = "other"
+DEFAULT_SOURCE = "other"
 """The source, in the names of figures, of what has none."""
 
 
@@ -67,7 +67,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     the share of drafted tokens that the policy accepted, where there were drafts. `support_mean` is among how many
     tokens the policy could choose, where sampling was cut off.
 
-    Of prompts from 2 to `MOST_SOURCES` sources (`data_source`) there are also `rollout/reward_mean/<source>`,
+    Of prompts from 2 to `MAX_SOURCES` sources (`data_source`) there are also `rollout/reward_mean/<source>`,
     `response_length_mean/<source>` and `count/<source>`, the number of rollouts.
 
     `aborted_frac` is the share of aborted ones, which nothing else here contains: it stands alone where all are.
@@ -76,9 +76,9 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """
     if not len(rollouts):
         return {}
-    branches = int((~rollouts.are("aborted")).sum())
-    rollouts = rollouts.whole_episodes()
-    whole = rollouts.select(~rollouts.are("aborted"))
+    branches = int((~rollouts.has_status("aborted")).sum())
+    rollouts = rollouts.merge_branches()
+    whole = rollouts.select(~rollouts.has_status("aborted"))
     metrics = {"rollout/aborted_frac": 1 - len(whole) / len(rollouts)}
     if not len(whole):
         return metrics
@@ -86,9 +86,9 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
         metrics["rollout/branches_mean"] = branches / len(whole)
     scored = whole.select(whole.unscored == 0)
     metrics["rollout/reward_failed_frac"] = 1 - len(scored) / len(whole)
-    for name, count in Counter(part for part, _, _ in rollouts.unscored_for).items():
+    for name, count in Counter(part for part, _, _ in rollouts.unscored_reasons).items():
         metrics[f"reward/{name}_failed_frac"] = count / len(whole)
-    return metrics | (_of_rewards(scored) if len(scored) else {}) | _of_whole(whole)
+    return metrics | (_compute_reward_metrics(scored) if len(scored) else {}) | _compute_length_metrics(whole)
 
 
 def batch_metrics(batch: TrainBatch, seconds: float, world: int) -> dict[str, float]:
@@ -97,16 +97,16 @@ def batch_metrics(batch: TrainBatch, seconds: float, world: int) -> dict[str, fl
     found = {"perf/tokens_per_second_per_rank": int(batch.lengths.sum()) / seconds / world}
     if batch.advantages is None:
         return found
-    own = picked(batch.advantages, batch.loss_mask, torch.float64)
-    count, whole = batch.total(torch.stack([own.new_tensor(len(own)), own.sum()])).tolist()
+    own = masked_select(batch.advantages, batch.loss_mask, torch.float64)
+    count, whole = batch.all_reduce(torch.stack([own.new_tensor(len(own)), own.sum()])).tolist()
     if not count:
         return found
     mean = whole / count
-    variance = float(batch.total((own - mean).square().sum())) / count
+    variance = float(batch.all_reduce((own - mean).square().sum())) / count
     return found | {"actor/advantage_mean": mean, "actor/advantage_variance": variance}
 
 
-def _of_rewards(rollouts: Rollouts) -> dict[str, float]:
+def _compute_reward_metrics(rollouts: Rollouts) -> dict[str, float]:
     rewards = rollouts.reward.tolist()
     metrics = {
         "rollout/reward_mean": statistics.fmean(rewards),
@@ -127,12 +127,12 @@ def _of_rewards(rollouts: Rollouts) -> dict[str, float]:
     if len(parts) > 1 or any(not torch.equal(part, rollouts.reward) for part in parts.values()):
         for name, part in parts.items():  # a single one is the reward itself, unless it is weighed
             metrics[f"reward/{name}"] = statistics.fmean(part.tolist())
-    for source, among in of_sources(rollouts.source, rollouts.sources).items():
+    for source, among in mask_by_source(rollouts.source, rollouts.sources).items():
         metrics[f"rollout/reward_mean/{source}"] = statistics.fmean(rollouts.reward[among].tolist())
     return metrics
 
 
-def _of_whole(rollouts: Rollouts) -> dict[str, float]:
+def _compute_length_metrics(rollouts: Rollouts) -> dict[str, float]:
     metrics = {
         "rollout/response_length_mean": _mean(rollouts.actions),
         "rollout/response_length_max": float(rollouts.actions.max()),
@@ -142,14 +142,14 @@ def _of_whole(rollouts: Rollouts) -> dict[str, float]:
         "rollout/tool_calls_mean": _mean(rollouts.tool_calls),
         "rollout/tool_errors": float(rollouts.tool_errors.sum()),
         "rollout/no_tool_frac": _mean(rollouts.tool_calls == 0),
-        "rollout/truncated_frac": _mean(rollouts.are("length")),
-        "rollout/max_turns_frac": _mean(rollouts.are("max_turns")),
+        "rollout/truncated_frac": _mean(rollouts.has_status("length")),
+        "rollout/max_turns_frac": _mean(rollouts.has_status("max_turns")),
     }
     if drafted := int(rollouts.drafted.sum()):
         metrics["rollout/draft_accepted"] = int(rollouts.accepted.sum()) / drafted
-    if supported := int(rollouts.supported.sum()):
+    if supported := int(rollouts.sampling_mask_sizes.sum()):
         metrics["rollout/support_mean"] = supported / int(rollouts.actions.sum())
-    for source, among in of_sources(rollouts.source, rollouts.sources).items():
+    for source, among in mask_by_source(rollouts.source, rollouts.sources).items():
         metrics[f"rollout/response_length_mean/{source}"] = _mean(rollouts.actions[among])
         metrics[f"rollout/count/{source}"] = float(among.sum())
     return metrics
@@ -171,23 +171,25 @@ class SourceMeans:
             both[1] += float(weights[among].sum(dtype=torch.float64))
 
     def result(self) -> dict[str, float]:
-        """`<figure>`, and from 2 to `MOST_SOURCES` sources `<figure>/<source>`."""
+        """`<figure>`, and from 2 to `MAX_SOURCES` sources `<figure>/<source>`."""
         means = {}
         for figure, of_figure in self._sums.items():
             sums, weights = zip(*of_figure.values(), strict=True)
             means[figure] = math.fsum(sums) / math.fsum(weights)
-            if 1 < len(of_figure) <= MOST_SOURCES:
-                means |= {f"{figure}/{name or UNNAMED}": value / weight for name, (value, weight) in of_figure.items()}
+            if 1 < len(of_figure) <= MAX_SOURCES:
+                means |= {
+                    f"{figure}/{name or DEFAULT_SOURCE}": value / weight for name, (value, weight) in of_figure.items()
+                }
         return means
 
 
-def of_sources(source: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def mask_by_source(source: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """[N] bool for each source by its name: which of the N are of it. Of those that occur; empty for a single one, and
-    for more than `MOST_SOURCES`, whose figures nobody would read."""
+    for more than `MAX_SOURCES`, whose figures nobody would read."""
     found = torch.unique(source).tolist()
-    if not 1 < len(found) <= MOST_SOURCES:
+    if not 1 < len(found) <= MAX_SOURCES:
         return {}
-    return {names[number] or UNNAMED: source == number for number in found}
+    return {names[number] or DEFAULT_SOURCE: source == number for number in found}
 
 
 def _mean(numbers: torch.Tensor) -> float:

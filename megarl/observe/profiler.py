@@ -19,19 +19,19 @@ from megarl.parallel import device
 class Window(Protocol):
     """A profiler at work. `end` is given the file that it may write; what it returns says where to look."""
 
-    def mark(self, name: str) -> AbstractContextManager[Any]: ...
+    def annotate(self, name: str) -> AbstractContextManager[Any]: ...
 
-    def end(self, file: Path) -> str: ...
+    def stop(self, file: Path) -> str: ...
 
 
 class CudaWindow:
     def __init__(self) -> None:
         device.profiler_start()
 
-    def mark(self, name: str) -> AbstractContextManager[Any]:
+    def annotate(self, name: str) -> AbstractContextManager[Any]:
         return device.profiler_range(name)
 
-    def end(self, file: Path) -> str:
+    def stop(self, file: Path) -> str:
         device.profiler_stop()
         return (
             "in what nsys writes, if `nsys profile -c cudaProfilerApi --capture-range-end=repeat` has started the run"
@@ -46,10 +46,10 @@ class HostWindow:
         self._range: Callable[[str], AbstractContextManager[Any]] = record_function
         self._profile.start()
 
-    def mark(self, name: str) -> AbstractContextManager[Any]:
+    def annotate(self, name: str) -> AbstractContextManager[Any]:
         return self._range(name)
 
-    def end(self, file: Path) -> str:
+    def stop(self, file: Path) -> str:
         self._profile.stop()
         file.parent.mkdir(exist_ok=True)
         partial = file.with_suffix(".tmp")
@@ -58,7 +58,7 @@ class HostWindow:
         return f"in {file}, for Perfetto and chrome://tracing"
 
 
-class Profile:
+class StepProfiler:
     """Of one rank. While no window is open the clock knows nothing of it. Nothing here raises."""
 
     def __init__(
@@ -70,8 +70,8 @@ class Profile:
         say: Callable[[str], None],
         opened: Callable[[], Window] | None = None,
     ) -> None:
-        self._steps, self._clock, self._folder, self._rank, self._say = set(steps), clock, folder, rank, say
-        self._opened = opened or (CudaWindow if device.has_cuda() else HostWindow)
+        self._steps, self._clock, self._folder, self._rank, self._log = set(steps), clock, folder, rank, say
+        self._create_window = opened or (CudaWindow if device.has_cuda() else HostWindow)
         self._window: Window | None = None
         self._first = self._last = 0
 
@@ -82,7 +82,7 @@ class Profile:
         self._last = step
         if self._window is None:
             self._first = step
-            self._try(self._open)
+            self._try(self._start_window)
 
     def end(self, step: int) -> None:
         """It is done; the window is over where the next step is not to be profiled."""
@@ -91,23 +91,23 @@ class Profile:
 
     def close(self) -> None:
         """End the window, also of a run that ends in the middle of it."""
-        window, self._window, self._clock.mark = self._window, None, None
+        window, self._window, self._clock.profiler_range = self._window, None, None
         if window is None:
             return
         steps = f"{self._first}-{self._last}" if self._last > self._first else f"{self._first}"
         file = self._folder / f"rank_{self._rank:05d}_steps_{steps}.json"
-        self._try(lambda: self._say(f"profile of steps {steps}: {window.end(file)}"))
+        self._try(lambda: self._log(f"profile of steps {steps}: {window.stop(file)}"))
 
-    def _open(self) -> None:
-        self._window = self._opened()
-        self._clock.mark = self._window.mark
+    def _start_window(self) -> None:
+        self._window = self._create_window()
+        self._clock.profiler_range = self._window.annotate
 
     def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001  a disk that is full, a profiler of somebody else's that is at work
             self._steps = set()
-            self._say(f"could not profile: {' '.join(str(error).split())[:200]}; training goes on without it")
+            self._log(f"could not profile: {' '.join(str(error).split())[:200]}; training goes on without it")
 
 
 def check_profile(config: Config) -> None:

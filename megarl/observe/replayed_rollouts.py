@@ -13,39 +13,48 @@ import pyarrow.parquet as pq
 from megarl.config import Config, ConfigError, load_config
 from megarl.models.layout_algebra import HFConfig
 from megarl.models.routing import routing_shape
-from megarl.observe.rollout_log import parts_of, recorded_steps, rows_of, step_folder, vocabulary_of
+from megarl.observe.rollout_log import iter_rows, open_complete_parts, read_vocabulary_hash, recorded_steps, step_folder
 from megarl.observe.rollout_table import check_turns
 
-_LIGHT = ("number", "group", "episode", "status", "logprob", "turn_lengths", "turn_is_action", "turn_weight_version")
+_CHECKED_COLUMNS = (
+    "number",
+    "group",
+    "episode",
+    "status",
+    "logprob",
+    "turn_lengths",
+    "turn_is_action",
+    "turn_weight_version",
+)
 """Columns that say whether a step fits a configuration; about a thousandth of the file."""
-_TEXT = re.compile(r"(.+)@(\d{1,9})")
+_SPEC = re.compile(r"(.+)@(\d{1,9})")
 
 
-class Recorded(NamedTuple):
+class ReplaySource(NamedTuple):
     """What `rollout.replay` names."""
 
     folder: Path
-    first: int = 1
+    first_step: int = 1
     """The recorded step that is the first one of this run."""
 
     @staticmethod
-    def of(text: str) -> Recorded:
+    def parse(text: str) -> ReplaySource:
         """`RUN`, or `RUN@7` where the first step is given what was recorded of step 7. Raises ConfigError."""
-        found = None if Path(text).is_dir() else _TEXT.fullmatch(text)
+        found = None if Path(text).is_dir() else _SPEC.fullmatch(text)
         if found is None:
-            return Recorded(Path(text))
+            return ReplaySource(Path(text))
         if int(found[2]) < 1:
             raise ConfigError(f"rollout.replay={text}: steps count from 1")
-        return Recorded(Path(found[1]), int(found[2]))
+        return ReplaySource(Path(found[1]), int(found[2]))
 
-    def step(self, step: int) -> int:
+    def recorded_step(self, step: int) -> int:
         """The recorded step that a step of this run is given."""
-        return self.first - 1 + step
+        return self.first_step - 1 + step
 
 
-def needs_records(config: Config) -> bool:
+def needs_trainer_columns(config: Config) -> bool:
     """Whether a replay reads more than tokens: the experts they went through, or what they could have been."""
-    return config.train.replay_routing or config.rollout.cut_off
+    return config.train.replay_routing or config.rollout.has_truncated_sampling
 
 
 def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int = 0) -> None:
@@ -55,18 +64,18 @@ def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int 
 
     vocabulary: a hash of the tokenizer's, as the log has it; empty where it cannot be told. Raises ConfigError.
     """
-    recorded = Recorded.of(config.rollout.replay)
+    recorded = ReplaySource.parse(config.rollout.replay)
     folder, key = recorded.folder, f"rollout.replay={config.rollout.replay}"
     if not folder.is_dir():
         raise ConfigError(f"{key}: there is no such run folder")
     if not (folder / "rollouts").is_dir():
         raise ConfigError(f"{key} has no folder rollouts; name a run with track.rollouts=true")
     first, last = 1, until or config.run.num_rollout
-    if config.run.goes_on:  # steps that a checkpoint has behind it are not taken again
+    if config.run.resumes:  # steps that a checkpoint has behind it are not taken again
         saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
         first += max((int(number) for number in saved if number.isdecimal()), default=0)
     for step in range(first, last + 1):
-        theirs = recorded.step(step)
+        theirs = recorded.recorded_step(step)
         if not step_folder(folder, theirs).is_dir():
             there = recorded_steps(folder)
             have = f"it has steps {there[0]} to {there[-1]}" if there else "it has none"
@@ -83,17 +92,17 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
     prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
     shape = routing_shape(hf, config.model.megatron) if config.train.replay_routing else None
     wanted = None if shape is None else [len(shape.moe_layers), shape.topk]
-    counts = ("support_counts",) if config.rollout.cut_off else ()
+    counts = ("support_counts",) if config.rollout.has_truncated_sampling else ()
     sizes: Counter[int] = Counter()
     episodes: set[tuple[int, int]] = set()
-    for file, part in parts_of(run_dir, step):
-        if vocabulary and (theirs := vocabulary_of(part)) and theirs != vocabulary:
+    for file, part in open_complete_parts(run_dir, step):
+        if vocabulary and (theirs := read_vocabulary_hash(part)) and theirs != vocabulary:
             raise ConfigError(
                 f"{file} was recorded with another tokenizer than that of model.path={config.model.path}, to which its "
                 "token ids are other words; set model.path to a model with the same one"
             )
         _check_range(file, part, int(hf["vocab_size"]))
-        for number, row in enumerate(rows_of(file, part, (*_LIGHT, "routing_shape", *counts))):
+        for number, row in enumerate(iter_rows(file, part, (*_CHECKED_COLUMNS, "routing_shape", *counts))):
             where = f"{file}, row {number}"
             try:
                 check_turns(row)
@@ -127,7 +136,7 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
     asked = dict.fromkeys(range(prompts), samples)
     first = {group: size for group, size in sizes.items() if group in asked}
     # Groups beyond are of further generations of the step, which may have other sizes, and leave some of the first out.
-    several = len(first) < len(sizes) and _prompts_of(run_dir) == prompts
+    several = len(first) < len(sizes) and _read_prompts_per_step(run_dir) == prompts
     if sizes != asked and not (several and set(first.values()) <= {samples}):
         raise ConfigError(
             f"{step_folder(run_dir, step)} holds {sizes.total()} rollouts of {len(sizes)} prompts, not {samples} of "
@@ -135,7 +144,7 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
         )
 
 
-def _prompts_of(run_dir: Path) -> int | None:
+def _read_prompts_per_step(run_dir: Path) -> int | None:
     """Prompts that a step of a run is given, which is the same for all of its steps; None where it does not say."""
     try:
         return load_config(run_dir / "config.yaml").data.prompts_per_step

@@ -38,7 +38,7 @@ tokens of all turns of a rollout end to end; `turn_lengths` says where one turn 
                                   it was asked for it; -1 for others' turns, and where it did not say
 
 The four of records are null where there is none, or `track.records` is off; the next three of what is no agent's. Files
-of earlier formats lack the columns of later ones (`LATER`), which are read as null. JSON is `exact_json`: NaN is
+of earlier formats lack the columns of later ones (`COLUMNS_SINCE_FORMAT`), which are read as null. JSON is `exact_json`: NaN is
 {"float": "nan"}. In a plain string half a surrogate pair, which parquet cannot hold, is written as \\ud800. The file's
 metadata say `megarl.format`, `megarl.step`, `megarl.total`, the number of rollouts of the whole step, of which other
 files have those that are not in this one, and `megarl.vocabulary`, a hash of the words that the ids stand for.
@@ -56,7 +56,7 @@ def _list(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
-_KINDS: dict[pa.DataType, tuple[str, ...]] = {
+_COLUMNS_BY_TYPE: dict[pa.DataType, tuple[str, ...]] = {
     pa.int32(): ("number", "tool_calls", "tool_errors", "drafted", "accepted", "branch", "forks"),
     pa.int64(): ("group", "episode", "seed"),
     pa.float64(): ("reward", "advantage", "logprob"),
@@ -80,7 +80,7 @@ _KINDS: dict[pa.DataType, tuple[str, ...]] = {
     _list(pa.float32()): ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs"),
     _list(pa.float64()): ("turn_rewards",),
 }
-TYPES = {name: kind for kind, names in _KINDS.items() for name in names}
+TYPES = {name: kind for kind, names in _COLUMNS_BY_TYPE.items() for name in names}
 ORDER = (
     *("number", "group", "episode", "status", "failure", "reward", "reward_parts", "unscored", "advantage", "logprob"),
     "tool_calls",
@@ -90,16 +90,16 @@ ORDER = (
     *("prompt_messages", "prompt_token_ids", "routing", "routing_shape", "support_counts", "support_ids"),
     *("branch", "forks", "drift", "trainer_logprobs", "unreplayed_logprobs", "turn_cached_tokens"),
 )
-RECORDS = ("routing", "support_counts", "support_ids")
+TRAINER_COLUMNS = ("routing", "support_counts", "support_ids")
 """Columns that only a trainer reads, and which may be larger than all others."""
-LATER: dict[int, tuple[str, ...]] = {
-    4: ("routing_shape", *RECORDS),
+COLUMNS_SINCE_FORMAT: dict[int, tuple[str, ...]] = {
+    4: ("routing_shape", *TRAINER_COLUMNS),
     5: ("branch", "forks", "drift", "trainer_logprobs", "unreplayed_logprobs"),
     6: ("turn_cached_tokens",),
 }
 """Columns by the first format that has them; those of format 3 are in all that are read."""
-_ADDED = tuple(name for names in LATER.values() for name in names)
-NULLABLE = ("advantage", "logprob", "advantages", "turn_versions", "prompt_token_ids", *_ADDED)
+_LATER_COLUMNS = tuple(name for names in COLUMNS_SINCE_FORMAT.values() for name in names)
+NULLABLE = ("advantage", "logprob", "advantages", "turn_versions", "prompt_token_ids", *_LATER_COLUMNS)
 SCHEMA = pa.schema([pa.field(name, TYPES[name], nullable=name in NULLABLE) for name in ORDER])
-REPEATED = [name for name in ORDER if TYPES[name] == pa.string() and name != "messages"]
+DICTIONARY_COLUMNS = [name for name in ORDER if TYPES[name] == pa.string() and name != "messages"]
 """Columns in which values come again and again, which a dictionary makes small."""

@@ -23,16 +23,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config import ConfigError
-from megarl.observe.rollout_columns import FORMAT, LATER, RECORDS, REPEATED, SCHEMA
-from megarl.observe.rollout_table import Record, TrainerSays, rows, to_batch, to_record
+from megarl.observe.rollout_columns import COLUMNS_SINCE_FORMAT, DICTIONARY_COLUMNS, FORMAT, SCHEMA, TRAINER_COLUMNS
+from megarl.observe.rollout_table import Record, TrainerLogprobs, iter_table_rows, to_batch, to_record
 from megarl.types import Rollout
 
-SHARE = 1 << 20
+ROW_GROUP_TOKENS = 1 << 20
 """Tokens from which on a row group is full: what is held in two forms at once while it is written."""
-TOKEN = 12
+TOKEN_BYTES = 12
 """Bytes of a token, its log-prob and its advantage; as many of a record count as one."""
 
-_NAME = re.compile(r"rank_(\d{5,9})\.parquet")
+_PART_NAME = re.compile(r"rank_(\d{5,9})\.parquet")
 """Of a file, with the number of the rank."""
 
 
@@ -82,10 +82,10 @@ class RolloutLog:
         self._run_dir = run_dir
         self._rank = rank
         self._warn = warn
-        self._records, self._vocabulary = records, vocabulary
+        self._has_trainer_columns, self._vocabulary = records, vocabulary
         self._warned = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
-        self._under_way: Future[None] | None = None
+        self._pending_write: Future[None] | None = None
 
     def write(
         self,
@@ -94,7 +94,7 @@ class RolloutLog:
         numbers: Sequence[int],
         rollouts: Sequence[Rollout],
         advantages: Sequence[np.ndarray | None] | None = None,
-        trainer: Sequence[TrainerSays | None] | None = None,
+        trainer: Sequence[TrainerLogprobs | None] | None = None,
     ) -> None:
         """Hand over this rank's rollouts of a step; `numbers` says which they are of its `total`. Once per step.
 
@@ -102,30 +102,30 @@ class RolloutLog:
         over must not be changed later. Waits until the step before is on disk, so that never more than one is held for
         that.
         """
-        self.settle()
+        self.drain()
         if rollouts:
             given = [None] * len(rollouts) if advantages is None else list(advantages)
-            if not self._records:
-                rollouts = [replace(rollout, routing=None, support=None) for rollout in rollouts]
+            if not self._has_trainer_columns:
+                rollouts = [replace(rollout, routing=None, sampling_mask=None) for rollout in rollouts]
             file = part_file(self._run_dir, step, self._rank)
-            self._under_way = self._thread.submit(
+            self._pending_write = self._thread.submit(
                 write_part, file, step, total, numbers, rollouts, given, self._vocabulary, trainer
             )
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until all that was handed over is on disk."""
-        if self._under_way is None:
+        if self._pending_write is None:
             return
-        error = self._under_way.exception()
-        self._under_way = None
+        error = self._pending_write.exception()
+        self._pending_write = None
         if error is not None and not self._warned:
             self._warned = True
             what = " ".join(str(error).split()) or type(error).__name__
             self._warn(f"could not record rollouts: {what}; training goes on without them")
 
-    def settling(self) -> Callable[[], None]:
+    def make_drain(self) -> Callable[[], None]:
         """What waits for that in another thread, and not for what is handed over later."""
-        under_way = [] if self._under_way is None else [self._under_way]
+        under_way = [] if self._pending_write is None else [self._pending_write]
 
         def settle() -> None:
             wait(under_way)  # whether it could be written is said by `write`
@@ -133,7 +133,7 @@ class RolloutLog:
         return settle
 
     def close(self) -> None:
-        self.settle()
+        self.drain()
         self._thread.shutdown()
 
 
@@ -145,7 +145,7 @@ def write_part(
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | None] | None = None,
     vocabulary: str = "",
-    trainer: Sequence[TrainerSays | None] | None = None,
+    trainer: Sequence[TrainerLogprobs | None] | None = None,
 ) -> None:
     """Write some of a step's `total` rollouts, as `RolloutLog.write` is given them; the file appears under its name
     when it is whole. Raises OSError, and ValueError or OverflowError for values that the columns cannot hold."""
@@ -157,9 +157,9 @@ def write_part(
     partial = file.with_name(f".{file.name}")  # readers of whole folders leave out what begins with a dot
     try:
         with pq.ParquetWriter(
-            partial.absolute(), schema, compression="zstd", use_dictionary=REPEATED, write_page_checksum=True
+            partial.absolute(), schema, compression="zstd", use_dictionary=DICTIONARY_COLUMNS, write_page_checksum=True
         ) as writer:
-            for first, end in _shares(rollouts):
+            for first, end in _split_row_groups(rollouts):
                 part = slice(first, end)
                 writer.write_batch(to_batch(numbers[part], rollouts[part], own[part], says[part]))
         partial.replace(file)
@@ -168,17 +168,17 @@ def write_part(
         raise
 
 
-def _shares(rollouts: Sequence[Rollout]) -> Iterator[tuple[int, int]]:
+def _split_row_groups(rollouts: Sequence[Rollout]) -> Iterator[tuple[int, int]]:
     first = tokens = 0
     for end, rollout in enumerate(rollouts, 1):
-        tokens += rollout.num_tokens + _record_bytes(rollout) // TOKEN
-        if tokens >= SHARE or end == len(rollouts):
+        tokens += rollout.num_tokens + _record_bytes(rollout) // TOKEN_BYTES
+        if tokens >= ROW_GROUP_TOKENS or end == len(rollouts):
             yield first, end
             first, tokens = end, 0
 
 
 def _record_bytes(rollout: Rollout) -> int:
-    routing, support = rollout.routing, rollout.support
+    routing, support = rollout.routing, rollout.sampling_mask
     return (0 if routing is None else routing.nbytes) + (
         0 if support is None else support.counts.nbytes + support.ids.nbytes
     )
@@ -197,14 +197,14 @@ def read_rollouts(run_dir: str | Path, step: int, rank: int = 0, world: int = 1,
 def read_records(
     run_dir: str | Path, step: int, rank: int = 0, world: int = 1, whole: bool = False, without: Sequence[str] = ()
 ) -> list[Record]:
-    """As `read_rollouts`, with numbers, advantages and what the trainer says. without: of `RECORDS`, those that are
+    """As `read_rollouts`, with numbers, advantages and what the trainer says. without: of `TRAINER_COLUMNS`, those that are
     left out all the same."""
     records = []
-    names = [name for name in SCHEMA.names if name not in (without if whole else RECORDS)]
-    for file, part in parts_of(run_dir, step):
-        if int(_NAME.fullmatch(file.name)[1]) % world != rank:  # type: ignore[index]
+    names = [name for name in SCHEMA.names if name not in (without if whole else TRAINER_COLUMNS)]
+    for file, part in open_complete_parts(run_dir, step):
+        if int(_PART_NAME.fullmatch(file.name)[1]) % world != rank:  # type: ignore[index]
             continue
-        for number, row in enumerate(rows_of(file, part, names)):
+        for number, row in enumerate(iter_rows(file, part, names)):
             try:
                 records.append(to_record(row))
             except (TypeError, ValueError) as error:
@@ -212,22 +212,22 @@ def read_records(
     return sorted(records, key=lambda record: record.number)
 
 
-def is_whole(run_dir: str | Path, step: int) -> bool:
+def is_complete(run_dir: str | Path, step: int) -> bool:
     """Whether all rollouts of a step are there. Raises ConfigError where a file is damaged."""
-    parts = _opened(run_dir, step)
-    return bool(parts) and sum(part.metadata.num_rows for _, part in parts) == _about(*parts[0], "total")
+    parts = _open_parts(run_dir, step)
+    return bool(parts) and sum(part.metadata.num_rows for _, part in parts) == _read_metadata(*parts[0], "total")
 
 
-def parts_of(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
+def open_complete_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
     """The files of a step, which have each of its rollouts once. Raises ConfigError."""
     folder = step_folder(run_dir, step)
-    parts = _opened(run_dir, step)
+    parts = _open_parts(run_dir, step)
     if not parts:
         raise ConfigError(f"{run_dir} has no rollouts of step {step}: there is no file rank_*.parquet in {folder}")
-    totals = {_about(file, part, "total") for file, part in parts}
+    totals = {_read_metadata(file, part, "total") for file, part in parts}
     if len(totals) > 1:
         raise ConfigError(f"{folder} has files of steps of {min(totals)} and of {max(totals)} rollouts: of two runs")
-    counts = Counter(row["number"] for file, part in parts for row in rows_of(file, part, ["number"]))
+    counts = Counter(row["number"] for file, part in parts for row in iter_rows(file, part, ["number"]))
     if twice := [number for number, count in counts.items() if count > 1]:
         raise ConfigError(f"{folder} has rollout {min(twice)} twice: its files are of two runs")
     (total,) = totals
@@ -241,34 +241,34 @@ def parts_of(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]
     return parts
 
 
-def _opened(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
+def _open_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
     parts = []
-    for file in sorted(file for file in step_folder(run_dir, step).glob("rank_*") if _NAME.fullmatch(file.name)):
-        with _readable(file):
+    for file in sorted(file for file in step_folder(run_dir, step).glob("rank_*") if _PART_NAME.fullmatch(file.name)):
+        with _raise_config_error(file):
             part = pq.ParquetFile(file.absolute(), page_checksum_verification=True)
-        names = _columns(file, part)
+        names = _format_columns(file, part)
         if wrong := [name for name in names if name not in part.schema_arrow.names]:
             raise ConfigError(f"{file} is not a file of recorded rollouts: it has no column {wrong[0]!r}")
         if wrong := [name for name in names if not part.schema_arrow.field(name).equals(SCHEMA.field(name))]:
             kind, own = part.schema_arrow.field(wrong[0]), SCHEMA.field(wrong[0])
             what = "may be null" if kind.type == own.type else f"is of {kind.type}, not of {own.type}"
             raise ConfigError(f"{file} is not a file of recorded rollouts: its column {wrong[0]!r} {what}")
-        if (found := _about(file, part, "step")) != step:
+        if (found := _read_metadata(file, part, "step")) != step:
             raise ConfigError(f"{file} is of step {found}: it has been moved")
         parts.append((file, part))
     return parts
 
 
-def _columns(file: Path, part: pq.ParquetFile) -> list[str]:
+def _format_columns(file: Path, part: pq.ParquetFile) -> list[str]:
     """That a file of its format has. Raises ConfigError for a format that is not read."""
-    known = range(min(LATER) - 1, FORMAT + 1)
-    if (found := _about(file, part, "format")) not in known:
+    known = range(min(COLUMNS_SINCE_FORMAT) - 1, FORMAT + 1)
+    if (found := _read_metadata(file, part, "format")) not in known:
         raise ConfigError(f"{file} is of format {found}, and this program reads formats {known[0]} to {FORMAT} only")
-    later = {name for format, names in LATER.items() if format > found for name in names}
+    later = {name for format, names in COLUMNS_SINCE_FORMAT.items() if format > found for name in names}
     return [name for name in SCHEMA.names if name not in later]
 
 
-def _about(file: Path, part: pq.ParquetFile, name: str) -> int:
+def _read_metadata(file: Path, part: pq.ParquetFile, name: str) -> int:
     """A number in the file's metadata."""
     value = (part.schema_arrow.metadata or {}).get(f"megarl.{name}".encode(), b"")
     if not value.isdigit():
@@ -276,23 +276,23 @@ def _about(file: Path, part: pq.ParquetFile, name: str) -> int:
     return int(value)
 
 
-def rows_of(file: Path, part: pq.ParquetFile, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def iter_rows(file: Path, part: pq.ParquetFile, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """These columns of each row, with None where the file is of a format before a column's. Raises ConfigError."""
-    there = set(_columns(file, part))
+    there = set(_format_columns(file, part))
     missing = dict.fromkeys(name for name in columns if name not in there)
     for group in range(part.num_row_groups):
-        with _readable(file):
-            found = list(rows(part.read_row_group(group, [name for name in columns if name in there])))
+        with _raise_config_error(file):
+            found = list(iter_table_rows(part.read_row_group(group, [name for name in columns if name in there])))
         yield from ({**row, **missing} for row in found) if missing else found
 
 
-def vocabulary_of(part: pq.ParquetFile) -> str:
+def read_vocabulary_hash(part: pq.ParquetFile) -> str:
     """Hash of that of the tokenizer, empty where it is not on record."""
     return str((part.schema_arrow.metadata or {}).get(b"megarl.vocabulary", b"").decode(errors="replace"))
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _raise_config_error(file: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

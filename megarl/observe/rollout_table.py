@@ -10,11 +10,11 @@ import pyarrow as pa
 import torch
 
 from megarl.observe.rollout_columns import ORDER, SCHEMA, TYPES
-from megarl.types import Branch, Prompt, Rollout, Status, Support, Turn, no_logprobs
+from megarl.types import Branch, Prompt, Rollout, SamplingMask, Status, Turn, no_logprobs
 from megarl.utils import exact_json
 
 
-class TrainerSays(NamedTuple):
+class TrainerLogprobs(NamedTuple):
     """[tokens] float32 log-probs of a rollout by the trainer's weights before the updates of its step, 0 for what the
     policy did not write. unreplayed: of experts that it chose itself, None where none were to be replayed."""
 
@@ -32,7 +32,7 @@ class Record(NamedTuple):
     """Mean over the policy's tokens; None where it was not trained on."""
     advantages: np.ndarray | None
     """[tokens] float32, of all turns end to end."""
-    trainer: TrainerSays | None = None
+    trainer_logprobs: TrainerLogprobs | None = None
 
 
 # --- rollouts to rows -----------------------------------------------------------------------------------------
@@ -42,18 +42,18 @@ def to_batch(
     numbers: Sequence[int],
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | None],
-    trainer: Sequence[TrainerSays | None] | None = None,
+    trainer: Sequence[TrainerLogprobs | None] | None = None,
 ) -> pa.RecordBatch:
     """One row per rollout. `advantages`, and what the trainer says, are as long as the rollouts' tokens. Raises
     ValueError or OverflowError for what the columns cannot hold."""
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = np.array([len(turn.token_ids) for turn in turns], np.int32)
     written = np.array([turn.is_action for turn in turns], bool)
-    turn_ends = _ends([len(rollout.turns) for rollout in rollouts])
+    turn_ends = _offsets([len(rollout.turns) for rollout in rollouts])
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[turn_ends]
-    tokens = _joined([turn.token_ids for turn in turns], np.int32)
+    tokens = _concat([turn.token_ids for turn in turns], np.int32)
     nothing = np.zeros(int(lengths.max(initial=0)), np.float32)
-    logprobs = _joined(
+    logprobs = _concat(
         [turn.logprobs if turn.is_action else nothing[: len(turn.token_ids)] for turn in turns], np.float32
     )
     sizes, says = np.diff(ends).tolist(), [None] * len(rollouts) if trainer is None else trainer
@@ -65,14 +65,14 @@ def to_batch(
     of_prompt: dict[int, tuple[str, ...]] = {}  # samples of a prompt share it
     for rollout in rollouts:
         if id(rollout.prompt) not in of_prompt:
-            of_prompt[id(rollout.prompt)] = _texts_of(rollout.prompt)
+            of_prompt[id(rollout.prompt)] = _prompt_values(rollout.prompt)
     prompts = list(zip(*(of_prompt[id(rollout.prompt)] for rollout in rollouts), strict=True))
     columns: dict[str, Any] = {
         "number": np.asarray(numbers, np.int32),
         "group": [rollout.group for rollout in rollouts],
         "episode": [rollout.episode for rollout in rollouts],
         "status": [rollout.status for rollout in rollouts],
-        "failure": [_plain(rollout.failure) for rollout in rollouts],
+        "failure": [_escape_surrogates(rollout.failure) for rollout in rollouts],
         "reward": [float(rollout.reward) for rollout in rollouts],
         "reward_parts": [exact_json.dumps(rollout.reward_parts) for rollout in rollouts],
         "unscored": [exact_json.dumps(rollout.unscored) for rollout in rollouts],
@@ -88,37 +88,45 @@ def to_batch(
         "turn_lengths": (turn_ends, lengths),
         "turn_is_action": (turn_ends, written),
         "turn_weight_version": (turn_ends, np.array([turn.weight_version for turn in turns], np.int32)),
-        "turn_versions": [_several(rollout) for rollout in rollouts],
-        "turn_cached_tokens": (turn_ends, np.array([turn.cached for turn in turns], np.int32)),
+        "turn_versions": [_dump_versions(rollout) for rollout in rollouts],
+        "turn_cached_tokens": (turn_ends, np.array([turn.cached_tokens for turn in turns], np.int32)),
         "turn_rewards": (turn_ends, np.array([turn.reward for turn in turns], np.float64)),
         "token_ids": (ends, tokens),
         "logprobs": (ends, logprobs),
-        "advantages": _floats(advantages, sizes, "advantages"),
+        "advantages": _float_lists(advantages, sizes, "advantages"),
         "messages": [exact_json.dumps(rollout.messages) for rollout in rollouts],
-        **dict(zip(_OF_PROMPT, prompts, strict=True)),
-        "prompt_token_ids": (_ends(map(len, prompt_ids)), _joined(prompt_ids, np.int32), starts),
-        "routing": [None if rollout.routing is None else _bytes(rollout.routing) for rollout in rollouts],
-        "routing_shape": _lists([None if rollout.routing is None else rollout.routing.shape for rollout in rollouts]),
-        "support_counts": _lists([None if rollout.support is None else rollout.support.counts for rollout in rollouts]),
-        "support_ids": _lists([None if rollout.support is None else rollout.support.ids for rollout in rollouts]),
+        **dict(zip(_PROMPT_COLUMNS, prompts, strict=True)),
+        "prompt_token_ids": (_offsets(map(len, prompt_ids)), _concat(prompt_ids, np.int32), starts),
+        "routing": [None if rollout.routing is None else _tensor_bytes(rollout.routing) for rollout in rollouts],
+        "routing_shape": _int_lists(
+            [None if rollout.routing is None else rollout.routing.shape for rollout in rollouts]
+        ),
+        "support_counts": _int_lists(
+            [None if rollout.sampling_mask is None else rollout.sampling_mask.counts for rollout in rollouts]
+        ),
+        "support_ids": _int_lists(
+            [None if rollout.sampling_mask is None else rollout.sampling_mask.ids for rollout in rollouts]
+        ),
         "branch": [None if branch is None else branch.number for branch in branches],
         "forks": [None if branch is None else branch.forks for branch in branches],
-        "drift": [None if branch is None else branch.drift for branch in branches],
-        "trainer_logprobs": _floats([None if one is None else one.logprobs for one in says], sizes, "log-probs"),
-        "unreplayed_logprobs": _floats([None if one is None else one.unreplayed for one in says], sizes, "log-probs"),
+        "drift": [None if branch is None else branch.has_drifted for branch in branches],
+        "trainer_logprobs": _float_lists([None if one is None else one.logprobs for one in says], sizes, "log-probs"),
+        "unreplayed_logprobs": _float_lists(
+            [None if one is None else one.unreplayed for one in says], sizes, "log-probs"
+        ),
     }
     return pa.record_batch([_array(columns[name], TYPES[name]) for name in ORDER], schema=SCHEMA)
 
 
-_OF_PROMPT = ("id", "data_source", "ground_truth", "tools", "extra", "prompt_messages")
+_PROMPT_COLUMNS = ("id", "data_source", "ground_truth", "tools", "extra", "prompt_messages")
 
 
-def _texts_of(prompt: Prompt) -> tuple[str, ...]:
+def _prompt_values(prompt: Prompt) -> tuple[str, ...]:
     rest = map(exact_json.dumps, (prompt.ground_truth, prompt.tools, prompt.extra, prompt.messages))
-    return (_plain(prompt.id), _plain(prompt.data_source), *rest)
+    return (_escape_surrogates(prompt.id), _escape_surrogates(prompt.data_source), *rest)
 
 
-def _several(rollout: Rollout) -> str | None:
+def _dump_versions(rollout: Rollout) -> str | None:
     found = {str(number): turn.versions for number, turn in enumerate(rollout.turns) if turn.versions}
     return exact_json.dumps(found) if found else None
 
@@ -131,7 +139,7 @@ def _starts_with_prompt(rollout: Rollout) -> bool:
     return bool(rollout.turns) and np.array_equal(rollout.prompt.token_ids, rollout.turns[0].token_ids)
 
 
-def _plain(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -139,32 +147,32 @@ def _mean(values: np.ndarray) -> float | None:
     return float(values.mean(dtype=np.float64)) if len(values) else None
 
 
-def _ends(lengths: Any) -> np.ndarray:
+def _offsets(lengths: Any) -> np.ndarray:
     """[n + 1], where each of the lists laid end to end begins, and where the last ends."""
     return np.cumsum([0, *lengths], dtype=np.int64)
 
 
-def _joined(parts: Sequence[Any], dtype: type) -> np.ndarray:
+def _concat(parts: Sequence[Any], dtype: type) -> np.ndarray:
     """End to end; plain numbers become an array first."""
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
 
-def _floats(values: Sequence[np.ndarray | None], sizes: Sequence[int], what: str) -> tuple[Any, ...]:
+def _float_lists(values: Sequence[np.ndarray | None], sizes: Sequence[int], what: str) -> tuple[Any, ...]:
     """A column with one for each token, of which some are None."""
     for own, size in zip(values, sizes, strict=True):
         if own is not None and len(own) != size:
             raise ValueError(f"{len(own)} {what} for a rollout of {size} tokens")
     found = [np.zeros(0, np.float32) if own is None else own for own in values]
-    return _ends(map(len, found)), _joined(found, np.float32), [own is None for own in values]
+    return _offsets(map(len, found)), _concat(found, np.float32), [own is None for own in values]
 
 
-def _lists(values: Sequence[Any]) -> tuple[Any, ...]:
+def _int_lists(values: Sequence[Any]) -> tuple[Any, ...]:
     """A column of lists of whole numbers, of which some are None."""
     found = [np.zeros(0, np.int32) if value is None else np.asarray(value, np.int32) for value in values]
-    return _ends(map(len, found)), _joined(found, np.int32), [value is None for value in values]
+    return _offsets(map(len, found)), _concat(found, np.int32), [value is None for value in values]
 
 
-def _bytes(record: torch.Tensor) -> memoryview:
+def _tensor_bytes(record: torch.Tensor) -> memoryview:
     return record.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -179,19 +187,19 @@ def _array(column: Any, kind: pa.DataType) -> pa.Array:
 # --- rows to rollouts -----------------------------------------------------------------------------------------
 
 
-def rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+def iter_table_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """Each row by column; lists are views of numpy arrays."""
-    columns = [_values(column.combine_chunks()) for column in table.columns]
+    columns = [_column_values(column.combine_chunks()) for column in table.columns]
     for values in zip(*columns, strict=True):
         yield dict(zip(table.column_names, values, strict=True))
 
 
 def to_record(row: dict[str, Any]) -> Record:
-    """The rollout that a row was made of, without records where the row lacks `RECORDS`, and without what is `LATER`
+    """The rollout that a row was made of, without records where the row lacks `TRAINER_COLUMNS`, and without what is `COLUMNS_SINCE_FORMAT`
     than its format. Raises ValueError where it is no such row."""
     check_turns(row)
     tokens, logprobs = row["token_ids"], row["logprobs"]
-    ends = _ends(row["turn_lengths"]).tolist()
+    ends = _offsets(row["turn_lengths"]).tolist()
     if not ends[-1] == len(tokens) == len(logprobs):
         raise ValueError(f"turns of {ends[-1]} tokens with {len(tokens)} token ids and {len(logprobs)} logprobs")
     if len(tokens) and tokens.min() < 0:
@@ -200,54 +208,54 @@ def to_record(row: dict[str, Any]) -> Record:
     cached = row.get("turn_cached_tokens")
     known = [-1] * (len(ends) - 1) if cached is None else cached.tolist()
     spans = zip(ends, ends[1:], *columns, known, strict=False)
-    several = {} if row["turn_versions"] is None else _json(row, "turn_versions", dict)
+    several = {} if row["turn_versions"] is None else _load_json(row, "turn_versions", dict)
     own = [_spans(several.get(str(number), ())) for number in range(len(ends) - 1)]
     turns = tuple(
         Turn(tokens[a:b], logprobs[a:b] if written else no_logprobs(), written, version, versions, reward, served)
         for (a, b, written, version, reward, served), versions in zip(spans, own, strict=True)
     )
-    first, parts = row["prompt_token_ids"], _json(row, "reward_parts", dict)
+    first, parts = row["prompt_token_ids"], _load_json(row, "reward_parts", dict)
     if wrong := [name for name, value in parts.items() if type(value) not in (int, float)]:
         raise ValueError(f"its reward part {wrong[0]} is {parts[wrong[0]]!r}, not a number")
-    unscored = _json(row, "unscored", dict)
+    unscored = _load_json(row, "unscored", dict)
     if wrong := [part for part, why in unscored.items() if not isinstance(why, str)]:
         raise ValueError(f"why it has no {wrong[0]} is {unscored[wrong[0]]!r}, not text")
     prompt = Prompt(
         id=row["id"],
-        messages=tuple(_json(row, "prompt_messages", list)),
+        messages=tuple(_load_json(row, "prompt_messages", list)),
         token_ids=turns[0].token_ids if first is None else first,
         data_source=row["data_source"],
-        ground_truth=_json(row, "ground_truth"),
-        tools=tuple(_json(row, "tools", list)),
-        extra=_json(row, "extra", dict),
+        ground_truth=_load_json(row, "ground_truth"),
+        tools=tuple(_load_json(row, "tools", list)),
+        extra=_load_json(row, "extra", dict),
     )
     of_rollout = ("status", "reward", "seed", "group", "episode", "failure")
     names = (*of_rollout, "tool_calls", "tool_errors", "drafted", "accepted")
     rollout = Rollout(
         prompt=prompt,
         turns=turns,
-        messages=tuple(_json(row, "messages", list)),
+        messages=tuple(_load_json(row, "messages", list)),
         reward_parts=parts,
         unscored=unscored,
-        routing=_routing(row, len(tokens)),
-        support=_support(row),
-        branch=_branch(row),
+        routing=_read_routing(row, len(tokens)),
+        sampling_mask=_read_sampling_mask(row),
+        branch=_read_branch(row),
         **{name: row[name] for name in names},
     )
     for name in ("advantages", "trainer_logprobs", "unreplayed_logprobs"):
         if (values := row.get(name)) is not None and len(values) != len(tokens):
             raise ValueError(f"{len(values)} {name} for a rollout of {len(tokens)} tokens")
     logs = row.get("trainer_logprobs")
-    says = None if logs is None else TrainerSays(logs, row.get("unreplayed_logprobs"))
+    says = None if logs is None else TrainerLogprobs(logs, row.get("unreplayed_logprobs"))
     return Record(row["number"], rollout, row["advantage"], row["advantages"], says)
 
 
-def _branch(row: dict[str, Any]) -> Branch | None:
+def _read_branch(row: dict[str, Any]) -> Branch | None:
     number, forks, drift = (row.get(name) for name in ("branch", "forks", "drift"))
     return None if number is None or forks is None or drift is None else Branch(number, forks, drift)
 
 
-def _routing(row: dict[str, Any], tokens: int) -> torch.Tensor | None:
+def _read_routing(row: dict[str, Any], tokens: int) -> torch.Tensor | None:
     content, shape = row.get("routing"), row.get("routing_shape")
     if content is None:
         return None
@@ -259,7 +267,7 @@ def _routing(row: dict[str, Any], tokens: int) -> torch.Tensor | None:
     return (found if len(content) == size else found.view(torch.int16)).view(shape.tolist())
 
 
-def _support(row: dict[str, Any]) -> Support | None:
+def _read_sampling_mask(row: dict[str, Any]) -> SamplingMask | None:
     counts, ids = row.get("support_counts"), row.get("support_ids")
     if counts is None or ids is None:
         return None
@@ -268,7 +276,7 @@ def _support(row: dict[str, Any]) -> Support | None:
         raise ValueError(f"of {written} tokens of the policy, {len(counts)} say that they could be {len(ids)} in all")
     if len(ids) and ids.min() < 0:
         raise ValueError("a token that could have been drawn is negative")
-    return Support(torch.from_numpy(counts.copy()), torch.from_numpy(ids.copy()))
+    return SamplingMask(torch.from_numpy(counts.copy()), torch.from_numpy(ids.copy()))
 
 
 def check_turns(row: dict[str, Any]) -> None:
@@ -286,7 +294,7 @@ def check_turns(row: dict[str, Any]) -> None:
         raise ValueError("a turn has a negative length")
 
 
-def _json(row: dict[str, Any], name: str, kind: Callable[..., Any] | None = None) -> Any:
+def _load_json(row: dict[str, Any], name: str, kind: Callable[..., Any] | None = None) -> Any:
     try:
         value = exact_json.loads(row[name])
     except (ValueError, RecursionError) as error:
@@ -296,7 +304,7 @@ def _json(row: dict[str, Any], name: str, kind: Callable[..., Any] | None = None
     return value
 
 
-def _values(column: pa.Array) -> list[Any]:
+def _column_values(column: pa.Array) -> list[Any]:
     if pa.types.is_large_binary(column.type):
         return [None if not one.is_valid else np.frombuffer(one.as_buffer(), np.uint8) for one in column]
     if not pa.types.is_list(column.type):

@@ -19,7 +19,7 @@ import yaml
 from megarl.config import Config, ConfigError, load_config, to_dict
 from megarl.observe import user_code
 from megarl.observe.tracker import read_metrics
-from megarl.observe.webhook import BY_NAME
+from megarl.observe.webhook import ENV_PREFIX
 
 
 def last_step(run: Path) -> int:
@@ -30,7 +30,7 @@ def last_step(run: Path) -> int:
         return 0
 
 
-def afresh(run: Path) -> str:
+def describe_fresh_start(run: Path) -> str:
     """What is said of a run that is asked to go on in this folder, which has no checkpoint."""
     lost = last_step(run)
     again = (
@@ -52,7 +52,7 @@ def is_finished(run: Path, config: Config) -> bool:
     return last_step(run) >= config.run.num_rollout
 
 
-IDENTITY = (
+IDENTITY_KEYS = (
     "algorithm",
     "run.seed",
     "model.path",
@@ -71,13 +71,13 @@ IDENTITY = (
 """Keys, and beginnings of keys, that make a run the run that it is: what is trained, on which data in which order. Of
 `train.mtp` only whether it is 0. Others may change when it is resumed, and hold from there on."""
 
-PRIVATE = 0o700
+PRIVATE_MODE = 0o700
 """Mode of a run folder: its rollouts, weights and logs are for its owner."""
-WITHOUT_EFFECT = ("run.resume", "run.dir", "track.")
+UNREPORTED_KEYS = ("run.resume", "run.dir", "track.")
 """Those whose change is not worth a line."""
 
 CHECKPOINTS = "checkpoints"
-RESULTS = ("metrics.jsonl", "rollouts", CHECKPOINTS, "export")
+RESULT_NAMES = ("metrics.jsonl", "rollouts", CHECKPOINTS, "export")
 
 README = """\
 This folder is one run of MegaRL. What is in it:
@@ -142,17 +142,17 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, resumes: bool, lock: IO[str], made: list[Path]) -> None:
         self.path = path
-        self.resumes = resumes
+        self.is_resumed = resumes
         self._config = config
         self._lock: IO[str] | None = lock
-        self._made = made
+        self._created = made
         """What was made for the claim, the innermost first."""
 
     def begin(self, step: int = 0) -> list[Change]:
         """Write config.yaml, README.txt and the user's code; the run goes on after step `step`, from which on the
         changes hold that are returned. Raises ConfigError where that cannot be written."""
-        changes = earlier_run(self.path, self._config, self.resumes)
-        text = yaml.safe_dump(without_secrets(self._config), sort_keys=False, allow_unicode=True)
+        changes = check_earlier_run(self.path, self._config, self.is_resumed)
+        text = yaml.safe_dump(redact_config(self._config), sort_keys=False, allow_unicode=True)
         try:
             for change in changes:
                 record = {"step": step + 1, **change._asdict(), "time": time.time()}
@@ -160,17 +160,17 @@ class RunFolder:
                     file.write(json.dumps(record, default=str) + "\n")
             _write(self.path / "config.yaml", text)
             _write(self.path / "README.txt", README)
-            code = user_code.record(self.path, self._config, step, self.resumes)
+            code = user_code.record(self.path, self._config, step, self.is_resumed)
         except OSError as error:
             raise _unusable(self.path, error) from None
-        self._made = []
+        self._created = []
         return changes + [Change(f"{user_code.FOLDER}/{name}", old, new) for name, old, new in code]
 
     def release(self) -> None:
         if self._lock is not None:
             _close(self._lock)
             self._lock = None
-            _remove(self._made)
+            _remove_created(self._created)
 
 
 def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
@@ -183,14 +183,14 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
     made: list[Path] = []
     lock = None
     try:
-        earlier_run(path, config, resume)
-        _make(path, made)
-        _close_to_others(path)
+        check_earlier_run(path, config, resume)
+        _create_folders(path, made)
+        _restrict_access(path)
         lock_file = path / ".lock"
         if not lock_file.exists():
             made.insert(0, lock_file)
         lock = _lock(lock_file)
-        earlier_run(path, config, resume)  # another job may just have ended
+        check_earlier_run(path, config, resume)  # another job may just have ended
         _probe(path)
         if config.run.save_every and (path / CHECKPOINTS).is_dir():
             _probe(path / CHECKPOINTS)  # else the first checkpoint is what says it, hours later
@@ -198,20 +198,20 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
     except (OSError, ConfigError) as error:
         if lock is not None:
             _close(lock)
-        _remove(made)
+        _remove_created(made)
         raise (_unusable(path, error) if isinstance(error, OSError) else error) from None
 
 
-def look(config: Config) -> None:
+def check_folder(config: Config) -> None:
     """What `claim` would say of a folder that is another run's, before processes are started for this one."""
     path = Path(config.run.dir)
     try:
-        earlier_run(path, config, config.run.goes_on)
+        check_earlier_run(path, config, config.run.resumes)
     except OSError as error:
         raise _unusable(path, error) from None
 
 
-def prepare(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
+def claim_and_begin(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
     """`claim` and `begin` in one, where no checkpoint decides between them from which step on the run goes."""
     folder = claim(run_dir, config, resume)
     try:
@@ -222,23 +222,23 @@ def prepare(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
     return folder
 
 
-def differing_keys(old: Config, new: Config) -> list[Change]:
+def diff_configs(old: Config, new: Config) -> list[Change]:
     """Every leaf that differs, in order."""
     before, after = _leaves(to_dict(old)), _leaves(to_dict(new))
     return [
         Change(key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not key.startswith(WITHOUT_EFFECT)
+        if before.get(key) != after.get(key) and not key.startswith(UNREPORTED_KEYS)
     ]
 
 
 def _is_identity(change: Change) -> bool:
     if change.key == "train.mtp":
         return bool(change.old) != bool(change.new)
-    return change.key.startswith(IDENTITY)
+    return change.key.startswith(IDENTITY_KEYS)
 
 
-def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
+def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
     """What has changed since the run in this folder was started last; nothing where there is none. Raises ConfigError
     where the folder belongs to another run, or where `config` does not ask to go on. Only looks."""
     file = path / "config.yaml"
@@ -254,7 +254,7 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
         raise ConfigError(f"run folder {path} has results but no config.yaml; set run.dir to another folder")
     try:
         old = load_config(file)
-        changes = differing_keys(old, config)
+        changes = diff_configs(old, config)
     except (OSError, ValueError, RecursionError) as error:
         what = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(
@@ -286,16 +286,16 @@ def earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
     return changes
 
 
-def without_secrets(config: Config) -> dict[str, Any]:
+def redact_config(config: Config) -> dict[str, Any]:
     """The configuration as others may read it. `track.webhook` by the name of a variable is none."""
     tree = to_dict(config)
-    if not config.track.webhook.startswith(BY_NAME):
+    if not config.track.webhook.startswith(ENV_PREFIX):
         tree["track"]["webhook"] = ""
     return tree
 
 
 def _has_results(path: Path) -> bool:
-    return any((path / name).exists() for name in RESULTS)
+    return any((path / name).exists() for name in RESULT_NAMES)
 
 
 def _is_ours(readme: Path) -> bool:
@@ -305,7 +305,7 @@ def _is_ours(readme: Path) -> bool:
         return False
 
 
-def _make(path: Path, made: list[Path]) -> None:
+def _create_folders(path: Path, made: list[Path]) -> None:
     """As `mkdir -p`; what it makes is put in front of `made`."""
     missing = []
     while not path.exists():
@@ -319,16 +319,16 @@ def _make(path: Path, made: list[Path]) -> None:
         folder.mkdir(exist_ok=True)
         made.insert(0, folder)
     if missing:
-        missing[0].chmod(PRIVATE)  # whatever the umask
+        missing[0].chmod(PRIVATE_MODE)  # whatever the umask
 
 
-def _close_to_others(path: Path) -> None:
+def _restrict_access(path: Path) -> None:
     """Others may not enter a run folder, and so read nothing in it, whatever the modes within. One that somebody has
     opened after the run began stays open."""
-    if _has_results(path) or not stat.S_IMODE(path.stat().st_mode) & ~PRIVATE:
+    if _has_results(path) or not stat.S_IMODE(path.stat().st_mode) & ~PRIVATE_MODE:
         return
     try:
-        path.chmod(PRIVATE)
+        path.chmod(PRIVATE_MODE)
     except OSError as error:
         warnings.warn(f"others may be able to read {path}, whose mode cannot be set: {error.strerror}", stacklevel=4)
 
@@ -343,7 +343,7 @@ def _probe(folder: Path) -> None:
         raise _unusable(folder, error) from None
 
 
-def _remove(made: list[Path]) -> None:
+def _remove_created(made: list[Path]) -> None:
     for path in made:
         with contextlib.suppress(OSError):  # another job has put something there
             path.unlink() if path.name == ".lock" else path.rmdir()

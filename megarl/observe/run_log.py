@@ -16,18 +16,18 @@ import torch
 from megarl.config import Config, ConfigError
 from megarl.observe.clock import Span
 from megarl.observe.guards import Guards
-from megarl.observe.health_bands import bands_of
+from megarl.observe.health_bands import load_bands
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, remove_after
-from megarl.observe.rollout_table import TrainerSays
-from megarl.observe.run_folder import Change, RunFolder, claim, without_secrets
+from megarl.observe.rollout_table import TrainerLogprobs
+from megarl.observe.run_folder import Change, RunFolder, claim, redact_config
 from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
-from megarl.observe.trackers.adapter import rows_of
-from megarl.observe.webhook import Webhook, url_of
+from megarl.observe.trackers.adapter import make_rows
+from megarl.observe.webhook import Webhook, resolve_url
 from megarl.parallel import ranks
-from megarl.rewards.failed_rewards import unscored_reasons
-from megarl.rollout.aborted import abort_reasons
+from megarl.rewards.failed_rewards import summarize_unscored
+from megarl.rollout.aborted import summarize_aborts
 from megarl.types import Rollouts, TrainBatch
 
 
@@ -42,45 +42,45 @@ class RunLog:
 
     def __init__(self, config: Config, job: ranks.Job, vocabulary: str = "", trains: bool = True) -> None:
         self.run_dir = Path(config.run.dir)
-        self.writes = job.rank == 0
+        self.is_writer = job.rank == 0
         self._rank = job.rank
         self._warned: set[str] = set()
         self._webhook: Webhook | None = None
         self._step = 0
-        self._recorded = 0
+        self._last_recorded_step = 0
         """The last step whose rollouts are."""
         self._folder: RunFolder | None = None
-        self._early: list[str] | None = []
+        self._pending_lines: list[str] | None = []
         """Lines said before `begin`."""
 
         def prepare() -> None:
-            self._folder = claim(self.run_dir, config, resume=config.run.goes_on)
-            if not self._folder.resumes:
+            self._folder = claim(self.run_dir, config, resume=config.run.resumes)
+            if not self._folder.is_resumed:
                 self._folder.begin()
 
         self._on_lead(prepare)
         self._progress = Progress(
             config.algorithm.rpartition(":")[2].upper(),
             config.run.num_rollout,
-            enabled=self.writes,
+            enabled=self.is_writer,
             live=None if config.track.progress else False,
-            bands=bands_of(config.guards),
+            bands=load_bands(config.guards),
             counts=trains or config.run.num_rollout > 1,
         )
-        self.guards = Guards(config.guards, self.say, self.alarm)
+        self.guards = Guards(config.guards, self.log, self.alarm)
         self._tracker: Tracker | None = None
-        if self.writes:
-            self._tracker = Tracker(self.run_dir, config.track.trackers, self._warn, without_secrets(config))
+        if self.is_writer:
+            self._tracker = Tracker(self.run_dir, config.track.trackers, self._warn, redact_config(config))
         self._shows_rollouts = config.track.rollouts
-        url = url_of(config.track.webhook) if self.writes and config.track.webhook else ""
+        url = resolve_url(config.track.webhook) if self.is_writer and config.track.webhook else ""
         self._webhook = Webhook(url, config.run.dir) if url else None
         self._rollouts: RolloutLog | None = None
         if config.track.rollouts:
             self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.records, vocabulary)
         self._timeline = Timeline(self.run_dir, job.rank, self._warn)
-        if self._folder is None or not self._folder.resumes:
-            self._early = None
-        self.say(f"run folder {self.run_dir}")
+        if self._folder is None or not self._folder.is_resumed:
+            self._pending_lines = None
+        self.log(f"run folder {self.run_dir}")
 
     def begin(self, step: int) -> None:
         """The run goes on after step `step`, with what has changed in its configuration, which is said and recorded.
@@ -88,7 +88,7 @@ class RunLog:
         changes: list[Change] = []
 
         def begin() -> None:
-            if self._folder is not None and self._folder.resumes:
+            if self._folder is not None and self._folder.is_resumed:
                 changes.extend(self._folder.begin(step))
                 try:
                     remove_after(self.run_dir, step)
@@ -99,15 +99,15 @@ class RunLog:
                     ) from None
 
         self._on_lead(begin)
-        early, self._early = self._early or [], None
+        early, self._pending_lines = self._pending_lines or [], None
         for text in early:
-            self._note(text)
+            self._append_line(text)
         for change in changes:
-            self.say(f"changed, from step {step + 1} on: {change}")
+            self.log(f"changed, from step {step + 1} on: {change}")
 
     def alarm(self, text: str) -> None:
         """What must not be overlooked: in the log, in the trackers, and posted to `track.webhook`."""
-        self.say(f"ALARM: {text}")
+        self.log(f"ALARM: {text}")
         if self._tracker is not None:
             self._tracker.alarm(self._step, text)
         self._post(text)
@@ -116,14 +116,14 @@ class RunLog:
         if self._webhook is not None:
             self._webhook.post(text, self._step)
 
-    def _look_at_webhook(self) -> None:
-        if self._webhook is not None and (failure := self._webhook.failure()):
-            self.say(failure)
+    def _check_webhook(self) -> None:
+        if self._webhook is not None and (failure := self._webhook.pop_failure()):
+            self.log(failure)
 
-    def quarantined(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+    def report_quarantined(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """Rollouts that nothing is trained on, for a number of them is none: for quarantine.jsonl, and an alarm. They
         are recorded with the others; `prompt` and `seed` find them there."""
-        if not self.writes:
+        if not self.is_writer:
             return
         try:
             with (self.run_dir / "quarantine.jsonl").open("a", encoding="utf-8") as file:
@@ -136,18 +136,18 @@ class RunLog:
             f"step {step}: not finite, so nothing is trained on them: rollouts of {shown}{more}; quarantine.jsonl"
         )
 
-    def alarm_from_any(self, text: str) -> None:
+    def alarm_any_rank(self, text: str) -> None:
         """What one rank alone has seen, whichever it is; from any of its threads."""
-        if self.writes:
+        if self.is_writer:
             self.alarm(text)
             return
         print(f"ALARM: {text}", flush=True)
-        self._note(f"ALARM: {text}")
+        self._append_line(f"ALARM: {text}")
 
     def _on_lead(self, work: Callable[[], None]) -> None:
         """Do it on rank 0; its ConfigError is raised on all ranks."""
         error = None
-        if self.writes:
+        if self.is_writer:
             try:
                 work()
             except ConfigError as failure:
@@ -158,27 +158,27 @@ class RunLog:
                 self._folder.release()
             raise ConfigError(error)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line for the terminal and for log.txt."""
-        if self.writes:
-            self._progress.say(text)
-            self._note(text)
+        if self.is_writer:
+            self._progress.log(text)
+            self._append_line(text)
 
-    def phase(self, name: str) -> None:
+    def begin_phase(self, name: str) -> None:
         """What is going on now, for the display."""
-        self._progress.phase(name)
+        self._progress.begin_phase(name)
 
-    def share(self, done: int, total: int) -> None:
+    def update_phase(self, done: int, total: int) -> None:
         """How far the work of this phase is."""
-        self._progress.share(done, total)
+        self._progress.update_phase(done, total)
 
     def begin_step(self, step: int) -> None:
         """Steps count from 1."""
         self._step = step
-        self._look_at_webhook()
+        self._check_webhook()
         self._progress.begin_step(step)
 
-    def step(
+    def end_step(
         self,
         step: int,
         metrics: Mapping[str, float],
@@ -189,59 +189,59 @@ class RunLog:
         """A step is done: its metrics, and its rollouts, which each rank records that has some, in the background, with
         the batch that was made of the `trained` ones in their order; of all by default. Returns the metrics with those
         of the guards. Raises ConfigError on all ranks where a guard ends the run."""
-        metrics = {**metrics, **self.guards.look(step, metrics)}
+        metrics = {**metrics, **self.guards.check(step, metrics)}
         if rollouts is not None and self._rollouts is not None:
             of = rollouts if trained is None else trained
-            own, says = advantages_of(rollouts, batch, of), trainer_of(rollouts, batch, of)
-            self._rollouts.write(step, len(rollouts), rollouts.own.tolist(), rollouts.here, own, says)
-            self._recorded = step
-        if self.writes:
+            own, says = split_advantages(rollouts, batch, of), split_trainer_logprobs(rollouts, batch, of)
+            self._rollouts.write(step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local, own, says)
+            self._last_recorded_step = step
+        if self.is_writer:
             self._write(step, metrics, rollouts)
-        self.guards.end()
+        self.guards.raise_if_stopped()
         return metrics
 
-    def failed(self, step: int, made: Sequence[Rollouts]) -> None:
+    def record_failed_step(self, step: int, made: Sequence[Rollouts]) -> None:
         """A step does not come to its end: what it has sampled so far is recorded all the same, so that it can be
         replayed. Not collective."""
-        if made and step > self._recorded and self._rollouts is not None:
-            rollouts = Rollouts.joined(made)
-            self._rollouts.write(step, len(rollouts), rollouts.own.tolist(), rollouts.here)
+        if made and step > self._last_recorded_step and self._rollouts is not None:
+            rollouts = Rollouts.concat(made)
+            self._rollouts.write(step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local)
 
     def _write(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
         assert self._tracker is not None
         self._tracker.log(step, metrics)
         if rollouts is not None and self._shows_rollouts:
-            self._tracker.table(step, rows_of(step, rollouts.here))
-        if rollouts is not None and (reasons := abort_reasons(rollouts)):
-            self.say(f"step {step}: aborted rollouts, which nothing is trained on: {reasons}")
-        if rollouts is not None and (reasons := unscored_reasons(rollouts)):
-            self.say(f"step {step}: rollouts without a reward, which nothing is trained on: {reasons}")
-        self._progress.step(step, metrics)
-        self._note(self._progress.line(step, metrics))
+            self._tracker.table(step, make_rows(step, rollouts.local))
+        if rollouts is not None and (reasons := summarize_aborts(rollouts)):
+            self.log(f"step {step}: aborted rollouts, which nothing is trained on: {reasons}")
+        if rollouts is not None and (reasons := summarize_unscored(rollouts)):
+            self.log(f"step {step}: rollouts without a reward, which nothing is trained on: {reasons}")
+        self._progress.end_step(step, metrics)
+        self._append_line(self._progress.format_step(step, metrics))
 
-    def spans(self, spans: Iterable[Span]) -> None:
+    def write_spans(self, spans: Iterable[Span]) -> None:
         """What this rank did since the last call, for the timeline."""
         self._timeline.write(spans)
 
-    def settling(self) -> Callable[[], None]:
+    def make_drain(self) -> Callable[[], None]:
         """What waits, in whatever thread, until that is on disk which this rank has recorded up to now."""
-        return (lambda: None) if self._rollouts is None else self._rollouts.settling()
+        return (lambda: None) if self._rollouts is None else self._rollouts.make_drain()
 
-    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Figures of the state after `step` steps that are not a step's own: an evaluation."""
-        if not self.writes:
+        if not self.is_writer:
             return
         assert self._tracker is not None
         self._tracker.log(step, metrics, self._step)
-        self._note(self._progress.evaluation(step, metrics))
+        self._append_line(self._progress.report_evaluation(step, metrics))
 
-    def ended(self, error: BaseException, orderly: bool, cause: str = "") -> None:
+    def log_end(self, error: BaseException, orderly: bool, cause: str = "") -> None:
         """Say in log.txt what ends the run early; cause: what another rank said that this one has lost. Where it is
         neither `orderly` nor a mistake of the user's, the traceback goes to logs/rank_N.log, and the error gets a note
         that says so."""
-        if self.writes:
+        if self.is_writer:
             said = cause or (str(error) if orderly else f"{type(error).__name__}: {error}")
-            self._note(said)
+            self._append_line(said)
             if not orderly:
                 self._post(f"the run has ended: {said}")
         if orderly or (isinstance(error, ConfigError) and error.__cause__ is None):
@@ -263,13 +263,13 @@ class RunLog:
             self._tracker.close()
         if self._webhook is not None:  # last of those that may have an alarm
             self._webhook.close()
-            self._look_at_webhook()
+            self._check_webhook()
         if self._folder is not None:
             self._folder.release()
 
-    def _note(self, text: str) -> None:
-        if self._early is not None:
-            self._early.append(text)
+    def _append_line(self, text: str) -> None:
+        if self._pending_lines is not None:
+            self._pending_lines.append(text)
             return
         try:
             with (self.run_dir / "log.txt").open("a", encoding="utf-8") as file:
@@ -285,31 +285,33 @@ class RunLog:
             self._post(text)
 
 
-def advantages_of(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[np.ndarray | None]:
+def split_advantages(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[np.ndarray | None]:
     """[tokens] float32 for each rollout that is here, a view of the batch that was made of the `trained` ones, in their
     order; None for others, and without advantages."""
-    return _each(rollouts, batch, trained, None if batch is None else batch.advantages)
+    return _split_by_rollout(rollouts, batch, trained, None if batch is None else batch.advantages)
 
 
-def trainer_of(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[TrainerSays | None]:
+def split_trainer_logprobs(
+    rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts
+) -> list[TrainerLogprobs | None]:
     """Likewise what the trainer says of their tokens, where it has looked."""
     logs, unreplayed = (
-        _each(rollouts, batch, trained, _of_actions(batch, name))
+        _split_by_rollout(rollouts, batch, trained, _mask_actions(batch, name))
         for name in ("trainer_logprobs", "unreplayed_logprobs")
     )
-    return [None if own is None else TrainerSays(own, free) for own, free in zip(logs, unreplayed, strict=True)]
+    return [None if own is None else TrainerLogprobs(own, free) for own, free in zip(logs, unreplayed, strict=True)]
 
 
-def _of_actions(batch: TrainBatch | None, name: str) -> torch.Tensor | None:
+def _mask_actions(batch: TrainBatch | None, name: str) -> torch.Tensor | None:
     column = None if batch is None else getattr(batch, name)
     return None if batch is None or column is None else torch.where(batch.loss_mask, column, 0.0)
 
 
-def _each(
+def _split_by_rollout(
     rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts, column: torch.Tensor | None
 ) -> list[np.ndarray | None]:
     if batch is None or column is None:
-        return [None] * len(rollouts.here)
+        return [None] * len(rollouts.local)
     ends = batch.cu_seqlens[1:-1].tolist()
-    own = dict(zip(map(id, trained.here), np.split(column.numpy(), ends), strict=False))
-    return [own.get(id(rollout)) for rollout in rollouts.here]
+    own = dict(zip(map(id, trained.local), np.split(column.numpy(), ends), strict=False))
+    return [own.get(id(rollout)) for rollout in rollouts.local]

@@ -32,7 +32,7 @@ class Timeline:
     def write(self, spans: Iterable[Span]) -> None:
         """Of a run that ends before its first step there is nothing to show, and nothing is written."""
         found = sorted(spans, key=_steps_first)
-        self._has_steps = self._has_steps or any(span.who == STEP for span in found)
+        self._has_steps = self._has_steps or any(span.category == STEP for span in found)
         lines = [line for span in found for line in self._events(span)] if self._has_steps else []
         if not lines:
             return
@@ -52,10 +52,12 @@ class Timeline:
             found.append({"name": "thread_name", "ph": "M", "args": {"name": span.thread}})
         begin, end = round(span.begin * 1e6), round(span.end * 1e6)
         args = {"ranks": list(span.ranks)} if span.ranks else {}
-        found.append({"name": span.name, "cat": span.who, "ph": "X", "ts": begin, "dur": end - begin, "args": args})
+        found.append(
+            {"name": span.name, "cat": span.category, "ph": "X", "ts": begin, "dur": end - begin, "args": args}
+        )
         place = {"pid": self._rank, "tid": self._threads[span.thread]}
         return [json.dumps(event | place) + "," for event in found]
 
 
 def _steps_first(span: Span) -> tuple[bool, float]:
-    return span.who != STEP, span.begin
+    return span.category != STEP, span.begin

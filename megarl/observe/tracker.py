@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.observe.trackers.adapter import Outlet, Row, Standing, Told
-from megarl.observe.trackers.names import KNOWN, opened
+from megarl.observe.trackers.adapter import Row, TrackerRun, TrackerState, TrackerWorker
+from megarl.observe.trackers.names import TRACKERS, open_adapter
 from megarl.utils import exact_json
 
 
@@ -30,9 +30,14 @@ class Tracker:
         self.path = run_dir / "metrics.jsonl"
         self._started = False
         self._failed: set[str] = set()
-        told = Told(run_dir, config=config or {})
-        self._outlets = [
-            Outlet(KNOWN[name].title, partial(opened, name), told, Standing(run_dir / "trackers" / f"{name}.json"))
+        told = TrackerRun(run_dir, config=config or {})
+        self._workers = [
+            TrackerWorker(
+                TRACKERS[name].title,
+                partial(open_adapter, name),
+                told,
+                TrackerState(run_dir / "trackers" / f"{name}.json"),
+            )
             for name in names
         ]
 
@@ -46,39 +51,39 @@ class Tracker:
         """
         if not self._started:
             self._started = True
-            self._try("metrics.jsonl", lambda: self._forget(step, metrics))
+            self._try("metrics.jsonl", lambda: self._drop_repeated(step, metrics))
         line = exact_json.dumps({"step": step, "time": time.time(), **metrics}) + "\n"
         self._try("metrics.jsonl", lambda: self._append(line))
-        for outlet in self._outlets:
-            outlet.metrics(step, metrics, now)
-        self._look()
+        for outlet in self._workers:
+            outlet.log_metrics(step, metrics, now)
+        self._check_failures()
 
     def alarm(self, step: int, text: str) -> None:
         """For the trackers, among their texts."""
-        for outlet in self._outlets:
-            outlet.text(step, text)
+        for outlet in self._workers:
+            outlet.log_text(step, text)
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
         """For the trackers: some of the step's rollouts, by `trackers.sink.COLUMNS`."""
         if rows:
-            for outlet in self._outlets:
-                outlet.table(step, rows)
+            for outlet in self._workers:
+                outlet.log_table(step, rows)
 
-    def _look(self) -> None:
-        for outlet in self._outlets:
-            if failure := outlet.failure():
+    def _check_failures(self) -> None:
+        for outlet in self._workers:
+            if failure := outlet.pop_failure():
                 self._warn(failure)
 
     def close(self) -> None:
-        for outlet in self._outlets:
+        for outlet in self._workers:
             outlet.close()
-        self._look()
+        self._check_failures()
 
     def _append(self, line: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    def _forget(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _drop_repeated(self, step: int, metrics: Mapping[str, float]) -> None:
         """A resumed run does the steps after its checkpoint again: drop their lines, and one that a crash cut short.
         metrics: those that are said of `step` now; what else was said of it, by an evaluation, stays."""
         if not self.path.is_file():

@@ -26,10 +26,10 @@ from megarl.config import Config, ConfigError, to_dict
 FOLDER = "code"
 CHANGES = "changes.jsonl"
 """In FOLDER: {"step": 21, "file": "my_reward.py", "old": hash, "new": hash, "time": ...} for each file that changed."""
-MOST_FILES = 500
-LARGEST = 1 << 20
+MAX_FILES = 500
+MAX_COPY_BYTES = 1 << 20
 """Bytes of a file that is copied; larger ones are only compared."""
-LETTERS = 16
+HASH_CHARS = 16
 """Of a SHA-256 in hexadecimal."""
 
 _SPEC = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]")
@@ -42,22 +42,22 @@ _INSTALLED = tuple(
 def find(config: Config) -> dict[str, Path]:
     """Return the run's own source files by their names in FOLDER, such as `lab/sign.py` of the module `lab.sign`."""
     files: dict[str, Path] = {}
-    waiting = [match[1] for text in _texts(to_dict(config)) if (match := _SPEC.match(text))]
+    waiting = [match[1] for text in _iter_strings(to_dict(config)) if (match := _SPEC.match(text))]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script and _is_users(Path(script)):
+    if script and _is_user_file(Path(script)):
         files[Path(script).name] = Path(script).resolve()
-        waiting += _imported(Path(script), "")
+        waiting += _imported_names(Path(script), "")
     seen: set[str] = set()
-    while waiting and len(files) < MOST_FILES:
+    while waiting and len(files) < MAX_FILES:
         module = waiting.pop()
         if module in seen:
             continue
         seen.add(module)
-        for name, file in _files_of(module):
+        for name, file in _module_files(module):
             if file not in files.values():
                 package = name if file.name == "__init__.py" else name.rpartition(".")[0]
                 files[name.replace(".", "/") + ("/__init__.py" if name == package else ".py")] = file
-                waiting += _imported(file, package)
+                waiting += _imported_names(file, package)
     return files
 
 
@@ -71,7 +71,7 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
     files = find(config)
     new = {name: _hash(file) for name, file in files.items()}
     index = folder / "files.json"
-    old = _recorded(index) if resumes else None
+    old = _read_index(index) if resumes else None
     changed = [] if old is None else sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if old is None and not files:
         return []
@@ -87,7 +87,7 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
             _move(folder / name, folder / f"until_step_{step:06d}" / name)
     for name, file in files.items():
         target = folder / name
-        if file.stat().st_size <= LARGEST:
+        if file.stat().st_size <= MAX_COPY_BYTES:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
     folder.mkdir(exist_ok=True)
@@ -104,18 +104,18 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
     return found
 
 
-def _texts(tree: Any) -> Iterator[str]:
+def _iter_strings(tree: Any) -> Iterator[str]:
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from _texts(value)
+            yield from _iter_strings(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _texts(value)
+            yield from _iter_strings(value)
 
 
-def _files_of(module: str) -> Iterator[tuple[str, Path]]:
+def _module_files(module: str) -> Iterator[tuple[str, Path]]:
     """The files of a module and of the packages that it is in, with their dotted names; none for what is not the
     user's, or cannot be found."""
     top, *below = module.split(".")
@@ -130,7 +130,7 @@ def _files_of(module: str) -> Iterator[tuple[str, Path]]:
     name = top
     while True:
         if file is not None:
-            if not _is_users(file):
+            if not _is_user_file(file):
                 return
             yield name, file.resolve()
         if not below:
@@ -142,12 +142,12 @@ def _files_of(module: str) -> Iterator[tuple[str, Path]]:
         folders = [folder / part for folder in folders if (folder / part).is_dir()]
 
 
-def _is_users(file: Path) -> bool:
+def _is_user_file(file: Path) -> bool:
     path = file.resolve()
     return path.is_file() and not any(place in path.parents for place in (_MEGARL, *_INSTALLED))
 
 
-def _imported(file: Path, package: str) -> list[str]:
+def _imported_names(file: Path, package: str) -> list[str]:
     """Dotted names of what a source file imports; `from a import b` names `a.b`, which may be a module."""
     try:
         tree = ast.parse(file.read_bytes())
@@ -167,10 +167,10 @@ def _imported(file: Path, package: str) -> list[str]:
 
 
 def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:LETTERS]
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:HASH_CHARS]
 
 
-def _recorded(index: Path) -> dict[str, str] | None:
+def _read_index(index: Path) -> dict[str, str] | None:
     """The hashes of the last start by file; None where nothing of that form is there."""
     try:
         tree = json.loads(index.read_text(encoding="utf-8"))

@@ -20,38 +20,40 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from megarl.config import ConfigError
-from megarl.utils.addresses import is_public, plainly_private
+from megarl.utils.addresses import is_known_private, is_public
 
 KEY = "track.webhook"
-PRIVATE = "MEGARL_WEBHOOK_PRIVATE"
+PRIVATE_ENV = "MEGARL_WEBHOOK_PRIVATE"
 """Environment variable; 1 where the webhook is on this machine or in a private network."""
-BY_NAME = "env:"
+ENV_PREFIX = "env:"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
-_WAITING = 32
+_QUEUE_SIZE = 32
 """Alarms that wait to be posted; further ones are left out."""
-_PATIENCE_S = 10.0
-_LAST_S = 5.0
+_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 5.0
 """How long a run that ends waits for what was not posted yet."""
 
 
 def check_webhook(setting: str) -> None:
     """Raise ConfigError, without the URL, for what is none, or may not be asked."""
     if setting:
-        url_of(setting)
+        resolve_url(setting)
 
 
-def url_of(setting: str) -> str:
+def resolve_url(setting: str) -> str:
     """The URL that `track.webhook` means, of this process. Raises ConfigError, without the URL, for what is none."""
-    if setting.startswith(BY_NAME):
-        name = setting.removeprefix(BY_NAME)
+    if setting.startswith(ENV_PREFIX):
+        name = setting.removeprefix(ENV_PREFIX)
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{KEY}: behind {BY_NAME} must be the name of an environment variable")
+            raise ConfigError(f"{KEY}: behind {ENV_PREFIX} must be the name of an environment variable")
         if not os.environ.get(name, "").strip():
             raise ConfigError(f"{KEY}: the environment variable {name} is not set; export it before the run")
         setting = os.environ[name].strip()
     parts = _parts(setting)
-    if plainly_private(parts.hostname or "") and not _may_be_private():
-        raise ConfigError(f"{KEY} is on this machine or in a private network: export {PRIVATE}=1 if it is one of yours")
+    if is_known_private(parts.hostname or "") and not _is_private_allowed():
+        raise ConfigError(
+            f"{KEY} is on this machine or in a private network: export {PRIVATE_ENV}=1 if it is one of yours"
+        )
     return setting
 
 
@@ -63,13 +65,13 @@ def _parts(url: str) -> SplitResult:
         good = False
     if not good or not (url.isascii() and url.isprintable()) or " " in url:
         raise ConfigError(
-            f"{KEY} is no address such as https://hooks.example.com/T1/x, and not {BY_NAME}NAME of a variable with one"
+            f"{KEY} is no address such as https://hooks.example.com/T1/x, and not {ENV_PREFIX}NAME of a variable with one"
         )
     return parts
 
 
-def _may_be_private() -> bool:
-    return os.environ.get(PRIVATE) == "1"
+def _is_private_allowed() -> bool:
+    return os.environ.get(PRIVATE_ENV) == "1"
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class Webhook:
 
     def __init__(self, url: str, run: str) -> None:
         self._url, self._run, self._host = url, run, socket.gethostname()
-        self._queue: queue.Queue[Alarm | None] = queue.Queue(_WAITING)
-        self._lost = 0
+        self._queue: queue.Queue[Alarm | None] = queue.Queue(_QUEUE_SIZE)
+        self._num_dropped = 0
         self._failure = ""
         self._thread: threading.Thread | None = None
 
@@ -95,9 +97,9 @@ class Webhook:
         try:
             self._queue.put_nowait(Alarm(text, step))
         except queue.Full:
-            self._lost += 1
+            self._num_dropped += 1
 
-    def failure(self) -> str:
+    def pop_failure(self) -> str:
         """What went wrong first, once, in a line without the URL; else nothing."""
         said, self._failure = self._failure, ""
         return said
@@ -106,9 +108,9 @@ class Webhook:
         """Wait a little for what was not posted yet."""
         if self._thread is None:
             return
-        until = time.monotonic() + _LAST_S
+        until = time.monotonic() + _CLOSE_TIMEOUT_S
         try:
-            self._queue.put(None, timeout=_LAST_S)
+            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
         except queue.Full:
             return
         self._thread.join(max(0.0, until - time.monotonic()))
@@ -127,7 +129,7 @@ class Webhook:
 
     def _send(self, alarm: Alarm) -> str:
         """Returns what is wrong with the answer."""
-        lost, self._lost = self._lost, 0
+        lost, self._num_dropped = self._num_dropped, 0
         left_out = f" ({lost} further alarms were left out)" if lost else ""
         body = {
             "text": f"MegaRL {self._run} on {self._host}, step {alarm.step}: {alarm.text}{left_out}",
@@ -139,9 +141,9 @@ class Webhook:
         parts = _parts(self._url)
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        connection = http.client.HTTPConnection(host, port, timeout=_PATIENCE_S)
+        connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
         try:
-            connection.sock = _connected(host, port)
+            connection.sock = _connect(host, port)
             if parts.scheme == "https":
                 connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -152,16 +154,16 @@ class Webhook:
         return "" if 200 <= status < 300 else f"it answered with status {status}"
 
 
-def _connected(host: str, port: int) -> socket.socket:
+def _connect(host: str, port: int) -> socket.socket:
     """To an address that may be asked, which is looked at of the very one that is connected to."""
     problem: OSError = OSError(0, "there is no such host")
     for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if not _may_be_private() and not is_public(str(place[0])):
-            problem = OSError(0, f"it is on this machine or in a private network; {PRIVATE}=1 allows it")
+        if not _is_private_allowed() and not is_public(str(place[0])):
+            problem = OSError(0, f"it is on this machine or in a private network; {PRIVATE_ENV}=1 allows it")
             continue
         made = socket.socket(family, kind, protocol)
         try:
-            made.settimeout(_PATIENCE_S)
+            made.settimeout(_TIMEOUT_S)
             made.connect(place)
             return made
         except OSError as error:

@@ -27,7 +27,7 @@ def host() -> torch.device:
     return torch.device("cpu")
 
 
-def names() -> list[str]:
+def gpu_names() -> list[str]:
     """The GPUs of this machine with their memory; none where there is none."""
     if not _HAS_CUDA:
         return []
@@ -40,13 +40,13 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if _HAS_CUDA else "gloo"
 
 
-def select() -> None:
+def set_device() -> None:
     """Bind this process to its device."""
     if _HAS_CUDA:
         torch.cuda.set_device(device())
 
 
-def finish(tensor: torch.Tensor, whole: bool = False) -> None:
+def synchronize(tensor: torch.Tensor, whole: bool = False) -> None:
     """Return when what this thread has had done so far where the tensor is, is done: before another process looks, for
     it has a queue of its own. whole: what anything in this process has had done there. At once for a tensor of the
     host's. Errors of what was queued are raised here."""

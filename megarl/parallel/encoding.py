@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-_DEEPEST = 200
+_MAX_DEPTH = 200
 """Levels of a value at most."""
-_NUMBERS = 32
+_MIN_ARRAY_LENGTH = 32
 """Numbers in a list from which on they travel as an array."""
 _SCALARS = (bool, int, float, str, type(None))
-_PLAIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+_TO_BUILTIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 """Of a subclass, the value without it."""
 _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "decimal": (Decimal, str, Decimal),
@@ -46,7 +46,7 @@ class EncodingError(ValueError):
 
 def encode(value: Any) -> bytes:
     """Raises EncodingError, which names the type that cannot be sent."""
-    writer = _Writer()
+    writer = _Encoder()
     tree = json.dumps(writer.tree(value, 0), separators=(",", ":")).encode()
     return b"".join([len(tree).to_bytes(8, "little"), tree, *writer.parts])
 
@@ -56,24 +56,24 @@ def decode(content: bytes | memoryview) -> Any:
     view = memoryview(content).cast("B")
     size = int.from_bytes(view[:8], "little")
     try:
-        return _Reader(view[8 + size :]).value(json.loads(bytes(view[8 : 8 + size])), 0)
+        return _Decoder(view[8 + size :]).value(json.loads(bytes(view[8 : 8 + size])), 0)
     except (TypeError, LookupError, AttributeError, ValueError, RuntimeError, ImportError) as error:
         raise EncodingError(f"no value of a rank: {type(error).__name__}: {error}") from error
 
 
-class _Writer:
+class _Encoder:
     """A JSON tree: scalars stand for themselves, a list for a list; all else is {"kind": ...}."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
-        self._known: dict[int, int] = {}
+        self._object_ids: dict[int, int] = {}
         self._alive: list[Any] = []  # else an id might be another's
 
     def tree(self, value: Any, depth: int) -> Any:
         if type(value) in _SCALARS:
             return value
-        if depth > _DEEPEST:
-            raise EncodingError(f"more than {_DEEPEST} levels of values cannot be sent to another rank")
+        if depth > _MAX_DEPTH:
+            raise EncodingError(f"more than {_MAX_DEPTH} levels of values cannot be sent to another rank")
         if type(value) is list:
             return self._list(value, depth)
         if type(value) in (tuple, set, frozenset):
@@ -85,17 +85,17 @@ class _Writer:
                 return {"dict": {key: self.tree(one, depth + 1) for key, one in value.items()}}
             return {"pairs": [self.tree([key, one], depth + 1) for key, one in value.items()]}
         if isinstance(value, (str, int, float)) and not isinstance(value, np.generic):  # such as an enumeration's
-            plain = next(read for kind, read in _PLAIN.items() if isinstance(value, kind))
+            plain = next(read for kind, read in _TO_BUILTIN.items() if isinstance(value, kind))
             return plain(value)
-        if id(value) in self._known:
-            return {"again": self._known[id(value)]}
-        tree = self._shared(value, depth)
-        self._known[id(value)] = len(self._known)
+        if id(value) in self._object_ids:
+            return {"again": self._object_ids[id(value)]}
+        tree = self._encode_object(value, depth)
+        self._object_ids[id(value)] = len(self._object_ids)
         self._alive.append(value)
         return tree
 
     def _list(self, values: list[Any], depth: int) -> Any:
-        if len(values) >= _NUMBERS and len(types := set(map(type, values))) == 1 and types <= {int, float}:
+        if len(values) >= _MIN_ARRAY_LENGTH and len(types := set(map(type, values))) == 1 and types <= {int, float}:
             code = "d" if float in types else "q"
             try:
                 self.parts.append(array.array(code, values).tobytes())
@@ -104,7 +104,7 @@ class _Writer:
                 pass
         return [self.tree(one, depth + 1) for one in values]
 
-    def _shared(self, value: Any, depth: int) -> Any:
+    def _encode_object(self, value: Any, depth: int) -> Any:
         if isinstance(value, (bytes, bytearray)):
             self.parts.append(bytes(value))
             return {"bytes": len(value)}
@@ -128,24 +128,24 @@ class _Writer:
         kind = type(value)
         if dataclasses.is_dataclass(value):
             names = [field.name for field in dataclasses.fields(value)]
-            return {"object": [_name(kind), {name: self.tree(getattr(value, name), depth + 1) for name in names}]}
+            return {"object": [_class_name(kind), {name: self.tree(getattr(value, name), depth + 1) for name in names}]}
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            return {"named": [_name(kind), [self.tree(one, depth + 1) for one in value]]}
+            return {"named": [_class_name(kind), [self.tree(one, depth + 1) for one in value]]}
         raise EncodingError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: only plain values, arrays and "
             "dataclasses of them can"
         )
 
 
-class _Reader:
+class _Decoder:
     def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
+        self._data, self._offset = data, 0
         self._known: list[Any] = []
 
     def value(self, tree: Any, depth: int) -> Any:
         if type(tree) in _SCALARS:
             return tree
-        if depth > 2 * _DEEPEST:
+        if depth > 2 * _MAX_DEPTH:
             raise EncodingError("too many levels")
         if type(tree) is list:
             return [self.value(one, depth + 1) for one in tree]
@@ -161,36 +161,36 @@ class _Reader:
         if kind == "numbers":
             code, count = what
             numbers = array.array({"d": "d", "q": "q"}[code])
-            numbers.frombytes(self._take(8 * count))
+            numbers.frombytes(self._read_bytes(8 * count))
             return numbers.tolist()
         if kind == "again":
             return self._known[what]
-        found = self._shared(kind, what, depth)
+        found = self._decode_object(kind, what, depth)
         self._known.append(found)
         return found
 
-    def _take(self, size: int) -> memoryview:
-        if not 0 <= size <= len(self._data) - self._at:
+    def _read_bytes(self, size: int) -> memoryview:
+        if not 0 <= size <= len(self._data) - self._offset:
             raise EncodingError("bytes are missing")
-        self._at += size
-        return self._data[self._at - size : self._at]
+        self._offset += size
+        return self._data[self._offset - size : self._offset]
 
-    def _shared(self, kind: str, what: Any, depth: int) -> Any:
+    def _decode_object(self, kind: str, what: Any, depth: int) -> Any:
         if kind == "bytes":
-            return bytes(self._take(what))
+            return bytes(self._read_bytes(what))
         if kind == "tensor":
             dtype, shape = _dtype(what[0]), tuple(map(int, what[1]))
-            data = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+            data = self._read_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0).byte()
             return tensor.view(dtype).view(shape)
         if kind == "array":
             dtype, shape = np.dtype(what[0]), tuple(map(int, what[1]))
-            data = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+            data = self._read_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
             found = np.frombuffer(bytearray(data), dtype).reshape(shape)
             found.flags.writeable = what[2]
             return found
         if kind == "scalar":
-            return np.frombuffer(self._take(np.dtype(what).itemsize), np.dtype(what))[0]
+            return np.frombuffer(self._read_bytes(np.dtype(what).itemsize), np.dtype(what))[0]
         if kind == "path":
             return Path(what)
         if kind == "text":
@@ -198,12 +198,12 @@ class _Reader:
         if kind == "dtype":
             return _dtype(what)
         if kind == "named":
-            named = _class(what[0])
+            named = _find_class(what[0])
             if not (issubclass(named, tuple) and hasattr(named, "_fields")):
                 raise EncodingError(f"{what[0]} is no NamedTuple")
             return tuple.__new__(named, [self.value(one, depth + 1) for one in what[1]])
         if kind == "object":
-            made = _class(what[0])
+            made = _find_class(what[0])
             names = {field.name for field in dataclasses.fields(made)}
             if names != set(what[1]):
                 raise EncodingError(f"not the fields of {what[0]}")
@@ -214,11 +214,11 @@ class _Reader:
         raise EncodingError(f"no kind of value: {kind}")
 
 
-def _name(kind: type) -> str:
+def _class_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _class(name: str) -> Any:
+def _find_class(name: str) -> Any:
     """The dataclass or NamedTuple with this name. No module is imported for it but those of this package."""
     module, _, path = name.partition(":")
     if module not in sys.modules and module.split(".")[0] == __name__.split(".")[0]:

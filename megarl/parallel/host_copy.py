@@ -3,7 +3,7 @@
 torch allocates page-locked memory in powers of two (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF is unlimited
 by default), so 33 GB would take 64 GB. Here one allocation of exactly the needed size holds all tensors.
 
-`Staging` is the host memory into which a rank copies its part of a checkpoint while training continues.
+`StagingBuffer` is the host memory into which a rank copies its part of a checkpoint while training continues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from megarl.parallel import device
 
-LEAST = 1 << 20
+MIN_PIECE_BYTES = 1 << 20
 """Bytes of the smallest piece, below which it makes no difference."""
 
 
@@ -23,23 +23,25 @@ class HostCopy:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.pieces = [torch.empty(piece, dtype=torch.uint8, pin_memory=device.has_cuda()) for piece in _pieces(size)]
+        self.pieces = [
+            torch.empty(piece, dtype=torch.uint8, pin_memory=device.has_cuda()) for piece in _piece_sizes(size)
+        ]
 
-    def take(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def copy_from(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Copy what is in these; returns when it is here. They have no more than `size` bytes together."""
-        for there, here in self._parts(storages):
+        for there, here in self._pair_slices(storages):
             here.copy_(there)
 
-    def put_back(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def copy_back(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Copy it to where it was: storages of the same sizes in the same order."""
-        for there, here in self._parts(storages):
+        for there, here in self._pair_slices(storages):
             there.copy_(here)
 
-    def _parts(self, storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pair_slices(self, storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         pieces = iter(self.pieces)
         room = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
-            left = content(storage)
+            left = as_bytes(storage)
             while len(left):
                 if not len(room):
                     room = next(pieces)
@@ -48,24 +50,24 @@ class HostCopy:
                 left, room = left[count:], room[count:]
 
 
-def content(storage: torch.UntypedStorage) -> torch.Tensor:
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """[bytes] uint8 on the same memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _pieces(size: int) -> Iterator[int]:
+def _piece_sizes(size: int) -> Iterator[int]:
     """Powers of two that have so much room together and less than `LEAST` more."""
     while size > 0:
-        piece = max(LEAST, 1 << (size.bit_length() - 1))
+        piece = max(MIN_PIECE_BYTES, 1 << (size.bit_length() - 1))
         yield piece
         size -= piece
 
 
-ALIGNED = 64
+ALIGNMENT = 64
 """Bytes at whose multiples a copy begins."""
 
 
-class Staging:
+class StagingBuffer:
     """One piece of memory, of what the copies take. It is kept from save to save, since to take pages anew costs more
     than to copy into them; copies are good until the next ones are made."""
 
@@ -76,12 +78,12 @@ class Staging:
     def nbytes(self) -> int:
         return self._memory.nbytes
 
-    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the host, each a tensor that has its memory for itself, as far as torch is told."""
         starts, size = [], 0
         for tensor in tensors:
             starts.append(size)
-            size += -(-tensor.nbytes // ALIGNED) * ALIGNED
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if size != self.nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # before there is another
             self._memory = torch.empty(size, dtype=torch.uint8, device=device.host())

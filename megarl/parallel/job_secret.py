@@ -23,10 +23,10 @@ from typing import Any
 
 from megarl.config import ConfigError
 
-VARIABLE = "MEGARL_SECRET"
-_DIGEST = 32
-_SHORTEST = 16
-_CONTEXT = ("MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED")
+SECRET_ENV = "MEGARL_SECRET"
+_DIGEST_BYTES = 32
+_MIN_LENGTH = 16
+_JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED")
 """Variables that all ranks of one start of a job share, and no other start: so a message of it is good for no other."""
 
 
@@ -34,30 +34,32 @@ class ForgedError(RuntimeError):
     """Something does not come from a rank of this job."""
 
 
-def new() -> str:
+def generate_secret() -> str:
     return secrets.token_hex(32)
 
 
 def seal(content: bytes, purpose: str, key: bytes | None = None) -> bytes:
     """The content behind its keyed hash. purpose: what it is, such as a key of a store, so that it cannot be put in
     another's place. key: default that of this job."""
-    return _digest(content, purpose, key or of_job()) + content
+    return _digest(content, purpose, key or job_key()) + content
 
 
 def unseal(sealed: bytes | bytearray | memoryview, purpose: str, key: bytes | None = None) -> memoryview:
     """What was sealed for this purpose. Raises ForgedError where nobody with the key has."""
     view = memoryview(sealed)
-    content = view[_DIGEST:]
-    if len(view) < _DIGEST or not hmac.compare_digest(view[:_DIGEST], _digest(content, purpose, key or of_job())):
+    content = view[_DIGEST_BYTES:]
+    if len(view) < _DIGEST_BYTES or not hmac.compare_digest(
+        view[:_DIGEST_BYTES], _digest(content, purpose, key or job_key())
+    ):
         raise ForgedError(
             f"refused {len(view)} bytes for {purpose!r} that do not come from a rank of this job: somebody else reaches"
-            f" its ports, or its nodes have different secrets, see {VARIABLE} in SECURITY.md"
+            f" its ports, or its nodes have different secrets, see {SECRET_ENV} in SECURITY.md"
         )
     return content
 
 
 def _digest(content: bytes | memoryview, purpose: str, key: bytes) -> bytes:
-    hashed = hashlib.blake2b(key=key, digest_size=_DIGEST)
+    hashed = hashlib.blake2b(key=key, digest_size=_DIGEST_BYTES)
     name = purpose.encode()
     hashed.update(len(name).to_bytes(8, "little") + name)
     hashed.update(content)
@@ -65,48 +67,48 @@ def _digest(content: bytes | memoryview, purpose: str, key: bytes) -> bytes:
 
 
 @functools.cache
-def of_job() -> bytes:
+def job_key() -> bytes:
     """The key of this process's job, 32 bytes."""
-    place = "\n".join(f"{name}={os.environ.get(name, '')}" for name in _CONTEXT)
+    place = "\n".join(f"{name}={os.environ.get(name, '')}" for name in _JOB_VARIABLES)
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    return hashlib.blake2b(place.encode(), key=_secret(is_alone), digest_size=32).digest()
+    return hashlib.blake2b(place.encode(), key=_base_key(is_alone), digest_size=32).digest()
 
 
-def for_engine(index: int) -> str:
+def engine_secret(index: int) -> str:
     """The secret of an engine's processes, on whichever nodes they are."""
-    return hashlib.blake2b(f"engine {index}".encode(), key=of_job(), digest_size=32).hexdigest()
+    return hashlib.blake2b(f"engine {index}".encode(), key=job_key(), digest_size=32).hexdigest()
 
 
-def of_launchers() -> bytes:
+def launcher_key() -> bytes:
     """The key of the launchers of one job's nodes, 32 bytes."""
-    return hashlib.blake2b(b"launchers", key=_secret(is_alone=False), digest_size=32).digest()
+    return hashlib.blake2b(b"launchers", key=_base_key(is_alone=False), digest_size=32).digest()
 
 
-def _secret(is_alone: bool) -> bytes:
-    if text := os.environ.get(VARIABLE, ""):
-        if len(text) < _SHORTEST:
-            raise ConfigError(f"{VARIABLE} has {len(text)} characters: set it to {_SHORTEST} random ones or more")
+def _base_key(is_alone: bool) -> bytes:
+    if text := os.environ.get(SECRET_ENV, ""):
+        if len(text) < _MIN_LENGTH:
+            raise ConfigError(f"{SECRET_ENV} has {len(text)} characters: set it to {_MIN_LENGTH} random ones or more")
         return hashlib.blake2b(text.encode(), digest_size=32).digest()
-    return secrets.token_bytes(32) if is_alone else _of_user()
+    return secrets.token_bytes(32) if is_alone else _user_key()
 
 
-def _of_user() -> bytes:
+def _user_key() -> bytes:
     file = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "megarl" / "secret"
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not file.exists():
             fresh = file.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
             with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                stream.write(new())
+                stream.write(generate_secret())
             with contextlib.suppress(FileExistsError):  # another process was first
                 os.link(fresh, file)
             fresh.unlink()
         about, text = file.stat(), file.read_text()
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read or written ({error.strerror}): set {VARIABLE} to the same random text on all nodes"
+            f"{file} cannot be read or written ({error.strerror}): set {SECRET_ENV} to the same random text on all nodes"
         ) from None
-    if about.st_uid != os.getuid() or about.st_mode & 0o077 or len(text) < _SHORTEST:
+    if about.st_uid != os.getuid() or about.st_mode & 0o077 or len(text) < _MIN_LENGTH:
         raise ConfigError(f"{file} can be read by others, or is not yours: remove it, and a new one is made")
     return bytes.fromhex(text) if len(text) == 64 else hashlib.blake2b(text.encode(), digest_size=32).digest()
 
@@ -127,16 +129,16 @@ class SealedPickle:
     def loads(self, sealed: Any) -> Any:
         return pickle.loads(unseal(sealed, self._purpose, self._key))
 
-    def pickler(self, file: Any) -> _Writer:
+    def pickler(self, file: Any) -> _SealedPickler:
         """As pickle.Pickler."""
-        return _Writer(self, file)
+        return _SealedPickler(self, file)
 
-    def unpickler(self, file: Any) -> _Reader:
+    def unpickler(self, file: Any) -> _SealedUnpickler:
         """As pickle.Unpickler."""
-        return _Reader(self, file)
+        return _SealedUnpickler(self, file)
 
 
-class _Writer:
+class _SealedPickler:
     def __init__(self, pickles: SealedPickle, file: Any) -> None:
         self._pickles, self._file = pickles, file
 
@@ -144,7 +146,7 @@ class _Writer:
         self._file.write(self._pickles.dumps(value))
 
 
-class _Reader:
+class _SealedUnpickler:
     def __init__(self, pickles: SealedPickle, file: Any) -> None:
         self._pickles, self._file = pickles, file
 

@@ -8,31 +8,31 @@ import torch.distributed as dist
 
 from megarl.parallel.encoding import decode, encode
 from megarl.parallel.job_secret import ForgedError, seal, unseal
-from megarl.parallel.ranks import count
+from megarl.parallel.ranks import add_to_counter
 
-_NOTE_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20
 """Of a note at once: torch's store takes 8 MiB."""
-_MOST_PARTS = 1024
+_MAX_CHUNKS = 1024
 
 
-class Board:
+class KVStore:
     """Counters and notes that all ranks of the job see; as `rollout.group_queue.Board`."""
 
     def add(self, name: str, more: int) -> int:
-        return count(name, more)
+        return add_to_counter(name, more)
 
     def put(self, name: str, note: Any) -> None:
         store, content = dist.distributed_c10d._get_default_store(), seal(encode(note), name)
-        parts = range(0, len(content), _NOTE_BYTES)
+        parts = range(0, len(content), _CHUNK_BYTES)
         for number, first in enumerate(parts):
-            store.set(f"{name}/{number}", content[first : first + _NOTE_BYTES])  # type: ignore[arg-type]  # str, it says
+            store.set(f"{name}/{number}", content[first : first + _CHUNK_BYTES])  # type: ignore[arg-type]  # str, it says
         store.set(name, str(len(parts)))
 
     def get(self, name: str) -> Any:
         """What was put there by this name, which is removed. Raises ForgedError for what no rank has put there."""
         store = dist.distributed_c10d._get_default_store()
         count = int(store.get(name))
-        if not 0 < count <= _MOST_PARTS:
+        if not 0 < count <= _MAX_CHUNKS:
             raise ForgedError(f"a note of {count} parts, which no rank has written")
         names = [f"{name}/{number}" for number in range(count)]
         content = b"".join(store.get(part) for part in names)

@@ -12,7 +12,7 @@ from megarl.parallel.job_secret import seal, unseal
 _KEY = "megarl/last words"
 
 
-def exchanged(error: BaseException, kind: Literal["stopped", "ended", "mistake", "fault", "lost"]) -> str:
+def exchange_root_cause(error: BaseException, kind: Literal["stopped", "ended", "mistake", "fault", "lost"]) -> str:
     """Leave word of a mistake or a fault, of which the first in the job stays; where this rank has `lost` another, what
     was said so, empty where nothing was: that rank was killed, or does not answer."""
     with suppress(RuntimeError):  # the store may be gone, too

@@ -14,11 +14,11 @@ from math import prod
 from typing import Any
 
 from megarl.config import Config, ConfigError, ParallelConfig, strict, to_dict
-from megarl.config.strict import nearest
-from megarl.parallel.role_settings import has_model, on_megatron, role_settings
+from megarl.config.strict import closest_match
+from megarl.parallel.role_settings import has_model, is_on_megatron, role_settings
 
-ALL, HOST = "all", "cpu"
-_RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+ALL, CPU = "all", "cpu"
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 REMEDY = "write ranks as 0-3 or 0,2,5-6, or all, or cpu"
 
 
@@ -27,59 +27,59 @@ class Placement:
     """Of each role that is placed: its ranks, ascending; none for one that is on the hosts' processors."""
 
     world: int
-    placed: Mapping[str, tuple[int, ...]]
+    role_ranks: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def read(cls, placement: Mapping[str, Any], world: int) -> Placement:
+    def parse(cls, placement: Mapping[str, Any], world: int) -> Placement:
         """Of the configuration's texts. Raises ConfigError for one that cannot be read, or a rank that is not there."""
-        return cls(world, {role: _ranks(role, value, world) for role, value in placement.items()})
+        return cls(world, {role: _parse_ranks(role, value, world) for role, value in placement.items()})
 
-    def of(self, role: str) -> tuple[int, ...]:
+    def ranks_of(self, role: str) -> tuple[int, ...]:
         """A role's ranks. One that is not placed is where the actor is, but the engines are on all ranks, as is the
         actor itself."""
-        if role in self.placed:
-            return self.placed[role]
-        return tuple(range(self.world)) if role in ("actor", "rollout") else self.of("actor")
+        if role in self.role_ranks:
+            return self.role_ranks[role]
+        return tuple(range(self.world)) if role in ("actor", "rollout") else self.ranks_of("actor")
 
     @property
-    def colocated(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether each role that is placed is on all ranks, or on none."""
-        return all(len(ranks) in (0, self.world) for ranks in self.placed.values())
+        return all(len(ranks) in (0, self.world) for ranks in self.role_ranks.values())
 
     def describe(self, roles: Iterable[str]) -> str:
         """`0-3: actor, reference; 4-7: critic; all: rollout; cpu: reward`, each set of ranks with its roles."""
         found: dict[str, list[str]] = {}
         for role in roles:
-            found.setdefault(self.text(role), []).append(role)
+            found.setdefault(self.format_ranks(role), []).append(role)
         return "; ".join(f"{ranks}: {', '.join(names)}" for ranks, names in found.items())
 
-    def text(self, role: str) -> str:
+    def format_ranks(self, role: str) -> str:
         """A role's ranks as the configuration would have them."""
-        ranks = self.of(role)
+        ranks = self.ranks_of(role)
         if len(ranks) in (0, self.world):
-            return ALL if ranks else HOST
-        return spans(ranks)
+            return ALL if ranks else CPU
+        return format_ranges(ranks)
 
 
-def spans(ranks: Sequence[int]) -> str:
+def format_ranges(ranks: Sequence[int]) -> str:
     """Ascending numbers as runs: 0,2,5-6."""
     firsts = [rank for rank in ranks if rank - 1 not in ranks]
     lasts = [rank for rank in ranks if rank + 1 not in ranks]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
-def _ranks(role: str, value: Any, world: int) -> tuple[int, ...]:
+def _parse_ranks(role: str, value: Any, world: int) -> tuple[int, ...]:
     text = str(value).replace(" ", "") if isinstance(value, str | int) and not isinstance(value, bool) else None
-    key = f"placement.{role}={strict.shown(value).strip(chr(39))}"
-    if text in (ALL, HOST):
+    key = f"placement.{role}={strict.short_repr(value).strip(chr(39))}"
+    if text in (ALL, CPU):
         return tuple(range(world)) if text == ALL else ()
     if not text:
         raise ConfigError(f"{key} names no ranks: {REMEDY}, or leave the role out")
     found: set[int] = set()
     for part in text.split(","):
-        run = _RUN.fullmatch(part)
+        run = _RANGE.fullmatch(part)
         if run is None:
-            raise ConfigError(f"{key} is no set of ranks, for {strict.shown(part)} in it is none: {REMEDY}")
+            raise ConfigError(f"{key} is no set of ranks, for {strict.short_repr(part)} in it is none: {REMEDY}")
         first, last = int(run[1]), int(run[2] or run[1])
         if first > last:
             raise ConfigError(f"{key}: the run {part} goes down; write {last}-{first}")
@@ -95,7 +95,7 @@ def _ranks(role: str, value: Any, world: int) -> tuple[int, ...]:
 
 
 def placement_of(config: Config) -> Placement:
-    return Placement.read(config.placement, config.parallel.world_size)
+    return Placement.parse(config.placement, config.parallel.world_size)
 
 
 def role_parallel(config: Config, role: str) -> ParallelConfig:
@@ -105,8 +105,8 @@ def role_parallel(config: Config, role: str) -> ParallelConfig:
     for name in ("world_size", "ranks_per_node"):
         if name in own:
             raise ConfigError(f"{key}{name}: the {role}'s ranks are those of placement.{role}; leave it out")
-    tree = {**to_dict(config.parallel), **own, "world_size": len(placement_of(config).of(role))}
-    parallel: ParallelConfig = strict.build(ParallelConfig, tree, key, root=Config)
+    tree = {**to_dict(config.parallel), **own, "world_size": len(placement_of(config).ranks_of(role))}
+    parallel: ParallelConfig = strict.build_dataclass(ParallelConfig, tree, key, root=Config)
     return parallel
 
 
@@ -115,7 +115,7 @@ def layout_key(role: str) -> str:
     return "critic.parallel." if role == "critic" else f"roles.{role}.parallel."
 
 
-def about_role(config: Config, role: str, error: ConfigError) -> ConfigError:
+def prefix_role_error(config: Config, role: str, error: ConfigError) -> ConfigError:
     """The same of a role other than the actor, whose layout may be its own."""
     own = role == "critic" or role_settings(config, role).parallel
     said = str(error).replace("parallel.", layout_key(role)) if own else str(error)
@@ -131,16 +131,16 @@ def engine_ranks(config: Config) -> list[tuple[int, ...]]:
     """The ranks of each engine: `rollout.tp` of the rollout's at a time. A replay has none."""
     if config.rollout.replay:
         return []
-    ranks, tp = placement_of(config).of("rollout"), config.rollout.tp
+    ranks, tp = placement_of(config).ranks_of("rollout"), config.rollout.tp
     return [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
 
 
-def roles_of_ranks(config: Config, roles: Iterable[str]) -> dict[int, str]:
+def describe_rank_roles(config: Config, roles: Iterable[str]) -> dict[int, str]:
     """What each rank is there for, in words, where not all ranks have all roles; rewards only where they are placed."""
     placement = placement_of(config)
-    if placement.colocated:
+    if placement.is_colocated:
         return {}
-    there = {role: placement.of(role) for role in roles if role != "reward" or role in config.placement}
+    there = {role: placement.ranks_of(role) for role in roles if role != "reward" or role in config.placement}
     found = {rank: [role for role in there if rank in there[role]] for rank in range(placement.world)}
     return {rank: ", ".join(names) or "no role" for rank, names in found.items()}
 
@@ -158,29 +158,29 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
     """
     for role in config.placement:
         if role not in roles:
-            near = nearest(str(role), roles)
+            near = closest_match(str(role), roles)
             hint = f"; did you mean placement.{near}?" if near else ""
             raise ConfigError(
                 f"placement.{role}: {config.algorithm} has no such role{hint} (it has {', '.join(roles)})"
             )
     placement = placement_of(config)
     for role in roles:
-        if not placement.of(role) and has_model(config, role):
+        if not placement.ranks_of(role) and has_model(config, role):
             what = "reward.model is computed" if role == "reward" else f"the {role} computes"
             raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name some, or leave the role out")
-    if "reference" in roles and placement.of("reference") != placement.of("actor"):
+    if "reference" in roles and placement.ranks_of("reference") != placement.ranks_of("actor"):
         raise ConfigError(
-            f"placement.reference={placement.text('reference')}, but the reference is the actor's model with its first "
-            f"weights, and the actor is on {placement.text('actor')}: leave placement.reference out"
+            f"placement.reference={placement.format_ranks('reference')}, but the reference is the actor's model with its first "
+            f"weights, and the actor is on {placement.format_ranks('actor')}: leave placement.reference out"
         )
     _check_overlaps(placement, roles)
     for role in roles:
-        if on_megatron(config, role):
+        if is_on_megatron(config, role):
             _check_model(config, placement, role)
-    used = {rank for role in roles for rank in placement.of(role)}
+    used = {rank for role in roles for rank in placement.ranks_of(role)}
     if idle := [rank for rank in range(placement.world) if rank not in used]:
         warnings.append(
-            f"placement leaves rank {spans(idle)} of {placement.world} without a role; give it one, or lower "
+            f"placement leaves rank {format_ranges(idle)} of {placement.world} without a role; give it one, or lower "
             "parallel.world_size"
         )
 
@@ -188,38 +188,38 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
 def _check_overlaps(placement: Placement, roles: Collection[str]) -> None:
     for role in roles:
         for other in roles:
-            mine, theirs = set(placement.of(role)), set(placement.of(other))
-            everywhere = "rollout" in (role, other) and len(placement.of("rollout")) == placement.world
+            mine, theirs = set(placement.ranks_of(role)), set(placement.ranks_of(other))
+            everywhere = "rollout" in (role, other) and len(placement.ranks_of("rollout")) == placement.world
             if mine & theirs and mine != theirs and not everywhere:
                 raise ConfigError(
-                    f"placement has the {role} on {placement.text(role)} and the {other} on {placement.text(other)}, "
+                    f"placement has the {role} on {placement.format_ranks(role)} and the {other} on {placement.format_ranks(other)}, "
                     "which share some ranks: put two roles on the same ranks, or on none that both have (rollout may "
                     "also be on all)"
                 )
 
 
 def _check_model(config: Config, placement: Placement, role: str) -> None:
-    own, whole = role_parallel(config, role), len(placement.of(role)) == placement.world
+    own, whole = role_parallel(config, role), len(placement.ranks_of(role)) == placement.world
     if config.train.ddp.get("nccl_ub") and not whole:
         raise ConfigError(
             f"train.ddp.nccl_ub: Megatron waits for all ranks of the job in it, but placement has the {role} on "
-            f"{placement.text(role)} only; leave one of them out"
+            f"{placement.format_ranks(role)} only; leave one of them out"
         )
     try:
-        check_layout(own, "" if whole else f"placement.{role}={placement.text(role)} ({own.world_size} ranks)")
+        check_layout(own, "" if whole else f"placement.{role}={placement.format_ranks(role)} ({own.world_size} ranks)")
     except ConfigError as error:
         if role in ("actor", "reward_model"):
             raise
-        raise about_role(config, role, error) from None
+        raise prefix_role_error(config, role, error) from None
 
 
 def check_engine_ranks(config: Config) -> None:
     """Raise ConfigError where the engines do not fit their ranks, or those their nodes."""
     placement, tp, here = placement_of(config), config.rollout.tp, config.parallel.ranks_per_node
-    ranks = placement.of("rollout")
+    ranks = placement.ranks_of("rollout")
     world = f"parallel.world_size={placement.world}"
     if (count := len(ranks)) < placement.world:
-        world = f"the {count} ranks of placement.rollout={placement.text('rollout')}"
+        world = f"the {count} ranks of placement.rollout={placement.format_ranks('rollout')}"
     if count % tp:
         fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise ConfigError(f"rollout.tp={tp} does not divide {world}; sizes that do: {fits}")
@@ -232,14 +232,14 @@ def check_engine_ranks(config: Config) -> None:
         nodes_fit = engine[0] // here == engine[-1] // here or engine[0] % here == 0
         if engine[-1] - engine[0] != tp - 1 or not nodes_fit:
             raise ConfigError(
-                f"placement.rollout={placement.text('rollout')} with rollout.tp={tp} makes an engine of the ranks "
-                f"{spans(engine)}: it must be of neighbours in a node of {here} ranks, or of whole nodes"
+                f"placement.rollout={placement.format_ranks('rollout')} with rollout.tp={tp} makes an engine of the ranks "
+                f"{format_ranges(engine)}: it must be of neighbours in a node of {here} ranks, or of whole nodes"
             )
 
 
 def check_layout(parallel: ParallelConfig, world: str = "") -> None:
     """Raise ConfigError where the layout does not divide the world; says what would. world: how it is called."""
-    strict.check(parallel, "parallel.")
+    strict.check_dataclass(parallel, "parallel.")
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     shown = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
     model_parallel = prod(sizes.values())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 @contextmanager
-def groups_among(members: Sequence[int]) -> Iterator[None]:
+def use_member_groups(members: Sequence[int]) -> Iterator[None]:
     """Within the block `initialize_model_parallel` makes groups of `members`, numbers of the job's ranks, ascending.
 
     Megatron counts from 0 to what the world's size is said to be, and every list of ranks that it makes comes from its
@@ -41,7 +41,7 @@ def groups_among(members: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def own_world() -> Iterator[None]:
+def use_member_world() -> Iterator[None]:
     """Within the block torch's default group is that of the members of the layout that Megatron is in, in which ranks
     count from 0. For what talks over no group of its own: distributed checkpoints, and the sorts of parameters that an
     optimizer has. Groups that know the job's numbers must not be used in it.

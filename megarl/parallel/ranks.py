@@ -17,9 +17,9 @@ from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.parallel import collectives, device, job_secret, rendezvous
 from megarl.parallel.encoding import decode, encode
 from megarl.parallel.placement import check_layout, placement_of, role_parallel
-from megarl.parallel.rank_subset import groups_among
-from megarl.parallel.role_settings import on_megatron
-from megarl.parallel.wait_listeners import watched
+from megarl.parallel.rank_subset import use_member_groups
+from megarl.parallel.role_settings import is_on_megatron
+from megarl.parallel.wait_listeners import traced
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Ranks:
         return len(self.members)
 
     @property
-    def host(self) -> dist.ProcessGroup:
+    def host_group(self) -> dist.ProcessGroup:
         """A gloo group of the members, for host values."""
         return _hosts[self.members]
 
@@ -75,7 +75,7 @@ class Ranks:
         """What a layout is, apart from its ranks."""
         return self.tp, self.cp, self.pp, self.vpp, self.ep, self.etp
 
-    def grid(self, expert: bool) -> tuple[int, int]:
+    def tp_size_and_rank(self, expert: bool) -> tuple[int, int]:
         """In how many parts a routed expert's parameter, or another, is cut, and which of them this rank has."""
         return (self.etp, self.etp_rank) if expert else (self.tp, self.tp_rank)
 
@@ -92,7 +92,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
     """Join the job and build Megatron's groups over all of its ranks. Once per process."""
     check_layout(parallel)
     join(parallel.world_size, timeout_s)
-    return layout(parallel, timeout_s)
+    return create_layout(parallel, timeout_s)
 
 
 def join(world_size: int, timeout_s: float = 1800.0) -> Job:
@@ -102,7 +102,7 @@ def join(world_size: int, timeout_s: float = 1800.0) -> Job:
     weights or a pipeline's exchange, in which not all of its ranks may take part.
     """
     global _host_group, _timeout_s
-    here = rendezvous.place()
+    here = rendezvous.read_launch_env()
     if here.world != world_size:
         raise ConfigError(
             f"{here.world} ranks were started but parallel.world_size={world_size}: start as many, with "
@@ -110,17 +110,21 @@ def join(world_size: int, timeout_s: float = 1800.0) -> Job:
         )
     import megarl.megatron  # noqa: F401  fits Megatron-Core to a machine without GPU, so it comes first
 
-    device.select()
+    device.set_device()
     job_secret.seal_object_collectives()
-    if not here.launched:
+    if not here.is_launched:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
     timeout, _timeout_s = timedelta(seconds=timeout_s), timeout_s
     # Not `device_id`, by which NCCL's groups are made at once: with it, torch 2.13 has the ranks outside of a gloo
     # group take part in a split of NCCL's world that those in it know nothing of.
     dist.init_process_group(
-        device.backend(), store=rendezvous.store(here, timeout), rank=here.rank, world_size=here.world, timeout=timeout
+        device.backend(),
+        store=rendezvous.connect_store(here, timeout),
+        rank=here.rank,
+        world_size=here.world,
+        timeout=timeout,
     )
-    meet()
+    warm_up_group()
     _host_group = _hosts[tuple(range(here.world))] = dist.new_group(backend="gloo", timeout=timeout)
     return _job()
 
@@ -130,7 +134,7 @@ def _job() -> Job:
     return Job(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", str(rank))))
 
 
-def meet(group: dist.ProcessGroup | None = None) -> None:
+def warm_up_group(group: dist.ProcessGroup | None = None) -> None:
     """All ranks of a group, or of the job, talk to each other once, on the device."""
     total = torch.ones(1, device=device.device())
     dist.all_reduce(total, group=group)
@@ -138,7 +142,7 @@ def meet(group: dist.ProcessGroup | None = None) -> None:
         raise RuntimeError(f"{int(total)} of {dist.get_world_size(group)} ranks have met")
 
 
-def first_to_say(text: str) -> bool | None:
+def is_first_report(text: str) -> bool | None:
     """Whether this rank is the first of all to ask with this text; None where there is nobody to ask."""
     if not dist.is_initialized():
         return None
@@ -151,15 +155,17 @@ def first_to_say(text: str) -> bool | None:
 
 
 @overload
-def layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks: ...
+def create_layout(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks: ...
 @overload
-def layout(parallel: ParallelConfig, timeout_s: float, members: Sequence[int]) -> Ranks | None: ...
-def layout(parallel: ParallelConfig, timeout_s: float = 1800.0, members: Sequence[int] | None = None) -> Ranks | None:
+def create_layout(parallel: ParallelConfig, timeout_s: float, members: Sequence[int]) -> Ranks | None: ...
+def create_layout(
+    parallel: ParallelConfig, timeout_s: float = 1800.0, members: Sequence[int] | None = None
+) -> Ranks | None:
     """This rank's coordinates in a layout of `members`, by default of all ranks of the job; None outside of them.
 
     parallel: with the members' number as world_size. Its groups are made where nobody has asked for this layout yet.
     Collective over all ranks of the job, also over those outside. Megatron goes on in the first layout that this rank
-    is in; `active` changes to another.
+    is in; `use_layout` changes to another.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -171,12 +177,12 @@ def layout(parallel: ParallelConfig, timeout_s: float = 1800.0, members: Sequenc
     key, inside = (chosen, sizes), job.rank in chosen
     if chosen not in _hosts:
         _hosts[chosen] = new_host_group(chosen)
-    before = _globals(parallel_state)
+    before = _group_globals(parallel_state)
     if not _layouts:
         _layouts[()] = before  # of a Megatron that knows of no groups
     vars(parallel_state).update(_layouts.get(key, _layouts[()]))
     if key not in _layouts:
-        with groups_among(chosen):
+        with use_member_groups(chosen):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tp,
                 pipeline_model_parallel_size=parallel.pp,
@@ -186,10 +192,10 @@ def layout(parallel: ParallelConfig, timeout_s: float = 1800.0, members: Sequenc
                 expert_tensor_parallel_size=parallel.etp,
                 distributed_timeout_minutes=max(1, int(timeout_s // 60)),
             )
-        _layouts[key] = _globals(parallel_state)
+        _layouts[key] = _group_globals(parallel_state)
         _set_timeouts(list(dist.distributed_c10d._world.pg_map), timeout_s)  # Megatron makes some with torch's own
         if inside and parallel.pp > 1:  # the others are for collectives of all their ranks
-            meet(parallel_state.get_pipeline_model_parallel_group())
+            warm_up_group(parallel_state.get_pipeline_model_parallel_group())
         if inside and not tensor_parallel.get_cuda_rng_tracker().get_states():
             tensor_parallel.model_parallel_cuda_manual_seed(1)
     ranks = _coordinates(parallel_state, parallel, job, chosen) if inside else None
@@ -220,11 +226,11 @@ def _coordinates(parallel_state: Any, parallel: ParallelConfig, job: Job, member
 
 
 @contextmanager
-def active(ranks: Ranks) -> Iterator[None]:
+def use_layout(ranks: Ranks) -> Iterator[None]:
     """Within the block Megatron works in the layout of `ranks`, which has its groups in module globals."""
     from megatron.core import parallel_state
 
-    before = _globals(parallel_state)
+    before = _group_globals(parallel_state)
     vars(parallel_state).update(_layouts[ranks.members, ranks.sizes])
     try:
         yield
@@ -232,12 +238,12 @@ def active(ranks: Ranks) -> Iterator[None]:
         vars(parallel_state).update(before)
 
 
-def _globals(parallel_state: Any) -> dict[str, Any]:
+def _group_globals(parallel_state: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
 @contextmanager
-def patient(seconds: float) -> Iterator[None]:
+def with_timeout(seconds: float) -> Iterator[None]:
     """Within the block collectives of all groups wait for their peers for so long, instead of `run.timeout_s`.
 
     For work on the host that some ranks do while others wait: generating, loading, saving. A peer that dies is noticed
@@ -254,8 +260,8 @@ def patient(seconds: float) -> Iterator[None]:
         _set_timeouts(list(dist.distributed_c10d._world.pg_map), before)
 
 
-def patience() -> float:
-    """Seconds that a wait for another rank may take at the moment: `run.timeout_s`, or what `patient` says."""
+def current_timeout() -> float:
+    """Seconds that a wait for another rank may take at the moment: `run.timeout_s`, or what `with_timeout` says."""
     return _timeout_s
 
 
@@ -264,17 +270,17 @@ def _set_timeouts(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def raise_alarm(name: str) -> None:
-    """Tell ranks that are busy, and in no collective meanwhile; they hear of it where they look, see `alarm_raised`."""
+def set_flag(name: str) -> None:
+    """Tell ranks that are busy, and in no collective meanwhile; they hear of it where they look, see `is_flag_set`."""
     dist.distributed_c10d._get_default_store().set(name, "raised")
 
 
-def alarm_raised(name: str) -> bool:
+def is_flag_set(name: str) -> bool:
     """Whether some rank has raised the alarm of this name."""
     return bool(dist.distributed_c10d._get_default_store().check([name]))
 
 
-def count(name: str, more: int) -> int:
+def add_to_counter(name: str, more: int) -> int:
     """What a counter of all ranks is with so many more, from 0 on; one step, whoever counts at the same time."""
     store = dist.distributed_c10d._get_default_store()
     if not more:  # a store that is a file grows by what is written to it
@@ -289,7 +295,7 @@ def host_group() -> dist.ProcessGroup:
     return _host_group
 
 
-def group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
+def layout_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     """The gloo group of ranks that have a layout together."""
     group: dist.ProcessGroup = _hosts[members]
     return group
@@ -300,7 +306,7 @@ def new_host_group(members: Iterable[int]) -> dist.ProcessGroup:
     return dist.new_group(list(members), backend="gloo", timeout=timedelta(seconds=_timeout_s))
 
 
-def own_address() -> str:
+def node_address() -> str:
     """This machine's address as the others of the job see it: that of the interface towards MASTER_ADDR.
 
     Not the host name's, which may be that of another interface, or the same on two nodes. Raises ConfigError where it
@@ -323,13 +329,13 @@ def free_port() -> int:
 # What follows is said among all ranks of the job, or among those of `group`, a host group, which count from 0 in it.
 
 
-@watched("wait")
+@traced("wait")
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, by rank, on every rank: plain data of the host, see `encoding.py`. Raises ForgedError where
     one does not come from a rank of this job."""
     group = group or host_group()
     data = _sealed(value, group.rank())
-    shares = collectives.all_gather(data, group, _timeout_s)
+    shares = collectives.ragged_all_gather(data, group, _timeout_s)
     return [_unsealed(share, rank) for rank, share in enumerate(shares)]
 
 
@@ -342,7 +348,7 @@ def _unsealed(data: torch.Tensor, rank: int) -> Any:
     return decode(job_secret.unseal(data.numpy().data, f"rank {rank}"))
 
 
-def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
+def split_work(count: int, work: Callable[[int], Any]) -> list[Any]:
     """work(0), work(1), ... work(count - 1), each done by one of the job's ranks, on every rank. A ConfigError of any
     of them is raised on all."""
     rank, world, mine, problem = dist.get_rank(), dist.get_world_size(), [], None
@@ -357,7 +363,7 @@ def shared_out(count: int, work: Callable[[int], Any]) -> list[Any]:
     return [everyone[number % world][0][number // world] for number in range(count)]
 
 
-@watched("wait")
+@traced("wait")
 def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """The source rank's value on every rank; as `all_gather_objects`."""
     group = group or host_group()
@@ -371,7 +377,7 @@ def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | Non
     return value if is_source else _unsealed(data, source)
 
 
-def together(work: Callable[[], T], lead: bool = False, group: dist.ProcessGroup | None = None) -> list[T | None]:
+def run_on_all(work: Callable[[], T], lead: bool = False, group: dist.ProcessGroup | None = None) -> list[T | None]:
     """What `work` returns on each rank, by rank, on every rank; with `lead` it is done on rank 0 alone.
 
     An OSError or ConfigError on one rank is raised on all of them, as one of its kind: nobody is left waiting.
@@ -398,7 +404,7 @@ def is_lead(group: dist.ProcessGroup | None = None) -> bool:
     return (group or host_group()).rank() == 0
 
 
-@watched("wait")
+@traced("wait")
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     dist.barrier(group=group or host_group())
 
@@ -416,11 +422,11 @@ def shutdown() -> None:
     _host_group = None
 
 
-def lay_out(config: Config, roles: Collection[str]) -> dict[str, Ranks | None]:
+def create_role_layouts(config: Config, roles: Collection[str]) -> dict[str, Ranks | None]:
     """This rank's place in the layout of each role with a model on Megatron. Collective over the job."""
     placement = placement_of(config)
     return {
-        role: layout(role_parallel(config, role), config.run.timeout_s, placement.of(role))
+        role: create_layout(role_parallel(config, role), config.run.timeout_s, placement.ranks_of(role))
         for role in roles
-        if on_megatron(config, role)
+        if is_on_megatron(config, role)
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.config import Config, ConfigError, strict
 
-OURS: dict[str, tuple[str, str]] = {
+BUILTIN_ROLES: dict[str, tuple[str, str]] = {
     "actor": ("model.path", "parallel"),
     "reward_model": ("model.path", "parallel"),
     "critic": ("critic.path", "critic.parallel"),
@@ -46,15 +46,15 @@ class RoleConfig:
 
 def role_settings(config: Config, role: str) -> RoleConfig:
     """Raises ConfigError for what the section cannot hold, or another one holds."""
-    found: RoleConfig = strict.build(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
-    for name, key in zip(("model", "parallel"), OURS.get(role, ()), strict=False):
+    found: RoleConfig = strict.build_dataclass(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
+    for name, key in zip(("model", "parallel"), BUILTIN_ROLES.get(role, ()), strict=False):
         if getattr(found, name) and key != f"roles.{role}.{name}":
             where = f"is {key}; set that" if key else "is that of the actor; leave it out"
             raise ConfigError(f"roles.{role}.{name}: for the {role} this {where}")
     return found
 
 
-def backends_of(config: Config, role: str) -> tuple[str, str]:
+def role_backends(config: Config, role: str) -> tuple[str, str]:
     """What computes the role's model, and which of `SERVICES` is asked besides; each empty where there is none, or
     nothing is said. Beside a service `reward.model` is computed by Megatron unless another is named. Raises ConfigError
     for two of a kind."""
@@ -75,13 +75,13 @@ def has_model(config: Config, role: str) -> bool:
     """Whether it computes on ranks, as all of ours do but a reward without a model."""
     if role == "reward":
         return bool(config.reward.model)
-    return role in OURS or bool(role_settings(config, role).model)
+    return role in BUILTIN_ROLES or bool(role_settings(config, role).model)
 
 
-def on_megatron(config: Config, role: str) -> bool:
+def is_on_megatron(config: Config, role: str) -> bool:
     """Whether it has a model that is laid out over its ranks, as those of Megatron are."""
     laid_out = role not in ("rollout", "reference") and has_model(config, role)
-    return laid_out and backends_of(config, role)[0] in ("", MEGATRON)
+    return laid_out and role_backends(config, role)[0] in ("", MEGATRON)
 
 
 def with_role(
@@ -89,20 +89,24 @@ def with_role(
 ) -> Config:
     """The configuration with a role's model, layout and backend, wherever they belong."""
     if backend:  # in place of a worker that the configuration names
-        config = _with(_with(config, ["roles", role, "backend"], backend), ["roles", role, "worker"], "")
+        config = _replace_path(
+            _replace_path(config, ["roles", role, "backend"], backend), ["roles", role, "worker"], ""
+        )
     for name, value in (("model", model), ("parallel", parallel)):
         if value is None:
             continue
-        key = OURS[role][name == "parallel"] if role in OURS else f"roles.{role}.{name}"
+        key = BUILTIN_ROLES[role][name == "parallel"] if role in BUILTIN_ROLES else f"roles.{role}.{name}"
         if not key:
             raise ConfigError(f"register_worker({role!r}): the {role} has no {name} of its own; leave it out")
         whole = dataclasses.replace(config.parallel, **dict(parallel or {})) if key == "parallel" else value
-        config = _with(config, key.split("."), whole)
+        config = _replace_path(config, key.split("."), whole)
     return config
 
 
-def _with(section: Any, path: list[str], value: Any) -> Any:
+def _replace_path(section: Any, path: list[str], value: Any) -> Any:
     first, *rest = path
     if isinstance(section, Mapping):
-        return {**section, first: _with(section.get(first, {}), rest, value) if rest else value}
-    return dataclasses.replace(section, **{first: _with(getattr(section, first), rest, value) if rest else value})
+        return {**section, first: _replace_path(section.get(first, {}), rest, value) if rest else value}
+    return dataclasses.replace(
+        section, **{first: _replace_path(getattr(section, first), rest, value) if rest else value}
+    )

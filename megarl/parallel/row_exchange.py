@@ -9,7 +9,7 @@ each other's memory, each counts as a machine of its own.
     delivery = post.deliver({"tokens": tokens}, {"tokens": (torch.int32, ())}, batch.lengths, batch.home, wants)
     rows = delivery.rows("tokens")  # waits; one [length] for each of wants[rank], in order
 
-Senders do not wait for readers. `AllRanks` is the group of all ranks of the job, for values of which each has a part.
+Senders do not wait for readers. `WorldComm` is the group of all ranks of the job, for values of which each has a part.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ import torch.distributed as dist
 from megarl.parallel import collectives, node_links, ranks, shared_memory
 from megarl.parallel.encoding import decode, encode
 from megarl.parallel.job_secret import seal, unseal
-from megarl.parallel.row_exchange_plan import Block, Kind, Numbers, Part, Plan
-from megarl.parallel.wait_listeners import watched
+from megarl.parallel.row_exchange_plan import Block, ExchangePlan, Numbers, Part, RowSpec
+from megarl.parallel.wait_listeners import traced
 
-_FOR_EVER = timedelta(days=365)  # of threads in the background: whoever needs what they do has a bound of its own
-_PIECE = 1 << 26  # bytes of a part of a column that are copied at once
+_NO_TIMEOUT = timedelta(days=365)  # of threads in the background: whoever needs what they do has a bound of its own
+_COPY_CHUNK_BYTES = 1 << 26  # bytes of a part of a column that are copied at once
 _FIRST_TAG = 7000  # of messages of a Post, so that they are told from those of other users of its group
 
-_HELD, _SENT = "held", "sent"  # memory that a home has written; memory in which a rank has been sent something
+_LOCAL_ROWS, _FORWARDED_ROWS = (
+    "held",
+    "sent",
+)  # memory that a home has written; memory in which a rank has been sent something
 
 
-class Post:
+class RowExchange:
     """Made once per process, collectively over all ranks of `group` (default: the host group of all ranks).
 
     `per_machine`: pretend that each machine has so many ranks. All calls of `deliver` and `exchange_objects` are made
@@ -50,29 +53,27 @@ class Post:
         self.group = group or ranks.host_group()
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         size = per_machine or self.world
-        self._neighbours = node_links.Neighbours(
-            self.rank, self._gather, lambda other: other // size == self.rank // size
-        )
-        Post._made += 1
-        self._tag = _FIRST_TAG + max(self._gather(Post._made))
-        self.machines = self._neighbours.machines
-        self.sent = {"machine": 0, "network": 0}  # bytes that this rank has written for others
-        self._count = 0
-        self._letters: dict[tuple[int, str, int], tuple[Any, list[int]]] = {}
-        self._open: weakref.WeakValueDictionary[int, Delivery] = weakref.WeakValueDictionary()
+        self._links = node_links.NodeLinks(self.rank, self._gather, lambda other: other // size == self.rank // size)
+        RowExchange._num_instances += 1
+        self._tag = _FIRST_TAG + max(self._gather(RowExchange._num_instances))
+        self.machines = self._links.machines
+        self.bytes_sent = {"machine": 0, "network": 0}  # bytes that this rank has written for others
+        self._num_deliveries = 0
+        self._messages: dict[tuple[int, str, int], tuple[Any, list[int]]] = {}
+        self._open_deliveries: weakref.WeakValueDictionary[int, Delivery] = weakref.WeakValueDictionary()
         self._threads: list[threading.Thread] = []
-        self._problem: Exception | None = None
+        self._background_error: Exception | None = None
 
-    _made = 0
+    _num_instances = 0
 
     def _gather(self, value: Any) -> list[Any]:
         return ranks.all_gather_objects(value, self.group)
 
-    @watched("data")
+    @traced("data")
     def deliver(
         self,
         columns: Mapping[str, torch.Tensor],
-        kinds: Mapping[str, Kind],
+        kinds: Mapping[str, RowSpec],
         lengths: torch.Tensor | Mapping[str, torch.Tensor],
         homes: torch.Tensor,
         wants: Sequence[Sequence[int]],
@@ -86,128 +87,132 @@ class Post:
         each rank the indices along dim 1 that it needs of a column, None for all. What is no tensor of this rank is the
         same on all ranks.
         """
-        self._look_around()
-        self._count += 1
-        plan = Plan(kinds, lengths, homes, wants, parts or {}, self.machines, self.rank)
-        own = {name: _checked(name, columns.get(name), kinds[name], plan) for name in kinds}
-        delivery = Delivery(self, self._count, plan, own)
-        self._open[self._count] = delivery
+        self._poll()
+        self._num_deliveries += 1
+        plan = ExchangePlan(kinds, lengths, homes, wants, parts or {}, self.machines, self.rank)
+        own = {name: _check_column(name, columns.get(name), kinds[name], plan) for name in kinds}
+        delivery = Delivery(self, self._num_deliveries, plan, own)
+        self._open_deliveries[self._num_deliveries] = delivery
         self._receive(plan, delivery)
         self._publish(plan, own)
         works, buffers = [], []
-        for receiver, chosen in plan.sends():
+        for receiver, chosen in plan.iter_sends():
             blocks, size = plan.blocks(chosen)
             if size:
                 buffers.append(torch.empty(size, dtype=torch.uint8))
-                torch.cat([_bytes(piece) for piece in _pieces(plan, own, blocks)], out=buffers[-1])
+                torch.cat([_bytes(piece) for piece in _iter_rows(plan, own, blocks)], out=buffers[-1])
                 works.append(self._post_send(buffers[-1], receiver))
-                self.sent["network"] += size
+                self.bytes_sent["network"] += size
         if works:
-            self._start(self._see_off, works, buffers)
+            self._start_thread(self._wait_for_sends, works, buffers)
         return delivery
 
-    def _publish(self, plan: Plan, own: Mapping[str, torch.Tensor]) -> None:
+    def _publish(self, plan: ExchangePlan, own: Mapping[str, torch.Tensor]) -> None:
         """Hand the neighbours memory with what they need of this rank's rows."""
-        readers = [other for other in plan.members if other != self.rank and plan.reads(other, self.rank)]
+        readers = [other for other in plan.members if other != self.rank and plan.needs_rows(other, self.rank)]
         if not readers:
             return
-        chosen = plan.published(self.rank)
+        chosen = plan.local_selection(self.rank)
         needed = {name for cut, _, _ in chosen for name in cut.columns}
-        places = {name: place for name in needed if (place := shared_memory.find(own[name]))}
+        places = {name: place for name in needed if (place := shared_memory.find_region(own[name]))}
         blocks, size = plan.blocks(chosen, without=places)
         descriptor = shared_memory.create(size)
         try:
-            shared_memory.write(descriptor, _pieces(plan, own, blocks))
-            letter = _HELD, self._count, {name: place.offset for name, place in places.items()}
+            shared_memory.write(descriptor, _iter_rows(plan, own, blocks))
+            letter = _LOCAL_ROWS, self._num_deliveries, {name: place.offset for name, place in places.items()}
             descriptors = [descriptor, *(place.descriptor for place in places.values())]
             for reader in readers:
-                self._neighbours.send(reader, letter, descriptors, ranks.patience())
+                self._links.send(reader, letter, descriptors, ranks.current_timeout())
         finally:
             os.close(descriptor)
-        self.sent["machine"] += size
+        self.bytes_sent["machine"] += size
 
-    def _receive(self, plan: Plan, delivery: Delivery) -> None:
+    def _receive(self, plan: ExchangePlan, delivery: Delivery) -> None:
         """Begin to take in what other machines send to this rank."""
         sections, size = plan.inbox(self.rank)
         if not size:
             return
-        readers = [other for other in plan.members if other != self.rank and plan.forwarded(other, self.rank)]
+        readers = [other for other in plan.members if other != self.rank and plan.needs_forwarded(other, self.rank)]
         memory = (shared_memory.empty if readers else torch.empty)((size,), dtype=torch.uint8)
         works = [self._post_receive(memory[at : at + length], home) for home, at, length, _ in sections if length]
-        delivery.arrival = _Arrival(memory)
-        self._start(self._take_in, works, delivery.arrival, readers, self._count)
+        delivery.inbound = _InboundBuffer(memory)
+        self._start_thread(self._wait_for_receives, works, delivery.inbound, readers, self._num_deliveries)
 
     def _post_send(self, tensor: torch.Tensor, to: int) -> Any:
-        with _peers():
+        with _as_connection_error():
             return dist.isend(tensor, group=self.group, group_dst=to, tag=self._tag)
 
     def _post_receive(self, tensor: torch.Tensor, source: int) -> Any:
-        with _peers():
+        with _as_connection_error():
             return dist.irecv(tensor, group=self.group, group_src=source, tag=self._tag)
 
-    def _start(self, work: Any, *arguments: Any) -> None:
+    def _start_thread(self, work: Any, *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
         self._threads[-1].start()
 
-    def _see_off(self, works: list[Any], buffers: list[torch.Tensor]) -> None:
+    def _wait_for_sends(self, works: list[Any], buffers: list[torch.Tensor]) -> None:
         """Keep what is sent until it has gone."""
         try:
             while works:
-                works[0].wait(_FOR_EVER)
+                works[0].wait(_NO_TIMEOUT)
                 del works[0], buffers[0]
         except RuntimeError as error:
-            self._problem = error
+            self._background_error = error
 
-    def _take_in(self, works: list[Any], arrival: _Arrival, readers: Sequence[int], number: int) -> None:
+    def _wait_for_receives(
+        self, works: list[Any], arrival: _InboundBuffer, readers: Sequence[int], number: int
+    ) -> None:
         """Wait for what other machines send, and hand it on to the neighbours that need it, too."""
         try:
             for work in works:
-                work.wait(_FOR_EVER)
+                work.wait(_NO_TIMEOUT)
         except RuntimeError as error:
-            arrival.problem = error
+            arrival.error = error
         arrival.done.set()
-        place = shared_memory.find(arrival.memory) if readers else None
+        place = shared_memory.find_region(arrival.memory) if readers else None
         for reader in readers:
             try:
-                if arrival.problem or not place:
-                    self._neighbours.send(reader, (_SENT, number, str(arrival.problem)), [], ranks.patience())
+                if arrival.error or not place:
+                    self._links.send(reader, (_FORWARDED_ROWS, number, str(arrival.error)), [], ranks.current_timeout())
                 else:
-                    self._neighbours.send(reader, (_SENT, number, {}), [place.descriptor], ranks.patience())
+                    self._links.send(reader, (_FORWARDED_ROWS, number, {}), [place.descriptor], ranks.current_timeout())
             except OSError as error:
-                self._problem = error
+                self._background_error = error
 
-    def _look_around(self) -> None:
+    def _poll(self) -> None:
         """Raise what has gone wrong in the background; take letters in, and put away those that nobody will read."""
-        if self._problem:
-            raise ConnectionError(f"a delivery did not reach a rank: {self._problem}") from self._problem
-        for other in self._neighbours.sockets:
+        if self._background_error:
+            raise ConnectionError(
+                f"a delivery did not reach a rank: {self._background_error}"
+            ) from self._background_error
+        for other in self._links.sockets:
             with suppress(ConnectionError):  # is noticed by whoever needs something of it
-                while self._take(other, 0.0):
+                while self._receive_message(other, 0.0):
                     pass
-        for key, (_, descriptors) in list(self._letters.items()):
-            if key[2] <= self._count and key[2] not in self._open:
-                node_links.close(descriptors)
-                del self._letters[key]
+        for key, (_, descriptors) in list(self._messages.items()):
+            if key[2] <= self._num_deliveries and key[2] not in self._open_deliveries:
+                node_links.close_descriptors(descriptors)
+                del self._messages[key]
 
-    def _take(self, other: int, patience_s: float) -> bool:
+    def _receive_message(self, other: int, patience_s: float) -> bool:
         """Take in a neighbour's next letter, if it comes in time."""
-        if not (letter := self._neighbours.receive(other, patience_s)):
+        if not (letter := self._links.receive(other, patience_s)):
             return False
         (what, number, content), descriptors = letter
-        self._letters[other, what, number] = content, descriptors
+        self._messages[other, what, number] = content, descriptors
         return True
 
-    def _letter(self, other: int, what: str, number: int) -> tuple[Any, list[int]]:
+    def _wait_for_message(self, other: int, what: str, number: int) -> tuple[Any, list[int]]:
         """What a neighbour says of a delivery. What it has said of others before is kept for those who need it."""
-        while (other, what, number) not in self._letters:
-            self._take(other, ranks.patience())
-        return self._letters.pop((other, what, number))
+        while (other, what, number) not in self._messages:
+            self._receive_message(other, ranks.current_timeout())
+        return self._messages.pop((other, what, number))
 
-    @watched("data")
+    @traced("data")
     def exchange_objects(self, parcels: Mapping[int, Any]) -> dict[int, Any]:
         """Send each of some ranks plain data, see `encoding.py`; what was sent to this rank, by sender. Collective."""
-        self._look_around()
+        self._poll()
         data = {other: bytearray(seal(encode(one), f"parcel {self.rank} to {other}")) for other, one in parcels.items()}
         sizes, theirs = torch.zeros(self.world, dtype=torch.int64), torch.zeros(self.world, dtype=torch.int64)
         for other, content in data.items():
@@ -225,43 +230,43 @@ class Post:
             if other != self.rank:
                 tensor = torch.frombuffer(content, dtype=torch.uint8)
                 sending.append((self._post_send(tensor, other), tensor))
-                self.sent["machine" if other in self._neighbours.sockets else "network"] += len(content)
+                self.bytes_sent["machine" if other in self._links.sockets else "network"] += len(content)
         for other, buffer, work in receiving:
-            with _peers():
-                work.wait(timedelta(seconds=ranks.patience()))
+            with _as_connection_error():
+                work.wait(timedelta(seconds=ranks.current_timeout()))
             found[other] = decode(unseal(buffer.numpy().data, f"parcel {other} to {self.rank}"))
         if sending:
-            self._start(self._see_off, *map(list, zip(*sending, strict=True)))
+            self._start_thread(self._wait_for_sends, *map(list, zip(*sending, strict=True)))
         return dict(sorted(found.items()))
 
     def close(self) -> None:
         """Wait until what was sent has gone; afterwards nothing can be delivered. Not collective."""
         for thread in self._threads:
-            thread.join(ranks.patience())
-        for _, descriptors in self._letters.values():
-            node_links.close(descriptors)
-        self._letters.clear()
-        self._neighbours.close()
+            thread.join(ranks.current_timeout())
+        for _, descriptors in self._messages.values():
+            node_links.close_descriptors(descriptors)
+        self._messages.clear()
+        self._links.close()
 
 
-class _Arrival:
+class _InboundBuffer:
     """Memory in which a rank is sent rows."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.done = threading.Event()
-        self.problem: Exception | None = None
+        self.error: Exception | None = None
 
 
 class Delivery:
     """What comes to one rank. Rows are views of the memory in which they came, which goes with the last of them."""
 
-    def __init__(self, post: Post, number: int, plan: Plan, own: Mapping[str, torch.Tensor]) -> None:
-        self._post, self._number, self._plan, self._own = post, number, plan, own
-        self.arrival: _Arrival | None = None
-        self._stores: list[tuple[Block, torch.Tensor]] | None = None
+    def __init__(self, post: RowExchange, number: int, plan: ExchangePlan, own: Mapping[str, torch.Tensor]) -> None:
+        self._exchange, self._number, self._plan, self._local_columns = post, number, plan, own
+        self.inbound: _InboundBuffer | None = None
+        self._blocks: list[tuple[Block, torch.Tensor]] | None = None
 
-    @watched("wait")
+    @traced("wait")
     def rows(self, name: str) -> list[torch.Tensor]:
         """The rows of a column of each sequence that this rank wants, in order: [length, *tail], where it needs a part
         only those indices along dim 1. Waits until everything that this rank wants is there.
@@ -269,11 +274,11 @@ class Delivery:
         Raises TimeoutError after the time-out of collectives, and ConnectionError where a rank is gone.
         """
         plan = self._plan
-        if self._stores is None:
-            self._stores = list(self._arrive())
+        if self._blocks is None:
+            self._blocks = list(self._wait_for_blocks())
         part, wants, lengths = plan.part(name, plan.rank), plan.wants[plan.rank], plan.lengths[name]
         found: list[torch.Tensor | None] = [None] * len(wants)
-        for block, memory in self._stores:
+        for block, memory in self._blocks:
             if block.column == name and block.part in (part, None) and len(block.sequences):
                 starts = np.cumsum(lengths[block.sequences]) - lengths[block.sequences]
                 at = np.searchsorted(block.sequences, wants).clip(max=len(block.sequences) - 1)
@@ -284,56 +289,58 @@ class Delivery:
         nothing = _select(torch.empty((0, *tail), dtype=dtype), part)
         return [nothing if rows is None else rows for rows in found]
 
-    def _arrive(self) -> Iterator[tuple[Block, torch.Tensor]]:
+    def _wait_for_blocks(self) -> Iterator[tuple[Block, torch.Tensor]]:
         """All memory in which there is something for this rank, as blocks."""
         plan, rank = self._plan, self._plan.rank
-        for name, rows in self._own.items():
-            yield _whole(plan, name, rank), rows
+        for name, rows in self._local_columns.items():
+            yield _column_block(plan, name, rank), rows
         neighbours_of = [other for other in plan.members if other != rank]
         for home in neighbours_of:
-            if plan.reads(rank, home):
-                offsets, memories = self._read(home, _HELD)
-                blocks, _ = plan.blocks(plan.published(home), without=offsets)
-                yield from ((block, _view(plan, block, memories[0])) for block in blocks)
+            if plan.needs_rows(rank, home):
+                offsets, memories = self._map_message(home, _LOCAL_ROWS)
+                blocks, _ = plan.blocks(plan.local_selection(home), without=offsets)
+                yield from ((block, _block_rows(plan, block, memories[0])) for block in blocks)
                 for memory, (name, offset) in zip(memories[1:], offsets.items(), strict=True):
-                    block = _whole(plan, name, home, offset)
-                    yield block, _view(plan, block, memory)
-        if self.arrival:
-            if not self.arrival.done.wait(ranks.patience()):
-                raise TimeoutError(f"other machines have not sent what this rank needs for {ranks.patience():.0f} s")
-            if self.arrival.problem:
-                raise ConnectionError(f"what other machines send has not come: {self.arrival.problem}")
-            yield from _opened(plan, rank, self.arrival.memory)
+                    block = _column_block(plan, name, home, offset)
+                    yield block, _block_rows(plan, block, memory)
+        if self.inbound:
+            if not self.inbound.done.wait(ranks.current_timeout()):
+                raise TimeoutError(
+                    f"other machines have not sent what this rank needs for {ranks.current_timeout():.0f} s"
+                )
+            if self.inbound.error:
+                raise ConnectionError(f"what other machines send has not come: {self.inbound.error}")
+            yield from _inbound_blocks(plan, rank, self.inbound.memory)
         for receiver in neighbours_of:
-            if plan.forwarded(rank, receiver):
-                _, memories = self._read(receiver, _SENT)
-                yield from _opened(plan, receiver, memories[0])
+            if plan.needs_forwarded(rank, receiver):
+                _, memories = self._map_message(receiver, _FORWARDED_ROWS)
+                yield from _inbound_blocks(plan, receiver, memories[0])
 
-    def _read(self, other: int, what: str) -> tuple[dict[str, int], list[torch.Tensor]]:
-        content, descriptors = self._post._letter(other, what, self._number)
+    def _map_message(self, other: int, what: str) -> tuple[dict[str, int], list[torch.Tensor]]:
+        content, descriptors = self._exchange._wait_for_message(other, what, self._number)
         try:
             if isinstance(content, str):
                 raise ConnectionError(f"what other machines send to rank {other} has not come: {content}")
             return content, [shared_memory.attach(descriptor) for descriptor in descriptors]
         finally:
-            node_links.close(descriptors)
+            node_links.close_descriptors(descriptors)
 
 
-def _opened(plan: Plan, receiver: int, memory: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+def _inbound_blocks(plan: ExchangePlan, receiver: int, memory: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
     """The blocks of memory in which a rank was sent something."""
     for _, start, _, blocks in plan.inbox(receiver)[0]:
         for block in blocks:
-            yield block, _view(plan, block, memory[start:])
+            yield block, _block_rows(plan, block, memory[start:])
 
 
-def _whole(plan: Plan, name: str, home: int, offset: int = 0) -> Block:
+def _column_block(plan: ExchangePlan, name: str, home: int, offset: int = 0) -> Block:
     """A home's column as it is there, all of it."""
-    sequences = plan.of(home)
+    sequences = plan.sequences_of(home)
     rows = int(plan.lengths[name][sequences].sum())
     return Block(name, None, sequences, rows, offset, rows * plan.row_bytes(name, None))
 
 
-def _view(plan: Plan, block: Block, memory: torch.Tensor) -> torch.Tensor:
+def _block_rows(plan: ExchangePlan, block: Block, memory: torch.Tensor) -> torch.Tensor:
     """A block's rows in [bytes] uint8."""
     dtype, tail = plan.kinds[block.column]
     tail = tail if block.part is None else (len(block.part), *tail[1:])
@@ -349,23 +356,23 @@ def _select(rows: torch.Tensor, part: Part) -> torch.Tensor:
     return rows.index_select(1, torch.tensor(part))
 
 
-def _pieces(plan: Plan, own: Mapping[str, torch.Tensor], blocks: Sequence[Block]) -> Iterator[torch.Tensor]:
+def _iter_rows(plan: ExchangePlan, own: Mapping[str, torch.Tensor], blocks: Sequence[Block]) -> Iterator[torch.Tensor]:
     """This rank's rows of blocks, contiguous, one after another."""
     for block in blocks:
         lengths, column = plan.lengths[block.column], own[block.column]
-        starts = np.cumsum(lengths[plan.own]) - lengths[plan.own]
-        at = np.searchsorted(plan.own, block.sequences)
-        for first, last in _runs(at):
-            start, stop = int(starts[first]), int(starts[last] + lengths[plan.own[last]])
+        starts = np.cumsum(lengths[plan.local_sequences]) - lengths[plan.local_sequences]
+        at = np.searchsorted(plan.local_sequences, block.sequences)
+        for first, last in _consecutive_runs(at):
+            start, stop = int(starts[first]), int(starts[last] + lengths[plan.local_sequences[last]])
             if block.part is None:
                 yield column[start:stop]
                 continue
-            step = max(1, _PIECE // max(1, plan.row_bytes(block.column, block.part)))
+            step = max(1, _COPY_CHUNK_BYTES // max(1, plan.row_bytes(block.column, block.part)))
             for begin in range(start, stop, step):
                 yield _select(column[begin : min(stop, begin + step)], block.part).contiguous()
 
 
-def _runs(numbers: Numbers) -> Iterator[tuple[int, int]]:
+def _consecutive_runs(numbers: Numbers) -> Iterator[tuple[int, int]]:
     """First and last of each stretch of ascending numbers that follow one another."""
     if len(numbers):
         cuts = np.flatnonzero(np.diff(numbers) != 1)
@@ -377,7 +384,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
+def _as_connection_error() -> Iterator[None]:
     """What gloo says where a rank is gone, as an error of that kind."""
     try:
         yield
@@ -385,10 +392,10 @@ def _peers() -> Iterator[None]:
         raise ConnectionError(f"another rank is gone, or does not answer: {error}") from error
 
 
-def _checked(name: str, column: torch.Tensor | None, kind: Kind, plan: Plan) -> torch.Tensor:
+def _check_column(name: str, column: torch.Tensor | None, kind: RowSpec, plan: ExchangePlan) -> torch.Tensor:
     """A column as `deliver` needs it; a rank without sequences need not bring any."""
     dtype, tail = kind
-    rows = int(plan.lengths[name][plan.own].sum())
+    rows = int(plan.lengths[name][plan.local_sequences].sum())
     if column is None and not rows:
         return torch.empty((0, *tail), dtype=dtype)
     if column is None or column.dtype != dtype or tuple(column.shape) != (rows, *tail) or column.is_cuda:
@@ -397,58 +404,60 @@ def _checked(name: str, column: torch.Tensor | None, kind: Kind, plan: Plan) -> 
     return column.detach().contiguous()
 
 
-_post: Post | None = None
+_row_exchange: RowExchange | None = None
 
 
-class AllRanks:
-    """The ranks of the job, as `types.Everyone`."""
+class WorldComm:
+    """The ranks of the job, as `types.Comm`."""
 
     @property
     def rank(self) -> int:
         return dist.get_rank()
 
-    def total(self, mine: torch.Tensor) -> torch.Tensor:
-        return total(mine)
+    def all_reduce(self, mine: torch.Tensor) -> torch.Tensor:
+        return sum_over_ranks(mine)
 
-    def rows(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
         return gather_rows(mine)
 
-    def objects(self, mine: Any) -> list[Any]:
+    def all_gather_objects(self, mine: Any) -> list[Any]:
         return ranks.all_gather_objects(mine)
 
 
-@watched("wait")
+@traced("wait")
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks, [sum of n, ...] by rank, of each rank's [n, ...]; dtype and tail are the same on all."""
     rows = rows.detach().cpu().contiguous()
-    shares = collectives.all_gather(rows.reshape(-1).view(torch.uint8), ranks.host_group(), ranks.patience())
+    shares = collectives.ragged_all_gather(
+        rows.reshape(-1).view(torch.uint8), ranks.host_group(), ranks.current_timeout()
+    )
     return torch.cat(shares).view(rows.dtype).view(-1, *rows.shape[1:])
 
 
-@watched("wait")
-def total(small: torch.Tensor) -> torch.Tensor:
+@traced("wait")
+def sum_over_ranks(small: torch.Tensor) -> torch.Tensor:
     """The sum of a small tensor over all ranks, added up in their order: the same bits on all of them."""
     if dist.get_world_size() == 1:
         return small
     mine = small.detach().cpu().contiguous().view(-1)
-    shares = collectives.around(mine, ranks.host_group(), ranks.patience()).view(-1, *small.shape)
+    shares = collectives.all_gather_small(mine, ranks.host_group(), ranks.current_timeout()).view(-1, *small.shape)
     result = shares[0].clone()
     for share in shares[1:]:
         result += share
     return result.to(small.device)
 
 
-def post() -> Post:
+def get_row_exchange() -> RowExchange:
     """The job's, made by all ranks together when it is first asked for."""
-    global _post
-    if _post is None or _post.group is not ranks.host_group():
-        _post = Post()
-    return _post
+    global _row_exchange
+    if _row_exchange is None or _row_exchange.group is not ranks.host_group():
+        _row_exchange = RowExchange()
+    return _row_exchange
 
 
-def close_post() -> None:
+def close_row_exchange() -> None:
     """Wait until what was sent has gone. Not collective."""
-    global _post
-    closing, _post = _post, None
+    global _row_exchange
+    closing, _row_exchange = _row_exchange, None
     if closing is not None:
         closing.close()

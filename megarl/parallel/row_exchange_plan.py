@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-Kind = tuple[torch.dtype, tuple[int, ...]]
+RowSpec = tuple[torch.dtype, tuple[int, ...]]
 """What the rows of a column are: their dtype, and the shape of each row."""
 Part = tuple[int, ...] | None
 """Indices along dim 1 of a column that a rank needs; None for all of them."""
@@ -38,7 +38,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ColumnGroup:
     """Columns that travel alike: of the same lengths, and of which each rank needs the same part."""
 
     columns: tuple[str, ...]
@@ -46,16 +46,16 @@ class Cut:
     parts: tuple[Part, ...]
 
 
-Chosen = Sequence[tuple[Cut, Part, Numbers]]
+Selection = Sequence[tuple[ColumnGroup, Part, Numbers]]
 """Sequences of which a cut's columns go somewhere, in a part."""
 
 
-class Plan:
+class ExchangePlan:
     """One delivery, as `rank` sees it. `machines`: the ranks of each."""
 
     def __init__(
         self,
-        kinds: Mapping[str, Kind],
+        kinds: Mapping[str, RowSpec],
         lengths: torch.Tensor | Mapping[str, torch.Tensor],
         homes: torch.Tensor,
         wants: Sequence[Sequence[int]],
@@ -68,37 +68,39 @@ class Plan:
         distinct = {id(numbers): numbers for numbers in wants}  # ranks of a pipeline are often given the same list
         arrays = {key: np.asarray(numbers, np.int64) for key, numbers in distinct.items()}
         self.wants = [arrays[id(numbers)] for numbers in wants]
-        self.own = self.of(rank)
-        self.cuts = tuple(self._cuts(lengths, parts, len(wants)))
-        self.lengths = {name: cut.lengths for cut in self.cuts for name in cut.columns}
+        self.local_sequences = self.sequences_of(rank)
+        self.column_groups = tuple(self._group_columns(lengths, parts, len(wants)))
+        self.lengths = {name: cut.lengths for cut in self.column_groups for name in cut.columns}
         self.members = list(next(members for members in machines if rank in members))
         self._wanted = self._wanted_by(self.members, np.arange(len(self.homes)))
-        self._turns = np.zeros(len(wants), np.int64)  # who of several homes begins with which receiver
-        self._turns[np.unique(self.homes)] = np.arange(len(np.unique(self.homes)))
-        self._foreign = np.flatnonzero(~np.isin(self.homes, self.members) & self._wanted.any(0))
+        self._first_receivers = np.zeros(len(wants), np.int64)  # who of several homes begins with which receiver
+        self._first_receivers[np.unique(self.homes)] = np.arange(len(np.unique(self.homes)))
+        self._remote_sequences = np.flatnonzero(~np.isin(self.homes, self.members) & self._wanted.any(0))
         self._receivers = {
             (number, part): receivers
-            for number, cut in enumerate(self.cuts)
-            for part, receivers in self._assigned(cut, self.members, self._foreign, self._wanted[:, self._foreign])
+            for number, cut in enumerate(self.column_groups)
+            for part, receivers in self._assigned(
+                cut, self.members, self._remote_sequences, self._wanted[:, self._remote_sequences]
+            )
         }
 
-    def _cuts(
+    def _group_columns(
         self,
         lengths: torch.Tensor | Mapping[str, torch.Tensor],
         parts: Mapping[str, Sequence[Sequence[int] | None]],
         world: int,
-    ) -> Iterator[Cut]:
+    ) -> Iterator[ColumnGroup]:
         alike: dict[tuple[int, tuple[Part, ...]], list[str]] = {}
         for name, (_, tail) in self.kinds.items():
             of_all = lengths[name] if isinstance(lengths, Mapping) else lengths
             if name in parts:
-                needed = tuple(_part(indices, tail[0]) for indices in parts[name])
+                needed = tuple(_normalize_part(indices, tail[0]) for indices in parts[name])
             else:
                 needed = (None,) * world
             alike.setdefault((id(of_all), needed), []).append(name)
         for (_, needed), names in alike.items():
             of_all = lengths[names[0]] if isinstance(lengths, Mapping) else lengths
-            yield Cut(tuple(names), of_all.cpu().numpy().astype(np.int64), needed)
+            yield ColumnGroup(tuple(names), of_all.cpu().numpy().astype(np.int64), needed)
 
     def _wanted_by(self, members: Sequence[int], sequences: Numbers) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """[members, sequences]: which of them wants which."""
@@ -107,7 +109,7 @@ class Plan:
             row[self.wants[member]] = True
         return wanted[:, sequences]
 
-    def of(self, home: int) -> Numbers:
+    def sequences_of(self, home: int) -> Numbers:
         """The sequences of a rank, ascending."""
         return np.flatnonzero(self.homes == home)
 
@@ -116,9 +118,9 @@ class Plan:
         return dtype.itemsize * prod(tail if part is None else (len(part), *tail[1:]))
 
     def part(self, column: str, rank: int) -> Part:
-        return next(cut.parts[rank] for cut in self.cuts if column in cut.columns)
+        return next(cut.parts[rank] for cut in self.column_groups if column in cut.columns)
 
-    def blocks(self, chosen: Chosen, without: Iterable[str] = ()) -> tuple[list[Block], int]:
+    def blocks(self, chosen: Selection, without: Iterable[str] = ()) -> tuple[list[Block], int]:
         """The layout of memory in which chosen rows lie, and its bytes: larger items first, so that each is aligned."""
         left_out = set(without)
         order = [
@@ -134,31 +136,31 @@ class Plan:
             offset += blocks[-1].size
         return blocks, offset
 
-    def published(self, home: int) -> Chosen:
+    def local_selection(self, home: int) -> Selection:
         """What a rank of this machine writes for its neighbours."""
-        mine = self.of(home)
+        mine = self.sequences_of(home)
         chosen = []
-        for cut in self.cuts:
-            for part, rows in _by_part(cut, self.members, home):
+        for cut in self.column_groups:
+            for part, rows in _group_by_part(cut, self.members, home):
                 sequences = mine[self._wanted[rows][:, mine].any(0)]
                 if len(sequences):
                     chosen.append((cut, part, sequences))
         return chosen
 
-    def reads(self, reader: int, home: int) -> bool:
+    def needs_rows(self, reader: int, home: int) -> bool:
         """Whether a rank of this machine needs rows that a neighbour of it holds."""
         wanted = self._wanted[self.members.index(reader)] & (self.homes == home)
-        return any(bool(cut.lengths[wanted].any()) for cut in self.cuts)
+        return any(bool(cut.lengths[wanted].any()) for cut in self.column_groups)
 
     def inbox(self, receiver: int) -> tuple[list[tuple[int, int, int, list[Block]]], int]:
         """The memory in which a rank of this machine is sent rows by those of others: (home, start, bytes, blocks with
         offsets from the start) of each message, by home, and the bytes of all."""
-        by_home: dict[int, list[tuple[Cut, Part, Numbers]]] = {}
+        by_home: dict[int, list[tuple[ColumnGroup, Part, Numbers]]] = {}
         for (number, part), receivers in self._receivers.items():
-            sequences = self._foreign[receivers == receiver]
+            sequences = self._remote_sequences[receivers == receiver]
             homes = self.homes[sequences]
             for home in np.unique(homes):
-                by_home.setdefault(int(home), []).append((self.cuts[number], part, sequences[homes == home]))
+                by_home.setdefault(int(home), []).append((self.column_groups[number], part, sequences[homes == home]))
         sections, start = [], 0
         for home, chosen in sorted(by_home.items()):
             blocks, size = self.blocks(chosen)
@@ -166,32 +168,35 @@ class Plan:
             start += -(-size // _ALIGNED) * _ALIGNED
         return sections, start
 
-    def forwarded(self, reader: int, receiver: int) -> bool:
+    def needs_forwarded(self, reader: int, receiver: int) -> bool:
         """Whether a rank of this machine needs rows that a neighbour of it is sent."""
-        wanted = self._wanted[self.members.index(reader)][self._foreign]
+        wanted = self._wanted[self.members.index(reader)][self._remote_sequences]
         return any(
-            part == cut.parts[reader] and bool(cut.lengths[self._foreign[wanted & (receivers == receiver)]].any())
+            part == cut.parts[reader]
+            and bool(cut.lengths[self._remote_sequences[wanted & (receivers == receiver)]].any())
             for (number, part), receivers in self._receivers.items()
-            for cut in [self.cuts[number]]
+            for cut in [self.column_groups[number]]
         )
 
-    def sends(self) -> Iterator[tuple[int, Chosen]]:
+    def iter_sends(self) -> Iterator[tuple[int, Selection]]:
         """What this rank sends to other machines: (receiver, rows)."""
         for members in self.machines:
-            if members == self.members or not len(self.own):
+            if members == self.members or not len(self.local_sequences):
                 continue
-            wanted = self._wanted_by(members, self.own)
+            wanted = self._wanted_by(members, self.local_sequences)
             if not wanted.any():
                 continue
-            to: dict[int, list[tuple[Cut, Part, Numbers]]] = {}
-            for cut in self.cuts:
-                for part, receivers in self._assigned(cut, members, self.own, wanted):
+            to: dict[int, list[tuple[ColumnGroup, Part, Numbers]]] = {}
+            for cut in self.column_groups:
+                for part, receivers in self._assigned(cut, members, self.local_sequences, wanted):
                     for receiver in np.unique(receivers[receivers >= 0]):
-                        to.setdefault(int(receiver), []).append((cut, part, self.own[receivers == receiver]))
+                        to.setdefault(int(receiver), []).append(
+                            (cut, part, self.local_sequences[receivers == receiver])
+                        )
             yield from sorted(to.items())
 
     def _assigned(
-        self, cut: Cut, members: Sequence[int], sequences: Numbers, wanted: np.ndarray[Any, np.dtype[np.bool_]]
+        self, cut: ColumnGroup, members: Sequence[int], sequences: Numbers, wanted: np.ndarray[Any, np.dtype[np.bool_]]
     ) -> Iterator[tuple[Part, Numbers]]:
         """For each part that ranks of a machine need: which of them is sent each of some sequences, -1 for none.
 
@@ -199,7 +204,7 @@ class Plan:
         these. Where one home begins depends on the home; so the home alone can tell, and every rank of the machine.
         """
         homes = self.homes[sequences]
-        for part, rows in _by_part(cut, members):
+        for part, rows in _group_by_part(cut, members):
             able = wanted[rows]
             receivers = np.full(len(sequences), -1, np.int64)
             count = able.sum(0)
@@ -216,18 +221,18 @@ class Plan:
                 before = np.repeat(np.r_[0, ends][first], sizes)
                 total = np.repeat(np.add.reduceat(weights, first), sizes)
                 turn = (2 * (ends - before) - weights) * count[taken] // (2 * total)
-                turn = (turn + self._turns[homes[taken]]) % count[taken]
+                turn = (turn + self._first_receivers[homes[taken]]) % count[taken]
                 chosen = (np.cumsum(able[:, taken], axis=0) == turn + 1) & able[:, taken]
                 receivers[taken] = np.asarray(members)[rows][chosen.argmax(0)]
             yield part, receivers
 
 
-def _part(indices: Sequence[int] | None, size: int) -> Part:
+def _normalize_part(indices: Sequence[int] | None, size: int) -> Part:
     part = None if indices is None else tuple(map(int, indices))
     return None if part == tuple(range(size)) else part
 
 
-def _by_part(cut: Cut, members: Sequence[int], but: int = -1) -> Iterator[tuple[Part, list[int]]]:
+def _group_by_part(cut: ColumnGroup, members: Sequence[int], but: int = -1) -> Iterator[tuple[Part, list[int]]]:
     """The members that need each part, as indices; without the rank `but`."""
     found: dict[Part, list[int]] = {}
     for index, member in enumerate(members):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 _MAP_NORESERVE = 0x4000  # the mmap module has no name for it in Python 3.11
-_AT_ONCE = 512  # pieces of one write; the kernel takes 1024
+_MAX_IOVECS = 512  # pieces of one write; the kernel takes 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -26,7 +26,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryRegion:
     """Where a tensor lies in shared memory: the memory's descriptor, its size and the tensor's offset, in bytes."""
 
     descriptor: int
@@ -34,13 +34,13 @@ class Place:
     offset: int
 
 
-_made: dict[int, tuple[int, int]] = {}
+_allocations: dict[int, tuple[int, int]] = {}
 """Descriptor and bytes of each memory that this process has made and still has tensors on, by address."""
 
 
-def held() -> int:
+def allocated_bytes() -> int:
     """Bytes of shared memory that this process has made and still has tensors on."""
-    return sum(size for _, size in _made.values())
+    return sum(size for _, size in _allocations.values())
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -52,16 +52,16 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
     descriptor = create(size)
-    return _tensor(descriptor, size, mmap.MAP_SHARED, made=True).view(dtype).view(tuple(shape))
+    return _map_tensor(descriptor, size, mmap.MAP_SHARED, made=True).view(dtype).view(tuple(shape))
 
 
-def find(tensor: torch.Tensor) -> Place | None:
+def find_region(tensor: torch.Tensor) -> MemoryRegion | None:
     """Where a contiguous tensor lies in shared memory of this process's making, or None."""
     address = tensor.untyped_storage().data_ptr()
-    if address not in _made or not tensor.is_contiguous():
+    if address not in _allocations or not tensor.is_contiguous():
         return None
-    descriptor, size = _made[address]
-    return Place(descriptor, size, tensor.data_ptr() - address)
+    descriptor, size = _allocations[address]
+    return MemoryRegion(descriptor, size, tensor.data_ptr() - address)
 
 
 def create(size: int) -> int:
@@ -81,7 +81,7 @@ def write(descriptor: int, pieces: Iterable[torch.Tensor]) -> int:
     for piece in pieces:
         if piece.numel():
             waiting.append(_bytes(piece).numpy().data)
-        if len(waiting) == _AT_ONCE:
+        if len(waiting) == _MAX_IOVECS:
             offset = _write(descriptor, waiting, offset)
             waiting = []
     return _write(descriptor, waiting, offset)
@@ -107,14 +107,14 @@ def attach(descriptor: int) -> torch.Tensor:
     size = os.fstat(descriptor).st_size
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    return _tensor(descriptor, size, mmap.MAP_PRIVATE | _MAP_NORESERVE, made=False)
+    return _map_tensor(descriptor, size, mmap.MAP_PRIVATE | _MAP_NORESERVE, made=False)
 
 
-def share(tensor: torch.Tensor) -> list[int]:
+def export_handle(tensor: torch.Tensor) -> list[int]:
     """Numbers by which any process of this user can map a contiguous tensor in memory of this process's making, see
-    `mapped`. Raises ValueError for any other tensor."""
+    `map_handle`. Raises ValueError for any other tensor."""
     size = tensor.numel() * tensor.element_size()
-    place = find(tensor)
+    place = find_region(tensor)
     if place is None and size:
         raise ValueError("the tensor does not lie in shared memory")
     if place is None:
@@ -122,7 +122,7 @@ def share(tensor: torch.Tensor) -> list[int]:
     return [os.getpid(), place.descriptor, os.fstat(place.descriptor).st_ino, place.offset, size]
 
 
-def mapped(process: int, descriptor: int, inode: int, offset: int, size: int) -> torch.Tensor:
+def map_handle(process: int, descriptor: int, inode: int, offset: int, size: int) -> torch.Tensor:
     """The bytes of a tensor that another process shares, [size] uint8: what either writes the other sees. Raises
     OSError where they are not there any more."""
     if not size:
@@ -131,24 +131,24 @@ def mapped(process: int, descriptor: int, inode: int, offset: int, size: int) ->
     try:
         if os.fstat(own).st_ino != inode:  # the number is another file's by now
             raise FileNotFoundError(f"process {process} shares this memory no longer")
-        return _tensor(own, offset + size, mmap.MAP_SHARED, made=False)[offset:]
+        return _map_tensor(own, offset + size, mmap.MAP_SHARED, made=False)[offset:]
     finally:
         os.close(own)
 
 
-def _tensor(descriptor: int, size: int, flags: int, made: bool) -> torch.Tensor:
+def _map_tensor(descriptor: int, size: int, flags: int, made: bool) -> torch.Tensor:
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         error = ctypes.get_errno()
         raise OSError(error, f"cannot map {size} bytes of shared memory: {os.strerror(error)}")
     if made:
-        _made[address] = descriptor, size
+        _allocations[address] = descriptor, size
     block = (ctypes.c_uint8 * size).from_address(address)  # the tensor's storage keeps it
-    weakref.finalize(block, _give_back, address, size, made).atexit = False  # tensors may be read until the very end
+    weakref.finalize(block, _unmap, address, size, made).atexit = False  # tensors may be read until the very end
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
-def _give_back(address: int, size: int, made: bool) -> None:
+def _unmap(address: int, size: int, made: bool) -> None:
     if made:
-        os.close(_made.pop(address)[0])
+        os.close(_allocations.pop(address)[0])
     _libc.munmap(address, size)

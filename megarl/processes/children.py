@@ -1,7 +1,7 @@
 """Child processes: list them, end them with this process, and find connections of other users.
 
 `die_with_parent` and `inherit_orphans` ask the kernel to end a process with its parent and to adopt grandchildren.
-`connected_users` checks the ports of gloo and NCCL, which accept anybody.
+`list_connected_users` checks the ports of gloo and NCCL, which accept anybody.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 _LOOK_S = 0.02
 
 
-def children() -> list[int]:
+def list_children() -> list[int]:
     """Return the pids of the children of all threads; in a process that inherits orphans, see `children.py`, of
     these, too.
 
@@ -39,7 +39,7 @@ def end_orphans(spared: Collection[int], patience_s: float) -> list[int]:
     seconds kill them. Returns the pids of those that had to be killed. Children are reaped: none may be waited for
     elsewhere."""
     deadline, killed = time.monotonic() + patience_s, list[int]()
-    while left := [pid for pid in children() if pid not in spared]:
+    while left := [pid for pid in list_children() if pid not in spared]:
         for pid in left:
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG)[0]:
@@ -93,11 +93,11 @@ def inherit_orphans() -> None:
 _ESTABLISHED = "01"
 
 
-def connected_users() -> list[int]:
+def list_connected_users() -> list[int]:
     """Numbers of the other users whose processes on this machine have a TCP connection with this one, ascending."""
     mine: set[tuple[str, str]] = set()
     users: dict[tuple[str, str], int] = {}
-    sockets = _own_sockets()
+    sockets = _list_sockets()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -109,7 +109,7 @@ def connected_users() -> list[int]:
     return sorted({users[ends] for ends in mine & users.keys()} - {os.getuid()})
 
 
-def _own_sockets() -> set[str]:
+def _list_sockets() -> set[str]:
     """Inodes."""
     found = set()
     for link in os.scandir("/proc/self/fd"):

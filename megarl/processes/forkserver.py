@@ -29,19 +29,19 @@ from typing import Any
 
 from megarl.config import plugins
 from megarl.processes.children import die_with_parent, inherit_orphans, is_tracker
-from megarl.processes.process_limits import restrict
+from megarl.processes.process_limits import apply_limits
 
-Serve = Callable[[socket.socket, dict[str, Any], dict[str, Any]], None]
-PRINTED, PRINTED_S = 1 << 18, 1 << 12
+ServeFunction = Callable[[socket.socket, dict[str, Any], dict[str, Any]], None]
+MAX_OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 18, 1 << 12
 """Bytes of what a process prints that are kept, and those that it may print for each second that it lives besides."""
 _LOOK_MS = 50
 _END_LIMIT_S = 5.0
-_TRACKERS_S = 2.0
+_TRACKER_GRACE_S = 2.0
 
 
-def main(orders: socket.socket, parent: int, serve: Serve, given: dict[str, Any]) -> None:
+def main(orders: socket.socket, parent: int, serve: ServeFunction, given: dict[str, Any]) -> None:
     inherit_orphans()
-    signal.signal(signal.SIGTERM, _nothing)  # Slurm sends it to all; the rank says when this is over
+    signal.signal(signal.SIGTERM, _ignore_signal)  # Slurm sends it to all; the rank says when this is over
     children: dict[int, int] = {}  # the number of each, by its pid
     poll = select.poll()
     poll.register(orders, select.POLLIN)
@@ -57,19 +57,19 @@ def main(orders: socket.socket, parent: int, serve: Serve, given: dict[str, Any]
             pid = os.fork()
             if pid == 0:
                 orders.close()
-                _watch_over(wire, serve, given, said["order"])
+                _supervise(wire, serve, given, said["order"])
             wire.close()
             children[pid] = said["number"]
-        for pid, status in _ended():
+        for pid, status in _reap():
             if pid in children:
-                _kill(_without_trackers(set(_own()) - children.keys()))  # left by one that was killed itself
+                _kill(_drop_trackers(set(_list_children()) - children.keys()))  # left by one that was killed itself
                 with contextlib.suppress(OSError):
                     orders.send(json.dumps({"number": children.pop(pid), "status": status}).encode())
     _end_all(_END_LIMIT_S)
     os._exit(0)  # without the second that tearing down what was imported takes
 
 
-def _watch_over(wire: socket.socket, serve: Serve, given: dict[str, Any], order: dict[str, Any]) -> None:
+def _supervise(wire: socket.socket, serve: ServeFunction, given: dict[str, Any], order: dict[str, Any]) -> None:
     """Never comes back."""
     code = 1
     try:
@@ -79,7 +79,7 @@ def _watch_over(wire: socket.socket, serve: Serve, given: dict[str, Any], order:
         worker = os.fork()
         if worker == 0:
             os.close(reading)
-            _work(wire, serve, given, order, own, writing)
+            _run_worker(wire, serve, given, order, own, writing)
         os.close(writing)
         os.set_blocking(reading, False)
         end = os.pidfd_open(worker)
@@ -87,16 +87,16 @@ def _watch_over(wire: socket.socket, serve: Serve, given: dict[str, Any], order:
         poll.register(wire, 0)  # that the other end was closed
         poll.register(end, select.POLLIN)
         poll.register(reading, select.POLLIN)
-        printed = _Printed(reading)
+        printed = _OutputForwarder(reading)
         while True:
             found = dict(poll.poll())
-            if reading in found and not printed.hand_on():
+            if reading in found and not printed.forward():
                 poll.unregister(reading)
             if end in found or wire.fileno() in found:
                 break
         for _ in range(4):  # what is in the pipe yet; a daemon may go on filling it
-            printed.hand_on()
-        code = dict(_ended()).get(worker, 0)
+            printed.forward()
+        code = dict(_reap()).get(worker, 0)
     except BaseException:  # noqa: B036  whatever it is, this must not go on as its parent
         traceback.print_exc()
     finally:
@@ -104,32 +104,32 @@ def _watch_over(wire: socket.socket, serve: Serve, given: dict[str, Any], order:
         os._exit(code)
 
 
-class _Printed:
+class _OutputForwarder:
     """What a process prints, from a pipe into the log."""
 
     def __init__(self, reading: int) -> None:
-        self._reading, self._began, self._kept, self._all = reading, time.monotonic(), 0, True
+        self._reading, self._began, self._written, self._is_complete = reading, time.monotonic(), 0, True
 
-    def hand_on(self) -> bool:
+    def forward(self) -> bool:
         """The next part; False where whoever could print has closed it."""
         try:
             part = os.read(self._reading, 1 << 16)
         except BlockingIOError:
             return True
-        allowed = PRINTED + int(PRINTED_S * (time.monotonic() - self._began)) - self._kept
+        allowed = MAX_OUTPUT_BYTES + int(OUTPUT_BYTES_PER_S * (time.monotonic() - self._began)) - self._written
         own = part[: max(0, allowed)]
         with contextlib.suppress(OSError):  # a disk that is full
             if own:
                 os.write(2, own)
-            if self._all and len(own) < len(part):
+            if self._is_complete and len(own) < len(part):
                 os.write(2, b"\n--- it prints too much: this is not all of it\n")
-        self._kept += len(own)
-        self._all = len(own) == len(part)
+        self._written += len(own)
+        self._is_complete = len(own) == len(part)
         return bool(part)
 
 
-def _work(
-    wire: socket.socket, serve: Serve, given: dict[str, Any], order: dict[str, Any], parent: int, log: int
+def _run_worker(
+    wire: socket.socket, serve: ServeFunction, given: dict[str, Any], order: dict[str, Any], parent: int, log: int
 ) -> None:
     """Never comes back."""
     code = 1
@@ -143,7 +143,7 @@ def _work(
         sys.stdout, sys.stderr = (
             os.fdopen(place, "w", buffering=1, errors="backslashreplace", closefd=False) for place in (1, 2)
         )
-        restrict(int(given.get("memory_mb", 0)))
+        apply_limits(int(given.get("memory_mb", 0)))
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # else all have the same; Python's own is seeded anew
         serve(wire, given, order)
@@ -159,16 +159,16 @@ def _work(
         os._exit(code)
 
 
-def _nothing(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     """Not SIG_IGN, which programs that the code starts would inherit."""
 
 
-def _own() -> list[int]:
+def _list_children() -> list[int]:
     with open(f"/proc/self/task/{os.getpid()}/children") as listing:
         return [int(pid) for pid in listing.read().split()]
 
 
-def _ended() -> list[tuple[int, int]]:
+def _reap() -> list[tuple[int, int]]:
     """(pid, exit status) of children that have ended; of one that a signal ended 128 and its number."""
     found = []
     with contextlib.suppress(ChildProcessError):
@@ -184,7 +184,7 @@ def _kill(pids: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _without_trackers(pids: set[int]) -> set[int]:
+def _drop_trackers(pids: set[int]) -> set[int]:
     return {pid for pid in pids if not is_tracker(pid)}
 
 
@@ -192,9 +192,9 @@ def _end_all(seconds: float) -> None:
     """Kill the children, and theirs as they arrive here, until none is left or time is up; those that remove what the
     others leave in shared memory only after a moment, in which they end by themselves."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and (pids := set(_own())):
-        _kill(pids if time.monotonic() > deadline - seconds + _TRACKERS_S else _without_trackers(pids))
-        _ended()
+    while time.monotonic() < deadline and (pids := set(_list_children())):
+        _kill(pids if time.monotonic() > deadline - seconds + _TRACKER_GRACE_S else _drop_trackers(pids))
+        _reap()
         time.sleep(0.002)
 
 

@@ -17,14 +17,14 @@ def create(name: str) -> int:
     return descriptor
 
 
-def path(descriptor: int) -> str:
+def build_path(descriptor: int) -> str:
     """By what another process of this user opens a file of this process: `/proc/PID/fd/NUMBER`, behind what it is
     called, by which `place` knows it."""
     where = f"/proc/{os.getpid()}/fd/{descriptor}"
     return f"{os.readlink(where)}@{where}"
 
 
-def place(found: str) -> str:
+def resolve_path(found: str) -> str:
     """The part of a `path` that is opened. Raises FileNotFoundError where the maker has ended: its pid may be another's
     by now."""
     name, _, where = found.rpartition("@")
@@ -35,7 +35,7 @@ def place(found: str) -> str:
 
 def append(found: str, content: bytes) -> None:
     """Write at the end of the file with this `path`, in one piece. Raises OSError where it is gone."""
-    descriptor = os.open(place(found), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    descriptor = os.open(resolve_path(found), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
         while content:
             content = content[os.write(descriptor, content) :]

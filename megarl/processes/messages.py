@@ -14,19 +14,19 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MOST = 1 << 24
+MAX_BYTES = 1 << 24
 """Bytes of an answer."""
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">q")
 
 
-def frame(said: Mapping[str, Any]) -> bytes:
+def encode_frame(said: Mapping[str, Any]) -> bytes:
     """Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
     content = json.dumps(said).encode()
     return _LENGTH.pack(len(content)) + content
 
 
-def order_frame(number: int, content: bytes) -> bytes:
+def encode_order(number: int, content: bytes) -> bytes:
     return _LENGTH.pack(_NUMBER.size + len(content)) + _NUMBER.pack(number) + content
 
 
@@ -40,15 +40,15 @@ async def read_frame(reader: asyncio.StreamReader, most: int | None = None) -> b
 
 async def read_order(reader: asyncio.StreamReader) -> tuple[int, memoryview]:
     """Number and content; errors as of `read_frame`."""
-    return _taken_apart(await read_frame(reader))
+    return _split_order(await read_frame(reader))
 
 
-def orders(wire: socket.socket) -> Iterator[tuple[int, memoryview]]:
+def iter_orders(wire: socket.socket) -> Iterator[tuple[int, memoryview]]:
     """Number and content of each, until the other end is closed."""
     stream = wire.makefile("rb")
     while header := stream.read(_LENGTH.size):
-        yield _taken_apart(stream.read(*_LENGTH.unpack(header)))
+        yield _split_order(stream.read(*_LENGTH.unpack(header)))
 
 
-def _taken_apart(content: bytes) -> tuple[int, memoryview]:
+def _split_order(content: bytes) -> tuple[int, memoryview]:
     return _NUMBER.unpack_from(content)[0], memoryview(content)[_NUMBER.size :]

@@ -6,7 +6,7 @@ import os
 import socket
 
 
-def name(number: int | None = None) -> str:
+def get_name(number: int | None = None) -> str:
     """As Slurm calls it, else its host name, with the number that it has among several nodes."""
     if called := os.environ.get("SLURMD_NODENAME"):
         return called

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-KEPT = (
+INHERITED_VARIABLES = (
     *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"),
     *("PYTHONHASHSEED", "MEGARL_SANDBOX"),
 )
@@ -18,7 +18,7 @@ KEPT = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """pass_env: further variables that are handed on where they are set. memory_mb: MiB of data that a process may
     have, 0 for as much as there is."""
 
@@ -26,19 +26,19 @@ class Limits:
     memory_mb: int = 0
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = ProcessLimits()
 
 
 def clean_environment(passed: Sequence[str] = (), of: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of such a process. of: the one that it is made of, this process's by default."""
     found = os.environ if of is None else of
-    names = [name for name in found if name in KEPT or name in passed or name.startswith("LC_")]
+    names = [name for name in found if name in INHERITED_VARIABLES or name in passed or name.startswith("LC_")]
     path = os.pathsep.join(filter(None, sys.path))
     # There is a process for each core, or as many; a name that is passed on comes last.
     return {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | {name: found[name] for name in names}
 
 
-def restrict(memory_mb: int) -> None:
+def apply_limits(memory_mb: int) -> None:
     """Bound this process and all that it starts, each by itself: memory, and no core files. Where memory is short, the
     kernel is to take such a process and no rank."""
     _lower(resource.RLIMIT_CORE, 0)

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from types import TracebackType
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LONGEST = 50
+_MAX_PATH_CHARS = 50
 """Characters of the temporary folder: the name of a socket in it has at most 107 bytes."""
-_YOUNG_S = 60.0
+_MIN_AGE_S = 60.0
 """A folder that was made just now may not be locked yet."""
 
 
@@ -28,7 +28,7 @@ def remove(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-class Scratch:
+class TempFolder:
     """A new folder that only this user may enter. lock: its descriptor, for a process that is to hold it, too.
 
     clear: removes such a folder, also one that another program has left behind.
@@ -37,8 +37,8 @@ class Scratch:
     def __init__(self, prefix: str, clear: Callable[[str], None] = remove) -> None:
         self._clear = clear
         place = tempfile.gettempdir()
-        place = place if len(place) < _LONGEST else "/tmp"
-        for path in _left_behind(place, prefix):
+        place = place if len(place) < _MAX_PATH_CHARS else "/tmp"
+        for path in _list_stale(place, prefix):
             clear(path)
         self.path = tempfile.mkdtemp(prefix=prefix, dir=place)
         self.lock = os.open(self.path, _FOLDER)
@@ -58,15 +58,15 @@ class Scratch:
         self.close()
 
 
-def _left_behind(place: str, prefix: str) -> list[str]:
+def _list_stale(place: str, prefix: str) -> list[str]:
     """Folders of this user with this prefix that no process holds."""
     found: list[str] = []
     with contextlib.suppress(OSError), os.scandir(place) as entries:
         found = [entry.path for entry in entries if entry.name.startswith(prefix)]
-    return [path for path in found if _is_left_behind(path)]
+    return [path for path in found if _is_stale(path)]
 
 
-def _is_left_behind(path: str) -> bool:
+def _is_stale(path: str) -> bool:
     try:
         folder = os.open(path, _FOLDER)
     except OSError:
@@ -75,7 +75,7 @@ def _is_left_behind(path: str) -> bool:
         about = os.fstat(folder)
         if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) != 0o700:
             return False
-        if time.time() - about.st_ctime < _YOUNG_S:
+        if time.time() - about.st_ctime < _MIN_AGE_S:
             return False
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.rewards.stated_answer import as_number, numbers_in
+from megarl.rewards.stated_answer import find_numbers, parse_number
 from megarl.types import Rollout
 
 
@@ -14,7 +14,7 @@ def arithmetic(rollout: Rollout) -> float:
     A statement is a finished text of the policy with a word in it, such as "The answer is 72."; neither a bare number,
     nor a tool call, nor a text that was cut off. Raises ValueError for a ground truth that is no number.
     """
-    truth = as_number(rollout.prompt.ground_truth)
+    truth = parse_number(rollout.prompt.ground_truth)
     if truth is None:
         raise ValueError(f"the ground truth {rollout.prompt.ground_truth!r} is not a number")
     last = rollout.messages[-1] if rollout.messages else {"role": "none"}
@@ -23,4 +23,4 @@ def arithmetic(rollout: Rollout) -> float:
     text = rollout.answer
     if "<tool_call" in text or not re.search(r"[^\W\d_]", text):
         return 0.0
-    return float(numbers_in(text)[-1:] == [truth])
+    return float(find_numbers(text)[-1:] == [truth])

@@ -63,17 +63,17 @@ class BySource:
 
     def __init__(self, sources: Mapping[str, RewardFunction]) -> None:
         self.sources = dict(sources)
-        self._beginnings = sorted((name[:-1] for name in sources if name.endswith("*")), key=len, reverse=True)
+        self._prefixes = sorted((name[:-1] for name in sources if name.endswith("*")), key=len, reverse=True)
 
     def __call__(self, rollout: Rollout) -> Any:
         """What that function returns; a coroutine function is awaited here, so that calls of it are one after the other
         in a process. Raises ValueError for a data source that has no function."""
-        found = self.of(rollout.prompt.data_source)(rollout)
+        found = self.function_for(rollout.prompt.data_source)(rollout)
         return self._loop.run(found) if inspect.iscoroutine(found) else found
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError for a data source that has no function, and what that function's own `check` does."""
-        check = getattr(self.of(prompt.data_source), "check", None)
+        check = getattr(self.function_for(prompt.data_source), "check", None)
         if check is not None:
             check(prompt)
 
@@ -82,11 +82,11 @@ class BySource:
         """One for all calls, so that what a function has opened stays open."""
         return asyncio.Runner()
 
-    def of(self, source: str) -> RewardFunction:
+    def function_for(self, source: str) -> RewardFunction:
         """Its own, or that of the longest beginning."""
         if source in self.sources:
             return self.sources[source]
-        for beginning in self._beginnings:
+        for beginning in self._prefixes:
             if source.startswith(beginning):
                 return self.sources[f"{beginning}*"]
         raise ValueError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megarl.rewards.ground_truths import checking
-from megarl.rewards.stated_answer import box_start, boxed, final_part
+from megarl.rewards.ground_truths import with_prompt_check
+from megarl.rewards.stated_answer import extract_boxed, extract_final_part, find_box
 from megarl.types import Prompt, Rollout
 
 _MARK = re.compile(r"\b(?:answer|choice|option)\b", re.IGNORECASE)
@@ -14,9 +14,11 @@ _WINDOW = 60  # characters behind a mark in which its letter has to be, so that 
 _FILL = r"[\s*_:=$\"'`~-]{0,8}"
 _LETTER = r"(?:\\(?:textbf|text|mathrm|mathbf|boxed)\s?)?(?P<open>[(\[{]{0,2})\s?(?P<letter>[A-Ea-e])(?!\w|'\w)"
 _VERBS = "is|are|be|was|would be|must be|should be|choice|option|letter|therefore|then"
-_BEHIND = re.compile(rf"{_FILL}(?:(?:{_VERBS})\b{_FILL}){{0,4}}{_LETTER}")
-_SAID = re.compile(r"(?<![\w\\])(?:[(\[]([A-E])[)\]]|\*\*[(\[]?([A-E])(?:[)\].:]?\*\*|[)\].:] [^*\n]{1,80}\*\*))(?!\w)")
-_RIGHT = re.compile(
+_LETTER_AFTER_MARK = re.compile(rf"{_FILL}(?:(?:{_VERBS})\b{_FILL}){{0,4}}{_LETTER}")
+_HIGHLIGHTED_LETTER = re.compile(
+    r"(?<![\w\\])(?:[(\[]([A-E])[)\]]|\*\*[(\[]?([A-E])(?:[)\].:]?\*\*|[)\].:] [^*\n]{1,80}\*\*))(?!\w)"
+)
+_CALLED_CORRECT = re.compile(
     r"(?<![\w'\\])(?P<letter>[A-E])[)\]}*$]{0,3} (?:is|must be|should be) (?:therefore |thus |clearly |indeed )?"
     r"(?:the )?(?:only |most )?(?:correct|right|true|best)(?!\w)"
 )
@@ -34,13 +36,13 @@ _CLEAN = re.compile(r"\\(?:textbf|text|mathrm|mathbf)|[\s(){}\[\].:*$]")
 
 
 def _truth(prompt: Prompt) -> str:
-    truth = _plain(prompt.ground_truth)
+    truth = _parse_letter(prompt.ground_truth)
     if truth is None:
         raise ValueError(f"the ground truth {str(prompt.ground_truth)[:80]!r} is not a letter from A to E")
     return truth
 
 
-@checking(_truth)
+@with_prompt_check(_truth)
 def choice(rollout: Rollout) -> float:
     r"""1.0 where the letter that the answer states, A to E, is that of `prompt.ground_truth`, else 0.0.
 
@@ -51,28 +53,28 @@ def choice(rollout: Rollout) -> float:
     `<answer>` tags, only what is between them counts, or a box behind them. Raises ValueError for a ground truth that
     is no letter from A to E.
     """
-    return float(letter_of(rollout.answer) == _truth(rollout.prompt))
+    return float(extract_letter(rollout.answer) == _truth(rollout.prompt))
 
 
-def letter_of(answer: str) -> str | None:
+def extract_letter(answer: str) -> str | None:
     """The letter that a text states, in upper case; None where it states none."""
-    answer = _DELIMITER.sub("$", final_part(answer))
-    if len(answer.strip()) <= _SHORT and (letter := _plain(answer)):
+    answer = _DELIMITER.sub("$", extract_final_part(answer))
+    if len(answer.strip()) <= _SHORT and (letter := _parse_letter(answer)):
         return letter
     marked: tuple[int, str] | None = None
     for mark in _MARK.finditer(answer):
-        found = _BEHIND.match(answer[mark.end() : mark.end() + _WINDOW])
-        if found and _meant(answer, mark.end() + found.end(), found):
+        found = _LETTER_AFTER_MARK.match(answer[mark.end() : mark.end() + _WINDOW])
+        if found and _is_stated_letter(answer, mark.end() + found.end(), found):
             marked = mark.end() + found.start("letter"), found["letter"].upper()
-    box = boxed(answer)
-    if box is not None and box_start(answer) > (marked[0] - 10 if marked else -1):
-        return _plain(box)
+    box = extract_boxed(answer)
+    if box is not None and find_box(answer) > (marked[0] - 10 if marked else -1):
+        return _parse_letter(box)
     if marked:
         return marked[1]
-    for found in reversed(list(_RIGHT.finditer(answer))):
+    for found in reversed(list(_CALLED_CORRECT.finditer(answer))):
         if not _UNSURE.search(answer[max(0, found.start() - 20) : found.start()]):
             return found["letter"]
-    said = [(found.start(), found[1] or found[2]) for found in _SAID.finditer(answer)]
+    said = [(found.start(), found[1] or found[2]) for found in _HIGHLIGHTED_LETTER.finditer(answer)]
     said += [(found.start(), found[1]) for found in _ALONE.finditer(answer)]
     end = answer[-20:]
     if last := _LAST.search(end):
@@ -83,7 +85,7 @@ def letter_of(answer: str) -> str | None:
     return first[1] if first else None
 
 
-def _meant(answer: str, end: int, found: re.Match[str]) -> bool:
+def _is_stated_letter(answer: str, end: int, found: re.Match[str]) -> bool:
     """Whether a letter behind a mark is one: not where it is called wrong; in lower case only in brackets, or where a
     word does not follow."""
     if _DENIED.match(answer, end, end + _WINDOW):
@@ -93,8 +95,8 @@ def _meant(answer: str, end: int, found: re.Match[str]) -> bool:
     return not re.match(r"\s{1,8}\w|-", answer[end : end + 10])
 
 
-def _plain(said: Any) -> str | None:
-    """The letter that a box or a ground truth holds, perhaps with what that stands for: `B`, `(b)`, `B. Paris`."""
+def _parse_letter(said: Any) -> str | None:
+    """The letter that a box or a ground truth holds, perhaps with what that stands for: `LORA_B`, `(b)`, `B. Paris`."""
     text = str(said).strip()
     if first := re.match(r"[(\[]?([A-E])[.):\]]\s", text):
         return first[1]

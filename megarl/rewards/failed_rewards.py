@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from megarl.config import ConfigError, RewardConfig
 from megarl.types import Rollouts
-from megarl.types.reward_values import Failed, Verdict
+from megarl.types.reward_values import RewardFailure, RewardResult
 
 _SHOWN = 3
 
 
-NOT_JUDGED = Failed("it was not judged any more, as too many had failed")
+NOT_SCORED = RewardFailure("it was not judged any more, as too many had failed")
 """Of a rollout whose reward was not waited for."""
 
 
@@ -21,19 +21,19 @@ def too_many(failed: int, of: int, config: RewardConfig) -> bool:
     return failed > config.max_failed * of
 
 
-def has_failed(verdicts: Mapping[str, Verdict]) -> bool:
-    return any(isinstance(verdict, Failed) for verdict in verdicts.values())
+def has_failed(verdicts: Mapping[str, RewardResult]) -> bool:
+    return any(isinstance(verdict, RewardFailure) for verdict in verdicts.values())
 
 
-def given_up(known: Mapping[str, Verdict], parts: Sequence[str]) -> dict[str, Verdict]:
+def mark_unscored(known: Mapping[str, RewardResult], parts: Sequence[str]) -> dict[str, RewardResult]:
     """The verdicts on a rollout of which no more is waited for, where only `known` is there of `parts`."""
     missing = [part for part in parts if part not in known]
-    return dict(known) if has_failed(known) or not missing else {**known, missing[0]: NOT_JUDGED}
+    return dict(known) if has_failed(known) or not missing else {**known, missing[0]: NOT_SCORED}
 
 
-def unscored_reasons(rollouts: Rollouts) -> str:
+def summarize_unscored(rollouts: Rollouts) -> str:
     """`12 x gsm8k: it raised ... (first on the sample '7'), ...`, the most frequent first; empty where none failed."""
-    failed = [one for one in rollouts.unscored_for if one[1] != NOT_JUDGED.why]
+    failed = [one for one in rollouts.unscored_reasons if one[1] != NOT_SCORED.reason]
     found = Counter((part, why) for part, why, _ in failed)
     first = {(part, why): sample for part, why, sample in reversed(failed)}
     shown = [
@@ -46,12 +46,12 @@ def unscored_reasons(rollouts: Rollouts) -> str:
 def check_unscored(rollouts: Rollouts, config: RewardConfig) -> None:
     """Raise ConfigError where more than `reward.max_failed` of those that were not aborted have no reward, an episode
     being one."""
-    rollouts = rollouts.whole_episodes()
-    count, of = int((rollouts.unscored > 0).sum()), int((~rollouts.are("aborted")).sum())
+    rollouts = rollouts.merge_branches()
+    count, of = int((rollouts.unscored > 0).sum()), int((~rollouts.has_status("aborted")).sum())
     if too_many(count, of, config):
-        dropped = sum(why == NOT_JUDGED.why for _, why, _ in rollouts.unscored_for)
+        dropped = sum(why == NOT_SCORED.reason for _, why, _ in rollouts.unscored_reasons)
         others = f" (the other {dropped} were not judged any more)" if dropped else ""
         raise ConfigError(
             f"{count - dropped} of {of} rollouts have no reward, more than reward.max_failed={config.max_failed:g} "
-            f"allows{others}: {unscored_reasons(rollouts)}"
+            f"allows{others}: {summarize_unscored(rollouts)}"
         )

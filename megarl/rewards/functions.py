@@ -26,11 +26,13 @@ def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
         if list(names).count(name) > 1:
             raise ConfigError(f"reward.functions: {name} is listed twice")
         function, attribute = plugins.load(name, "reward.functions"), name.partition(":")[2]
-        functions[attribute if attribute not in functions else name] = checked(function, f"reward.functions: {name}")
+        functions[attribute if attribute not in functions else name] = check_function(
+            function, f"reward.functions: {name}"
+        )
     return functions
 
 
-def checked(function: Any, what: str) -> RewardFunction:
+def check_function(function: Any, what: str) -> RewardFunction:
     """The function, if it can be called with a rollout and may return a number; else ConfigError."""
     if not callable(function):
         raise ConfigError(f"{what} is a {type(function).__name__}, not a function of a Rollout")

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config import Config, ConfigError
-from megarl.data.prompt_data import each_prompt
+from megarl.data.prompt_data import iter_prompts
 from megarl.rewards.functions import load_functions
 from megarl.types import Prompt
 
-SECONDS = 20.0
+CHECK_BUDGET_S = 20.0
 """Of one file so long is looked at. What is behind is met when its turn comes."""
 _NAMED = 3
-_REFUSED = 0.5
+_MAX_BAD_FRACTION = 0.5
 """Share of the rows of which a file is another function's, and none that has a few bad rows."""
 
 Check = Callable[[Prompt], Any]
@@ -23,7 +23,7 @@ Check = Callable[[Prompt], Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def checking(check: Check) -> Callable[[F], F]:
+def with_prompt_check(check: Check) -> Callable[[F], F]:
     """Of a reward function: by what its prompts can be looked at beforehand, which is its attribute `check`."""
 
     def give(function: F) -> F:
@@ -33,14 +33,14 @@ def checking(check: Check) -> Callable[[F], F]:
     return give
 
 
-def look_at_truths(config: Config, path: str) -> list[str]:
+def check_truth_file(config: Config, path: str) -> list[str]:
     """`check_truths` of a file of prompts, by the run's own functions."""
-    rows = each_prompt(Path(path), config.data.prompt_key, config.data.label_key)
+    rows = iter_prompts(Path(path), config.data.prompt_key, config.data.label_key)
     return check_truths(load_functions(config.reward.functions), rows, path)
 
 
 def check_truths(
-    functions: Mapping[str, Any], rows: Iterable[tuple[str, Prompt]], path: str, seconds: float = SECONDS
+    functions: Mapping[str, Any], rows: Iterable[tuple[str, Prompt]], path: str, seconds: float = CHECK_BUDGET_S
 ) -> list[str]:
     """What is to be said of a file, in a line for each function that has found something, the first rows by name.
 
@@ -68,7 +68,7 @@ def check_truths(
     for name, found in wrong.items():
         if found:
             line = f"{counts[name]} of {looked} rows have no ground truth that {name} can use; {'; '.join(found)}"
-            if counts[name] > _REFUSED * looked:
+            if counts[name] > _MAX_BAD_FRACTION * looked:
                 raise ConfigError(f"{path}: {line}")
             said.append(f"{path}: {line}")
     return said

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from megarl.rewards.ground_truths import checking
+from megarl.rewards.ground_truths import with_prompt_check
 from megarl.rewards.stated_answer import (
-    as_number,
-    box_start,
-    boxed,
-    final_part,
+    extract_boxed,
+    extract_final_part,
+    extract_tagged,
+    find_box,
+    find_numbers,
     has_false_equation,
     join_thousands,
-    numbers_in,
-    tagged,
+    parse_number,
 )
 from megarl.types import Prompt, Rollout
 
@@ -24,13 +24,13 @@ _MINUS = re.compile(r"^[\s$*]*[-\N{MINUS SIGN}]\s+(?=[$0-9.])")
 
 
 def _truth(prompt: Prompt) -> Decimal:
-    truth = as_number(prompt.ground_truth)
+    truth = parse_number(prompt.ground_truth)
     if truth is None:
         raise ValueError(f"the ground truth {prompt.ground_truth!r} is not a number")
     return truth
 
 
-@checking(_truth)
+@with_prompt_check(_truth)
 def gsm8k(rollout: Rollout) -> float:
     """1.0 where the answer's number equals `prompt.ground_truth`, else 0.0.
 
@@ -41,7 +41,7 @@ def gsm8k(rollout: Rollout) -> float:
     return _compare(rollout, final_number(rollout.answer, strict=False))
 
 
-@checking(_truth)
+@with_prompt_check(_truth)
 def gsm8k_strict(rollout: Rollout) -> float:
     """As `gsm8k`, but an answer without `####`, `\\boxed{}` or `<answer>` tags is wrong."""
     return _compare(rollout, final_number(rollout.answer, strict=True))
@@ -49,37 +49,37 @@ def gsm8k_strict(rollout: Rollout) -> float:
 
 def final_number(answer: str, strict: bool) -> Decimal | None:
     """The number that a text gives as its result; without `strict` its last number where none is marked."""
-    is_tagged = tagged(answer, "answer") is not None
-    answer = final_part(answer)
-    hashes, box = answer.rfind("####"), box_start(answer)
+    is_tagged = extract_tagged(answer, "answer") is not None
+    answer = extract_final_part(answer)
+    hashes, box = answer.rfind("####"), find_box(answer)
     result = ""
     if box > hashes:
-        result = boxed(answer) or ""
+        result = extract_boxed(answer) or ""
     elif hashes >= 0:
         result = answer[hashes + 4 :].lstrip().partition("\n")[0]
     elif is_tagged:
         result = answer
-    if has_false_equation(_plain(result)):
+    if has_false_equation(_strip_latex(result)):
         return None
-    if numbers := _marked(result):
+    if numbers := _parse_marked(result):
         return numbers[0] if hashes > box else numbers[-1]
-    numbers = [] if strict else numbers_in(_plain(answer))
+    numbers = [] if strict else find_numbers(_strip_latex(answer))
     return numbers[-1] if numbers else None
 
 
-def _marked(text: str) -> list[Decimal]:
+def _parse_marked(text: str) -> list[Decimal]:
     """The numbers of a marked result."""
-    plain = join_thousands(_plain(text))
+    plain = join_thousands(_strip_latex(text))
     right = plain.rpartition("=")[2]
-    plain = _MINUS.sub("-", right if as_number(right) is not None else plain)
-    return numbers_in(plain) or numbers_in(_plain(_WORDS.sub("", text)))  # \text{42}, which is no unit
+    plain = _MINUS.sub("-", right if parse_number(right) is not None else plain)
+    return find_numbers(plain) or find_numbers(_strip_latex(_WORDS.sub("", text)))  # \text{42}, which is no unit
 
 
 def _compare(rollout: Rollout, found: Decimal | None) -> float:
     return float(found == _truth(rollout.prompt))
 
 
-def _plain(text: str) -> str:
+def _strip_latex(text: str) -> str:
     r"""Without LaTeX that hides a number: 1{,}080, 1\,080, \$5, 5\text{ cm}^2."""
     text = _NOT_THE_NUMBER.sub(" ", text)
     return text.replace("{,}", ",").replace("\\,", ",").replace("\\!", "").replace("\\$", "$").replace("**", "")

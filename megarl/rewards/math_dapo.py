@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from megarl.rewards.ground_truths import checking
-from megarl.rewards.stated_answer import as_number, boxed, braced, has_false_equation, join_thousands
+from megarl.rewards.ground_truths import with_prompt_check
+from megarl.rewards.stated_answer import extract_boxed, extract_braced, has_false_equation, join_thousands, parse_number
 from megarl.types import Prompt, Rollout
 
 LONGEST = 300
@@ -26,13 +26,13 @@ _UNIT = re.compile(r"(?<=[0-9])(?:[a-zA-Z]+(?:\^?\{?[23]\}?)?|\^\{?\\circ\}?|\\?
 
 
 def _truth(prompt: Prompt) -> str:
-    truth = plain(str(prompt.ground_truth if prompt.ground_truth is not None else ""))
+    truth = normalize(str(prompt.ground_truth if prompt.ground_truth is not None else ""))
     if not truth:
         raise ValueError("the ground truth is empty")
     return truth
 
 
-@checking(_truth)
+@with_prompt_check(_truth)
 def math_dapo(rollout: Rollout) -> float:
     """1.0 where the last `Answer: ..` gives `prompt.ground_truth`, else -1.0.
 
@@ -50,22 +50,22 @@ def math_dapo(rollout: Rollout) -> float:
     start = _OPENING.match(tail, marks[-1].end())
     assert start is not None
     line = tail[start.end() :].partition("\n")[0]
-    if has_false_equation(_spaced(line)):
+    if has_false_equation(_strip_formatting(line)):
         return -1.0
-    said = plain(line)
-    number = as_number(truth)
-    right = said == truth if number is None else as_number(_UNIT.sub("", said)) == number
+    said = normalize(line)
+    number = parse_number(truth)
+    right = said == truth if number is None else parse_number(_UNIT.sub("", said)) == number
     return 1.0 if right else -1.0
 
 
-def plain(text: str) -> str:
+def normalize(text: str) -> str:
     """A result without what makes no difference."""
-    if (inside := boxed(text)) is not None:
+    if (inside := extract_boxed(text)) is not None:
         text = inside
-    return _FRACTION.sub(r"\\frac", _spaced(text.rpartition("=")[2]))
+    return _FRACTION.sub(r"\\frac", _strip_formatting(text.rpartition("=")[2]))
 
 
-def _spaced(text: str) -> str:
+def _strip_formatting(text: str) -> str:
     """Without what only changes how it looks; a space stays between two digits."""
     text = " ".join(_unwrapped(text).replace("{,}", ",").replace(r"\$", "").split())
     return _SPACING.sub("", join_thousands(text)).rstrip(".")
@@ -74,7 +74,7 @@ def _spaced(text: str) -> str:
 def _unwrapped(text: str) -> str:
     r"""Without `\text{}` and the like around words."""
     while found := _WRAPPED.search(text):
-        inside = braced(text, found.end())
+        inside = extract_braced(text, found.end())
         if inside is None:
             return text
         text = text[: found.start()] + inside + text[found.end() + len(inside) + 2 :]

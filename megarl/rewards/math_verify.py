@@ -21,8 +21,8 @@ import math_verify as library
 import sympy
 from latex2sympy2_extended.logic import And
 
-from megarl.rewards.ground_truths import checking
-from megarl.rewards.stated_answer import boxed, final_part, join_thousands
+from megarl.rewards.ground_truths import with_prompt_check
+from megarl.rewards.stated_answer import extract_boxed, extract_final_part, join_thousands
 from megarl.types import Prompt, Rollout
 
 LONGEST = 300
@@ -35,14 +35,14 @@ MOST_TERMS = 1000.0
 """Of an expression, multiplied out."""
 
 _BRACKETS = {"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}
-_WORK = re.compile(
+_EXPENSIVE = re.compile(
     r"\\(?:i{1,3}nt|oint|sum|prod|coprod|lim|limsup|liminf|det|rank|nullity|trace|tr|adj|rref|gcd|lcm|choose)(?![a-zA-Z])"
     r"|\\begin\{[vV]matrix\}|\\operatorname|\\[a-z]?binom|\\frac\{(?:d|\\partial)"
 )
 _SMALL_BINOMIAL = re.compile(r"\\[dt]?binom\{(?:\d{1,4}|[a-z])\}\{(?:\d{1,4}|[a-z])\}")
 
 
-def small(text: str) -> bool:
+def is_safe_to_parse(text: str) -> bool:
     """Whether a text may be parsed: short, not deep, nothing that stands for many operations. Linear."""
     if len(text) > LONGEST:
         return False
@@ -50,11 +50,11 @@ def small(text: str) -> bool:
     for sign in text:
         depth += _BRACKETS.get(sign, 0)
         deepest = max(deepest, depth)
-    many = _WORK.search(_SMALL_BINOMIAL.sub("", text))
+    many = _EXPENSIVE.search(_SMALL_BINOMIAL.sub("", text))
     return deepest <= DEEPEST and not many and not ("matrix}" in text and "^" in text)
 
 
-def tame(expression: Any) -> bool:
+def is_safe_to_evaluate(expression: Any) -> bool:
     """Whether what the parser made of it may be evaluated and compared: neither a number in it nor the sum that it
     comes to is long."""
     if isinstance(expression, str):
@@ -66,7 +66,7 @@ def tame(expression: Any) -> bool:
         return False
 
 
-def differ(one: Any, other: Any, within: float = 1e-4) -> bool:
+def is_different(one: Any, other: Any, within: float = 1e-4) -> bool:
     """Whether two expressions have clearly different values where their variables are some numbers, or one is a set or
     tuple of several and the other is none. Then they are not equal, and need not be simplified to know that, which may
     take minutes. False also where this says nothing: of two sets, equations, texts, products of variables that may be
@@ -77,7 +77,8 @@ def differ(one: Any, other: Any, within: float = 1e-4) -> bool:
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return False
     if any(
-        isinstance(part, sympy.MatrixExpr) or _a_word(part) or part.has(sympy.UnevaluatedExpr) for part in (one, other)
+        isinstance(part, sympy.MatrixExpr) or _is_symbol_product(part) or part.has(sympy.UnevaluatedExpr)
+        for part in (one, other)
     ):
         return False
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
@@ -89,7 +90,7 @@ def differ(one: Any, other: Any, within: float = 1e-4) -> bool:
     return bool(abs(first - second) > within * max(1.0, abs(first), abs(second)))
 
 
-def contradicts(expression: Any) -> bool:
+def has_contradiction(expression: Any) -> bool:
     """Whether it is an equation, or a chain of them, with different numbers on two sides. A decimal may be rounded, by
     up to 5 %."""
     chain = expression.args if isinstance(expression, And) else (expression,)
@@ -97,12 +98,12 @@ def contradicts(expression: Any) -> bool:
         return False
     sides = [side for part in chain for side in part.args if isinstance(side, sympy.Expr) and not side.free_symbols]
     return any(
-        differ(one, other, within=0.05 if one.has(sympy.Float) or other.has(sympy.Float) else 1e-4)
+        is_different(one, other, within=0.05 if one.has(sympy.Float) or other.has(sympy.Float) else 1e-4)
         for one, other in itertools.combinations(sides, 2)
     )
 
 
-def _a_word(expression: Any) -> bool:
+def _is_symbol_product(expression: Any) -> bool:
     """Whether it may be letters that math-verify compares as such: AB is read as A times B."""
     parts = expression.args if isinstance(expression, sympy.Mul) else (expression,)
     return all(isinstance(part, sympy.Symbol) for part in parts)
@@ -118,14 +119,14 @@ def _bits(node: Any) -> float:
     if isinstance(node, sympy.Pow | sympy.exp):
         base, exponent = (sympy.E, node.args[0]) if isinstance(node, sympy.exp) else node.args
         bits, size = _bits(base), _bits(exponent)
-        return bits + size if exponent.free_symbols else bits * _times(exponent, size)
+        return bits + size if exponent.free_symbols else bits * _bound_value(exponent, size)
     inner = [_bits(part) for part in node.args]
     if isinstance(node, sympy.factorial | sympy.gamma):
-        return max(inner[0], 1.0) * _times(node.args[0], inner[0])
+        return max(inner[0], 1.0) * _bound_value(node.args[0], inner[0])
     return max(1.0, sum(inner)) + len(inner)
 
 
-def _times(exponent: Any, size: float) -> float:
+def _bound_value(exponent: Any, size: float) -> float:
     """No less than a number of so many bits, in absolute value."""
     if isinstance(exponent, sympy.Rational):
         return float(abs(exponent)) if size < 1000 else math.inf
@@ -138,7 +139,7 @@ def _terms(node: Any) -> float:
     if isinstance(node, sympy.Mul):
         return math.prod(inner)
     if isinstance(node, sympy.Pow) and inner[0] > 1 and not node.args[1].free_symbols:
-        times = _times(node.args[1], _bits(node.args[1]))
+        times = _bound_value(node.args[1], _bits(node.args[1]))
         if isinstance(node.args[1], sympy.Rational):
             times = float(abs(node.args[1].p))
         if times > MOST_TERMS or inner[0] > MOST_TERMS:
@@ -161,19 +162,19 @@ _GLUED = re.compile(r"(####|answer:)(?=\S)|`", re.IGNORECASE)
 
 def _check(prompt: Prompt) -> None:
     """What would take long is left to the process that compares, which can be stopped."""
-    truth = _given(prompt)
-    if not truth or small(truth):
+    truth = _extract_truth(prompt)
+    if not truth or is_safe_to_parse(truth):
         _truth(truth)
 
 
-def _given(prompt: Prompt) -> str:
+def _extract_truth(prompt: Prompt) -> str:
     r"""The text of a ground truth, without a box or currency: `\$18.90` is 18.90."""
     truth = str("" if prompt.ground_truth is None else prompt.ground_truth).strip()
-    inside = boxed(truth)
+    inside = extract_boxed(truth)
     return (truth if inside is None else inside).replace(r"\$", "")
 
 
-@checking(_check)
+@with_prompt_check(_check)
 def math_verify(rollout: Rollout) -> float:
     r"""1.0 where the answer's result equals `prompt.ground_truth`, else 0.0.
 
@@ -192,27 +193,27 @@ def math_verify(rollout: Rollout) -> float:
     return _compared(rollout, strict=False)
 
 
-@checking(_check)
+@with_prompt_check(_check)
 def math_verify_strict(rollout: Rollout) -> float:
     r"""As `math_verify`, but an answer without `\boxed{}` is wrong."""
     return _compared(rollout, strict=True)
 
 
 def _compared(rollout: Rollout, strict: bool) -> float:
-    truth = _given(rollout.prompt)
+    truth = _extract_truth(rollout.prompt)
     gold = _truth(truth)
-    answer = final_part(rollout.answer)
-    found = boxed(answer)
+    answer = extract_final_part(rollout.answer)
+    found = extract_boxed(answer)
     if found is None and strict:
         return 0.0
     if found is None:
-        said = _read(_GLUED.sub(r"\1 ", answer[-LONGEST:].replace(r"\$", "")), _ANY)
+        said = _parse_answer(_GLUED.sub(r"\1 ", answer[-LONGEST:].replace(r"\$", "")), _ANY)
     else:
         found = found.replace(r"\$", "").strip("* ").rstrip(".")
         if found == truth:
             return 1.0
-        said = _read(_in_a_box(join_thousands(found)), (_LATEX,))
-    if not said or contradicts(said[0]) or differ(gold[0], said[0]) or _is_other_word(truth, said):
+        said = _parse_answer(_wrap_in_box(join_thousands(found)), (_LATEX,))
+    if not said or has_contradiction(said[0]) or is_different(gold[0], said[0]) or _is_other_word(truth, said):
         return 0.0
     return float(library.verify(gold, said, timeout_seconds=_NO_LIMIT))
 
@@ -229,22 +230,22 @@ def _truth(text: str) -> list[Any]:
     """What a ground truth is, read once for all samples of a prompt."""
     found: list[Any] = []
     if text:
-        wrapped = text if "$" in text else _in_a_box(text)
+        wrapped = text if "$" in text else _wrap_in_box(text)
         found = library.parse(wrapped, extraction_config=list(_ANY), parsing_timeout=_NO_LIMIT)
     if not found:
         raise ValueError(f"the ground truth {text[:200]!r} is no mathematics that could be read")
     return found
 
 
-def _read(text: str, targets: tuple[Any, ...]) -> list[Any]:
+def _parse_answer(text: str, targets: tuple[Any, ...]) -> list[Any]:
     """What a policy's text is: an expression and its own letters; nothing where it may not be worked out."""
-    if not small(text.removeprefix(r"\boxed{").removesuffix("}")):
+    if not is_safe_to_parse(text.removeprefix(r"\boxed{").removesuffix("}")):
         return []
     found: list[Any] = library.parse(text, extraction_config=list(targets), parsing_timeout=_NO_LIMIT)
-    return found if all(map(tame, found)) else []
+    return found if all(map(is_safe_to_evaluate, found)) else []
 
 
-def _in_a_box(text: str) -> str:
+def _wrap_in_box(text: str) -> str:
     r"""A formula as math-verify finds it: alone, in a box, without marks of its own."""
     for mark in ("$", r"\[", r"\]", r"\(", r"\)"):
         text = text.replace(mark, " ")

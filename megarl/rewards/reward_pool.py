@@ -16,28 +16,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config import ConfigError, plugins
-from megarl.processes.process_limits import NO_LIMITS, Limits
-from megarl.processes.worker_process import Gone, Nursery, Process
+from megarl.processes.process_limits import NO_LIMITS, ProcessLimits
+from megarl.processes.worker_process import ForkServer, WorkerProcess, WorkerUnavailable
 from megarl.rewards.functions import RewardFunction
-from megarl.rewards.reward_process import Kind, actions_of, late, order_of, verdict_of
+from megarl.rewards.reward_process import Kind, count_actions, decode_verdict, describe_timeout, encode_call
 from megarl.types import Rollout
-from megarl.types.reward_values import Failed, Verdict
+from megarl.types.reward_values import RewardFailure, RewardResult
 
-AT_ONCE = 64
+MAX_CONCURRENT = 64
 """Calls of coroutine functions that a process has at the same time."""
 GRACE_S = 10.0
 """How long a process of coroutines may take beyond the deadline, which it keeps itself, to say so."""
 
-Verdicts = Mapping[str, Verdict]
+Verdicts = Mapping[str, RewardResult]
 """By the function's name."""
 
 
 @dataclass(frozen=True)
-class Judging:
+class PendingVerdicts:
     """What the functions say of one rollout. known: what they have said so far, by name."""
 
     future: Future[Verdicts]
-    known: dict[str, Verdict]
+    completed: dict[str, RewardResult]
 
     def done(self) -> bool:
         return self.future.done()
@@ -45,39 +45,39 @@ class Judging:
     def result(self, seconds: float | None = None) -> Verdicts:
         return self.future.result(seconds)
 
-    def give_up(self) -> Verdicts:
+    def cancel(self) -> Verdicts:
         """What there is of it, where nobody waits for more; functions that have not been called for it are not."""
         self.future.cancel()
-        return dict(self.known)
+        return dict(self.completed)
 
 
 @dataclass(frozen=True)
 class _Call:
     function: int
     rollout: Rollout
-    answer: asyncio.Future[Verdict]
+    future: asyncio.Future[RewardResult]
 
 
-class _Place:
+class _ProcessSlot:
     """For a process of a kind, which is made when there is something to do, and again when it is gone."""
 
-    def __init__(self, nursery: Nursery, kind: Kind) -> None:
-        self._nursery, self._kind = nursery, kind
-        self._process: Process | None = None
+    def __init__(self, nursery: ForkServer, kind: Kind) -> None:
+        self._fork_server, self._kind = nursery, kind
+        self._process: WorkerProcess | None = None
         self._making = asyncio.Lock()
 
-    async def process(self) -> Process:
+    async def get_process(self) -> WorkerProcess:
         """Raises Gone."""
         async with self._making:
-            if self._process is None or not self._process.alive:
+            if self._process is None or not self._process.is_alive:
                 try:
-                    self._process = await self._nursery.process({"kind": self._kind})
-                except Gone:  # once more, for the nursery itself may have been lost
-                    self._process = await self._nursery.process({"kind": self._kind})
+                    self._process = await self._fork_server.start_worker({"kind": self._kind})
+                except WorkerUnavailable:  # once more, for the nursery itself may have been lost
+                    self._process = await self._fork_server.start_worker({"kind": self._kind})
             return self._process
 
 
-class Pool:
+class RewardPool:
     """In a thread of its own, until `close`.
 
     functions: by name, of the modules `specs`, in the same order. limit: seconds of a call. size: processes, each made
@@ -94,22 +94,22 @@ class Pool:
         limit: float,
         size: int,
         log: Path,
-        limits: Limits = NO_LIMITS,
-        at_once: int = AT_ONCE,
+        limits: ProcessLimits = NO_LIMITS,
+        at_once: int = MAX_CONCURRENT,
     ) -> None:
-        self._at_once = at_once
+        self._max_concurrent = at_once
         self._names, self._limit = list(functions), limit
         self._kinds: list[Kind] = ["async" if plugins.is_async(function) else "sync" for function in functions.values()]
         present = sorted(set(self._kinds))
         self._sizes = {kind: max(1, (size + place) // len(present)) for place, kind in enumerate(present)}
         self._log = log
-        self._nursery = Nursery(
+        self._fork_server = ForkServer(
             "megarl.rewards.reward_process:serve", {"specs": list(specs), "limit": limit}, log, limits
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._starting, self._closed = threading.Lock(), False
-        self._first: list[asyncio.Task[Process]] = []
+        self._first_starts: list[asyncio.Task[WorkerProcess]] = []
 
     def start(self) -> None:
         """Have a process of each kind come up, in the background."""
@@ -118,33 +118,35 @@ class Pool:
                 self._thread.start()
                 asyncio.run_coroutine_threadsafe(self._set_up(), self._loop).result()
 
-    def ready(self) -> None:
+    def wait_ready(self) -> None:
         """Wait for these, if it was started. Raises ConfigError where other processes cannot have the functions."""
-        for first in self._first:
+        for first in self._first_starts:
             try:
                 asyncio.run_coroutine_threadsafe(_result(first), self._loop).result()
-            except Gone as error:
+            except WorkerUnavailable as error:
                 raise ConfigError(f"reward.functions={list(self._names)}: {error}; see {self._log}") from None
 
-    def begin(self, rollout: Rollout) -> Judging:
+    def submit(self, rollout: Rollout) -> PendingVerdicts:
         """What each function says of a rollout; from any thread. The functions are shown a copy, without the engine's
         records, group, episode and reward."""
         shown = replace(
-            rollout, routing=None, support=None, reward=0.0, reward_parts={}, unscored={}, group=0, episode=-1
+            rollout, routing=None, sampling_mask=None, reward=0.0, reward_parts={}, unscored={}, group=0, episode=-1
         )
         if self._closed:
             (never := Future[Verdicts]()).cancel()
-            return Judging(never, {})
+            return PendingVerdicts(never, {})
         self.start()
-        known: dict[str, Verdict] = {}
-        return Judging(asyncio.run_coroutine_threadsafe(self._ask(shown, known), self._loop), known)
+        known: dict[str, RewardResult] = {}
+        return PendingVerdicts(
+            asyncio.run_coroutine_threadsafe(self._collect_verdicts(shown, known), self._loop), known
+        )
 
     def close(self) -> None:
         """End all processes; calls that are under way are cancelled. Safe to call twice."""
         self._closed = True
         with self._starting:
             if self._thread.is_alive():
-                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+                asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
             if not self._loop.is_closed():
@@ -153,47 +155,49 @@ class Pool:
     # --- in the thread
 
     async def _set_up(self) -> None:
-        self._waiting: dict[str, asyncio.Queue[_Call]] = {name: asyncio.Queue() for name in (*self._sizes, "alone")}
-        places = {kind: [_Place(self._nursery, kind) for _ in range(size)] for kind, size in self._sizes.items()}
-        self._first = [asyncio.create_task(of_kind[0].process()) for of_kind in places.values()]
+        self._queues: dict[str, asyncio.Queue[_Call]] = {name: asyncio.Queue() for name in (*self._sizes, "alone")}
+        places = {
+            kind: [_ProcessSlot(self._fork_server, kind) for _ in range(size)] for kind, size in self._sizes.items()
+        }
+        self._first_starts = [asyncio.create_task(of_kind[0].get_process()) for of_kind in places.values()]
         work = [(place, "sync") for place in places.get("sync", ())]
-        for _ in range(self._at_once):  # the first call goes to each process in turn, then the second ...
+        for _ in range(self._max_concurrent):  # the first call goes to each process in turn, then the second ...
             work += [(place, "async") for place in places.get("async", ())]
         if "async" in places:
-            work.append((_Place(self._nursery, "async"), "alone"))
-        self._tasks = [asyncio.create_task(self._work(place, queue)) for place, queue in work]
+            work.append((_ProcessSlot(self._fork_server, "async"), "alone"))
+        self._tasks = [asyncio.create_task(self._run_queue(place, queue)) for place, queue in work]
 
-    async def _ask(self, rollout: Rollout, known: dict[str, Verdict]) -> Verdicts:
+    async def _collect_verdicts(self, rollout: Rollout, known: dict[str, RewardResult]) -> Verdicts:
         loop = asyncio.get_running_loop()
 
-        async def answer(number: int, name: str) -> Verdict:
+        async def answer(number: int, name: str) -> RewardResult:
             call = _Call(number, rollout, loop.create_future())
-            self._waiting[self._kinds[number]].put_nowait(call)
-            known[name] = await call.answer
+            self._queues[self._kinds[number]].put_nowait(call)
+            known[name] = await call.future
             return known[name]
 
         said = await asyncio.gather(*(answer(number, name) for number, name in enumerate(self._names)))
         return dict(zip(self._names, said, strict=True))
 
-    async def _work(self, place: _Place, queue: str) -> None:
+    async def _run_queue(self, place: _ProcessSlot, queue: str) -> None:
         """Make the calls of a queue, one after the other."""
         while True:
-            call = await self._waiting[queue].get()
-            if call.answer.done():
+            call = await self._queues[queue].get()
+            if call.future.done():
                 continue
             try:
-                verdict = await self._called(place, call, among_others=queue == "async")
+                verdict = await self._call_function(place, call, among_others=queue == "async")
             except Exception as error:  # noqa: BLE001  ours, which is for who waits for it
-                call.answer.set_exception(error)
+                call.future.set_exception(error)
                 continue
-            if isinstance(verdict, Failed):
-                self._note(call, verdict.why)
+            if isinstance(verdict, RewardFailure):
+                self._log_failure(call, verdict.reason)
             if verdict is None:
-                self._waiting["alone"].put_nowait(call)
-            elif not call.answer.done():
-                call.answer.set_result(verdict)
+                self._queues["alone"].put_nowait(call)
+            elif not call.future.done():
+                call.future.set_result(verdict)
 
-    def _note(self, call: _Call, why: str) -> None:
+    def _log_failure(self, call: _Call, why: str) -> None:
         """Into the log, where it stands beside what the function has printed."""
         when, line = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(why.split())
         try:
@@ -202,35 +206,35 @@ class Pool:
         except OSError:
             pass  # it is in the rollout, too
 
-    async def _called(self, place: _Place, call: _Call, among_others: bool) -> Verdict | None:
+    async def _call_function(self, place: _ProcessSlot, call: _Call, among_others: bool) -> RewardResult | None:
         """None where a process has ended that had other calls, too, any of which may have done it."""
         limit = self._limit if self._kinds[call.function] == "sync" else self._limit + GRACE_S
         try:
-            order = order_of(call.function, call.rollout)
+            order = encode_call(call.function, call.rollout)
         except Exception as error:  # of pickling what a data set or a tool has put into it
-            return Failed(f"the conversation cannot be sent to its process: {plugins.worded(error)}")
+            return RewardFailure(f"the conversation cannot be sent to its process: {plugins.format_error(error)}")
         try:
-            process = await place.process()
-        except Gone as error:
-            return Failed(str(error))
+            process = await place.get_process()
+        except WorkerUnavailable as error:
+            return RewardFailure(str(error))
         try:
-            said = await process.ask(order, limit)
-            return verdict_of(said, actions_of(call.rollout))
+            said = await process.request(order, limit)
+            return decode_verdict(said, count_actions(call.rollout))
         except TimeoutError:
             process.end()
-            return None if among_others else Failed(late(self._limit))
-        except Gone as error:
-            return None if among_others else Failed(str(error))
+            return None if among_others else RewardFailure(describe_timeout(self._limit))
+        except WorkerUnavailable as error:
+            return None if among_others else RewardFailure(str(error))
         except (ConfigError, LookupError, TypeError) as error:
             process.end()
-            return Failed(f"its process gave a garbled answer: {error!r}")
+            return RewardFailure(f"its process gave a garbled answer: {error!r}")
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         for task in (others := asyncio.all_tasks() - {asyncio.current_task()}):
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        self._nursery.close()
+        self._fork_server.close()
 
 
-async def _result(task: asyncio.Task[Process]) -> None:
+async def _result(task: asyncio.Task[WorkerProcess]) -> None:
     await task

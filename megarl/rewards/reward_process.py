@@ -33,20 +33,20 @@ from typing import Any, Literal
 
 from megarl.config import ConfigError, plugins
 from megarl.config.plugins import is_async
-from megarl.processes.messages import frame, orders, read_order
-from megarl.rewards.failed_rewards import given_up
+from megarl.processes.messages import encode_frame, iter_orders, read_order
+from megarl.rewards.failed_rewards import mark_unscored
 from megarl.rewards.functions import RewardFunction, load_functions
 from megarl.types import Rollout
-from megarl.types.reward_values import Failed, Reward, RewardError, Verdict, number_of, reward_of
+from megarl.types.reward_values import Reward, RewardError, RewardFailure, RewardResult, parse_number, parse_reward
 
-LATE = signal.SIGRTMIN + 7
+TIMEOUT_SIGNAL = signal.SIGRTMIN + 7
 GRACE_S = 10.0
 """How long a function has to come back once it is told."""
 _AGAIN_S = 1.0
 _LOOK_S = 0.1
 
 
-class TookTooLong(BaseException):
+class RewardTimeout(BaseException):
     """Time is up. Not an Exception, which functions catch."""
 
 
@@ -66,7 +66,7 @@ class Deadline:
 
     def __enter__(self) -> Deadline:
         if self._main:
-            self._before = signal.signal(LATE, self._raise)
+            self._previous_handler = signal.signal(TIMEOUT_SIGNAL, self._raise)
         self._watching = threading.Thread(target=self._watch, name="reward deadline", daemon=True)
         self._watching.start()
         return self
@@ -78,7 +78,7 @@ class Deadline:
         self._closed.set()
         self._watching.join()
         if self._main:
-            signal.signal(LATE, self._before)
+            signal.signal(TIMEOUT_SIGNAL, self._previous_handler)
 
     def begin(self, what: str) -> None:
         """what: names the call in the last line."""
@@ -89,12 +89,12 @@ class Deadline:
         """Raises TookTooLong where the function has swallowed that."""
         self._call = None
         if self._raised:
-            raise TookTooLong
+            raise RewardTimeout
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self._call is not None:
             self._raised = True
-            raise TookTooLong
+            raise RewardTimeout
 
     def _watch(self) -> None:
         told = 0.0
@@ -103,13 +103,15 @@ class Deadline:
             if call is None or now < call[1]:
                 told = 0.0
             elif now > call[1] + GRACE_S:
-                _give_up(f"error: {call[0]} took longer than reward.timeout={self.seconds:g} s, and does not stop")
+                _exit_with_error(
+                    f"error: {call[0]} took longer than reward.timeout={self.seconds:g} s, and does not stop"
+                )
             elif self._main and now - told >= _AGAIN_S:
                 told = now
-                signal.pthread_kill(threading.main_thread().ident or 0, LATE)
+                signal.pthread_kill(threading.main_thread().ident or 0, TIMEOUT_SIGNAL)
 
 
-def _give_up(line: str) -> None:
+def _exit_with_error(line: str) -> None:
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode(errors="replace") + b"\n")
     os._exit(2)
 
@@ -120,45 +122,51 @@ Kind = Literal["sync", "async"]
 _FUNCTION = struct.Struct(">i")
 
 
-def late(limit: float) -> str:
+def describe_timeout(limit: float) -> str:
     """Why there is no reward where a call takes longer than `limit` seconds."""
     return f"it took longer than reward.timeout={limit:g} s; make it faster or raise that"
 
 
-def call(function: RewardFunction, rollout: Rollout) -> Verdict:
+def call(function: RewardFunction, rollout: Rollout) -> RewardResult:
     """What comes of it, `SystemExit` and the like included, but for Ctrl-C."""
     try:
-        return reward_of(function(rollout), actions_of(rollout))
+        return parse_reward(function(rollout), count_actions(rollout))
     except BaseException as error:  # noqa: B036  whatever the user's function raises
-        return raised(error)
+        return to_failure(error)
 
 
-async def call_async(function: RewardFunction, rollout: Rollout, limit: float) -> Verdict:
+async def call_async(function: RewardFunction, rollout: Rollout, limit: float) -> RewardResult:
     """The same of a coroutine function, which is cancelled where it takes longer than `limit` seconds."""
     until = asyncio.timeout(limit)
     try:
         async with until:
             value = await function(rollout)
-        verdict: Verdict = reward_of(value, actions_of(rollout))
+        verdict: RewardResult = parse_reward(value, count_actions(rollout))
     except BaseException as error:  # noqa: B036
-        verdict = raised(error)
-    return Failed(late(limit)) if until.expired() else verdict  # whatever it has made of being cancelled
+        verdict = to_failure(error)
+    return (
+        RewardFailure(describe_timeout(limit)) if until.expired() else verdict
+    )  # whatever it has made of being cancelled
 
 
-def actions_of(rollout: Rollout) -> int:
+def count_actions(rollout: Rollout) -> int:
     """Turns of the policy's."""
     return sum(turn.is_action for turn in rollout.turns)
 
 
-def raised(error: BaseException) -> Failed:
+def to_failure(error: BaseException) -> RewardFailure:
     """What an error says, in one line; raises it on where it is Ctrl-C."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, RewardError):
-        return Failed(str(error))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
+        return RewardFailure(str(error))
+    frames = [
+        encode_frame
+        for encode_frame in traceback.extract_tb(error.__traceback__)
+        if Path(encode_frame.filename) != Path(__file__)
+    ]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return Failed(f"it raised {plugins.worded(error)}{place}")
+    return RewardFailure(f"it raised {plugins.format_error(error)}{place}")
 
 
 # --- in a process of its own ----------------------------------------------------------------------------------
@@ -169,15 +177,15 @@ def serve(wire: socket.socket, given: dict[str, Any], order: dict[str, Any]) -> 
     try:
         functions = list(load_functions(given["specs"]).values())
     except ConfigError as error:
-        wire.sendall(frame({"error": str(error)}))
+        wire.sendall(encode_frame({"error": str(error)}))
         return
-    wire.sendall(frame({"ready": True}))
+    wire.sendall(encode_frame({"ready": True}))
     if order["kind"] == "async":
         asyncio.run(_serve_async(wire, functions, given["limit"]))
         return
-    for number, content in orders(wire):
-        function, rollout = _order(content)
-        wire.sendall(frame({"number": number, **_said(call(functions[function], rollout))}))
+    for number, content in iter_orders(wire):
+        function, rollout = _decode_call(content)
+        wire.sendall(encode_frame({"number": number, **_encode_verdict(call(functions[function], rollout))}))
 
 
 async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction], limit: float) -> None:
@@ -187,46 +195,46 @@ async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction],
 
     async def one(number: int, function: int, rollout: Rollout) -> None:
         verdict = await call_async(functions[function], rollout, limit)
-        writer.write(frame({"number": number, **_said(verdict)}))
+        writer.write(encode_frame({"number": number, **_encode_verdict(verdict)}))
 
     while True:
         try:
             number, content = await read_order(reader)
         except asyncio.IncompleteReadError:
             return
-        task = asyncio.create_task(one(number, *_order(content)))
+        task = asyncio.create_task(one(number, *_decode_call(content)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
-def order_of(function: int, rollout: Rollout) -> bytes:
+def encode_call(function: int, rollout: Rollout) -> bytes:
     """Raises whatever pickling does."""
     return _FUNCTION.pack(function) + pickle.dumps(rollout, 5)
 
 
-def _order(content: memoryview) -> tuple[int, Rollout]:
+def _decode_call(content: memoryview) -> tuple[int, Rollout]:
     return _FUNCTION.unpack_from(content)[0], pickle.loads(content[_FUNCTION.size :])
 
 
-def _said(verdict: Verdict) -> dict[str, Any]:
-    if isinstance(verdict, Failed):
-        return {"failed": verdict.why}
+def _encode_verdict(verdict: RewardResult) -> dict[str, Any]:
+    if isinstance(verdict, RewardFailure):
+        return {"failed": verdict.reason}
     return {"reward": verdict.reward, "parts": dict(verdict.parts), "turns": list(verdict.turns)}
 
 
-def verdict_of(said: Mapping[str, Any], turns: int) -> Verdict:
+def decode_verdict(said: Mapping[str, Any], turns: int) -> RewardResult:
     """Of an answer. Raises RewardError or KeyError where it is none."""
     if "failed" in said:
-        return Failed(str(said["failed"]))
-    number_of(said["reward"], "it")
-    found = reward_of({name: said[name] for name in ("reward", "parts", "turns")}, turns)
+        return RewardFailure(str(said["failed"]))
+    parse_number(said["reward"], "it")
+    found = parse_reward({name: said[name] for name in ("reward", "parts", "turns")}, turns)
     assert isinstance(found, Reward)
     return found
 
 
-AT_ONCE = 64
+MAX_CONCURRENT = 64
 """Calls of a coroutine function at the same time."""
-_OURS = Path(__file__).parents[1]
+_PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 def score(
@@ -234,49 +242,51 @@ def score(
     functions: Mapping[str, RewardFunction],
     timeout: float = math.inf,
     most_failed: float = math.inf,
-) -> list[dict[str, Verdict]]:
+) -> list[dict[str, RewardResult]]:
     """What each function says of each rollout, by name. timeout: seconds of one call. most_failed: when more rollouts
-    than these have no reward, no function is called any more, and the others are `NOT_JUDGED`.
+    than these have no reward, no function is called any more, and the others are `NOT_SCORED`.
 
     A coroutine function is awaited for all of them, many at once; another is called for one after the other, in the
     main thread, so that it may use signals.
     """
-    verdicts: list[dict[str, Verdict]] = [{} for _ in rollouts]
+    verdicts: list[dict[str, RewardResult]] = [{} for _ in rollouts]
     failed: set[int] = set()
 
-    def note(number: int, name: str, verdict: Verdict) -> bool:
+    def note(number: int, name: str, verdict: RewardResult) -> bool:
         """Whether to go on."""
         if len(failed) <= most_failed:
             verdicts[number][name] = verdict
-            failed.update([number] if isinstance(verdict, Failed) else [])
+            failed.update([number] if isinstance(verdict, RewardFailure) else [])
         return len(failed) <= most_failed
 
     deadline = Deadline(timeout) if functions and math.isfinite(timeout) else None
     with deadline or nullcontext():
         for name, function in functions.items():
             if is_async(function):
-                asyncio.run(_all(name, function, rollouts, timeout, note))
+                asyncio.run(_score_async(name, function, rollouts, timeout, note))
                 continue
             for number, rollout in enumerate(rollouts):
-                if len(failed) > most_failed or not note(number, name, _call(name, function, rollout, deadline)):
+                if len(failed) > most_failed or not note(
+                    number, name, _call_with_deadline(name, function, rollout, deadline)
+                ):
                     break
-    return [given_up(known, list(functions)) for known in verdicts] if len(failed) > most_failed else verdicts
+    return [mark_unscored(known, list(functions)) for known in verdicts] if len(failed) > most_failed else verdicts
 
 
-async def _all(
+async def _score_async(
     name: str,
     function: RewardFunction,
     rollouts: Sequence[Rollout],
     timeout: float,
-    note: Callable[[int, str, Verdict], bool],
+    note: Callable[[int, str, RewardResult], bool],
 ) -> None:
-    at_once = asyncio.Semaphore(AT_ONCE)
+    at_once = asyncio.Semaphore(MAX_CONCURRENT)
     goes_on = True
 
     async def one(number: int, rollout: Rollout) -> None:
         nonlocal goes_on
         async with at_once:
-            if goes_on and not note(number, name, await call_async(function, _unharmed(rollout), timeout)):
+            if goes_on and not note(number, name, await call_async(function, _copy_rollout(rollout), timeout)):
                 goes_on = False
                 for task in tasks:
                     task.cancel()
@@ -289,51 +299,57 @@ async def _all(
             task.result()
 
 
-def _call(name: str, function: RewardFunction, rollout: Rollout, deadline: Deadline | None) -> Verdict:
-    shown = _unharmed(rollout)
+def _call_with_deadline(
+    name: str, function: RewardFunction, rollout: Rollout, deadline: Deadline | None
+) -> RewardResult:
+    shown = _copy_rollout(rollout)
     try:
         try:
             if deadline is not None:
                 deadline.begin(f"reward function {name} on the sample {rollout.prompt.id!r}")
-            return reward_of(function(shown), actions_of(rollout))
+            return parse_reward(function(shown), count_actions(rollout))
         finally:
             if deadline is not None:
                 deadline.end()
-    except TookTooLong:
-        return Failed(late(0.0 if deadline is None else deadline.seconds))
+    except RewardTimeout:
+        return RewardFailure(describe_timeout(0.0 if deadline is None else deadline.seconds))
     except BaseException as error:  # noqa: B036  whatever the user's function raises, sys.exit too
         place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if isinstance(error, SystemExit) and place.is_relative_to(_OURS) and place.parent != Path(__file__).parent:
+        if (
+            isinstance(error, SystemExit)
+            and place.is_relative_to(_PACKAGE_FOLDER)
+            and place.parent != Path(__file__).parent
+        ):
             raise  # of a handler of signals, which came in the middle
-        return raised(error)
+        return to_failure(error)
 
 
-def _unharmed(rollout: Rollout) -> Rollout:
+def _copy_rollout(rollout: Rollout) -> Rollout:
     """The rollout with copies of all that a function could change in place."""
     prompt = rollout.prompt
     own = replace(
         prompt,
-        messages=_copied(prompt.messages),
-        ground_truth=_copied(prompt.ground_truth),
-        extra=_copied(prompt.extra),
+        messages=_copy_value(prompt.messages),
+        ground_truth=_copy_value(prompt.ground_truth),
+        extra=_copy_value(prompt.extra),
     )
     turns = tuple(map(replace, rollout.turns))  # a turn makes its arrays read-only, which pickling undoes
     return replace(
         rollout,
         prompt=own,
         turns=turns,
-        messages=_copied(rollout.messages),
+        messages=_copy_value(rollout.messages),
         reward_parts={},
         routing=None,
-        support=None,
+        sampling_mask=None,
     )
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _copy_value(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)([_copied(item) for item in value])
+        return type(value)([_copy_value(item) for item in value])
     return copy.deepcopy(value)

@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megarl.config import Config, ConfigError
-from megarl.parallel.role_settings import MEGATRON, backends_of
+from megarl.parallel.role_settings import MEGATRON, role_backends
 from megarl.rewards import composite, judge, service
-from megarl.rewards.composite import checked_weights
+from megarl.rewards.composite import check_weights
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions
 from megarl.rewards.sequence_classifier import ClassifierOptions
 from megarl.rewards.service import Service, ServiceOptions
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 
 _OF_SERVICE = {"http": ServiceOptions, "judge": JudgeOptions}
 PARTS = {"http": service.PART, "judge": judge.PART}
@@ -33,25 +33,25 @@ def options_for_service(options: Mapping[str, Any], model: str) -> dict[str, Any
     return {name: value for name, value in options.items() if name not in own and name != "reward_fn"}
 
 
-def service_of(config: Config, options: Mapping[str, Any]) -> Service | Judge | None:
+def build_service(config: Config, options: Mapping[str, Any]) -> Service | Judge | None:
     """What is asked elsewhere for a part of the reward, None where nobody is. Raises ConfigError for its options."""
-    model, asked = backends_of(config, "reward")
+    model, asked = role_backends(config, "reward")
     given = options_for_service(options, model)
     if asked == "http":
         return Service(ServiceOptions.read(given))
     return Judge(JudgeOptions.read(given)) if asked == "judge" else None
 
 
-def check_reward(config: Config, declared: Declared, options: dict[str, Any]) -> None:
+def check_reward(config: Config, declared: Requirements, options: dict[str, Any]) -> None:
     """Raise ConfigError where nothing would reward anything, or a backend and its options do not go together.
 
     options: of the role's worker, one of ours; `reward_fn` may be among them.
     """
     functions, model = list(load_functions(config.reward.functions)), config.reward.model
-    backend, asked = backends_of(config, "reward")
+    backend, asked = role_backends(config, "reward")
     rest = options_for_model(options, asked)
     if asked:
-        service_of(config, options)
+        build_service(config, options)
     elif backend != "transformers" and rest:
         raise ConfigError(
             f"roles.reward.options.{min(rest)}: the backend {backend or MEGATRON} takes no options; leave it out"
@@ -63,7 +63,7 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
     if backend == "pool" and model:
         raise ConfigError(f"reward.model={model} with roles.reward.backend=pool, which has no model: leave one out")
     others = bool(functions or model or "reward_fn" in options or asked)
-    played = composite.is_part(config.rollout, others)
+    played = composite.has_environment_reward(config.rollout, others)
     if not others and not played:
         raise ConfigError(
             f"reward.functions is empty; {declared.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or "
@@ -74,7 +74,7 @@ def check_reward(config: Config, declared: Declared, options: dict[str, Any]) ->
     further = [composite.PART] if played else []
     further += [*(["model"] if model else []), *([PARTS[asked]] if asked else [])]
     check_names(parts, further)
-    checked_weights(config.reward.weights, [*parts, *further])
+    check_weights(config.reward.weights, [*parts, *further])
 
 
 def check_names(functions: Collection[str], others: Collection[str]) -> None:

@@ -16,10 +16,10 @@ import torch
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.models.scalar_head import is_classifier
 from megarl.parallel import device
-from megarl.types import Ids, Rollout, ids_of
-from megarl.utils.text import encodable
+from megarl.types import Ids, Rollout, as_token_ids
+from megarl.utils.text import replace_surrogates
 
-WHERE = "roles.reward.options."
+OPTIONS_PREFIX = "roles.reward.options."
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class ClassifierOptions:
         label = options.get("label")
         if isinstance(label, int) and not isinstance(label, bool):
             options = {**options, "label": str(label)}
-        found: ClassifierOptions = strict.build(ClassifierOptions, options, WHERE, root=Config)
+        found: ClassifierOptions = strict.build_dataclass(ClassifierOptions, options, OPTIONS_PREFIX, root=Config)
         return found
 
 
-def label_of(hf: Mapping[str, Any], options: ClassifierOptions, path: str) -> int:
+def resolve_label(hf: Mapping[str, Any], options: ClassifierOptions, path: str) -> int:
     """Which of a classifier's logits is the score. Raises ConfigError where `path` is no classifier, and where that is
     not said."""
     if not is_classifier(hf):
@@ -53,7 +53,7 @@ def label_of(hf: Mapping[str, Any], options: ClassifierOptions, path: str) -> in
     names = [str(known.get(str(i), f"LABEL_{i}")) for i in range(int(hf.get("num_labels") or len(known) or 2))]
     if not options.label and len(names) > 1:
         raise ConfigError(
-            f"reward.model={path} has {len(names)} labels, and a score is one number: set {WHERE}label to the one "
+            f"reward.model={path} has {len(names)} labels, and a score is one number: set {OPTIONS_PREFIX}label to the one "
             f"whose logit it is ({', '.join(names[:20])})"
         )
     if not options.label:
@@ -62,10 +62,12 @@ def label_of(hf: Mapping[str, Any], options: ClassifierOptions, path: str) -> in
     for known_as in (names, numbers):
         if options.label in known_as:
             return known_as.index(options.label)
-    raise ConfigError(f"{WHERE}label={options.label}: reward.model={path} has the labels {', '.join(names[:20])}")
+    raise ConfigError(
+        f"{OPTIONS_PREFIX}label={options.label}: reward.model={path} has the labels {', '.join(names[:20])}"
+    )
 
 
-class Reader:
+class ClassifierTokenizer:
     """What a classifier reads of a rollout.
 
     policy: the policy's tokenizer. Raises ConfigError where the classifier has none, or another one without a template.
@@ -78,41 +80,41 @@ class Reader:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:  # whatever the readers of a broken file raise
-            raise ConfigError(f"reward.model={path}: no tokenizer there: {plugins.worded(error)[:500]}") from None
+            raise ConfigError(f"reward.model={path}: no tokenizer there: {plugins.format_error(error)[:500]}") from None
         template = getattr(self.tokenizer, "chat_template", None)
         alike = self.tokenizer.get_vocab() == policy.get_vocab()
-        self.same = alike and (not template or template == policy.chat_template)
-        if not self.same and not template:
+        self.is_policy_tokenizer = alike and (not template or template == policy.chat_template)
+        if not self.is_policy_tokenizer and not template:
             raise ConfigError(
                 f"reward.model={path} has another tokenizer than the policy, and no chat template by which a "
                 "conversation could be read: put its chat_template.jinja there"
             )
-        self.limit = positions(hf, int(self.tokenizer.model_max_length))
+        self.limit = get_context_length(hf, int(self.tokenizer.model_max_length))
 
-    def ids(self, rollout: Rollout) -> Ids:
+    def tokenize(self, rollout: Rollout) -> Ids:
         """Raises ConfigError for a conversation that its template does not take, or that is too long."""
-        ids = rollout.token_ids if self.same else self._rendered(rollout)
+        ids = rollout.token_ids if self.is_policy_tokenizer else self._render(rollout)
         if not len(ids):
             raise ConfigError(f"reward.model={self.path}: there is nothing to read in the sample {rollout.prompt.id!r}")
         if len(ids) > self.limit and self.longer == "stop":
             raise ConfigError(
                 f"the sample {rollout.prompt.id!r} is {len(ids)} tokens for reward.model={self.path}, whose context is "
-                f"{self.limit}: lower rollout.max_context, or set {WHERE}longer=cut, which cuts its beginning off"
+                f"{self.limit}: lower rollout.max_context, or set {OPTIONS_PREFIX}longer=cut, which cuts its beginning off"
             )
         return ids
 
-    def _rendered(self, rollout: Rollout) -> Ids:
+    def _render(self, rollout: Rollout) -> Ids:
         try:
             text = self.tokenizer.apply_chat_template(list(rollout.messages), tokenize=False)
         except Exception as error:  # jinja2's errors and whatever a template raises on purpose
             raise ConfigError(
                 f"the chat template of reward.model={self.path} cannot render the sample {rollout.prompt.id!r}: "
-                f"{plugins.worded(error)[:500]}"
+                f"{plugins.format_error(error)[:500]}"
             ) from None
-        return ids_of(self.tokenizer.encode(encodable(str(text)), add_special_tokens=False))
+        return as_token_ids(self.tokenizer.encode(replace_surrogates(str(text)), add_special_tokens=False))
 
 
-def positions(hf: Mapping[str, Any], longest: int) -> int:
+def get_context_length(hf: Mapping[str, Any], longest: int) -> int:
     """Tokens that a model takes. longest: what its tokenizer says, which is large where it does not know."""
     said = next((hf[name] for name in ("max_position_embeddings", "n_positions") if hf.get(name)), longest)
     return min(int(said), longest)
@@ -134,7 +136,7 @@ class Classifier:
             )
         except Exception as error:  # it has many kinds
             raise ConfigError(
-                f"reward.model={path}: transformers cannot load it as a classifier: {plugins.worded(error)[:500]}"
+                f"reward.model={path}: transformers cannot load it as a classifier: {plugins.format_error(error)[:500]}"
             ) from None
         if lost := sorted(map(str, found["missing_keys"])):
             raise ConfigError(f"reward.model={path}: {', '.join(lost[:3])} is missing; it is not a whole classifier")
@@ -142,14 +144,14 @@ class Classifier:
         self.model: Any = model.eval().requires_grad_(False)
         self.padding: int | None = getattr(model.config.get_text_config(), "pad_token_id", None)
 
-    def park(self, weights: bool = True) -> int:
+    def offload(self, weights: bool = True) -> int:
         """To the host, until it is needed again; returns 0, for nobody counts it."""
         if weights:
             self.model.to(device.host())
         return 0
 
     @torch.no_grad()
-    def scores(self, texts: Sequence[torch.Tensor], budget: int) -> list[float]:
+    def score(self, texts: Sequence[torch.Tensor], budget: int) -> list[float]:
         """The logit of each text's label. budget: tokens at once, padding included; a longer text is alone.
 
         Classifiers with the score at the last token find that by the token that they pad with. Without one they refuse

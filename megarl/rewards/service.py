@@ -25,11 +25,11 @@ from typing import Any
 import orjson
 
 from megarl.config import strict
-from megarl.config.strict import Count
-from megarl.rewards.failed_rewards import NOT_JUDGED
-from megarl.rewards.http_requests import Answer, Asker, AskingOptions, shown
+from megarl.config.strict import PositiveInt
+from megarl.rewards.failed_rewards import NOT_SCORED
+from megarl.rewards.http_requests import HttpClient, HttpOptions, HttpResponse, preview
 from megarl.types import Rollout
-from megarl.types.reward_values import Failed, Parts, RewardError, number_of
+from megarl.types.reward_values import RewardError, RewardFailure, ServiceReward, parse_number
 
 PART = "service"
 """Name of its part of a reward."""
@@ -38,8 +38,8 @@ _NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class ServiceOptions(AskingOptions):
-    batch: Count = 16
+class ServiceOptions(HttpOptions):
+    batch: PositiveInt = 16
     """Conversations of a request."""
 
 
@@ -48,82 +48,86 @@ class Service:
 
     def __init__(self, options: ServiceOptions) -> None:
         self.options = options
-        self.asker = Asker(options, "reward service")
+        self.client = HttpClient(options, "reward service")
 
-    def look(self) -> None:
+    def check_reachable(self) -> None:
         """Raise ConfigError unless somebody answers at each URL, whatever it is."""
-        self.asker.look()
+        self.client.check_reachable()
 
-    def scores(self, rollouts: Sequence[Rollout], most_failed: float = math.inf) -> list[Parts | Failed]:
+    def score(self, rollouts: Sequence[Rollout], most_failed: float = math.inf) -> list[ServiceReward | RewardFailure]:
         """What the service says of each of them, or why there is nothing that could be taken. most_failed: when there
         is nothing for more than these, the others are not asked about any more."""
-        found: list[Parts | Failed] = [NOT_JUDGED] * len(rollouts)
+        found: list[ServiceReward | RewardFailure] = [NOT_SCORED] * len(rollouts)
         sent: list[tuple[int, bytes]] = []
         for number, rollout in enumerate(rollouts):
-            text = _sent(rollout)
-            if isinstance(text, Failed):
+            text = _encode_rollout(rollout)
+            if isinstance(text, RewardFailure):
                 found[number] = text
             else:
                 sent.append((number, text))
         size = self.options.batch
         batches = [sent[i : i + size] for i in range(0, len(sent), size)]
         bodies = [b'{"conversations": [' + b", ".join(text for _, text in batch) + b"]}" for batch in batches]
-        failed = sum(isinstance(one, Failed) and one is not NOT_JUDGED for one in found)
+        failed = sum(isinstance(one, RewardFailure) and one is not NOT_SCORED for one in found)
 
-        def note(index: int, answer: Answer | Failed) -> bool:
+        def note(index: int, answer: HttpResponse | RewardFailure) -> bool:
             nonlocal failed
-            for (number, _), parts in zip(batches[index], self._read(answer, len(batches[index])), strict=True):
+            for (number, _), parts in zip(
+                batches[index], self._parse_response(answer, len(batches[index])), strict=True
+            ):
                 found[number] = parts
-                failed += isinstance(parts, Failed)
+                failed += isinstance(parts, RewardFailure)
             return failed <= most_failed
 
-        self.asker.ask(bodies, goes_on=note)
+        self.client.post_all(bodies, goes_on=note)
         return found
 
-    def longest(self, count: int) -> float:
+    def max_duration(self, count: int) -> float:
         """Seconds that so many rollouts of a rank may take at most."""
-        return self.asker.longest(-(-count // self.options.batch))
+        return self.client.max_duration(-(-count // self.options.batch))
 
-    def _read(self, answer: Answer | Failed, count: int) -> Sequence[Parts | Failed]:
-        if isinstance(answer, Failed):
+    def _parse_response(
+        self, answer: HttpResponse | RewardFailure, count: int
+    ) -> Sequence[ServiceReward | RewardFailure]:
+        if isinstance(answer, RewardFailure):
             return [answer] * count
         try:
             entries = orjson.loads(answer.data)
         except ValueError:
-            problem = f"its answer is no JSON: {shown(answer.data)}"
-            return [self.asker.complaint(answer.url, problem)] * count
+            problem = f"its answer is no JSON: {preview(answer.data)}"
+            return [self.client.to_failure(answer.url, problem)] * count
         if not isinstance(entries, list) or len(entries) != count:
             what = f"a list of {len(entries)}" if isinstance(entries, list) else f"a {type(entries).__name__}"
             problem = f"its answer to {count} conversations must be a list of as many, not {what}: "
-            return [self.asker.complaint(answer.url, problem + shown(answer.data))] * count
+            return [self.client.to_failure(answer.url, problem + preview(answer.data))] * count
         return [self._entry(answer.url, entry) for entry in entries]
 
-    def _entry(self, url: str, entry: Any) -> Parts | Failed:
+    def _entry(self, url: str, entry: Any) -> ServiceReward | RewardFailure:
         parts: dict[str, Any] = {}
         try:
             if isinstance(entry, dict):
                 if "reward" not in entry:
-                    raise RewardError(f"it returned no `reward`, but {shown(strict.shown(entry))}")
-                entry, parts = entry["reward"], _checked(entry.get("parts") or {})
-            reward = number_of(entry, "it")
-            return reward, {name: number_of(part, f"it, as the part {name},") for name, part in parts.items()}
+                    raise RewardError(f"it returned no `reward`, but {preview(strict.short_repr(entry))}")
+                entry, parts = entry["reward"], _check_parts(entry.get("parts") or {})
+            reward = parse_number(entry, "it")
+            return reward, {name: parse_number(part, f"it, as the part {name},") for name, part in parts.items()}
         except RewardError as error:
-            return self.asker.complaint(url, str(error))
+            return self.client.to_failure(url, str(error))
 
 
-def _checked(parts: Any) -> dict[str, Any]:
+def _check_parts(parts: Any) -> dict[str, Any]:
     """Parts are columns of the rollout log and names of metrics, so that not everything will do."""
     if not isinstance(parts, dict):
-        raise RewardError(f"it returned `parts` that are no mapping, but {shown(strict.shown(parts))}")
+        raise RewardError(f"it returned `parts` that are no mapping, but {preview(strict.short_repr(parts))}")
     if len(parts) > _MOST_PARTS:
         raise RewardError(f"it returned {len(parts)} parts; {_MOST_PARTS} are allowed")
     for name in parts:
         if not _NAME.fullmatch(name):
-            raise RewardError(f"it returned a part with the name {shown(strict.shown(name))}; letters will do")
+            raise RewardError(f"it returned a part with the name {preview(strict.short_repr(name))}; letters will do")
     return parts
 
 
-def _sent(rollout: Rollout) -> bytes | Failed:
+def _encode_rollout(rollout: Rollout) -> bytes | RewardFailure:
     prompt = rollout.prompt
     about = {
         "id": prompt.id,
@@ -138,4 +142,4 @@ def _sent(rollout: Rollout) -> bytes | Failed:
     try:
         return orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        return Failed(f"the sample cannot be sent to a reward service as JSON: {error}")
+        return RewardFailure(f"the sample cannot be sent to a reward service as JSON: {error}")

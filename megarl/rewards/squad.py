@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rewards.ground_truths import checking
-from megarl.rewards.stated_answer import stated
+from megarl.rewards.ground_truths import with_prompt_check
+from megarl.rewards.stated_answer import extract_answer
 from megarl.types import Rollout
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-@checking(lambda prompt: truths(prompt.ground_truth))
+@with_prompt_check(lambda prompt: parse_truths(prompt.ground_truth))
 def exact_match(rollout: Rollout) -> float:
     """1.0 where the answer is one of those of `prompt.ground_truth`, word for word, else 0.0.
 
@@ -30,27 +30,27 @@ def exact_match(rollout: Rollout) -> float:
     punctuation, the articles a, an, the and white space make no difference. The ground truth is a text, a list of them,
     or a mapping with such a list as its `target` or `text`. Raises ValueError for what is none of these.
     """
-    said = normalised(stated(rollout.answer))
-    return float(said in [normalised(truth) for truth in truths(rollout.prompt.ground_truth)])
+    said = normalize(extract_answer(rollout.answer))
+    return float(said in [normalize(truth) for truth in parse_truths(rollout.prompt.ground_truth)])
 
 
-@checking(lambda prompt: truths(prompt.ground_truth))
+@with_prompt_check(lambda prompt: parse_truths(prompt.ground_truth))
 def f1(rollout: Rollout) -> float:
     """Harmonic mean of precision and recall of the answer's words, the best over the ground truths, from 0.0 to 1.0.
 
     With n words in common, each as often as it is in both: 2 n / (words of the answer + words of the truth). Where
     either has no words, 1.0 if both have none. What the answer is and what makes no difference is as of `exact_match`.
     """
-    said = Counter(normalised(stated(rollout.answer)).split())
-    return max(_f1(said, Counter(normalised(truth).split())) for truth in truths(rollout.prompt.ground_truth))
+    said = Counter(normalize(extract_answer(rollout.answer)).split())
+    return max(_f1(said, Counter(normalize(truth).split())) for truth in parse_truths(rollout.prompt.ground_truth))
 
 
-def normalised(text: str) -> str:
+def normalize(text: str) -> str:
     """In lower case, without punctuation, then without articles, words one space apart."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def truths(given: Any) -> list[str]:
+def parse_truths(given: Any) -> list[str]:
     """All answers that count as right. Raises ValueError where there is none."""
     found: Any = given
     if isinstance(given, Mapping):

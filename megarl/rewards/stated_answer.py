@@ -20,11 +20,11 @@ def join_thousands(text: str) -> str:
 
 def has_false_equation(text: str) -> bool:
     """Whether different numbers stand on two sides of `=`, as in `3 = 5`; such a text states no result."""
-    sides = [number for side in text[-1000:].split("=") if (number := as_number(side)) is not None]
+    sides = [number for side in text[-1000:].split("=") if (number := parse_number(side)) is not None]
     return len(set(sides)) > 1
 
 
-def numbers_in(text: str) -> list[Decimal]:
+def find_numbers(text: str) -> list[Decimal]:
     """All decimal numbers of a text, in order, exact.
 
     Knows thousands separators, a dollar sign before or behind the minus, and a full stop that ends a sentence. A minus
@@ -38,10 +38,10 @@ def numbers_in(text: str) -> list[Decimal]:
     return numbers
 
 
-def as_number(value: object) -> Decimal | None:
+def parse_number(value: object) -> Decimal | None:
     """A ground truth, int, float or text such as "1,080" or "$5.", as an exact number; None where it is not one."""
     text = str(value).strip()
-    numbers = numbers_in(text)
+    numbers = find_numbers(text)
     if len(numbers) != 1 or re.sub(r"[-\N{MINUS SIGN}0-9,.$\s]", "", text):
         return None
     return numbers[0]
@@ -50,28 +50,28 @@ def as_number(value: object) -> Decimal | None:
 _BARE = re.compile(r"[^\s$\\{}]{1,50}")
 
 
-def box_start(text: str) -> int:
+def find_box(text: str) -> int:
     r"""Where the last `\boxed` or `\fbox` begins; -1 where there is none."""
     return max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
 
 
-def boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     r"""What the last `\boxed{}` or `\fbox{}` holds, without spaces around it. None where there is none, or it is never
     closed."""
-    start = box_start(text)
+    start = find_box(text)
     if start < 0:
         return None
     start += len(r"\boxed") if text.startswith(r"\boxed", start) else len(r"\fbox")
     while text[start : start + 1].isspace():
         start += 1
     if text[start : start + 1] == "{":
-        inside = braced(text, start)
+        inside = extract_braced(text, start)
         return None if inside is None else inside.strip()
     bare = _BARE.match(text, start)  # TeX boxes a single sign without braces, too: \boxed5
     return bare.group() if bare else None
 
 
-def braced(text: str, start: int) -> str | None:
+def extract_braced(text: str, start: int) -> str | None:
     r"""What the braces that open at `start` hold, where `\{` and `\}` are none; None where none open, or they are
     never closed."""
     if text[start : start + 1] != "{":
@@ -90,20 +90,20 @@ def braced(text: str, start: int) -> str | None:
     return None
 
 
-def tagged(text: str, tag: str) -> str | None:
+def extract_tagged(text: str, tag: str) -> str | None:
     """What the last `<tag>` that is closed holds, without spaces around it; None where there is none."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if start < 0 else text[start + len(tag) + 2 : end].strip()
 
 
-def final_part(text: str) -> str:
+def extract_final_part(text: str) -> str:
     """What is between the last `<answer>` tags; all of the text where there are none, or a box stands behind them."""
-    between = tagged(text, "answer")
-    return text if between is None or box_start(text) > text.rfind("</answer>") else between
+    between = extract_tagged(text, "answer")
+    return text if between is None or find_box(text) > text.rfind("</answer>") else between
 
 
-def stated(text: str) -> str:
+def extract_answer(text: str) -> str:
     """What is between `<answer>` tags, or all of it where there are none."""
-    between = tagged(text, "answer")
+    between = extract_tagged(text, "answer")
     return text.strip() if between is None else between

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.types import Rollouts
 
-_SHOWN = 3
+_MAX_REASONS = 3
 
 
 class TooManyAborted(RuntimeError):
@@ -17,39 +17,39 @@ class TooManyAborted(RuntimeError):
 
     def __init__(self, count: int, of: int, failures: Sequence[str]) -> None:
         super().__init__(f"{count} of {of} rollouts were aborted")
-        self.count, self.of, self.failures = count, of, failures
+        self.count, self.total, self.failures = count, of, failures
 
 
-def abort_reasons(rollouts: Rollouts) -> str:
+def summarize_aborts(rollouts: Rollouts) -> str:
     """`12 x it was not done within rollout.step_timeout, ...`, the most frequent first; empty where none is aborted."""
-    return _reasons(rollouts.failures)
+    return _summarize_reasons(rollouts.failures)
 
 
-def _reasons(failures: Iterable[str]) -> str:
+def _summarize_reasons(failures: Iterable[str]) -> str:
     found = Counter(failures)
-    shown = [f"{count} x {' '.join(reason.split())}" for reason, count in found.most_common(_SHOWN)]
-    more = f", and {len(found) - _SHOWN} other reasons" if len(found) > _SHOWN else ""
+    shown = [f"{count} x {' '.join(reason.split())}" for reason, count in found.most_common(_MAX_REASONS)]
+    more = f", and {len(found) - _MAX_REASONS} other reasons" if len(found) > _MAX_REASONS else ""
     return ", ".join(shown) + more
 
 
-def too_many(count: int, of: int, config: RolloutConfig) -> bool:
+def is_over_abort_limit(count: int, of: int, config: RolloutConfig) -> bool:
     """Whether so many aborted rollouts are more than `rollout.max_aborted` of all allows."""
     return count > config.max_aborted * of
 
 
-def check_aborted(rollouts: Rollouts, config: Config) -> None:
+def check_abort_limit(rollouts: Rollouts, config: Config) -> None:
     """Raise ConfigError where more than `rollout.max_aborted` of them are, an episode being one."""
-    rollouts = rollouts.whole_episodes()
-    count = int(rollouts.are("aborted").sum())
-    if too_many(count, len(rollouts), config.rollout):
-        raise ConfigError(complaint(count, len(rollouts), rollouts.failures, config))
+    rollouts = rollouts.merge_branches()
+    count = int(rollouts.has_status("aborted").sum())
+    if is_over_abort_limit(count, len(rollouts), config.rollout):
+        raise ConfigError(format_abort_error(count, len(rollouts), rollouts.failures, config))
 
 
-def complaint(count: int, of: int, failures: Iterable[str], config: Config) -> str:
+def format_abort_error(count: int, of: int, failures: Iterable[str], config: Config) -> str:
     """What is said where too many are aborted."""
     return (
         f"{count} of {of} rollouts were aborted, more than rollout.max_aborted="
-        f"{config.rollout.max_aborted:g} allows: {_reasons(failures)}. What the engines say is in "
+        f"{config.rollout.max_aborted:g} allows: {_summarize_reasons(failures)}. What the engines say is in "
         f"{config.run.dir}/logs; where answers are only late, raise rollout.request_timeout or "
         "rollout.step_timeout, or lower rollout.max_new_tokens or rollout.concurrency"
     )

@@ -12,39 +12,39 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl.config import OnPush
+from megarl.config import OnWeightSync
 from megarl.engine.engine_loss import EngineLost
 from megarl.engine.generation import Policy
-from megarl.rollout.conversation import Surroundings
-from megarl.rollout.group_queue import Tickets
-from megarl.rollout.partial_rollouts import Partial
-from megarl.rollout.request_gate import Room, Seat
+from megarl.rollout.conversation import RolloutContext
+from megarl.rollout.group_queue import GroupQueue
+from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.rollout.request_gate import RequestGate, RequestSlot
 from megarl.rollout.scheduler import (
-    Gathered,
+    GenerationResult,
     Group,
-    Returned,
-    Whole,
-    at_their_beginning,
-    begin_group,
-    carry_on,
-    first_of,
-    lost_in,
-    nothing_to_watch,
-    rollouts_of,
-    take_seats,
+    ReturnedGroup,
+    ShieldedTasks,
+    find_engine_loss,
+    find_first_error,
+    make_group,
+    open_slots,
+    restart_unfinished,
+    run_group,
+    to_rollouts,
+    wait_forever,
 )
 from megarl.types import Prompt
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 """How often it is asked whether a step's groups are complete, on whichever engine."""
-_BACK_S = 0.5
+_RETURNED_POLL_S = 0.5
 """How often an engine that has room looks for what another, which is lost, has given back."""
 
-AtWork = Callable[[float, float], None]
+OnBusyInterval = Callable[[float, float], None]
 """Told from when to when the engine had something to do, in time.monotonic's seconds."""
 
 
-class Stream:
+class GroupStream:
     """All of it is for one event loop, in which `run` goes on.
 
     tickets: without an end, shared by the engines. groups: that it has room for at once, with so many samples each;
@@ -53,162 +53,179 @@ class Stream:
 
     def __init__(
         self,
-        tickets: Tickets,
+        tickets: GroupQueue,
         policy: Policy,
-        around: Surroundings,
+        around: RolloutContext,
         *,
         samples: int,
         groups: int,
         seconds: float,
-        at_work: AtWork = lambda began, ended: None,
+        at_work: OnBusyInterval = lambda began, ended: None,
         lost: Callable[[EngineLost], None] = lambda lost: None,
     ) -> None:
-        self._tickets, self._around = tickets, around
-        self._samples, self._seconds, self._at_work, self._tell_lost = samples, seconds, at_work, lost
-        self._room = Room(policy, max(1, min(around.config.concurrency, samples * groups)), around.halt)
+        self._queue, self._context = tickets, around
+        self._samples, self._timeout, self._on_busy_interval, self._on_engine_lost = samples, seconds, at_work, lost
+        self._gate = RequestGate(policy, max(1, min(around.config.concurrency, samples * groups)), around.halt)
         self._admitted: dict[int, tuple[Prompt, int, int]] = {}
         """By number: the prompt, the seed of its step, and which group of the step it is."""
-        self._limit = self._handed = 0
-        self._waiting: dict[int, Returned] = {}
+        self._num_admitted = self._num_collected = 0
+        self._pending_groups: dict[int, ReturnedGroup] = {}
         """What this engine is to begin when it is admitted, by number."""
-        self._begun: dict[int, list[Partial]] = {}
-        self._complete: dict[int, Group] = {}
-        self._mine: dict[int, float] = {}
+        self._active_groups: dict[int, list[PartialRollout]] = {}
+        self._complete_groups: dict[int, Group] = {}
+        self._start_times: dict[int, float] = {}
         """When each of this engine's groups was begun, of those that no step has taken."""
-        self._counting = Whole()
+        self._queue_updates = ShieldedTasks()
         self.is_lost = False
-        """Whether its engine is, and `renew` has not been called since."""
-        self._gone = self._again = 0
-        self._news = asyncio.Condition()
-        self._looked, self._busy = time.monotonic(), 0.0
+        """Whether its engine is, and `reconnect` has not been called since."""
+        self._num_interrupted = self._num_restarted = 0
+        self._changed = asyncio.Condition()
+        self._collected_at, self._busy_seconds = time.monotonic(), 0.0
 
     async def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
         """The groups of a further step may be begun; their seeds are those that the step's own would have."""
         for group, prompt in enumerate(prompts):
-            self._admitted[self._limit + group] = prompt, seed, group
-        self._limit += len(prompts)
-        await self._tell()
+            self._admitted[self._num_admitted + group] = prompt, seed, group
+        self._num_admitted += len(prompts)
+        await self._notify()
 
-    async def run(self, watch: Callable[[], Coroutine[Any, Any, None]] = nothing_to_watch) -> None:
+    async def run(self, watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever) -> None:
         """Begin what is admitted, until this is cancelled. Returns where the engine is lost, as the policy or `watch`
         say by EngineLost: what is complete stays, all else is given back, for whichever engine has room."""
         try:
             async with asyncio.TaskGroup() as talks:
                 talks.create_task(watch())
-                while await self._room.is_there():
-                    await self._counting.do(self._look_for_more())
-                    if (number := min(self._waiting, default=self._limit)) >= self._limit:
-                        await self._hear()
+                while await self._gate.wait_for_room():
+                    await self._queue_updates.run(self._claim_group())
+                    if (number := min(self._pending_groups, default=self._num_admitted)) >= self._num_admitted:
+                        await self._wait_for_group()
                         continue
-                    await self._room.is_there()  # a pause may have begun meanwhile
+                    await self._gate.wait_for_room()  # a pause may have begun meanwhile
                     prompt, seed, group = self._admitted[number]
-                    waiting = self._waiting.pop(number)
-                    begun = waiting.group or begin_group(prompt, self._around.chat, seed, group, self._samples)
-                    self._again += waiting.gone
-                    self._begun[number], self._mine[number] = list(begun), time.monotonic()
-                    talks.create_task(self._work(number, take_seats(begun, self._room)))
+                    waiting = self._pending_groups.pop(number)
+                    begun = waiting.group or make_group(prompt, self._context.chat, seed, group, self._samples)
+                    self._num_restarted += waiting.num_interrupted
+                    self._active_groups[number], self._start_times[number] = list(begun), time.monotonic()
+                    talks.create_task(self._run_group(number, open_slots(begun, self._gate)))
         except BaseExceptionGroup as failed:
-            lost = lost_in(failed)
+            lost = find_engine_loss(failed)
             if lost is None:
-                raise first_of(failed) from None
-            await self._lose(lost)
+                raise find_first_error(failed) from None
+            await self._handle_engine_loss(lost)
 
-    async def renew(self, policy: Policy, around: Surroundings) -> None:
+    async def reconnect(self, policy: Policy, around: RolloutContext) -> None:
         """The engine is there again, as another policy: `run` may be called anew."""
-        self._around = replace(around, halt=self._around.halt)
-        self._room.policy, self.is_lost = policy, False
-        await asyncio.to_thread(self._tickets.lost, -1)
+        self._context = replace(around, halt=self._context.halt)
+        self._gate.policy, self.is_lost = policy, False
+        await asyncio.to_thread(self._queue.count_lost_engines, -1)
         await self.resume()
 
-    async def take(self, count: int) -> Gathered | None:
+    async def collect(self, count: int) -> GenerationResult | None:
         """Of the next `count` groups those that are this engine's, in order, when all of these are complete, here or
         elsewhere. Their rollouts are numbered within the step, from 0 on. None where no engine is left."""
-        first, last = self._handed, self._handed + count
-        while await asyncio.to_thread(self._tickets.finished, first) < count:
-            if self.is_lost and await asyncio.to_thread(self._tickets.lost) == self._tickets.engines:
+        first, last = self._num_collected, self._num_collected + count
+        while await asyncio.to_thread(self._queue.count_complete, first) < count:
+            if self.is_lost and await asyncio.to_thread(self._queue.count_lost_engines) == self._queue.num_engines:
                 return None
-            await asyncio.sleep(_LOOK_S)
-        taken = sorted(number for number in self._complete if number < last)
+            await asyncio.sleep(_POLL_S)
+        taken = sorted(number for number in self._complete_groups if number < last)
         rollouts = [
-            one for number in taken for one in rollouts_of(self._complete.pop(number), self._admitted[number][2])
+            one for number in taken for one in to_rollouts(self._complete_groups.pop(number), self._admitted[number][2])
         ]
         now = time.monotonic()
-        ages = tuple(now - self._mine.pop(number) for number in taken)
-        for number in range(self._handed, last):
+        ages = tuple(now - self._start_times.pop(number) for number in taken)
+        for number in range(self._num_collected, last):
             del self._admitted[number]
-        self._handed = last
-        (before, self._looked), (was, self._busy) = (self._looked, now), (self._busy, self._room.busy())
-        (gone, self._gone), (again, self._again) = (self._gone, 0), (self._again, 0)
-        slots, seconds = self._room.size, now - before
-        busy = self._busy - was
-        return Gathered(rollouts, [], slots=slots, seconds=seconds, busy=busy, ages=ages, gone=gone, again=again)
+        self._num_collected = last
+        (before, self._collected_at), (was, self._busy_seconds) = (
+            (self._collected_at, now),
+            (self._busy_seconds, self._gate.measure_busy_seconds()),
+        )
+        (gone, self._num_interrupted), (again, self._num_restarted) = (
+            (self._num_interrupted, 0),
+            (self._num_restarted, 0),
+        )
+        slots, seconds = self._gate.num_slots, now - before
+        busy = self._busy_seconds - was
+        return GenerationResult(
+            rollouts,
+            [],
+            num_slots=slots,
+            seconds=seconds,
+            busy_seconds=busy,
+            group_ages=ages,
+            num_interrupted=gone,
+            num_restarted=again,
+        )
 
-    async def pause(self, how: OnPush) -> None:
+    async def pause(self, how: OnWeightSync) -> None:
         """Have the policy free for other weights: nothing is begun until `resume`. What is under way is cut off, and
         gone on with then; or stays as it is, in an engine that pauses itself; or is waited for. An engine that is lost
         is free."""
         if how == "wait":
-            self._room.admits = False
-            await self._room.empty()
+            self._gate.is_admitting = False
+            await self._gate.drain()
         else:
-            self._room.close()
+            self._gate.close()
             if how == "retract":
                 try:
-                    await self._room.cut_off()
+                    await self._gate.abort_requests()
                 except EngineLost as lost:
-                    self._tell_lost(lost)
-                    async with self._news:
-                        await self._news.wait_for(lambda: self.is_lost)
-        if (worked := self._room.worked()) is not None:
-            self._at_work(*worked)
+                    self._on_engine_lost(lost)
+                    async with self._changed:
+                        await self._changed.wait_for(lambda: self.is_lost)
+        if (worked := self._gate.pop_busy_interval()) is not None:
+            self._on_busy_interval(*worked)
 
     async def resume(self) -> None:
-        self._room.reopen()
+        self._gate.reopen()
 
-    async def _look_for_more(self) -> None:
+    async def _claim_group(self) -> None:
         """Get a group to begin: one that a lost engine has given back, else one that nobody has begun."""
-        back: Returned | None = await asyncio.to_thread(self._tickets.take_back)
+        back: ReturnedGroup | None = await asyncio.to_thread(self._queue.claim_returned)
         if back is not None:
-            self._waiting[back.number] = back
-        elif not self._waiting:
-            number = await asyncio.to_thread(self._tickets.take)
+            self._pending_groups[back.number] = back
+        elif not self._pending_groups:
+            number = await asyncio.to_thread(self._queue.claim)
             assert number is not None, "the tickets of a stream have no end"
-            self._waiting[number] = Returned(number, None)
+            self._pending_groups[number] = ReturnedGroup(number, None)
 
-    async def _work(self, number: int, seats: dict[int, Seat]) -> None:
-        deadline = asyncio.get_running_loop().time() + self._seconds
-        group = self._begun[number]
-        await carry_on(group, seats, self._around, greedy=False, deadline=deadline)
-        await self._counting.do(self._finish(number))
+    async def _run_group(self, number: int, seats: dict[int, RequestSlot]) -> None:
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        group = self._active_groups[number]
+        await run_group(group, seats, self._context, greedy=False, deadline=deadline)
+        await self._queue_updates.run(self._finish(number))
 
     async def _finish(self, number: int) -> None:
-        self._complete[number] = tuple(self._begun.pop(number))
-        await asyncio.to_thread(self._tickets.finish, number - self._admitted[number][2])
+        self._complete_groups[number] = tuple(self._active_groups.pop(number))
+        await asyncio.to_thread(self._queue.mark_complete, number - self._admitted[number][2])
 
-    async def _lose(self, lost: EngineLost) -> None:
-        self._tell_lost(lost)
-        await self._counting.end()
-        for number, begun in self._begun.items():
-            group = at_their_beginning(begun)
+    async def _handle_engine_loss(self, lost: EngineLost) -> None:
+        self._on_engine_lost(lost)
+        await self._queue_updates.wait_all()
+        for number, begun in self._active_groups.items():
+            group = restart_unfinished(begun)
             gone = sum(one.status is None for one in group)
-            self._gone += gone
-            await asyncio.to_thread(self._tickets.give_back, Returned(number, group, gone))
-            del self._mine[number]
-        for waiting in self._waiting.values():
-            await asyncio.to_thread(self._tickets.give_back, waiting)
-        self._begun, self._waiting = {}, {}
-        await asyncio.to_thread(self._tickets.lost, 1)
+            self._num_interrupted += gone
+            await asyncio.to_thread(self._queue.return_group, ReturnedGroup(number, group, gone))
+            del self._start_times[number]
+        for waiting in self._pending_groups.values():
+            await asyncio.to_thread(self._queue.return_group, waiting)
+        self._active_groups, self._pending_groups = {}, {}
+        await asyncio.to_thread(self._queue.count_lost_engines, 1)
         self.is_lost = True
-        await self._tell()
+        await self._notify()
 
-    async def _hear(self) -> None:
+    async def _wait_for_group(self) -> None:
         """Wait for news, or for as long as it takes until something may have been given back."""
         try:
-            async with asyncio.timeout(_BACK_S), self._news:
-                await self._news.wait_for(lambda: min(self._waiting, default=self._limit) < self._limit)
+            async with asyncio.timeout(_RETURNED_POLL_S), self._changed:
+                await self._changed.wait_for(
+                    lambda: min(self._pending_groups, default=self._num_admitted) < self._num_admitted
+                )
         except TimeoutError:
             pass
 
-    async def _tell(self) -> None:
-        async with self._news:
-            self._news.notify_all()
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

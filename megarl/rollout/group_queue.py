@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 
-class Board(Protocol):
+class SharedStore(Protocol):
     """What all engines of a job see: counters, and notes by name."""
 
     def add(self, name: str, more: int) -> int:
@@ -24,11 +24,11 @@ class Board(Protocol):
         ...
 
 
-ENDLESS = sys.maxsize
+UNLIMITED = sys.maxsize
 """Groups of a generation that goes on."""
 
 
-class Counts:
+class LocalKVStore:
     """The board of one process, for engines that it feeds itself."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Counts:
         return self._notes.pop(name)
 
 
-class Tickets:
+class GroupQueue:
     """The groups of one generation: each goes to the engine that asks next, whichever that is.
 
     So an engine that is slow holds what it has begun and nothing else; and what one that is lost has not completed is
@@ -58,65 +58,65 @@ class Tickets:
     """
 
     def __init__(
-        self, groups: int, engines: int = 1, board: Board | None = None, name: str = "groups", carried: int = 0
+        self, groups: int, engines: int = 1, board: SharedStore | None = None, name: str = "groups", carried: int = 0
     ) -> None:
-        self._groups, self.engines = groups, engines
-        self._board: Board = board or Counts()
-        self._name, self._taken, self._complete = name, f"{name}/taken", f"{name}/complete"
-        self._gone: set[int] = set()
+        self._num_groups, self.num_engines = groups, engines
+        self._store: SharedStore = board or LocalKVStore()
+        self._name, self._claimed_key, self._complete_key = name, f"{name}/taken", f"{name}/complete"
+        self._reclaimed: set[int] = set()
         """Of what was given back, what somebody has begun again."""
-        self.share = -(-(groups + carried) // engines)
+        self.groups_per_engine = -(-(groups + carried) // engines)
         """Groups that an engine has at once where they are dealt out evenly. Nobody is to begin more, or the first to
         come would take all of a small generation, while the others have nothing to do."""
 
-    def take(self) -> int | None:
+    def claim(self) -> int | None:
         """The number of a group that nobody has begun, which the caller does; None where all are."""
-        if self.taken() == self._groups:
+        if self.count_claimed() == self._num_groups:
             return None  # without a count more, for who asks again and again
-        number = self._board.add(self._taken, 1) - 1
-        return number if number < self._groups else None
+        number = self._store.add(self._claimed_key, 1) - 1
+        return number if number < self._num_groups else None
 
-    def taken(self) -> int:
+    def count_claimed(self) -> int:
         """How many groups were begun: those with the numbers below this one."""
-        return min(self._board.add(self._taken, 0), self._groups)
+        return min(self._store.add(self._claimed_key, 0), self._num_groups)
 
-    def finish(self, of: int = 0) -> int:
+    def mark_complete(self, of: int = 0) -> int:
         """Say that a group is complete. How many were so before, over all engines: no two are told the same. of: what
         is counted by itself, where not all of them are one."""
-        return self._board.add(f"{self._complete}/{of}", 1) - 1
+        return self._store.add(f"{self._complete_key}/{of}", 1) - 1
 
-    def finished(self, of: int = 0) -> int:
+    def count_complete(self, of: int = 0) -> int:
         """How many groups are complete."""
-        return self._board.add(f"{self._complete}/{of}", 0)
+        return self._store.add(f"{self._complete_key}/{of}", 0)
 
-    def aborted(self, more: int = 0) -> int:
+    def count_aborted(self, more: int = 0) -> int:
         """How many conversations are aborted, over all engines, with so many more."""
-        return self._board.add(f"{self._name}/aborted", more)
+        return self._store.add(f"{self._name}/aborted", more)
 
     # --- engines that are lost
 
-    def give_back(self, what: Any) -> None:
+    def return_group(self, what: Any) -> None:
         """Leave a group that was begun, which another engine is to complete: plain data."""
-        place = self._board.add(f"{self._name}/back", 1) - 1
-        self._board.put(f"{self._name}/back/{place}", what)
-        self._board.add(f"{self._name}/there/{place}", 1)
+        place = self._store.add(f"{self._name}/back", 1) - 1
+        self._store.put(f"{self._name}/back/{place}", what)
+        self._store.add(f"{self._name}/there/{place}", 1)
 
-    def take_back(self) -> Any | None:
+    def claim_returned(self) -> Any | None:
         """A group that was given back, which the caller completes; None where there is none."""
-        for place in range(self._board.add(f"{self._name}/back", 0)):
-            if place in self._gone or not self._board.add(f"{self._name}/there/{place}", 0):
+        for place in range(self._store.add(f"{self._name}/back", 0)):
+            if place in self._reclaimed or not self._store.add(f"{self._name}/there/{place}", 0):
                 continue
-            self._gone.add(place)
-            if self._board.add(f"{self._name}/again/{place}", 1) == 1:
-                self._board.add(f"{self._name}/again", 1)
-                return self._board.get(f"{self._name}/back/{place}")
+            self._reclaimed.add(place)
+            if self._store.add(f"{self._name}/again/{place}", 1) == 1:
+                self._store.add(f"{self._name}/again", 1)
+                return self._store.get(f"{self._name}/back/{place}")
         return None
 
-    def left(self) -> int:
+    def count_unclaimed(self) -> int:
         """Groups that nobody has begun, or begun again."""
-        back, again = (self._board.add(f"{self._name}/{which}", 0) for which in ("back", "again"))
-        return self._groups - self.taken() + back - again
+        back, again = (self._store.add(f"{self._name}/{which}", 0) for which in ("back", "again"))
+        return self._num_groups - self.count_claimed() + back - again
 
-    def lost(self, more: int = 0) -> int:
+    def count_lost_engines(self, more: int = 0) -> int:
         """How many of the engines are lost, with so many more."""
-        return self._board.add(f"{self._name}/lost", more)
+        return self._store.add(f"{self._name}/lost", more)

@@ -12,30 +12,30 @@ import numpy.typing as npt
 import torch
 
 from megarl.config import ConfigError
-from megarl.environments.process_sessions import Session
+from megarl.environments.process_sessions import EnvironmentSession
 from megarl.types import (
     Branch,
-    Failed,
     Ids,
     Message,
     Prompt,
     Reward,
+    RewardFailure,
+    RewardResult,
     Rollout,
+    SamplingMask,
     Status,
-    Support,
     Turn,
-    Verdict,
     as_branches,
 )
 
-Put = Callable[[npt.NDArray[Any]], int]
+StoreArray = Callable[[npt.NDArray[Any]], int]
 """Keeps an array; what it is found again by."""
-Get = Callable[[int], npt.NDArray[Any]]
+LoadArray = Callable[[int], npt.NDArray[Any]]
 """The array that was kept under this number, which can be written to."""
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialRollout:
     """turns, messages, tool_calls ...: as of a `Rollout`. The last turn may be one that the policy has not finished.
 
     routing, support: as of a `Rollout`, in parts. written: tokens of the policy's turn, which is the last one then; 0
@@ -51,32 +51,32 @@ class Partial:
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
     routing: tuple[torch.Tensor, ...] = ()
-    support: tuple[Support, ...] = ()
-    written: int = 0
-    whole: bool = False
-    taken: int = 0
+    sampling_masks: tuple[SamplingMask, ...] = ()
+    num_turn_tokens: int = 0
+    is_turn_complete: bool = False
+    num_turns: int = 0
     tool_calls: int = 0
     tool_errors: int = 0
     drafted: int = 0
     accepted: int = 0
     status: Status | None = None
     failure: str = ""
-    verdict: Verdict | None = None
-    task: Prompt | None = None
-    before: tuple[Partial, ...] = ()
+    env_reward: RewardResult | None = None
+    original_prompt: Prompt | None = None
+    earlier_branches: tuple[PartialRollout, ...] = ()
     branch: Branch | None = None
-    session: Session | None = field(default=None, compare=False, repr=False)
+    session: EnvironmentSession | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
-    def begin(prompt: Prompt, seed: int) -> Partial:
+    def begin(prompt: Prompt, seed: int) -> PartialRollout:
         """A conversation of which there is only the prompt, rendered (`token_ids`)."""
-        return Partial(prompt, seed, (Turn(prompt.token_ids),), prompt.messages)
+        return PartialRollout(prompt, seed, (Turn(prompt.token_ids),), prompt.messages)
 
-    def anew(self) -> Partial:
+    def restart(self) -> PartialRollout:
         """The same from its beginning; what it had is given back."""
         if self.session is not None:
-            self.session.end()
-        return Partial.begin(self.task or self.prompt, self.seed)
+            self.session.close()
+        return PartialRollout.begin(self.original_prompt or self.prompt, self.seed)
 
     @property
     def token_ids(self) -> Ids:
@@ -87,29 +87,35 @@ class Partial:
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
-    def routed(self) -> int:
+    def num_routed(self) -> int:
         """Tokens whose routing is known, from the first on."""
         return sum(map(len, self.routing))
 
-    def supports(self, more: Support | None, tokens: int) -> tuple[Support, ...]:
+    def extend_masks(self, more: SamplingMask | None, tokens: int) -> tuple[SamplingMask, ...]:
         """`support` with that of so many tokens that it has chosen since; None of those whose sampling was not cut off,
         as all may have been in an earlier run."""
         if more is None:
-            return (*self.support, Support.whole(tokens)) if self.support and tokens else self.support
+            return (
+                (*self.sampling_masks, SamplingMask.unrestricted(tokens))
+                if self.sampling_masks and tokens
+                else self.sampling_masks
+            )
         chosen = sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
-        return (*(self.support or ((Support.whole(chosen),) if chosen else ())), more)
+        return (*(self.sampling_masks or ((SamplingMask.unrestricted(chosen),) if chosen else ())), more)
 
     @property
-    def oldest(self) -> int | None:
+    def oldest_version(self) -> int | None:
         """The first version of the weights that has chosen a token of it; None where none has."""
-        return min((version for turn in self.turns if turn.is_action for version, _ in turn.runs), default=None)
+        return min(
+            (version for turn in self.turns if turn.is_action for version, _ in turn.version_spans), default=None
+        )
 
-    def rollouts(self, group: int, sample: int) -> list[Rollout]:
+    def to_rollouts(self, group: int, sample: int) -> list[Rollout]:
         """What it is where it has ended, as the sample of this number: its branches, one where it has no others. They
         have all ended as the last did."""
-        return list(as_branches([one.rollout(group) for one in (*self.before, self)], sample))
+        return list(as_branches([one.to_rollout(group) for one in (*self.earlier_branches, self)], sample))
 
-    def rollout(self, group: int) -> Rollout:
+    def to_rollout(self, group: int) -> Rollout:
         """This sequence, where it has ended."""
         if self.status is None:
             raise ValueError("the conversation has not ended")
@@ -123,19 +129,19 @@ class Partial:
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
             routing=torch.cat(self.routing) if self.routing else None,
-            support=Support.joined(self.support) if self.support else None,
+            sampling_mask=SamplingMask.concat(self.sampling_masks) if self.sampling_masks else None,
             drafted=self.drafted,
             accepted=self.accepted,
             failure=self.failure,
-            verdict=self.verdict,
+            env_reward=self.env_reward,
             branch=self.branch,
         )
 
 
-def joined(turn: Turn, more: Turn) -> Turn:
+def merge_turns(turn: Turn, more: Turn) -> Turn:
     """A turn of the policy with what it has written since. What was cached is of the request that began it."""
     runs: list[tuple[int, int]] = []
-    for version, tokens in (*turn.runs, *more.runs):
+    for version, tokens in (*turn.version_spans, *more.version_spans):
         before = runs.pop()[1] if runs and runs[-1][0] == version else 0
         runs.append((version, before + tokens))
     return Turn(
@@ -144,21 +150,23 @@ def joined(turn: Turn, more: Turn) -> Turn:
         is_action=True,
         weight_version=more.weight_version,
         versions=tuple(runs) if len(runs) > 1 else (),
-        cached=turn.cached,
+        cached_tokens=turn.cached_tokens,
     )
 
 
-def to_record(partial: Partial, put: Put) -> dict[str, Any]:
+def to_record(partial: PartialRollout, put: StoreArray) -> dict[str, Any]:
     """As plain values that JSON can hold (`utils.exact_json` where a prompt's own may be odd), for a checkpoint; its
     arrays, which routing makes large, go through `put`."""
     gone = ("session", "before", "branch")  # no agent's is gone on with
-    record = {item.name: getattr(partial, item.name) for item in dataclasses.fields(Partial) if item.name not in gone}
-    record["prompt"] = _of_prompt(partial.prompt, put)
-    record["task"] = None if partial.task is None else _of_prompt(partial.task, put)
-    if isinstance(partial.verdict, Failed):
-        record["verdict"] = {"why": partial.verdict.why}
-    elif partial.verdict is not None:
-        said = partial.verdict
+    record = {
+        item.name: getattr(partial, item.name) for item in dataclasses.fields(PartialRollout) if item.name not in gone
+    }
+    record["prompt"] = _prompt_to_record(partial.prompt, put)
+    record["task"] = None if partial.original_prompt is None else _prompt_to_record(partial.original_prompt, put)
+    if isinstance(partial.env_reward, RewardFailure):
+        record["verdict"] = {"why": partial.env_reward.reason}
+    elif partial.env_reward is not None:
+        said = partial.env_reward
         record["verdict"] = {"reward": said.reward, "parts": dict(said.parts), "turns": list(said.turns)}
     record["turns"] = [
         {
@@ -167,25 +175,25 @@ def to_record(partial: Partial, put: Put) -> dict[str, Any]:
             "is_action": turn.is_action,
             "weight_version": turn.weight_version,
             "versions": turn.versions,
-            "cached": turn.cached,
+            "cached": turn.cached_tokens,
         }
         for turn in partial.turns
     ]
     record["routing"] = [put(part.numpy()) for part in partial.routing]
-    record["support"] = [[put(part.counts.numpy()), put(part.ids.numpy())] for part in partial.support]
+    record["support"] = [[put(part.counts.numpy()), put(part.ids.numpy())] for part in partial.sampling_masks]
     return record
 
 
-def from_record(record: dict[str, Any], get: Get) -> Partial:
+def from_record(record: dict[str, Any], get: LoadArray) -> PartialRollout:
     """The conversation that a record was made of. Raises ConfigError where it is no such record."""
     try:
         fields = dict(record)
         if fields["status"] not in (None, *get_args(Status)):
             raise ValueError(f"a rollout does not end as {fields['status']!r}")
-        fields["prompt"] = _prompt(fields["prompt"], get)
-        fields["task"] = None if fields.get("task") is None else _prompt(fields["task"], get)
+        fields["prompt"] = _prompt_from_record(fields["prompt"], get)
+        fields["task"] = None if fields.get("task") is None else _prompt_from_record(fields["task"], get)
         if (said := fields.get("verdict")) is not None:
-            fields["verdict"] = _verdict(said)
+            fields["verdict"] = _verdict_from_record(said)
         fields["messages"] = tuple(fields["messages"])
         fields["turns"] = tuple(
             Turn(
@@ -194,30 +202,30 @@ def from_record(record: dict[str, Any], get: Get) -> Partial:
                 bool(turn["is_action"]),
                 int(turn["weight_version"]),
                 tuple((int(version), int(tokens)) for version, tokens in turn["versions"]),
-                cached=int(turn.get("cached", -1)),
+                cached_tokens=int(turn.get("cached", -1)),
             )
             for turn in fields["turns"]
         )
         fields["routing"] = tuple(torch.from_numpy(get(part)) for part in fields["routing"])
         fields["support"] = tuple(
-            Support(torch.from_numpy(get(counts)), torch.from_numpy(get(ids))) for counts, ids in fields["support"]
+            SamplingMask(torch.from_numpy(get(counts)), torch.from_numpy(get(ids))) for counts, ids in fields["support"]
         )
-        return Partial(**fields)
+        return PartialRollout(**fields)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"not a recorded conversation: {error!r}") from None
 
 
-def _of_prompt(prompt: Prompt, put: Put) -> dict[str, Any]:
+def _prompt_to_record(prompt: Prompt, put: StoreArray) -> dict[str, Any]:
     record = {item.name: getattr(prompt, item.name) for item in dataclasses.fields(Prompt)}
     return {**record, "token_ids": put(prompt.token_ids)}
 
 
-def _verdict(record: dict[str, Any]) -> Verdict:
+def _verdict_from_record(record: dict[str, Any]) -> RewardResult:
     if "why" in record:
-        return Failed(str(record["why"]))
+        return RewardFailure(str(record["why"]))
     return Reward(float(record["reward"]), dict(record["parts"]), tuple(record["turns"]))
 
 
-def _prompt(record: dict[str, Any], get: Get) -> Prompt:
+def _prompt_from_record(record: dict[str, Any], get: LoadArray) -> Prompt:
     lists = {name: tuple(record[name]) for name in ("messages", "tools")}
     return Prompt(**{**record, **lists, "token_ids": get(record["token_ids"])})

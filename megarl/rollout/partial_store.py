@@ -47,13 +47,13 @@ def read_groups(file: Path) -> list[Group]:
     try:
         with file.open("rb") as stream:
             tree = exact_json.loads(stream.readline().decode())
-            arrays = [_read(stream, dtype, shape) for dtype, shape in tree["arrays"]]
+            arrays = [_read_array(stream, dtype, shape) for dtype, shape in tree["arrays"]]
         return [tuple(from_record(record, arrays.__getitem__) for record in group) for group in tree["groups"]]
     except (OSError, ValueError, LookupError, TypeError, ConfigError) as error:
         raise ConfigError(f"{file} does not hold conversations of this program: {error}") from None
 
 
-def dealt(files: Sequence[Path], engine: int, engines: int) -> list[Group]:
+def assign_groups(files: Sequence[Path], engine: int, engines: int) -> list[Group]:
     """What an engine goes on with: where there are as many engines as there were, what it had; else every group goes to
     one of them in turn. files: of the engines that there were, in their order."""
     if len(files) == engines:
@@ -67,7 +67,7 @@ def dealt(files: Sequence[Path], engine: int, engines: int) -> list[Group]:
     return mine
 
 
-def _read(stream: Any, dtype: str, shape: list[int]) -> npt.NDArray[Any]:
+def _read_array(stream: Any, dtype: str, shape: list[int]) -> npt.NDArray[Any]:
     count = int(np.prod(shape, dtype=np.int64))
     values = np.fromfile(stream, np.dtype(dtype), count)
     if len(values) != count:

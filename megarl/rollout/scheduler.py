@@ -14,65 +14,65 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.engine_loss import EngineLost
 from megarl.engine.generation import Policy
 from megarl.environments.protocol import SessionLost
-from megarl.rollout.aborted import TooManyAborted, too_many
-from megarl.rollout.conversation import Surroundings, run_conversation, sample_seed, sampling_params
-from megarl.rollout.group_queue import Tickets
-from megarl.rollout.partial_rollouts import Partial
-from megarl.rollout.request_gate import Room, Seat
-from megarl.types import Failed, Prompt, Rollout, Verdict, ids_of
-from megarl.types.reward_values import RewardError, reward_of
+from megarl.rollout.aborted import TooManyAborted, is_over_abort_limit
+from megarl.rollout.conversation import RolloutContext, build_sampling_params, derive_seed, run_conversation
+from megarl.rollout.group_queue import GroupQueue
+from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.rollout.request_gate import RequestGate, RequestSlot
+from megarl.types import Prompt, RewardFailure, RewardResult, Rollout, as_token_ids
+from megarl.types.reward_values import RewardError, parse_reward
 
 
 async def run_agent(
-    begun: Partial, policy: Policy, around: Surroundings, params: dict[str, Any], deadline: float | None = None
-) -> Partial:
+    begun: PartialRollout, policy: Policy, around: RolloutContext, params: dict[str, Any], deadline: float | None = None
+) -> PartialRollout:
     """Let an agent work on a prompt, until it returns; `before` are all branches of the episode but the last.
 
     params, deadline: as of `run_conversation`. It is `aborted` where the agent raises, its process dies, it asks the
     policy for nothing, is not done by `deadline`, or a request of it has failed.
     """
     loop = asyncio.get_running_loop()
-    server = await around.agents()
+    server = await around.get_session_server()
     recording = server.open(begun.prompt, policy, params, deadline, begun.seed)
     limit = around.config.step_timeout if deadline is None else max(0.0, deadline - loop.time())
     value = None
     try:
-        value = await around.sessions.run_agent(begun.prompt, recording.base_url, recording.key, limit)
+        value = await around.environments.run_agent(begun.prompt, recording.base_url, recording.key, limit)
     except SessionLost as error:
         recording.fail(str(error))
     finally:
         await server.close(recording)
-    *before, last = recording.branches()
+    *before, last = recording.collect_branches()
     if last.status == "aborted":
-        return replace(last, before=tuple(before))
-    return replace(last, before=tuple(before), verdict=_verdict(value, last))
+        return replace(last, earlier_branches=tuple(before))
+    return replace(last, earlier_branches=tuple(before), env_reward=_make_verdict(value, last))
 
 
-def _verdict(value: Any, last: Partial) -> Verdict | None:
+def _make_verdict(value: Any, last: PartialRollout) -> RewardResult | None:
     """None where it has returned none: then others say what it was worth."""
     if value is None:
         return None
     try:
-        return reward_of(value, sum(turn.is_action for turn in last.turns))
+        return parse_reward(value, sum(turn.is_action for turn in last.turns))
     except (RewardError, TypeError) as error:
-        return Failed(f"the agent: {error}")
+        return RewardFailure(f"the agent: {error}")
 
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 """How often it is asked whether there are enough groups, and how often the policy is told again to stop."""
-_BACK_S = 0.5
+_RETURNED_POLL_S = 0.5
 """How often an engine that has nothing more to begin looks for what another, which is lost, has given back."""
 
-Group = tuple[Partial, ...]
+Group = tuple[PartialRollout, ...]
 """All conversations of one prompt, by sample."""
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GenerationResult:
     """rollouts: of groups that are complete, ordered by group, then by sample. partials: groups to go on with in a
     later step, on this engine. anew: conversations that were begun anew, for their first tokens were too old.
 
@@ -85,50 +85,50 @@ class Gathered:
 
     rollouts: list[Rollout]
     partials: list[Group]
-    anew: int = 0
-    slots: int = 0
+    num_stale: int = 0
+    num_slots: int = 0
     seconds: float = 0.0
-    busy: float = 0.0
-    ages: tuple[float, ...] = ()
-    lost: EngineLost | None = None
-    gone: int = 0
-    again: int = 0
+    busy_seconds: float = 0.0
+    group_ages: tuple[float, ...] = ()
+    engine_loss: EngineLost | None = None
+    num_interrupted: int = 0
+    num_restarted: int = 0
 
-    def and_then(self, more: Gathered) -> Gathered:
+    def merge(self, more: GenerationResult) -> GenerationResult:
         """With what the same engine, or the one in its place, has gathered since."""
-        return Gathered(
+        return GenerationResult(
             sorted([*self.rollouts, *more.rollouts], key=lambda one: one.group),
             [*self.partials, *more.partials],
-            anew=self.anew + more.anew,
-            slots=max(self.slots, more.slots),
+            num_stale=self.num_stale + more.num_stale,
+            num_slots=max(self.num_slots, more.num_slots),
             seconds=self.seconds + more.seconds,
-            busy=self.busy + more.busy,
-            ages=self.ages + more.ages,
-            lost=more.lost,
-            gone=self.gone + more.gone,
-            again=self.again + more.again,
+            busy_seconds=self.busy_seconds + more.busy_seconds,
+            group_ages=self.group_ages + more.group_ages,
+            engine_loss=more.engine_loss,
+            num_interrupted=self.num_interrupted + more.num_interrupted,
+            num_restarted=self.num_restarted + more.num_restarted,
         )
 
 
 @dataclass(frozen=True)
-class Returned:
+class ReturnedGroup:
     """A group that an engine had begun when it was lost, without sessions. group: None where only its number was taken.
     gone: its conversations that were under way."""
 
     number: int
     group: Group | None
-    gone: int = 0
+    num_interrupted: int = 0
 
 
-async def nothing_to_watch() -> None:
+async def wait_forever() -> None:
     await asyncio.Event().wait()
 
 
 async def gather_rollouts(
     prompts: Sequence[Prompt],
-    tickets: Tickets,
+    tickets: GroupQueue,
     policy: Policy,
-    around: Surroundings,
+    around: RolloutContext,
     *,
     samples: int,
     greedy: bool,
@@ -139,9 +139,9 @@ async def gather_rollouts(
     carried: Sequence[Group] = (),
     version: int = 0,
     of: int | None = None,
-    watch: Callable[[], Coroutine[Any, Any, None]] = nothing_to_watch,
-    opened: Callable[[Room], None] = lambda room: None,
-) -> Gathered:
+    watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever,
+    opened: Callable[[RequestGate], None] = lambda room: None,
+) -> GenerationResult:
     """`samples` conversations of each prompt whose ticket this engine gets; ticket i is of prompt i, whose rollouts are
     of group `first_group + i`. A group is begun where the policy has room: it is asked for `config.concurrency` answers
     at once, or for an even share of all groups where that is less. While tools work there is room for others.
@@ -168,15 +168,15 @@ async def gather_rollouts(
 
     around.halt.clear()
     start = time.monotonic()
-    room = Room(policy, max(1, min(around.config.concurrency, samples * tickets.share)), around.halt)
+    room = RequestGate(policy, max(1, min(around.config.concurrency, samples * tickets.groups_per_engine)), around.halt)
     opened(room)
-    left = deque(sorted(carried, key=lambda group: not _ended(group)))
+    left = deque(sorted(carried, key=lambda group: not _is_finished(group)))
     complete: dict[int, Group] = {}
     partials: list[Group] = []
-    begun: dict[int, tuple[int, list[Partial]]] = {}
+    begun: dict[int, tuple[int, list[PartialRollout]]] = {}
     """Not complete yet, with their numbers, in the order in which they were begun."""
     anew = again = turn = 0
-    counting = Whole()
+    counting = ShieldedTasks()
 
     async def next_group() -> None:
         nonlocal anew, again, turn
@@ -184,15 +184,17 @@ async def gather_rollouts(
         group: Group
         if left:
             group = left.popleft()
-            old = [one.oldest is not None and version - one.oldest > around.config.max_lag for one in group]
+            old = [
+                one.oldest_version is not None and version - one.oldest_version > around.config.max_lag for one in group
+            ]
             anew += sum(old)
             pairs = zip(group, old, strict=True)
-            group = tuple(one.anew() if is_old else one for one, is_old in pairs)
-        elif (back := await asyncio.to_thread(tickets.take_back)) is not None:
-            again += back.gone
+            group = tuple(one.restart() if is_old else one for one, is_old in pairs)
+        elif (back := await asyncio.to_thread(tickets.claim_returned)) is not None:
+            again += back.num_interrupted
             number, group = back.number, back.group
-        elif (number := await asyncio.to_thread(tickets.take)) is not None:
-            group = begin_group(prompts[number], around.chat, seed, first_group + number, samples)
+        elif (number := await asyncio.to_thread(tickets.claim)) is not None:
+            group = make_group(prompts[number], around.chat, seed, first_group + number, samples)
         else:
             return
         assert number is not None
@@ -201,7 +203,7 @@ async def gather_rollouts(
 
     async def finish(number: int, group: Group) -> None:
         if needed is not None:
-            number = await asyncio.to_thread(tickets.finish)
+            number = await asyncio.to_thread(tickets.mark_complete)
             if number + 1 >= needed:
                 room.stop()
             if number >= needed:
@@ -215,16 +217,16 @@ async def gather_rollouts(
         if of is None or (deadline is not None and asyncio.get_running_loop().time() >= deadline):
             return
         failures.append(why)
-        count = await asyncio.to_thread(tickets.aborted, 1)
-        if count < of and too_many(count, of, around.config):
+        count = await asyncio.to_thread(tickets.count_aborted, 1)
+        if count < of and is_over_abort_limit(count, of, around.config):
             raise TooManyAborted(count, of, failures)
 
-    async def work(turn: int, seats: dict[int, Seat]) -> None:
+    async def work(turn: int, seats: dict[int, RequestSlot]) -> None:
         number, group = begun[turn]
-        await carry_on(group, seats, around, greedy, deadline, note_aborted)
+        await run_group(group, seats, around, greedy, deadline, note_aborted)
         del begun[turn]
-        if _ended(group):
-            await counting.do(finish(number, tuple(group)))
+        if _is_finished(group):
+            await counting.run(finish(number, tuple(group)))
         else:
             partials.append(tuple(group))
 
@@ -235,90 +237,90 @@ async def gather_rollouts(
             if needed is not None:
                 others.append(together.create_task(_stop_when_enough(tickets, needed, room)))
             tasks: set[asyncio.Task[None]] = set()
-            while await room.is_there():
+            while await room.wait_for_room():
                 known = turn
-                await counting.do(next_group())
+                await counting.run(next_group())
                 if turn > known:
-                    tasks.add(together.create_task(work(turn, take_seats(begun[turn][1], room))))
+                    tasks.add(together.create_task(work(turn, open_slots(begun[turn][1], room))))
                 elif not tasks:
                     break
                 else:
-                    await asyncio.wait(tasks, timeout=_BACK_S, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(tasks, timeout=_RETURNED_POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 tasks = {task for task in tasks if not task.done()}
             if tasks:
                 await asyncio.wait(tasks)
             for other in others:
                 other.cancel()
     except BaseExceptionGroup as failed:
-        lost = lost_in(failed)
+        lost = find_engine_loss(failed)
         if lost is None:
-            raise first_of(failed) from None
+            raise find_first_error(failed) from None
     gone = 0
     if lost is not None:
-        await counting.end()
-        enough = needed is not None and await asyncio.to_thread(tickets.finished) >= needed
-        unfinished = [(number, at_their_beginning(group)) for number, group in begun.values()]
+        await counting.wait_all()
+        enough = needed is not None and await asyncio.to_thread(tickets.count_complete) >= needed
+        unfinished = [(number, restart_unfinished(group)) for number, group in begun.values()]
         gone = sum(one.status is None for _, group in unfinished for one in group)
-        unfinished += [(0, at_their_beginning(group)) for group in left]
+        unfinished += [(0, restart_unfinished(group)) for group in left]
         left.clear()
         for number, group in unfinished:
             if enough:
                 partials.append(group)
             else:
-                back = Returned(number, group, sum(one.status is None for one in group))
-                await asyncio.to_thread(tickets.give_back, back)
-    rollouts = [one for number in sorted(complete) for one in rollouts_of(complete[number], first_group + number)]
-    return Gathered(
+                back = ReturnedGroup(number, group, sum(one.status is None for one in group))
+                await asyncio.to_thread(tickets.return_group, back)
+    rollouts = [one for number in sorted(complete) for one in to_rollouts(complete[number], first_group + number)]
+    return GenerationResult(
         rollouts,
         [*partials, *left],
         anew,
-        room.size,
+        room.num_slots,
         time.monotonic() - start,
-        room.busy(),
-        lost=lost,
-        gone=gone,
-        again=again,
+        room.measure_busy_seconds(),
+        engine_loss=lost,
+        num_interrupted=gone,
+        num_restarted=again,
     )
 
 
-class Whole:
+class ShieldedTasks:
     """Counts on the tickets, each of which is done to its end also where whoever wants it is cancelled meanwhile."""
 
     def __init__(self) -> None:
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._pending: set[asyncio.Task[None]] = set()
 
-    async def do(self, counting: Coroutine[Any, Any, None]) -> None:
+    async def run(self, counting: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(counting)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
         await asyncio.shield(task)
 
-    async def end(self) -> None:
+    async def wait_all(self) -> None:
         """Return when all are done."""
-        await asyncio.gather(*self._under_way)
+        await asyncio.gather(*self._pending)
 
 
-def begin_group(prompt: Prompt, chat: Chat, seed: int, group: int, samples: int) -> Group:
+def make_group(prompt: Prompt, chat: ChatTemplate, seed: int, group: int, samples: int) -> Group:
     """Of a prompt that is rendered or not, with the seeds of this group's samples."""
     if not len(prompt.token_ids):
-        prompt = replace(prompt, token_ids=ids_of(chat.render(prompt)))
-    return tuple(Partial.begin(prompt, sample_seed(seed, group, sample)) for sample in range(samples))
+        prompt = replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt)))
+    return tuple(PartialRollout.begin(prompt, derive_seed(seed, group, sample)) for sample in range(samples))
 
 
-def at_their_beginning(group: Sequence[Partial]) -> Group:
+def restart_unfinished(group: Sequence[PartialRollout]) -> Group:
     """Those that have ended as they are; whoever gets them has no session of another engine's."""
-    return tuple(one if one.status is not None else one.anew() for one in group)
+    return tuple(one if one.status is not None else one.restart() for one in group)
 
 
-def take_seats(group: Sequence[Partial], room: Room) -> dict[int, Seat]:
+def open_slots(group: Sequence[PartialRollout], room: RequestGate) -> dict[int, RequestSlot]:
     """One for each conversation that has not ended, by its sample."""
-    return {sample: room.seat() for sample, one in enumerate(group) if one.status is None}
+    return {sample: room.open_slot() for sample, one in enumerate(group) if one.status is None}
 
 
-async def carry_on(
-    group: list[Partial],
-    seats: dict[int, Seat],
-    around: Surroundings,
+async def run_group(
+    group: list[PartialRollout],
+    seats: dict[int, RequestSlot],
+    around: RolloutContext,
     greedy: bool,
     deadline: float | None,
     aborted: Callable[[str], Coroutine[Any, Any, None]] | None = None,
@@ -326,19 +328,19 @@ async def carry_on(
     """Have the group's conversations as far as they come, side by side; each is in its place in `group` then. aborted:
     is told why one is, when it is."""
 
-    async def converse(sample: int, seat: Seat) -> None:
+    async def converse(sample: int, seat: RequestSlot) -> None:
         one = group[sample]
-        params = sampling_params(around.config, around.chat, greedy, one.seed)
-        if one.session is None and around.chat.known.environments:
-            seat.rest()  # a reset may take a while
+        params = build_sampling_params(around.config, around.chat, greedy, one.seed)
+        if one.session is None and around.chat.catalog.environments:
+            seat.mark_idle()  # a reset may take a while
         try:
-            by_agent = around.chat.known.by_agent(one.prompt)
+            by_agent = around.chat.catalog.is_run_by_agent(one.prompt)
             done = await (run_agent if by_agent else run_conversation)(one, seat, around, params, deadline)
         finally:
-            seat.leave()
+            seat.release()
         group[sample] = done
         if done.status not in (None, "aborted"):
-            around.ended(done.rollout(0))  # an episode is scored by its last branch
+            around.on_rollout_finished(done.to_rollout(0))  # an episode is scored by its last branch
         if done.status == "aborted" and aborted is not None:
             await aborted(done.failure)
 
@@ -347,39 +349,39 @@ async def carry_on(
             own.create_task(converse(sample, seat))
 
 
-def rollouts_of(group: Group, number: int) -> list[Rollout]:
+def to_rollouts(group: Group, number: int) -> list[Rollout]:
     """By sample; the branches of an episode one after the other."""
-    return [rollout for sample, one in enumerate(group) for rollout in one.rollouts(number, sample)]
+    return [rollout for sample, one in enumerate(group) for rollout in one.to_rollouts(number, sample)]
 
 
-def _ended(group: Sequence[Partial]) -> bool:
+def _is_finished(group: Sequence[PartialRollout]) -> bool:
     return all(one.status is not None for one in group)
 
 
-def first_of(error: BaseException) -> BaseException:
+def find_first_error(error: BaseException) -> BaseException:
     """Of errors at the same time, in tasks of tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def lost_in(error: BaseException) -> EngineLost | None:
+def find_engine_loss(error: BaseException) -> EngineLost | None:
     """Of errors at the same time, that of the engine, by which the others may be."""
     if isinstance(error, BaseExceptionGroup):
-        return next((found for one in error.exceptions if (found := lost_in(one)) is not None), None)
+        return next((found for one in error.exceptions if (found := find_engine_loss(one)) is not None), None)
     return error if isinstance(error, EngineLost) else None
 
 
-async def _stop_when_enough(tickets: Tickets, needed: int, room: Room) -> None:
+async def _stop_when_enough(tickets: GroupQueue, needed: int, room: RequestGate) -> None:
     """Stop all conversations when so many groups are complete, here or elsewhere, and see to it that they do."""
     while not room.halt.is_set():
         try:
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(_POLL_S):
                 await room.halt.wait()
         except TimeoutError:
-            if await asyncio.to_thread(tickets.finished) >= needed:
+            if await asyncio.to_thread(tickets.count_complete) >= needed:
                 room.stop()
     while True:  # again, for a request may have been on its way
-        if room.asking:
+        if room.num_requests:
             await room.policy.stop()
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

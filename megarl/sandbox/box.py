@@ -21,22 +21,22 @@ from typing import Any
 
 from megarl.config import ConfigError, SandboxConfig, strict
 from megarl.sandbox import channel, probing
-from megarl.sandbox.file_transfer import checked, spoken
-from megarl.sandbox.results import Collected, Limits, Output, Probe, Result
-from megarl.sandbox.runner_client import REMEDY, Link, SandboxError
+from megarl.sandbox.file_transfer import check_command, check_path
+from megarl.sandbox.results import HarnessResult, Limits, Output, Probe, Result
+from megarl.sandbox.runner_client import REMEDY, RunnerClient, SandboxError
 from megarl.sandbox.runner_messages import Frame
-from megarl.sandbox.sandbox_fusion import Fusion
+from megarl.sandbox.sandbox_fusion import SandboxFusion
 
 VARIABLE = "MEGARL_SANDBOX"
 """Of the environment: the section `sandbox` of the configuration, as JSON."""
-NOTHING: Mapping[str, bytes] = {}
+NO_FILES: Mapping[str, bytes] = {}
 UNPROTECTED = (
     "sandbox.backend=none: NOTHING protects this machine from what the policy writes; it runs as the user who runs the "
     "training, with all of this user's files and the network"
 )
 
 
-def variables(settings: SandboxConfig) -> dict[str, str]:
+def to_environment(settings: SandboxConfig) -> dict[str, str]:
     """What a process of the run needs in its environment for `Sandbox.from_environment`."""
     return {VARIABLE: json.dumps(strict.to_dict(settings))}
 
@@ -59,8 +59,8 @@ def probe(settings: SandboxConfig) -> Probe:
 class Interpreter:
     """A session of Python in a box of its own, whose names stay from call to call. Of one event loop."""
 
-    def __init__(self, link: Link, limits: dict[str, Any]) -> None:
-        self._link, self._limits = link, limits
+    def __init__(self, link: RunnerClient, limits: dict[str, Any]) -> None:
+        self._client, self._limits = link, limits
         self._number = 0
         """Of the box; 0 where there is none."""
         self._closed = False
@@ -78,8 +78,8 @@ class Interpreter:
     async def close(self) -> None:
         """End it; further calls come back at once with reason `closed`."""
         self._closed = True
-        if self._number and self._link.ready is not None:
-            await self._link.send({"number": self._number, "kind": "end"}, ())
+        if self._number and self._client.runner_info is not None:
+            await self._client.send({"number": self._number, "kind": "end"}, ())
             self._number = 0
 
     async def __aenter__(self) -> Interpreter:
@@ -91,14 +91,14 @@ class Interpreter:
     async def _run(self, code: str, seconds: float | None) -> Output:
         if self._closed:
             return Output(False, "", "", 0.0, "closed")
-        await self._link.open()
+        await self._client.connect()
         if self._number == 0:
-            self._number = self._link.number()
+            self._number = self._client.next_number()
             order = {"number": self._number, "kind": "open", "session": True, "channel": True, "files": [], "fetch": []}
-            await self._link.send({**order, "command": channel.SESSION, "limits": self._limits}, [b"", b""])
+            await self._client.send({**order, "command": channel.SESSION_COMMAND, "limits": self._limits}, [b"", b""])
         call = {"number": self._number, "kind": "call", "seconds": seconds or self._limits["seconds"]}
         try:
-            said, blobs = await self._link.ask(call, [json.dumps(code).encode() + b"\n"])
+            said, blobs = await self._client.request(call, [json.dumps(code).encode() + b"\n"])
         except BaseException:
             self._number = 0
             raise
@@ -107,13 +107,13 @@ class Interpreter:
             good = blobs[3] == b"1"
             return Output(good, stdout, stderr, said["seconds"], "" if good else "exit")
         self._number = 0
-        return Output(False, stdout, stderr, said["seconds"], said["reason"] or "exit", lost=True)
+        return Output(False, stdout, stderr, said["seconds"], said["reason"] or "exit", is_state_lost=True)
 
 
 def check_backend(settings: SandboxConfig) -> None:
     """Raise ConfigError for a backend that there is not, without trying it."""
     if settings.backend not in ("bubblewrap", "none") and not settings.backend.startswith(("http://", "https://")):
-        given = strict.shown(settings.backend)
+        given = strict.short_repr(settings.backend)
         raise ConfigError(f"sandbox.backend must be bubblewrap, http://..., https://... or none, not {given}")
 
 
@@ -123,9 +123,9 @@ class Sandbox:
 
     def __init__(self, settings: SandboxConfig) -> None:
         self.settings = settings
-        self._service = Fusion(settings) if settings.backend.startswith(("http://", "https://")) else None
+        self._service = SandboxFusion(settings) if settings.backend.startswith(("http://", "https://")) else None
         check_backend(settings)
-        self._link = Link(settings)
+        self._client = RunnerClient(settings)
         self._probed: Probe | None = None
 
     @classmethod
@@ -137,13 +137,13 @@ class Sandbox:
         except ValueError:
             tree = None
         if not isinstance(tree, dict):
-            raise ConfigError(f"{VARIABLE} must hold the section sandbox as JSON, not {strict.shown(text)}")
-        return cls(strict.build(SandboxConfig, tree, "sandbox.", root=SandboxConfig))
+            raise ConfigError(f"{VARIABLE} must hold the section sandbox as JSON, not {strict.short_repr(text)}")
+        return cls(strict.build_dataclass(SandboxConfig, tree, "sandbox.", root=SandboxConfig))
 
     async def run(
         self,
         command: Sequence[str],
-        files: Mapping[str, bytes] = NOTHING,
+        files: Mapping[str, bytes] = NO_FILES,
         stdin: bytes = b"",
         limits: Limits = Limits(),  # noqa: B008  frozen
         fetch: Sequence[str] = (),
@@ -154,21 +154,21 @@ class Sandbox:
         where there can be no box, SandboxError where one could not be made after all, ValueError for a path that leaves
         it and a command that is none."""
         for name in (*files, *fetch):
-            checked(name)
-        command = spoken(command)
+            check_path(name)
+        command = check_command(command)
         if self._service is not None:
             return await self._service.run(command, files, stdin, self._limits(limits), fetch)
-        said, blobs = await self._ask(command, files, stdin, limits, fetch, b"")
+        said, blobs = await self._run_in_box(command, files, stdin, limits, fetch, b"")
         return _result(said, blobs)
 
-    async def collect(
+    async def run_harness(
         self,
         harness: str,
         count: int,
-        files: Mapping[str, bytes] = NOTHING,
+        files: Mapping[str, bytes] = NO_FILES,
         stdin: bytes = b"",
         limits: Limits = Limits(),  # noqa: B008
-    ) -> Collected:
+    ) -> HarnessResult:
         """Run Python source in a new box, which sends `count` results on a channel of its own, whatever it prints.
 
         The source finds a function `send(number, value)`: number of 0 to count - 1, each once; the value whatever JSON
@@ -177,14 +177,14 @@ class Sandbox:
         so never send a verdict: send what came out, and compare here, where the expected answers are. They must not be
         in the source, the files or stdin."""
         for name in files:
-            checked(name)
+            check_path(name)
         nonce = channel.new_nonce()
-        opening = channel.opening(nonce, harness)
+        opening = channel.encode_preamble(nonce, harness)
         if self._service is not None:
-            run, sent = await self._service.collect(opening, nonce, files, stdin, self._limits(limits))
-            return Collected(channel.results(sent, nonce, count), count, run)
-        said, blobs = await self._ask(channel.HARNESS, files, stdin, limits, (), opening)
-        return Collected(channel.results(blobs[2], nonce, count), count, _result(said, blobs))
+            run, sent = await self._service.run_harness(opening, nonce, files, stdin, self._limits(limits))
+            return HarnessResult(channel.parse_results(sent, nonce, count), count, run)
+        said, blobs = await self._run_in_box(channel.HARNESS_COMMAND, files, stdin, limits, (), opening)
+        return HarnessResult(channel.parse_results(blobs[2], nonce, count), count, _result(said, blobs))
 
     async def interpreter(self, limits: Limits = Limits()) -> Interpreter:  # noqa: B008
         """Begin a session. While none of its calls runs, it takes none of `sandbox.processes`. Of `limits`, `seconds`
@@ -194,8 +194,8 @@ class Sandbox:
                 "sandbox.backend: a service with SandboxFusion's API keeps no state between calls, and interpreter "
                 "sessions need it; set sandbox.backend=bubblewrap, or run whole programs"
             )
-        await self._link.open()
-        return Interpreter(self._link, self._limits(limits))
+        await self._client.connect()
+        return Interpreter(self._client, self._limits(limits))
 
     async def probe(self) -> Probe:
         """Which layers there are; asked once. Runs a box. Raises ConfigError, with the reason and the remedy, where
@@ -205,13 +205,13 @@ class Sandbox:
         return self._probed
 
     @property
-    def runner(self) -> int:
+    def runner_pid(self) -> int:
         """The pid of the process that starts the boxes; 0 where there is none."""
-        return self._link.pid
+        return self._client.pid
 
     async def close(self) -> None:
         """End all that it started; a run in flight ends with it."""
-        self._link.close()
+        self._client.close()
         if self._service is not None:
             await self._service.close()
 
@@ -221,17 +221,17 @@ class Sandbox:
             await self._service.check()
             return Probe(backend, ("what the service does",))
         try:
-            seen = await self.collect(probing.SOURCE, 1, limits=probing.LIMITS)
+            seen = await self.run_harness(probing.SOURCE, 1, limits=probing.LIMITS)
         except SandboxError as error:
             raise ConfigError(f"sandbox.backend={backend} cannot hold here: {error}. Remedy: {REMEDY}") from None
         if backend == "none":
             return Probe(backend, (), (UNPROTECTED,))
-        if faults := probing.faults(seen.results.get(0), seen.run):
+        if faults := probing.list_faults(seen.results.get(0), seen.run):
             raise ConfigError(f"sandbox.backend={backend} does not hold here: {', '.join(faults)}. Remedy: {REMEDY}")
-        assert self._link.ready is not None
-        return Probe(backend, tuple(self._link.ready["layers"]), tuple(self._link.ready["missing"]))
+        assert self._client.runner_info is not None
+        return Probe(backend, tuple(self._client.runner_info["layers"]), tuple(self._client.runner_info["missing"]))
 
-    async def _ask(
+    async def _run_in_box(
         self,
         command: Sequence[str],
         files: Mapping[str, bytes],
@@ -240,9 +240,9 @@ class Sandbox:
         fetch: Sequence[str],
         opening: bytes,
     ) -> Frame:
-        await self._link.open()
+        await self._client.connect()
         order = {
-            "number": self._link.number(),
+            "number": self._client.next_number(),
             "kind": "run",
             "session": False,
             "channel": bool(opening),
@@ -251,7 +251,7 @@ class Sandbox:
             "fetch": list(fetch),
             "limits": self._limits(limits),
         }
-        return await self._link.ask(order, [stdin, opening, *files.values()])
+        return await self._client.request(order, [stdin, opening, *files.values()])
 
     def _limits(self, limits: Limits) -> dict[str, Any]:
         return {**dataclasses.asdict(limits), "memory_mb": limits.memory_mb or self.settings.memory_mb}

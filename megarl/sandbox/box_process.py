@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from megarl.sandbox import memory_watch
-from megarl.sandbox.file_transfer import put, take
-from megarl.sandbox.namespace import Form, Nest
-from megarl.sandbox.namespace import Home as NestsHome
-from megarl.sandbox.spawning import CHANNEL, confine
-from megarl.sandbox.warm_pool import Nests
+from megarl.sandbox.file_transfer import fetch_files, write_file
+from megarl.sandbox.namespace import BoxNamespace, BoxSpec
+from megarl.sandbox.namespace import NamespaceHost as NestsHome
+from megarl.sandbox.spawning import CHANNEL, set_limits
+from megarl.sandbox.warm_pool import WarmPool
 
 
-class Cut:
+class TruncatedOutput:
     """At most `most` bytes of what is added, and a mark where some are left out."""
 
     def __init__(self, most: int) -> None:
@@ -45,183 +45,183 @@ _FLOOD = 64
 """A session that prints so many times what is kept of it is ended, for to read it takes our time."""
 _SETTING_UP_S = 60.0
 _PIECE = 1 << 16
-_LATER = 3600.0
+_IDLE_CHECK_S = 3600.0
 
 
-class Home(NestsHome, Protocol):
+class BoxHost(NestsHome, Protocol):
     """Where boxes live."""
 
-    nests: Nests
+    warm_pool: WarmPool
     cores: int
-    counted: bool
+    has_nproc_per_box: bool
 
-    def answer(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None: ...
-    def rests(self, box: Box) -> None: ...
-    def ended(self, box: Box) -> None: ...
+    def send(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None: ...
+    def on_call_finished(self, box: Box) -> None: ...
+    def on_box_ended(self, box: Box) -> None: ...
 
 
 class Box:
     """Of one order: a command with its files, or a session that is called again and again."""
 
-    def __init__(self, home: Home, order: dict[str, Any], blobs: Sequence[bytes]) -> None:
+    def __init__(self, home: BoxHost, order: dict[str, Any], blobs: Sequence[bytes]) -> None:
         self.number: int = order["number"]
-        self.begun = False
+        self.has_started = False
         """Whether there is a process of its own."""
-        self.dead = False
-        self._home, self._order, self._limits, self._blobs = home, order, order["limits"], blobs
-        self._session: bool = order["session"]
-        self._most = int(self._limits["output_bytes"])
+        self.is_finished = False
+        self._host, self._order, self._limits, self._blobs = home, order, order["limits"], blobs
+        self._is_session: bool = order["session"]
+        self._max_output = int(self._limits["output_bytes"])
         self._memory = int(self._limits["memory_mb"]) << 20
-        self._nest: Nest | None = None
-        self._outputs = {number: Cut(self._most) for number in (1, 2, CHANNEL)}
-        self._line = bytearray()
+        self._namespace: BoxNamespace | None = None
+        self._outputs = {number: TruncatedOutput(self._max_output) for number in (1, 2, CHANNEL)}
+        self._call_line = bytearray()
         self._status: int | None = None
         self._reason = self._fault = ""
-        self._running = True
+        self._is_running = True
         self._seconds = float(self._limits["seconds"])
         self._began = time.monotonic()
         self._deadline = self._began + _SETTING_UP_S
-        self._look_at = self._deadline
+        self._next_check = self._deadline
 
     def start(self) -> None:
         """Raises OSError and ValueError; what there is of it then goes with `fail`."""
         stdin, channel, *contents = self._blobs
         self._blobs = ()
         self._began = time.monotonic()
-        self._deadline = self._look_at = self._began + _SETTING_UP_S
-        form = Form(tuple(self._order["command"]), self._order["channel"], self._memory)
-        nest = self._home.nests.take(form, int(self._limits["disk_mb"]), int(self._limits["files"]))
-        self._nest, self.begun = nest, True
-        nest.come, nest.over = self._begin, self.finish
+        self._deadline = self._next_check = self._began + _SETTING_UP_S
+        form = BoxSpec(tuple(self._order["command"]), self._order["channel"], self._memory)
+        nest = self._host.warm_pool.take(form, int(self._limits["disk_mb"]), int(self._limits["files"]))
+        self._namespace, self.has_started = nest, True
+        nest.on_started, nest.on_exited = self._on_started, self.finish
         for name, content in zip(self._order["files"], contents, strict=True):
-            put(f"{nest.folder}/tmp", name, content)
-        for number, end in nest.ends.items():
-            self._home.ends.listen(end, partial(self._hear, number))
-        nest.feed(stdin)
+            write_file(f"{nest.folder}/tmp", name, content)
+        for number, end in nest.fds.items():
+            self._host.poller.listen(end, partial(self._on_readable, number))
+        nest.write_stdin(stdin)
         if channel:
-            self._home.ends.send(nest.ends[CHANNEL], channel)
-        if nest.first:
-            self._begin()
+            self._host.poller.send(nest.fds[CHANNEL], channel)
+        if nest.init_pid:
+            self._on_started()
 
     def call(self, seconds: float, data: bytes) -> None:
         """Give a session something to run; `start` it if it is new. Raises OSError as that."""
         self._seconds = seconds
-        if self._nest is None:
+        if self._namespace is None:
             self.start()
         else:
-            self._outputs = {number: Cut(self._most) for number in self._outputs}
-            self._set_off()
-            memory_watch.go_on(self._nest.first)
-        assert self._nest is not None
-        self._home.ends.send(self._nest.ends[CHANNEL], data)
+            self._outputs = {number: TruncatedOutput(self._max_output) for number in self._outputs}
+            self._start_clock()
+            memory_watch.resume_processes(self._namespace.init_pid)
+        assert self._namespace is not None
+        self._host.poller.send(self._namespace.fds[CHANNEL], data)
 
-    def look(self, now: float) -> float:
+    def check_limits(self, now: float) -> float:
         """Whether it has had enough; when to look again."""
-        nest = self._nest
-        if not self._running or self._reason or nest is None:
-            return now + _LATER
+        nest = self._namespace
+        if not self._is_running or self._reason or nest is None:
+            return now + _IDLE_CHECK_S
         if now >= self._deadline:
             self.end("time")
-        elif now >= self._look_at:
-            files = nest.folder if self._home.spawner.boxed else None
-            size = memory_watch.used(nest.first, files)
+        elif now >= self._next_check:
+            files = nest.folder if self._host.spawner.is_boxed else None
+            size = memory_watch.measure_memory(nest.init_pid, files)
             if size > self._memory:
-                size = memory_watch.used_exactly(nest.first, files)
+                size = memory_watch.measure_exact(nest.init_pid, files)
             if size > self._memory:
                 self.end("memory")
-            self._look_at = now + memory_watch.next_look(size, self._memory, self._home.cores)
-            if not self._home.counted:  # a machine of old, on which only we count
-                self._look_at = now + memory_watch.SOONEST
-                if len(memory_watch.family(nest.first)) > int(self._limits["processes"]) + 1:
+            self._next_check = now + memory_watch.compute_check_delay(size, self._memory, self._host.cores)
+            if not self._host.has_nproc_per_box:  # a machine of old, on which only we count
+                self._next_check = now + memory_watch.MIN_CHECK_S
+                if len(memory_watch.list_descendants(nest.init_pid)) > int(self._limits["processes"]) + 1:
                     self.end("processes")
-        return min(self._deadline, self._look_at)
+        return min(self._deadline, self._next_check)
 
     def end(self, reason: str) -> None:
         """Kill all that is in it; the rest follows when they are gone."""
         self._reason = self._reason or reason
-        if self._nest is not None:
-            self._nest.kill()
+        if self._namespace is not None:
+            self._namespace.kill()
 
     def fail(self, why: str) -> None:
         """It could not be started: end what there is of it."""
         self._fault = why
-        if self._nest is not None:
-            self._nest.kill()
+        if self._namespace is not None:
+            self._namespace.kill()
         else:
             self.finish()
 
     def finish(self) -> None:
         """Nothing runs in it any more: say what has come of it, and leave nothing."""
-        if self.dead:
+        if self.is_finished:
             return
-        self.dead = True
-        nest = self._nest
+        self.is_finished = True
+        nest = self._namespace
         failure, files, refused = self._fault, dict[str, bytes](), dict[str, str]()
         if nest is not None:
-            for number in tuple(nest.ends):
+            for number in tuple(nest.fds):
                 self._read(number)
-            if nest.full():
+            if nest.was_oom_killed():
                 self._reason = "memory"
-            failure = failure or self._judged(nest)
-            files, refused = take(f"{nest.folder}/tmp", self._order["fetch"], 16 * self._most)
+            failure = failure or self._determine_failure(nest)
+            files, refused = fetch_files(f"{nest.folder}/tmp", self._order["fetch"], 16 * self._max_output)
         said = {"kind": "ended", "files": list(files), "refused": refused, "failure": failure}
         self._answer(said, list(files.values()))
         if nest is not None:
             nest.remove()
-        self._home.ended(self)
+        self._host.on_box_ended(self)
 
-    def _judged(self, nest: Nest) -> str:
+    def _determine_failure(self, nest: BoxNamespace) -> str:
         """Why there was no box, if there was none."""
         self._status = nest.status
-        if not self._home.spawner.boxed:
-            self._status = nest.outer_code
+        if not self._host.spawner.is_boxed:
+            self._status = nest.bwrap_exit_code
         elif self._status is None and not self._reason:
             said = self._outputs[2].value().decode(errors="replace").strip()
-            if nest.outer_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            if nest.bwrap_exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
                 self._reason = "memory"  # the kernel's choice of what to end, for nobody else has
             elif said.startswith("bwrap: execvp "):
                 self._status = 127
             else:
-                return nest.fault or said or "bubblewrap has started nothing, and says nothing of why"
+                return nest.error or said or "bubblewrap has started nothing, and says nothing of why"
         if self._reason:
             self._status = None
         elif self._status:
             self._reason = "signal" if self._status < 0 else "exit"
         return ""
 
-    def _begin(self) -> None:
+    def _on_started(self) -> None:
         """The first process is there: give it its limits; from here on, time counts."""
-        assert self._nest is not None
+        assert self._namespace is not None
         if self._reason or self._fault:  # ended before
-            self._nest.kill()
+            self._namespace.kill()
             return
         try:
-            counted = self._home.counted and self._home.spawner.boxed
-            confine(self._nest.first, self._limits, self._memory, self._session, counted)
-            self._nest.open()
+            counted = self._host.has_nproc_per_box and self._host.spawner.is_boxed
+            set_limits(self._namespace.init_pid, self._limits, self._memory, self._is_session, counted)
+            self._namespace.open_gate()
         except OSError as error:  # ended as soon as it had begun
-            self._nest.fault = str(error)
+            self._namespace.error = str(error)
             self.end("")
             return
-        self._set_off()
+        self._start_clock()
 
-    def _set_off(self) -> None:
-        self._running, self._began = True, time.monotonic()
-        self._deadline, self._look_at = self._began + self._seconds, self._began + memory_watch.SOONEST
+    def _start_clock(self) -> None:
+        self._is_running, self._began = True, time.monotonic()
+        self._deadline, self._next_check = self._began + self._seconds, self._began + memory_watch.MIN_CHECK_S
 
-    def _hear(self, number: int) -> None:
+    def _on_readable(self, number: int) -> None:
         if self._read(number):
             return
-        assert self._nest is not None
-        self._home.ends.close(self._nest.ends.pop(number))
-        if number == CHANNEL and self._session:
+        assert self._namespace is not None
+        self._host.poller.close(self._namespace.fds.pop(number))
+        if number == CHANNEL and self._is_session:
             self.end("exit")
 
     def _read(self, number: int) -> bool:
         """All that there is; whether there may be more."""
-        assert self._nest is not None
-        kept, end = self._outputs[number], self._nest.ends[number]
-        most = self._most if not self._session else _FLOOD * self._most
+        assert self._namespace is not None
+        kept, end = self._outputs[number], self._namespace.fds[number]
+        most = self._max_output if not self._is_session else _FLOOD * self._max_output
         while kept.total <= most:
             try:
                 piece = os.read(end, _PIECE)
@@ -232,31 +232,31 @@ class Box:
             if not piece:
                 return False
             kept.add(piece)
-            if number == CHANNEL and self._session:
-                self._line += piece
+            if number == CHANNEL and self._is_session:
+                self._call_line += piece
                 if b"\n" in piece:
-                    self._called()
+                    self._finish_call()
                     return True
         self.end("output")
         return False
 
-    def _called(self) -> None:
+    def _finish_call(self) -> None:
         """A call is over: what it has printed is in the pipes."""
-        assert self._nest is not None
-        line, _, rest = bytes(self._line).partition(b"\n")
-        self._line = bytearray(rest)
-        if not self._running or self._reason:
+        assert self._namespace is not None
+        line, _, rest = bytes(self._call_line).partition(b"\n")
+        self._call_line = bytearray(rest)
+        if not self._is_running or self._reason:
             return  # what code has forged while none of it was to run
         for number in (1, 2):
-            if number in self._nest.ends:
+            if number in self._namespace.fds:
                 self._read(number)
         self._answer({"kind": "called"}, [line])
-        self._running = False
-        memory_watch.halt(self._nest.first)  # nobody watches it until the next call
-        self._home.rests(self)
+        self._is_running = False
+        memory_watch.stop_processes(self._namespace.init_pid)  # nobody watches it until the next call
+        self._host.on_call_finished(self)
 
     def _answer(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:
         about = {"number": self.number, "status": self._status, "reason": self._reason}
         outputs = [self._outputs[number].value() for number in (1, 2, CHANNEL)]
         seconds = time.monotonic() - self._began
-        self._home.answer({**about, **said, "seconds": seconds}, [*outputs, *blobs])
+        self._host.send({**about, **said, "seconds": seconds}, [*outputs, *blobs])

@@ -23,19 +23,19 @@ class Cgroups:
 
     def __init__(self, folder: str, version: int) -> None:
         self._folder, self._version = folder, version
-        self._left: set[str] = set()
+        self._pending_removal: set[str] = set()
         self._made = 0
 
     @classmethod
     def find(cls) -> Cgroups | None:
         """Those that this process may make; it moves into one of them. None where there are none."""
-        for folder, version in _candidates():
+        for folder, version in _iter_candidates():
             found = cls(f"{folder}/{_NAME}{os.getpid()}", version)
-            if found._begin():
+            if found._set_up():
                 return found
         return None
 
-    def hand_over(self, user: int) -> None:
+    def transfer_ownership(self, user: int) -> None:
         """To who this process is about to become."""
         for name in ("", "/cgroup.procs", "/tasks"):
             with contextlib.suppress(FileNotFoundError):
@@ -43,7 +43,7 @@ class Cgroups:
 
     def join(self, pid: int, limit: int) -> str:
         """Put a process, and all that it will start, in a cgroup with so many bytes."""
-        group = self._new()
+        group = self._create_group()
         if self._version == 2:
             _write(f"{group}/memory.max", str(limit))
         else:
@@ -53,17 +53,19 @@ class Cgroups:
         _write(f"{group}/cgroup.procs", str(pid))
         return group
 
-    def leave(self, group: str) -> bool:
+    def remove_group(self, group: str) -> bool:
         """When all in it have ended: whether one was killed for its memory."""
-        full = self._killed(group) > 0
-        self._left.add(group)
-        for old in tuple(self._left):  # one whose last process is not quite gone is removed after the next box
+        full = self._count_oom_kills(group) > 0
+        self._pending_removal.add(group)
+        for old in tuple(
+            self._pending_removal
+        ):  # one whose last process is not quite gone is removed after the next box
             with contextlib.suppress(OSError):
                 os.rmdir(old)
-                self._left.remove(old)
+                self._pending_removal.remove(old)
         return full
 
-    def _new(self) -> str:
+    def _create_group(self) -> str:
         self._made += 1
         group = f"{self._folder}/{self._made}"
         os.mkdir(group)
@@ -74,7 +76,7 @@ class Cgroups:
                 _write(f"{group}/memory.oom.group", "1")
         return group
 
-    def _killed(self, group: str) -> int:
+    def _count_oom_kills(self, group: str) -> int:
         name = "memory.events" if self._version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError), open(f"{group}/{name}") as file:
             for line in file:
@@ -82,16 +84,16 @@ class Cgroups:
                     return int(line.split()[1])
         return 0
 
-    def _begin(self) -> bool:
+    def _set_up(self) -> bool:
         try:
             os.mkdir(self._folder)
         except OSError:
             return False
         try:
             if self._version == 2:  # which has no processes beside groups
-                _write(f"{self._new()}/cgroup.procs", str(os.getpid()))
+                _write(f"{self._create_group()}/cgroup.procs", str(os.getpid()))
                 _write(f"{self._folder}/cgroup.subtree_control", "+memory")
-            probe = self._new()
+            probe = self._create_group()
             _write(f"{probe}/memory.{'max' if self._version == 2 else 'limit_in_bytes'}", str(64 << 20))
             os.rmdir(probe)
         except OSError:
@@ -99,10 +101,10 @@ class Cgroups:
                 _write(f"{os.path.dirname(self._folder)}/cgroup.procs", str(os.getpid()))
             _remove(self._folder)
             return False
-        self._leave_a_cleaner()
+        self._fork_cleaner()
         return True
 
-    def _leave_a_cleaner(self) -> None:
+    def _fork_cleaner(self) -> None:
         """A process that does nothing but remove these cgroups when this one, which may no longer do it, has ended."""
         own = os.getpid()
         if os.fork():
@@ -126,7 +128,7 @@ class Cgroups:
             os._exit(0)
 
 
-def _candidates() -> Iterator[tuple[str, int]]:
+def _iter_candidates() -> Iterator[tuple[str, int]]:
     """Folders in which a cgroup for memory might be made, the nearest first; old ones of ours are removed there."""
     with open("/proc/self/cgroup") as file:
         rows = [line.rstrip("\n").split(":", 2) for line in file]
@@ -141,11 +143,11 @@ def _candidates() -> Iterator[tuple[str, int]]:
                 if depth < len(parts) and (version == 1 or os.geteuid() == 0):
                     break
                 if os.path.exists(f"{folder}/{needed}") and os.access(folder, os.W_OK):
-                    _sweep(folder)
+                    _remove_stale(folder)
                     yield folder, version
 
 
-def _sweep(folder: str) -> None:
+def _remove_stale(folder: str) -> None:
     """What is left of those whose cleaner was killed, too."""
     for name in os.listdir(folder):
         number = name.removeprefix(_NAME)

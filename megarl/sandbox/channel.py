@@ -8,8 +8,20 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-HARNESS = ["python3", "-I", "-S", "-c", Path(__file__).with_name("inside_harness.py").read_text(encoding="utf-8")]
-SESSION = ["python3", "-I", "-S", "-c", Path(__file__).with_name("inside_session.py").read_text(encoding="utf-8")]
+HARNESS_COMMAND = [
+    "python3",
+    "-I",
+    "-S",
+    "-c",
+    Path(__file__).with_name("inside_harness.py").read_text(encoding="utf-8"),
+]
+SESSION_COMMAND = [
+    "python3",
+    "-I",
+    "-S",
+    "-c",
+    Path(__file__).with_name("inside_session.py").read_text(encoding="utf-8"),
+]
 _DIGITS = 9
 
 
@@ -17,14 +29,14 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def opening(nonce: str, source: str) -> bytes:
+def encode_preamble(nonce: str, source: str) -> bytes:
     """What a harness reads first. Raises ValueError for a source with a zero in it, which Python takes none of."""
     if "\0" in source:
         raise ValueError("a harness cannot have a zero character in it")
     return f"{nonce}\n{source}\0".encode()
 
 
-def results(said: bytes, nonce: str, count: int) -> dict[int, Any]:
+def parse_results(said: bytes, nonce: str, count: int) -> dict[int, Any]:
     """Those of lines `nonce number value` whose number is below `count` and came once."""
     found: dict[int, Any] = {}
     twice: set[int] = set()

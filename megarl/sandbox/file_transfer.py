@@ -11,7 +11,7 @@ _LONGEST_COMMAND = 100_000
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
-def checked(name: str) -> str:
+def check_path(name: str) -> str:
     """A path within the working directory. Raises ValueError."""
     parts = name.split("/")
     if (
@@ -25,7 +25,7 @@ def checked(name: str) -> str:
     return name
 
 
-def spoken(command: Sequence[str]) -> list[str]:
+def check_command(command: Sequence[str]) -> list[str]:
     """A command that the kernel takes. Raises ValueError."""
     if not command or any("\0" in part for part in command):
         raise ValueError("a command has a first part, and no zero character in any; give code in a file")
@@ -34,20 +34,20 @@ def spoken(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def put(folder: str, name: str, content: bytes) -> None:
+def write_file(folder: str, name: str, content: bytes) -> None:
     """Write a file before anything runs there."""
-    path = f"{folder}/{checked(name)}"
+    path = f"{folder}/{check_path(name)}"
     os.makedirs(os.path.dirname(path), exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(file, "wb") as opened:
         opened.write(content)
 
 
-class Refused(Exception):
+class FetchRefused(Exception):
     """A file that is not fetched; why."""
 
 
-def take(folder: str, names: Sequence[str], most: int) -> tuple[dict[str, bytes], dict[str, str]]:
+def fetch_files(folder: str, names: Sequence[str], most: int) -> tuple[dict[str, bytes], dict[str, str]]:
     """The contents of the files that there are, when nothing runs there any more, and why others are not fetched.
 
     They must be regular files without other names and without holes, reached without a link, and have at most `most`
@@ -58,7 +58,7 @@ def take(folder: str, names: Sequence[str], most: int) -> tuple[dict[str, bytes]
         try:
             contents[name] = _read(folder, name, most)
             most -= len(contents[name])
-        except Refused as error:
+        except FetchRefused as error:
             refused[name] = str(error)
         except FileNotFoundError:
             pass
@@ -68,7 +68,7 @@ def take(folder: str, names: Sequence[str], most: int) -> tuple[dict[str, bytes]
 
 
 def _read(folder: str, name: str, most: int) -> bytes:
-    *above, last = checked(name).split("/")
+    *above, last = check_path(name).split("/")
     at = os.open(folder, _FOLDER)
     try:
         for part in above:
@@ -79,13 +79,15 @@ def _read(folder: str, name: str, most: int) -> bytes:
         with open(file, "rb") as opened:
             about = os.fstat(file)
             if not stat.S_ISREG(about.st_mode):
-                raise Refused("is not a regular file")
+                raise FetchRefused("is not a regular file")
             if about.st_nlink != 1:
-                raise Refused("has another name (a hard link)")
+                raise FetchRefused("has another name (a hard link)")
             if about.st_size > most:
-                raise Refused(f"has {about.st_size} bytes, and {most} may still be fetched (16 x output_bytes in all)")
+                raise FetchRefused(
+                    f"has {about.st_size} bytes, and {most} may still be fetched (16 x output_bytes in all)"
+                )
             if about.st_size and os.lseek(file, 0, os.SEEK_HOLE) < about.st_size:
-                raise Refused(f"is sparse: its {about.st_size} bytes have holes; write them out")
+                raise FetchRefused(f"is sparse: its {about.st_size} bytes have holes; write them out")
             os.lseek(file, 0, os.SEEK_SET)
             return opened.read(most)
     finally:

@@ -15,7 +15,7 @@ import signal
 
 _FASTEST = 2 << 30
 """Bytes that a core can fill in a second, and a little more."""
-SOONEST, _LATEST = 0.004, 0.1
+MIN_CHECK_S, _MAX_CHECK_S = 0.004, 0.1
 _SOCKET = 212_992
 """Bytes that a socket may hold; the kernel's default, which no box can raise."""
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
@@ -24,26 +24,26 @@ _COUNTED = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def used(first: int, files: str | None) -> int:
+def measure_memory(first: int, files: str | None) -> int:
     """Bytes of all processes from `first` downwards, and of the file system at `files`; at least what they use."""
-    return sum(_resident(pid) for pid in family(first)) + _others(first, files)
+    return sum(_resident(pid) for pid in list_descendants(first)) + _measure_files(first, files)
 
 
-def used_exactly(first: int, files: str | None) -> int:
+def measure_exact(first: int, files: str | None) -> int:
     """As `used`, where pages that several processes have count once. Slow."""
     pids: list[int] = []
-    for pid in family(first):  # one that was vforked has its parent's memory, not a share in it
+    for pid in list_descendants(first):  # one that was vforked has its parent's memory, not a share in it
         if not any(_same_memory(pid, other) for other in pids):
             pids.append(pid)
-    return sum(_proportional(pid) for pid in pids) + _others(first, files)
+    return sum(_proportional(pid) for pid in pids) + _measure_files(first, files)
 
 
-def next_look(now: int, limit: int, cores: int) -> float:
+def compute_check_delay(now: int, limit: int, cores: int) -> float:
     """Seconds until a box that uses `now` bytes could be at its limit."""
-    return min(_LATEST, max(SOONEST, (limit - now) / (_FASTEST * cores)))
+    return min(_MAX_CHECK_S, max(MIN_CHECK_S, (limit - now) / (_FASTEST * cores)))
 
 
-def family(first: int) -> list[int]:
+def list_descendants(first: int) -> list[int]:
     """A process and all that descend from it, as long as they are."""
     found, i = [first], 0
     while i < len(found):
@@ -54,17 +54,17 @@ def family(first: int) -> list[int]:
     return found
 
 
-def halt(first: int) -> None:
+def stop_processes(first: int) -> None:
     """Stop all processes from `first` downwards, and those that they fork meanwhile."""
     stopped: set[int] = set()
-    while new := set(family(first)) - stopped:
+    while new := set(list_descendants(first)) - stopped:
         _signal(new, signal.SIGSTOP)
         stopped |= new
 
 
-def go_on(first: int) -> None:
+def resume_processes(first: int) -> None:
     """After `halt`."""
-    _signal(set(family(first)), signal.SIGCONT)
+    _signal(set(list_descendants(first)), signal.SIGCONT)
 
 
 def _signal(pids: set[int], number: signal.Signals) -> None:
@@ -73,7 +73,7 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _others(first: int, files: str | None) -> int:
+def _measure_files(first: int, files: str | None) -> int:
     if files is None:  # no box, whose files and sockets are its own
         return 0
     space = os.statvfs(files)

@@ -22,7 +22,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
 _NOBODY = 65534
-_OWN_IDS = 0x70000000
+_FIRST_RUNNER_UID = 0x70000000
 """From here on, each process that starts boxes has a user id of its own, so that none can reach another's."""
 
 SITE_PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
@@ -31,7 +31,7 @@ SITE_PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/si
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def private_folder(path: str) -> None:
+def make_private_folder(path: str) -> None:
     """Make a folder that is ours alone, or take the one that there is. Raises OSError if it is not."""
     try:
         os.mkdir(path, 0o700)
@@ -46,7 +46,9 @@ def inherit_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def enter(place: str, python: str, packages: Sequence[str], hand_over: Callable[[int], None]) -> tuple[str, int]:
+def enter_namespaces(
+    place: str, python: str, packages: Sequence[str], hand_over: Callable[[int], None]
+) -> tuple[str, int]:
     """Become nobody, with `place` mounted anew: `python` and `packages` in it, and `boxes`, an empty folder.
 
     Root gives what it will need to `hand_over` first, with the user that it becomes. Returns who it is now, in words,
@@ -56,8 +58,8 @@ def enter(place: str, python: str, packages: Sequence[str], hand_over: Callable[
     said = f"runs as user {user}"
     if user == 0:
         _call("unshare", _CLONE_NEWNS, what="a mount namespace")
-        _fill(place, python, packages)
-        said = _drop(hand_over)
+        _mount_layout(place, python, packages)
+        said = _drop_root(hand_over)
         user, group = os.geteuid(), os.getegid()
     _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the maps below are not ours to write
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -66,12 +68,12 @@ def enter(place: str, python: str, packages: Sequence[str], hand_over: Callable[
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     if said.startswith("runs"):
-        _fill(place, python, packages)
+        _mount_layout(place, python, packages)
     mount("tmpfs", f"{place}/boxes", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0700")
-    return said, _be_the_first()
+    return said, _become_init()
 
 
-def _be_the_first() -> int:
+def _become_init() -> int:
     """Go on as the first process of the namespace that was made; its pid outside of it."""
     before = os.pidfd_open(os.getpid())
     first = os.fork()
@@ -96,13 +98,13 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     _call("mount", *arguments, what=f"mounting {target}")
 
 
-def new_files(path: str, size: int, files: int) -> None:
+def mount_tmpfs(path: str, size: int, files: int) -> None:
     """A file system in memory, of so many bytes and files."""
     mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=0700,size={size},nr_inodes={files}")
 
 
-def resize(path: str, size: int, files: int) -> None:
-    """Another size for what `new_files` has made; what is mounted elsewhere of it has it, too."""
+def resize_tmpfs(path: str, size: int, files: int) -> None:
+    """Another size for what `mount_tmpfs` has made; what is mounted elsewhere of it has it, too."""
     mount("tmpfs", path, "tmpfs", _MS_REMOUNT | _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes={files}")
 
 
@@ -110,7 +112,7 @@ def unmount(path: str) -> None:
     _call("umount2", path.encode(), _MNT_DETACH, what=f"unmounting {path}")
 
 
-def _fill(place: str, python: str, packages: Sequence[str]) -> None:
+def _mount_layout(place: str, python: str, packages: Sequence[str]) -> None:
     mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=1m")
     for name in ("boxes", "python", "packages"):
@@ -125,9 +127,9 @@ def _fill(place: str, python: str, packages: Sequence[str]) -> None:
         mount(path, target, "", _MS_BIND | _MS_REC)
 
 
-def _drop(hand_over: Callable[[int], None]) -> str:
+def _drop_root(hand_over: Callable[[int], None]) -> str:
     """Become somebody whom nothing on this machine belongs to, for good."""
-    for user in (_OWN_IDS + os.getpid(), _NOBODY):
+    for user in (_FIRST_RUNNER_UID + os.getpid(), _NOBODY):
         try:
             hand_over(user)
             os.setgroups([])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 _PIECE = 1 << 16
 
 
-class Ends:
+class Poller:
     """Those that somebody listens to, and those that still have something to take."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Ends:
         self._polled: dict[int, int] = {}
         self._listeners: dict[int, Callable[[], None]] = {}
         self._pending: dict[int, bytearray] = {}
-        self._last: set[int] = set()
+        self._closing: set[int] = set()
 
     def listen(self, end: int, listener: Callable[[], None]) -> None:
         """Call it whenever there is something to read, or the other end was closed."""
@@ -28,7 +28,7 @@ class Ends:
     def send(self, end: int, data: bytes, last: bool = False) -> None:
         """Write as the other end takes it; it is closed after the `last`."""
         if last:
-            self._last.add(end)
+            self._closing.add(end)
         os.set_blocking(end, False)
         self._pending.setdefault(end, bytearray()).extend(data)
         self._write(end)
@@ -37,7 +37,7 @@ class Ends:
         """Whatever it had still to take."""
         self._listeners.pop(end, None)
         self._pending.pop(end, None)
-        self._last.discard(end)
+        self._closing.discard(end)
         self._update(end)
         os.close(end)
 
@@ -61,7 +61,7 @@ class Ends:
         except OSError:  # nobody reads it any more
             pass
         del self._pending[end]
-        if end in self._last:
+        if end in self._closing:
             self.close(end)
         else:
             self._update(end)

@@ -44,7 +44,7 @@ send(0, {
 """
 
 
-def faults(said: Any, run: Result) -> list[str]:
+def list_faults(said: Any, run: Result) -> list[str]:
     """What does not hold, in words."""
     if not isinstance(said, dict):
         tail = run.stderr.decode(errors="replace").strip().splitlines()[-1:]

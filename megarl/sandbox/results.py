@@ -55,7 +55,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Collected:
+class HarnessResult:
     """What a harness sent on its private channel."""
 
     results: Mapping[int, Any]
@@ -65,7 +65,7 @@ class Collected:
     run: Result
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether each result has come. Says nothing of whether they are right: that is for the caller, who has the
         answers."""
         return len(self.results) == self.count
@@ -85,7 +85,7 @@ class Output:
     seconds: float
     reason: Reason = ""
     """`exit` where the code raised an exception, or has ended the interpreter itself."""
-    lost: bool = False
+    is_state_lost: bool = False
     """The session's state is: it was ended, and the next call begins a new one."""
 
 

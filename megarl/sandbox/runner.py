@@ -5,7 +5,7 @@
 Its environment is empty and its only open file is the socket FD. The first message says what to set up, and the answer
 says what it has become or why it cannot. Requests follow.
 
-`Turns` bounds the number of boxes at once on a machine by locks on the bytes of a file, which the kernel releases when
+`BoxLimit` bounds the number of boxes at once on a machine by locks on the bytes of a file, which the kernel releases when
 a process dies.
 """
 
@@ -29,14 +29,14 @@ from typing import Any
 from megarl.sandbox import mounts
 from megarl.sandbox.box_process import Box
 from megarl.sandbox.cgroups import Cgroups
-from megarl.sandbox.namespace import Nest
-from megarl.sandbox.poller import Ends
-from megarl.sandbox.runner_messages import Frame, Unpacker, packed
-from megarl.sandbox.spawning import Bare, Spawner, counts_by_box
-from megarl.sandbox.warm_pool import Nests
+from megarl.sandbox.namespace import BoxNamespace
+from megarl.sandbox.poller import Poller
+from megarl.sandbox.runner_messages import Frame, Unpacker, pack_message
+from megarl.sandbox.spawning import BareSpawner, Spawner, has_nproc_per_box
+from megarl.sandbox.warm_pool import WarmPool
 
 
-class Turns:
+class BoxLimit:
     """Of all processes that have the same file open."""
 
     def __init__(self, path: str, count: int) -> None:
@@ -45,7 +45,7 @@ class Turns:
         self._last = os.getpid() % count  # not all begin at the same
         self._count = count
 
-    def take(self) -> int | None:
+    def acquire(self) -> int | None:
         """A turn, to be given back; None where all are taken."""
         for i in range(self._count):
             number = (self._last + i) % self._count
@@ -55,7 +55,7 @@ class Turns:
                 return number
         return None
 
-    def give_back(self, number: int) -> None:
+    def release(self, number: int) -> None:
         self._lock(number, fcntl.F_UNLCK)
         self._free.add(number)
 
@@ -77,9 +77,9 @@ class Runner:
     """All boxes of one process."""
 
     def __init__(self, wire: socket.socket, unpacker: Unpacker, setup: dict[str, Any]) -> None:
-        self.ends = Ends()
+        self.poller = Poller()
         self.cores = os.cpu_count() or 1
-        self.counted = counts_by_box() and not setup["old"]
+        self.has_nproc_per_box = has_nproc_per_box() and not setup["old"]
         self.cgroups: Cgroups | None = None
         self.layers: list[str] = []
         self.missing: list[str] = []
@@ -87,34 +87,34 @@ class Runner:
         """For those outside of its namespaces."""
         self._unpacker = unpacker
         self._boxes: dict[int, Box] = {}
-        self._busy: dict[Box, int] = {}
-        self._by_outer: dict[int, Nest] = {}
+        self._slots: dict[Box, int] = {}
+        self._by_bwrap_pid: dict[int, BoxNamespace] = {}
         self._waiting: deque[tuple[Box, Callable[[], None]]] = deque()
-        self.place = setup["place"]
-        mounts.private_folder(self.place)
-        self._turns = Turns(f"{self.place}/turns", setup["processes"])
-        self.spawner: Spawner | Bare
+        self.root = setup["place"]
+        mounts.make_private_folder(self.root)
+        self._box_limit = BoxLimit(f"{self.root}/turns", setup["processes"])
+        self.spawner: Spawner | BareSpawner
         if setup["bwrap"]:
-            self._become_nobody(setup)
+            self._drop_privileges(setup)
         else:
-            self.spawner = Bare(setup["python"])
-            self.place = tempfile.mkdtemp(prefix="boxes-", dir=self.place)
-            os.mkdir(f"{self.place}/boxes")
-        self.nests = Nests(self, setup["processes"])
+            self.spawner = BareSpawner(setup["python"])
+            self.root = tempfile.mkdtemp(prefix="boxes-", dir=self.root)
+            os.mkdir(f"{self.root}/boxes")
+        self.warm_pool = WarmPool(self, setup["processes"])
         self._wire = wire.detach()
-        self.ends.listen(self._wire, self._hear)
+        self.poller.listen(self._wire, self._on_readable)
 
-    def _become_nobody(self, setup: dict[str, Any]) -> None:
+    def _drop_privileges(self, setup: dict[str, Any]) -> None:
         self.cgroups = Cgroups.find() if setup["cgroups"] else None
-        said, self.pid = mounts.enter(self.place, setup["python"], setup["packages"], self._hand_over)
-        self.spawner = Spawner(setup["bwrap"], self.place, setup["python"])
+        said, self.pid = mounts.enter_namespaces(self.root, setup["python"], setup["packages"], self._transfer_cgroups)
+        self.spawner = Spawner(setup["bwrap"], self.root, setup["python"])
         self.layers = [said, "bubblewrap: namespaces of its own, read-only files"]
-        if self.spawner.filtered:
+        if self.spawner.has_seccomp:
             self.layers.append("seccomp")
         else:
             self.missing.append(f"no seccomp filter for {platform.machine()}")
         self.layers.append("resource limits")
-        if not self.counted:
+        if not self.has_nproc_per_box:
             self.missing.append("this kernel counts a user's processes all alike, the watchdog counts those of a box")
         if self.cgroups:
             self.layers.append("memory cgroup")
@@ -122,47 +122,47 @@ class Runner:
             self.layers.append("memory watchdog")
             self.missing.append("no memory cgroup is lent to this process, the watchdog stands in")
 
-    def _hand_over(self, user: int) -> None:
+    def _transfer_cgroups(self, user: int) -> None:
         if self.cgroups:
-            self.cgroups.hand_over(user)
+            self.cgroups.transfer_ownership(user)
 
     def run(self) -> None:
         """Until the other end is closed."""
         children, waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        self.ends.listen(children, lambda: self._reap(children))
+        self.poller.listen(children, lambda: self._reap(children))
         while True:
             now = time.monotonic()
             soonest = now + _LATEST_S
-            while self._waiting and self._next():
+            while self._waiting and self._start_next():
                 pass
             if self._waiting:
                 soonest = now + _TRY_AGAIN_S
-            for box in tuple(self._busy):
-                soonest = min(soonest, box.look(now))
-            soonest = min(soonest, self.nests.refill(now))
-            self.ends.wait(soonest - time.monotonic())
+            for box in tuple(self._slots):
+                soonest = min(soonest, box.check_limits(now))
+            soonest = min(soonest, self.warm_pool.refill(now))
+            self.poller.wait(soonest - time.monotonic())
 
-    def answer(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:
-        self.ends.send(self._wire, packed(said, blobs))
+    def send(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:
+        self.poller.send(self._wire, pack_message(said, blobs))
 
-    def rests(self, box: Box) -> None:
+    def on_call_finished(self, box: Box) -> None:
         """A session's call is over."""
-        self._turns.give_back(self._busy.pop(box))
+        self._box_limit.release(self._slots.pop(box))
 
-    def started(self, nest: Nest) -> None:
-        self._by_outer[nest.outer] = nest
+    def on_namespace_started(self, nest: BoxNamespace) -> None:
+        self._by_bwrap_pid[nest.bwrap_pid] = nest
 
-    def removed(self, nest: Nest) -> None:
-        if self._by_outer.get(nest.outer) is nest:
-            del self._by_outer[nest.outer]
+    def on_namespace_removed(self, nest: BoxNamespace) -> None:
+        if self._by_bwrap_pid.get(nest.bwrap_pid) is nest:
+            del self._by_bwrap_pid[nest.bwrap_pid]
 
-    def ended(self, box: Box) -> None:
+    def on_box_ended(self, box: Box) -> None:
         self._boxes.pop(box.number, None)
-        if box in self._busy:
-            self._turns.give_back(self._busy.pop(box))
+        if box in self._slots:
+            self._box_limit.release(self._slots.pop(box))
 
-    def _hear(self) -> None:
+    def _on_readable(self) -> None:
         try:
             piece = os.read(self._wire, _PIECE)
         except BlockingIOError:
@@ -170,11 +170,11 @@ class Runner:
         except OSError:
             piece = b""
         if not piece:
-            self.leave()
+            self.shut_down()
         for order, blobs in self._unpacker.feed(piece):
-            self.take(order, blobs)
+            self.handle_order(order, blobs)
 
-    def take(self, order: dict[str, Any], blobs: list[bytes]) -> None:
+    def handle_order(self, order: dict[str, Any], blobs: list[bytes]) -> None:
         number, kind = order["number"], order["kind"]
         if kind in ("run", "open"):
             box = self._boxes[number] = Box(self, order, blobs)
@@ -183,7 +183,7 @@ class Runner:
         elif (known := self._boxes.get(number)) is None:
             if kind == "call":
                 lost = {"number": number, "kind": "ended", "status": None, "reason": "exit", "seconds": 0.0}
-                self.answer({**lost, "files": [], "refused": {}, "failure": ""}, [b"", b"", b""])
+                self.send({**lost, "files": [], "refused": {}, "failure": ""}, [b"", b"", b""])
         elif kind == "call":
             self._waiting.append((known, lambda: known.call(order["seconds"], blobs[0])))
         else:
@@ -191,20 +191,20 @@ class Runner:
 
     def _end(self, box: Box) -> None:
         self._waiting = deque(entry for entry in self._waiting if entry[0] is not box)
-        if box.begun:
+        if box.has_started:
             box.end("closed")
         else:
-            self.ended(box)
+            self.on_box_ended(box)
 
-    def _next(self) -> bool:
+    def _start_next(self) -> bool:
         """Give the first one that waits its turn; whether there was one."""
-        turn = self._turns.take()
+        turn = self._box_limit.acquire()
         if turn is None:
             return False
         box, begin = self._waiting.popleft()
-        self._busy[box] = turn
-        if box.dead:
-            self.ended(box)
+        self._slots[box] = turn
+        if box.is_finished:
+            self.on_box_ended(box)
             return True
         try:
             begin()
@@ -217,23 +217,23 @@ class Runner:
             os.read(children, _PIECE)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if nest := self._by_outer.pop(ended[0], None):
-                    nest.left(ended[1])
+                if nest := self._by_bwrap_pid.pop(ended[0], None):
+                    nest.on_bwrap_exited(ended[1])
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """Each box ends with its bubblewrap, and that with this process."""
-        self.nests.end()
+        self.warm_pool.close()
         for box in tuple(self._boxes.values()):
             box.end("closed")
-        if not self.spawner.boxed:
-            shutil.rmtree(self.place, ignore_errors=True)
+        if not self.spawner.is_boxed:
+            shutil.rmtree(self.root, ignore_errors=True)
         os._exit(0)
 
 
 def main(wire: socket.socket, parent: int) -> None:
     """Serve until the other end of the wire is closed, or the parent has ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, _nothing)  # whoever started us says when it is over
+        signal.signal(number, _ignore_signal)  # whoever started us says when it is over
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     wire.set_inheritable(False)
     mounts.inherit_orphans()
@@ -250,14 +250,14 @@ def main(wire: socket.socket, parent: int) -> None:
     try:
         runner = Runner(wire, unpacker, found[0][0])
     except OSError as error:
-        wire.sendall(packed({"kind": "refused", "why": str(error)}))
+        wire.sendall(pack_message({"kind": "refused", "why": str(error)}))
         return
-    runner.ends.listen(handle, runner.leave)
-    runner.answer({"kind": "ready", "pid": runner.pid, "layers": runner.layers, "missing": runner.missing}, ())
+    runner.poller.listen(handle, runner.shut_down)
+    runner.send({"kind": "ready", "pid": runner.pid, "layers": runner.layers, "missing": runner.missing}, ())
     for order, blobs in found[1:]:
-        runner.take(order, blobs)
+        runner.handle_order(order, blobs)
     runner.run()
 
 
-def _nothing(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     """Not SIG_IGN, which the programs in the boxes would inherit."""

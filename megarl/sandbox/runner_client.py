@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, SandboxConfig
-from megarl.sandbox.runner_messages import Frame, Unpacker, packed
+from megarl.sandbox.runner_messages import Frame, Unpacker, pack_message
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START = """
@@ -41,10 +41,10 @@ class SandboxError(RuntimeError):
     """A box could not be made, or the process that makes them has ended: nobody's answer was wrong."""
 
 
-class Link:
+class RunnerClient:
     """Belongs to the process that made it, and to one event loop at a time."""
 
-    cgroups, old = True, False
+    has_cgroups, is_old_kernel = True, False
     """Whether to look for memory cgroups; whether to take the kernel for one before 5.14. Tests of the watchdog set
     them."""
 
@@ -57,12 +57,12 @@ class Link:
         self._sending: asyncio.Lock | None = None
         self._unpacker = Unpacker()
         self._numbers = itertools.count(1)
-        self._futures: dict[int, asyncio.Future[Frame]] = {}
-        self._first: asyncio.Future[Frame] | None = None
+        self._pending: dict[int, asyncio.Future[Frame]] = {}
+        self._greeting_future: asyncio.Future[Frame] | None = None
         self._greeting: dict[str, Any] | None = None
-        self.ready: dict[str, Any] | None = None
+        self.runner_info: dict[str, Any] | None = None
 
-    async def open(self) -> None:
+    async def connect(self) -> None:
         """Have the process there, and this loop listening. Raises ConfigError where there can be no boxes."""
         loop = asyncio.get_running_loop()
         if self._wire is None or self._owner != os.getpid():
@@ -71,28 +71,28 @@ class Link:
             assert self._wire is not None
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._wire)
-            self._loop, self._sending, self._futures, self._first = loop, asyncio.Lock(), {}, None
-            loop.add_reader(self._wire, self._hear)
-        if self.ready is None:
+            self._loop, self._sending, self._pending, self._greeting_future = loop, asyncio.Lock(), {}, None
+            loop.add_reader(self._wire, self._on_readable)
+        if self.runner_info is None:
             if self._greeting is None:
-                self._first = self._first or self._answer(0)
-                await asyncio.wait_for(asyncio.shield(self._first), _READY_S)
+                self._greeting_future = self._greeting_future or self._add_pending(0)
+                await asyncio.wait_for(asyncio.shield(self._greeting_future), _READY_S)
             said = self._greeting
             assert said is not None
             if said["kind"] == "refused":
                 self.close()
                 raise ConfigError(f"sandbox.backend=bubblewrap cannot hold here: {said['why']}. Remedy: {REMEDY}")
-            self.ready = said
+            self.runner_info = said
 
-    async def ask(self, order: Mapping[str, Any], blobs: Sequence[bytes]) -> Frame:
+    async def request(self, order: Mapping[str, Any], blobs: Sequence[bytes]) -> Frame:
         """Send an order and wait for its answer; where this is cancelled, the box is ended. Raises SandboxError."""
         number = order["number"]
         try:
-            answer = self._answer(number)
+            answer = self._add_pending(number)
             await self.send(order, blobs)
             said, contents = await answer
         except asyncio.CancelledError:
-            self._futures.pop(number, None)
+            self._pending.pop(number, None)
             if self._wire is not None:
                 asyncio.ensure_future(self.send({"number": number, "kind": "end"}, ()))
             raise
@@ -106,22 +106,22 @@ class Link:
             if self._wire is None:
                 raise SandboxError("the sandbox was closed")
             try:
-                await self._loop.sock_sendall(self._wire, packed(dict(order), blobs))
+                await self._loop.sock_sendall(self._wire, pack_message(dict(order), blobs))
             except OSError as error:
-                self._lost()
+                self._on_lost()
                 raise SandboxError(f"the process that starts boxes has ended: {error}") from None
 
     @property
     def pid(self) -> int:
         """Of the process that starts boxes; 0 where there is none."""
-        return int(self.ready["pid"]) if self.ready is not None and self._owner == os.getpid() else 0
+        return int(self.runner_info["pid"]) if self.runner_info is not None and self._owner == os.getpid() else 0
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         return next(self._numbers)
 
     def close(self) -> None:
         """End the process and with it all boxes."""
-        wire, process, self._wire, self._process, self.ready = self._wire, self._process, None, None, None
+        wire, process, self._wire, self._process, self.runner_info = self._wire, self._process, None, None, None
         if wire is not None:
             if self._loop is not None and not self._loop.is_closed() and self._owner == os.getpid():
                 self._loop.remove_reader(wire)
@@ -129,14 +129,14 @@ class Link:
         if process is not None and self._owner == os.getpid():
             process.wait()
         self._loop = None
-        for future in self._futures.values():
+        for future in self._pending.values():
             if not future.done():
                 future.set_exception(SandboxError("the sandbox was closed"))
-        self._futures = {}
+        self._pending = {}
 
-    def _answer(self, number: int) -> asyncio.Future[Frame]:
+    def _add_pending(self, number: int) -> asyncio.Future[Frame]:
         assert self._loop is not None
-        self._futures[number] = future = self._loop.create_future()
+        self._pending[number] = future = self._loop.create_future()
         return future
 
     def _start(self) -> None:
@@ -163,16 +163,16 @@ class Link:
             "processes": self._settings.processes,
             "bwrap": bwrap,
             "python": os.path.realpath(sys.base_prefix),
-            "packages": _packages(),
-            "cgroups": self.cgroups,
-            "old": self.old,
+            "packages": _find_packages(),
+            "cgroups": self.has_cgroups,
+            "old": self.is_old_kernel,
         }
-        ours.sendall(packed(setup))
+        ours.sendall(pack_message(setup))
         ours.setblocking(False)
-        self._wire, self._owner, self._loop, self.ready = ours, os.getpid(), None, None
-        self._unpacker, self._futures, self._greeting = Unpacker(), {}, None
+        self._wire, self._owner, self._loop, self.runner_info = ours, os.getpid(), None, None
+        self._unpacker, self._pending, self._greeting = Unpacker(), {}, None
 
-    def _hear(self) -> None:
+    def _on_readable(self) -> None:
         assert self._wire is not None
         try:
             piece = self._wire.recv(_PIECE)
@@ -181,25 +181,25 @@ class Link:
         except OSError:
             piece = b""
         if not piece:
-            self._lost()
+            self._on_lost()
             return
         for said, blobs in self._unpacker.feed(piece):
             if "number" not in said:
                 self._greeting = said
-            future = self._futures.pop(said.get("number", 0), None)
+            future = self._pending.pop(said.get("number", 0), None)
             if future is not None and not future.done():
                 future.set_result((said, blobs))
 
-    def _lost(self) -> None:
+    def _on_lost(self) -> None:
         """The next run starts another one."""
-        futures, self._futures = self._futures, {}
+        futures, self._pending = self._pending, {}
         self.close()
         for future in futures.values():
             if not future.done():
                 future.set_exception(SandboxError("the process that starts boxes has ended; the next run starts one"))
 
 
-def _packages() -> list[str]:
+def _find_packages() -> list[str]:
     """Folders of those that this interpreter has outside of Python's own."""
     found: list[str] = []
     for name in _PACKAGES:

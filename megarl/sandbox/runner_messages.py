@@ -11,7 +11,7 @@ _HEAD = struct.Struct(">II")
 Frame = tuple[dict[str, Any], list[bytes]]
 
 
-def packed(said: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
+def pack_message(said: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
     text = json.dumps({**said, "sizes": [len(blob) for blob in blobs]}).encode()
     return b"".join([_HEAD.pack(len(text), sum(map(len, blobs))), text, *blobs])
 

@@ -23,15 +23,15 @@ _MARGIN_S = 60.0
 _HARNESS = Path(__file__).with_name("inside_harness.py").read_text(encoding="utf-8")
 
 
-class Fusion:
+class SandboxFusion:
     """Of one event loop at a time."""
 
     def __init__(self, settings: SandboxConfig) -> None:
         self._url = settings.backend.rstrip("/") + "/run_code"
-        self._most = settings.processes
+        self._max_boxes = settings.processes
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._turns = asyncio.Semaphore(self._most)
+        self._box_limit = asyncio.Semaphore(self._max_boxes)
 
     async def run(
         self,
@@ -53,9 +53,9 @@ class Fusion:
             "compile_timeout": limits["seconds"],
             "memory_limit_MB": limits["memory_mb"],
         }
-        return self._result(await self._post(body, limits["seconds"]), limits, fetch)
+        return self._parse_result(await self._post(body, limits["seconds"]), limits, fetch)
 
-    async def collect(
+    async def run_harness(
         self, opening: bytes, nonce: str, files: Mapping[str, bytes], stdin: bytes, limits: Mapping[str, Any]
     ) -> tuple[Result, bytes]:
         """A harness, and what it sent: its channel is a file there, of a name that nobody knows beforehand."""
@@ -83,7 +83,7 @@ class Fusion:
             await self._session.close()
         self._session = self._loop = None
 
-    def _result(self, said: dict[str, Any], limits: Mapping[str, Any], fetch: Sequence[str]) -> Result:
+    def _parse_result(self, said: dict[str, Any], limits: Mapping[str, Any], fetch: Sequence[str]) -> Result:
         compiled, ran = said.get("compile_result"), said.get("run_result")
         about = ran if isinstance(ran, dict) else compiled
         if said.get("status") == "SandboxError" or not isinstance(about, dict):
@@ -110,11 +110,11 @@ class Fusion:
     async def _post(self, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
-            self._loop, self._turns = loop, asyncio.Semaphore(self._most)
+            self._loop, self._box_limit = loop, asyncio.Semaphore(self._max_boxes)
             self._session = aiohttp.ClientSession()
         limit = aiohttp.ClientTimeout(total=seconds + _MARGIN_S)
         try:
-            async with self._turns, self._session.post(self._url, json=body, timeout=limit) as response:
+            async with self._box_limit, self._session.post(self._url, json=body, timeout=limit) as response:
                 if response.status != 200:
                     raise SandboxError(f"{self._url} answers {response.status}: {(await response.text())[:200]!r}")
                 said = await response.json(content_type=None)

@@ -93,7 +93,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "mq_open": (240, 180),
     "vmsplice": (278, 75),
 }
-_NEWEST = 450
+_MAX_SYSCALL = 450
 """Later ones do not exist for a box; C libraries know how to do without."""
 # Those that are allowed with some arguments only.
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
@@ -115,7 +115,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 Instruction = tuple[int, int, int, int]
 
 
-def program(machine: str) -> bytes | None:
+def build_filter(machine: str) -> bytes | None:
     """The filter, as the kernel takes it; None for a machine whose numbers are not known here."""
     if machine not in _MACHINES:
         return None
@@ -125,7 +125,7 @@ def program(machine: str) -> bytes | None:
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
-        *_refuse(_GREATER, _NEWEST, _ENOSYS),  # x32's, whose numbers begin at 2**30, too
+        *_refuse(_GREATER, _MAX_SYSCALL, _ENOSYS),  # x32's, whose numbers begin at 2**30, too
         *_refuse(_EQUAL, _CLONE3[column], _ENOSYS),  # its flags are in memory, where no filter sees them
     ]
     for numbers in DENIED.values():

@@ -28,7 +28,7 @@ _DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ)
 """Python ignores these."""
 
 
-def environment(python: str) -> dict[str, str]:
+def build_environment(python: str) -> dict[str, str]:
     """Of a box, and of bubblewrap too: its own can be read in the box, in /proc/1/environ."""
     return {
         "PATH": f"{python}/bin:/usr/local/bin:/usr/bin:/bin",
@@ -43,7 +43,7 @@ def environment(python: str) -> dict[str, str]:
     }
 
 
-def view(place: str, python: str, version: tuple[int, ...]) -> list[str]:
+def build_bwrap_arguments(place: str, python: str, version: tuple[int, ...]) -> list[str]:
     """Bubblewrap's arguments for what is the same in every box: what it sees, and what it is parted from."""
     given = [
         *("--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"),
@@ -79,16 +79,16 @@ def view(place: str, python: str, version: tuple[int, ...]) -> list[str]:
 class Spawner:
     """Starts commands in boxes, each with folders of its own."""
 
-    boxed = True
+    is_boxed = True
 
     def __init__(self, bwrap: str, place: str, python: str) -> None:
         self._bwrap = bwrap
         said = subprocess.run([bwrap, "--version"], env={}, capture_output=True, text=True).stdout
-        self._view = view(place, python, tuple(map(int, re.findall(r"\d+", said))))
-        self._environment = environment(python)
-        code = seccomp.program(platform.machine())
-        self.filtered = code is not None
-        self._filter = _held(code or b"")
+        self._view = build_bwrap_arguments(place, python, tuple(map(int, re.findall(r"\d+", said))))
+        self._environment = build_environment(python)
+        code = seccomp.build_filter(platform.machine())
+        self.has_seccomp = code is not None
+        self._filter = _create_memory_file(code or b"")
 
     def start(self, command: Sequence[str], folder: str, ends: Mapping[int, int]) -> tuple[int, int, int]:
         """Bubblewrap's pid, and our ends of two pipes: on the first it says the pid of the box's init, and at last how
@@ -101,9 +101,9 @@ class Spawner:
         given += ["--bind", f"{folder}/tmp", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
         given += ["--json-status-fd", str(_STATUS), "--block-fd", str(_GATE)]
         given += ["--sync-fd", str(_HELD)]
-        if self.filtered:
+        if self.has_seccomp:
             given += ["--seccomp", str(_FILTER)]
-        arguments = _held("\0".join(given).encode() + b"\0")
+        arguments = _create_memory_file("\0".join(given).encode() + b"\0")
         said, saying = os.pipe2(os.O_CLOEXEC)
         waiting, gate = os.pipe2(os.O_CLOEXEC)
         program = os.open(f"/proc/self/fd/{self._filter}", os.O_RDONLY | os.O_CLOEXEC)  # with an offset of its own
@@ -122,14 +122,14 @@ class Spawner:
         return pid, said, gate
 
 
-class Bare:
+class BareSpawner:
     """Starts commands without any box: in a folder and a session of their own, and with limits."""
 
-    boxed = False
-    filtered = False
+    is_boxed = False
+    has_seccomp = False
 
     def __init__(self, python: str) -> None:
-        self._environment = environment(python)
+        self._environment = build_environment(python)
 
     def start(self, command: Sequence[str], folder: str, ends: Mapping[int, int]) -> tuple[int, int, int]:
         """As a `Spawner`'s, without its first pipe."""
@@ -166,12 +166,12 @@ def posix_spawn(
             os.close(end)
 
 
-def counts_by_box() -> bool:
+def has_nproc_per_box() -> bool:
     """Whether the kernel counts processes by user namespace, as since 5.14, and not all of a user's alike."""
     return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14)
 
 
-def confine(pid: int, limits: Mapping[str, int | float], memory: int, session: bool, counted: bool) -> None:
+def set_limits(pid: int, limits: Mapping[str, int | float], memory: int, session: bool, counted: bool) -> None:
     """Limits of a process, and of each that it will start; of their number, where they are counted by box. From
     outside: nothing in the box could raise them."""
     space = max(4 * memory, _LEAST_ADDRESS_SPACE)
@@ -195,7 +195,7 @@ def confine(pid: int, limits: Mapping[str, int | float], memory: int, session: b
         resource.prlimit(pid, kind, (amount, amount))
 
 
-def _held(data: bytes) -> int:
+def _create_memory_file(data: bytes) -> int:
     """An open file in memory, at its beginning."""
     file = os.memfd_create("box", os.MFD_CLOEXEC)
     os.write(file, data)

@@ -47,25 +47,25 @@ distribution over these.
 are made of. Where an agent's conversation became several sequences, these are one episode: `episodes.py`.
 """
 
-from megarl.types.arrays import Ids, Logprobs, ids_of, no_logprobs
-from megarl.types.batch import COLUMNS, Counts, ModelOutput, Shares, TokenLoss, TrainBatch, reads
-from megarl.types.comm import ALONE, Alone, Everyone, Total, alone
+from megarl.types.arrays import Ids, Logprobs, as_token_ids, no_logprobs
+from megarl.types.batch import TOKEN_COLUMNS, BatchSharding, Counts, ModelOutput, TokenLoss, TrainBatch, reads
+from megarl.types.comm import LOCAL, AllReduce, Comm, LocalComm, local_all_reduce
 from megarl.types.episodes import Branch, Episodes
-from megarl.types.reward_values import Failed, Reward, Verdict
-from megarl.types.rollouts import FIGURES, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn, as_branches
-from megarl.types.sampling_mask import Support
+from megarl.types.reward_values import Reward, RewardFailure, RewardResult
+from megarl.types.rollouts import ROLLOUT_STATS, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn, as_branches
+from megarl.types.sampling_mask import SamplingMask
 
 __all__ = [
-    "ALONE",
-    "COLUMNS",
+    "LOCAL",
+    "TOKEN_COLUMNS",
     "Counts",
     "Episodes",
-    "FIGURES",
+    "ROLLOUT_STATS",
     "STATUSES",
-    "Alone",
+    "LocalComm",
     "Branch",
-    "Everyone",
-    "Failed",
+    "Comm",
+    "RewardFailure",
     "Ids",
     "Logprobs",
     "Message",
@@ -74,17 +74,17 @@ __all__ = [
     "Reward",
     "Rollout",
     "Rollouts",
-    "Shares",
+    "BatchSharding",
     "Status",
-    "Support",
+    "SamplingMask",
     "TokenLoss",
-    "Total",
+    "AllReduce",
     "TrainBatch",
     "Turn",
-    "Verdict",
-    "alone",
+    "RewardResult",
+    "local_all_reduce",
     "as_branches",
-    "ids_of",
+    "as_token_ids",
     "no_logprobs",
     "reads",
 ]

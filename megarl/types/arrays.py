@@ -16,10 +16,10 @@ Logprobs = npt.NDArray[np.float32]
 """[tokens] float32, read-only; made of any sequence of numbers, like `Ids`."""
 
 
-_MOST = 2**31 - 1
+_MAX_TOKEN_ID = 2**31 - 1
 
 
-def ids_of(values: npt.ArrayLike) -> Ids:
+def as_token_ids(values: npt.ArrayLike) -> Ids:
     """Token ids as a read-only array, without a copy of one that is such an array already.
 
     Raises ValueError for what is not a list of whole numbers, each of them from 0 to 2^31 - 1.
@@ -29,12 +29,12 @@ def ids_of(values: npt.ArrayLike) -> Ids:
         raise ValueError(f"token ids are a list of whole numbers, not {str(values)[:80]}")
     if given.size and given.min() < 0:
         raise ValueError(f"a token id is negative: {given.min()}")
-    if given.dtype != np.int32 and given.size and given.max() > _MOST:
+    if given.dtype != np.int32 and given.size and given.max() > _MAX_TOKEN_ID:
         raise ValueError(f"no token has the id {given.max()}")
-    return read_only(given.astype(np.int32, copy=False), values)
+    return as_read_only(given.astype(np.int32, copy=False), values)
 
 
-def read_only(array: npt.NDArray[Any], given: object) -> npt.NDArray[Any]:
+def as_read_only(array: npt.NDArray[Any], given: object) -> npt.NDArray[Any]:
     """The array, or a view of it where it is the one that was given, which its owner may go on writing to."""
     if array.flags.writeable:
         array = array.view() if array is given else array
@@ -43,14 +43,14 @@ def read_only(array: npt.NDArray[Any], given: object) -> npt.NDArray[Any]:
 
 
 def no_ids() -> Ids:
-    return ids_of(())
+    return as_token_ids(())
 
 
 def no_logprobs() -> Logprobs:
     return np.zeros(0, np.float32)
 
 
-def same(left: object, right: object) -> bool:
+def fields_equal(left: object, right: object) -> bool:
     """Equality of two values of one class field by field, arrays by what is in them; NaN is like NaN. Fields with
     `compare=False` are left out."""
     for item in (item for item in fields(left) if item.compare):  # type: ignore[arg-type]
@@ -60,6 +60,6 @@ def same(left: object, right: object) -> bool:
     return True
 
 
-def joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def concat(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """The parts one after the other; there may be none."""
     return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)

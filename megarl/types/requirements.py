@@ -17,32 +17,32 @@ ITEM_KINDS: tuple[ItemKind, ...] = get_args(ItemKind)
 
 
 @dataclass(frozen=True)
-class Declared:
+class Requirements:
     """A controller's declaration for one configuration. `controllers/controller.py` says what each of them means."""
 
     name: str
     """As messages have it: that of the configuration."""
     item: ItemKind
     roles: tuple[str, ...]
-    trains: tuple[str, ...]
-    trains_head: bool = False
-    compares_samples: bool = False
-    corrects_lag: bool = False
-    follows_prompts: bool = False
-    asks_further: bool = False
+    trained_roles: tuple[str, ...]
+    has_scalar_head: bool = False
+    is_group_relative: bool = False
+    is_off_policy: bool = False
+    has_fixed_prompts: bool = False
+    has_dynamic_sampling: bool = False
     workers: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def generates(self) -> bool:
+    def has_rollout(self) -> bool:
         """Whether it samples from the policy, and so has engines."""
         return "rollout" in self.roles
 
     def has_engines(self, config: Config) -> bool:
         """Whether engines are started, as what is sampled is not read from a record."""
-        return self.generates and not config.rollout.replay
+        return self.has_rollout and not config.rollout.replay
 
     @property
-    def main(self) -> str:
+    def main_role(self) -> str:
         """The role whose model is exported, and has `model.path` and `parallel`; the engines where nothing is
         trained."""
-        return self.trains[0] if self.trains else "rollout"
+        return self.trained_roles[0] if self.trained_roles else "rollout"

@@ -26,19 +26,19 @@ class Reward:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RewardFailure:
     """There is no reward."""
 
-    why: str
+    reason: str
     """In one line; the same for all samples that fail alike."""
 
 
-Verdict = Reward | Failed
+RewardResult = Reward | RewardFailure
 
-Parts = tuple[float, dict[str, float]]
+ServiceReward = tuple[float, dict[str, float]]
 """What a service adds to a rollout's reward, and the parts of it by name."""
 
-LARGEST = 1e6
+MAX_REWARD = 1e6
 """Beyond it fp32 can no longer tell advantages apart: squares that are summed have 24 bits."""
 
 
@@ -46,7 +46,7 @@ class RewardError(ConfigError):
     """A reward that raised, took too long, or is something else than a number."""
 
 
-def reward_of(value: Any, turns: int, about: str = "it") -> Reward:
+def parse_reward(value: Any, turns: int, about: str = "it") -> Reward:
     """What a function has returned for a rollout with so many turns of the policy's, made sense of.
 
     Raises RewardError, which begins with `about`, for anything but finite numbers of at most `LARGEST` where they
@@ -60,7 +60,7 @@ def reward_of(value: Any, turns: int, about: str = "it") -> Reward:
         given = {name: item for name, item in value.items() if item is not None or name == "reward"}
         value = Reward(**given)
     if not isinstance(value, Reward):
-        return Reward(number_of(value, about))
+        return Reward(parse_number(value, about))
     if not isinstance(value.parts, Mapping) or not all(isinstance(name, str) and name for name in value.parts):
         raise RewardError(f"{about} returned `parts` that are no mapping of names to numbers")
     of_turns = value.turns.tolist() if hasattr(value.turns, "tolist") else value.turns
@@ -69,28 +69,28 @@ def reward_of(value: Any, turns: int, about: str = "it") -> Reward:
     if of_turns and len(of_turns) != turns:
         raise RewardError(f"{about} returned {len(of_turns)} `turns` for {turns} turns of the policy's")
     found = Reward(
-        number_of(value.reward, about),
-        {name: number_of(part, f"{about}, part {name},") for name, part in value.parts.items()},
-        tuple(number_of(turn, f"{about}, turn {number},") for number, turn in enumerate(of_turns)),
+        parse_number(value.reward, about),
+        {name: parse_number(part, f"{about}, part {name},") for name, part in value.parts.items()},
+        tuple(parse_number(turn, f"{about}, turn {number},") for number, turn in enumerate(of_turns)),
     )
-    number_of(worth(found), f"{about}, with its turns,")
+    parse_number(sum_reward(found), f"{about}, with its turns,")
     return found
 
 
-def of_model(score: float) -> Verdict:
+def parse_model_score(score: float) -> RewardResult:
     """What a model's score of a conversation comes to."""
     try:
-        return Reward(number_of(score, "the model"))
+        return Reward(parse_number(score, "the model"))
     except RewardError as error:
-        return Failed(f"{error} (reward.model)")
+        return RewardFailure(f"{error} (reward.model)")
 
 
-def worth(reward: Reward) -> float:
+def sum_reward(reward: Reward) -> float:
     """Of the conversation as a whole and of its turns."""
     return math.fsum((reward.reward, *reward.turns))
 
 
-def number_of(value: Any, about: str) -> float:
+def parse_number(value: Any, about: str) -> float:
     """A number that a reward may be. Raises RewardError, which begins with `about`, for what is none."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()  # a scalar of numpy or torch
@@ -104,9 +104,9 @@ def number_of(value: Any, about: str) -> float:
         raise RewardError(f"{about} returned a {type(value).__name__}, {shown}; it must return a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise RewardError(f"{about} returned {value}; it must return a finite number")
-    if abs(value) > LARGEST:
+    if abs(value) > MAX_REWARD:
         size = f"{value:g}" if isinstance(value, float) or value.bit_length() < 1000 else "a number of many digits"
         raise RewardError(
-            f"{about} returned {size}; beyond {LARGEST:g} the advantages of all others drown in fp32: scale it"
+            f"{about} returned {size}; beyond {MAX_REWARD:g} the advantages of all others drown in fp32: scale it"
         )
     return float(value)

@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from megarl.types.arrays import Ids, Logprobs, ids_of, joined, no_ids, no_logprobs, read_only, same
-from megarl.types.comm import ALONE, Everyone
-from megarl.types.episodes import Branch, Episodes, numbered
-from megarl.types.reward_values import Verdict
-from megarl.types.sampling_mask import Support
+from megarl.types.arrays import Ids, Logprobs, as_read_only, as_token_ids, concat, fields_equal, no_ids, no_logprobs
+from megarl.types.comm import LOCAL, Comm
+from megarl.types.episodes import Branch, Episodes, assign_episode_ids
+from megarl.types.reward_values import RewardResult
+from megarl.types.sampling_mask import SamplingMask
 
 Message = dict[str, Any]
 """One chat message in the OpenAI form: role, content, and tool_calls where there are some."""
@@ -46,10 +46,10 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", ids_of(self.token_ids))
+        object.__setattr__(self, "token_ids", as_token_ids(self.token_ids))
 
     def __eq__(self, other: object) -> bool:
-        return same(self, other) if isinstance(other, Prompt) else NotImplemented
+        return fields_equal(self, other) if isinstance(other, Prompt) else NotImplemented
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,19 +69,19 @@ class Turn:
     """(version, tokens) of one run of tokens after the other, where the weights changed meanwhile; else empty."""
     reward: float = 0.0
     """What an action turn itself was found to be worth; it is a part of the rollout's reward."""
-    cached: int = field(default=-1, compare=False)
+    cached_tokens: int = field(default=-1, compare=False)
     """Of all tokens before an action turn, how many the engine had in its cache when it was asked for it; -1 where that
     is not on record. It depends on which request came first, so turns that are alike may differ in it."""
 
     def __post_init__(self) -> None:
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
-        object.__setattr__(self, "token_ids", ids_of(self.token_ids))
-        object.__setattr__(self, "logprobs", read_only(logprobs, self.logprobs))
+        object.__setattr__(self, "token_ids", as_token_ids(self.token_ids))
+        object.__setattr__(self, "logprobs", as_read_only(logprobs, self.logprobs))
         if self.is_action and logprobs.shape != self.token_ids.shape:
             raise ValueError(f"an action turn has {len(self.token_ids)} tokens but {logprobs.size} logprobs")
         if not self.is_action and logprobs.size:
             raise ValueError("only an action turn carries logprobs")
-        if (self.reward or self.cached >= 0) and not self.is_action:
+        if (self.reward or self.cached_tokens >= 0) and not self.is_action:
             raise ValueError("only an action turn has a reward, and tokens that were cached for it")
         if self.versions and sum(tokens for _, tokens in self.versions) != len(self.token_ids):
             raise ValueError(f"a turn of {len(self.token_ids)} tokens with versions of others: {self.versions}")
@@ -89,17 +89,19 @@ class Turn:
             raise ValueError(f"a turn by version {self.weight_version} that ends by another: {self.versions}")
 
     def __eq__(self, other: object) -> bool:
-        return same(self, other) if isinstance(other, Turn) else NotImplemented
+        return fields_equal(self, other) if isinstance(other, Turn) else NotImplemented
 
     @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
+    def version_spans(self) -> tuple[tuple[int, int], ...]:
         """(version, tokens) of one run of tokens after the other that weights of one version chose."""
         return self.versions or ((self.weight_version, len(self.token_ids)),)
 
     @property
     def token_versions(self) -> Ids:
         """Version of the weights that chose each token."""
-        return np.repeat(np.array([run[0] for run in self.runs], np.int32), [tokens for _, tokens in self.runs])
+        return np.repeat(
+            np.array([run[0] for run in self.version_spans], np.int32), [tokens for _, tokens in self.version_spans]
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Rollout:
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """[known, MoE layers, topk]: the experts that each of the first `known` tokens went through in the engine, in any
     order. uint8 where the model has at most 256 of them, else int16. None where nothing was recorded."""
-    support: Support | None = field(default=None, compare=False, repr=False)
+    sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
     """Of the tokens that the policy chose, one after the other, those that it could have chosen, where sampling was cut
     off; None where it never was."""
     drafted: int = 0
@@ -133,7 +135,7 @@ class Rollout:
     """Those of them that it accepted."""
     failure: str = ""
     """Of an aborted rollout, what cut it off."""
-    verdict: Verdict | None = None
+    env_reward: RewardResult | None = None
     """What its environment says it is worth, a part of the reward; None where nobody was asked."""
     unscored: dict[str, str] = field(default_factory=dict)
     """Where it has no reward, by the parts of it that failed: why. Its `reward` is 0 then, and means nothing."""
@@ -147,7 +149,7 @@ class Rollout:
     @property
     def token_ids(self) -> Ids:
         """All turns' in one array, made when it is asked for."""
-        return joined([turn.token_ids for turn in self.turns], np.int32)
+        return concat([turn.token_ids for turn in self.turns], np.int32)
 
     @property
     def num_tokens(self) -> int:
@@ -159,9 +161,9 @@ class Rollout:
         return sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
 
     @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
+    def version_spans(self) -> tuple[tuple[int, int], ...]:
         """(version, tokens) of the tokens that the policy chose, as of a `Turn`."""
-        return tuple(run for turn in self.turns if turn.is_action for run in turn.runs)
+        return tuple(run for turn in self.turns if turn.is_action for run in turn.version_spans)
 
     @property
     def answer(self) -> str:
@@ -181,7 +183,7 @@ def as_branches(conversations: Sequence[Rollout], episode: int) -> tuple[Rollout
     return tuple(replace(one, episode=episode, status=last.status, failure=last.failure) for one in conversations)
 
 
-FIGURES: dict[str, Callable[[Rollout], float]] = {
+ROLLOUT_STATS: dict[str, Callable[[Rollout], float]] = {
     "group": lambda rollout: rollout.group,
     "episode": lambda rollout: rollout.episode,
     "length": lambda rollout: rollout.num_tokens,
@@ -194,8 +196,8 @@ FIGURES: dict[str, Callable[[Rollout], float]] = {
     "drafted": lambda rollout: rollout.drafted,
     "accepted": lambda rollout: rollout.accepted,
     "routed": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
-    "supported": lambda rollout: 0 if rollout.support is None else len(rollout.support.ids),
-    "oldest": lambda rollout: min((version for version, _ in rollout.runs), default=-1),
+    "supported": lambda rollout: 0 if rollout.sampling_mask is None else len(rollout.sampling_mask.ids),
+    "oldest": lambda rollout: min((version for version, _ in rollout.version_spans), default=-1),
     "rewarded_turns": lambda rollout: sum(turn.reward != 0 for turn in rollout.turns),
     "unscored": lambda rollout: len(rollout.unscored),
 }
@@ -206,8 +208,8 @@ FIGURES: dict[str, Callable[[Rollout], float]] = {
 class Rollouts:
     """N rollouts in an order that is the same on all ranks: figures of all of them, and those whose home is here."""
 
-    here: tuple[Rollout, ...]
-    own: torch.Tensor  # [n] int64, which of the N those `here` are, ascending
+    local: tuple[Rollout, ...]
+    local_indices: torch.Tensor  # [n] int64, which of the N those `here` are, ascending
     home: torch.Tensor  # [N] int64, the rank that has it
     group: torch.Tensor  # [N] int64, samples of one prompt share a number
     episode: torch.Tensor  # [N] int64, branches of one episode share a number, which no other rollout has
@@ -220,9 +222,11 @@ class Rollouts:
     tool_errors: torch.Tensor  # [N] int64
     drafted: torch.Tensor  # [N] int64
     accepted: torch.Tensor  # [N] int64
-    routed: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
-    supported: torch.Tensor  # [N] int64 ids in the record of what could have been sampled; 0 where nothing was cut off
-    oldest: torch.Tensor  # [N] int64, first version of the weights that chose a token of it; -1 where none did
+    routed_tokens: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
+    sampling_mask_sizes: (
+        torch.Tensor
+    )  # [N] int64 ids in the record of what could have been sampled; 0 where nothing was cut off
+    oldest_version: torch.Tensor  # [N] int64, first version of the weights that chose a token of it; -1 where none did
     rewarded_turns: torch.Tensor  # [N] int64 turns with a reward of their own
     unscored: torch.Tensor  # [N] int64 parts of its reward that failed; where there is one it has no reward
     reward: torch.Tensor  # [N] float64; 0 where it has none
@@ -230,22 +234,24 @@ class Rollouts:
     source: torch.Tensor  # [N] int64, place in `sources`
     sources: tuple[str, ...] = ()  # the prompts' data_source, each once, in the order of the alphabet
     failures: tuple[str, ...] = ()  # of the aborted ones, in no order; of an episode one
-    unscored_for: tuple[tuple[str, str, str], ...] = ()  # (part, why, id of the sample) of each that failed, likewise
+    unscored_reasons: tuple[
+        tuple[str, str, str], ...
+    ] = ()  # (part, why, id of the sample) of each that failed, likewise
     version: int = -1  # of the policy's weights as they are now; -1 where nobody said
-    everyone: Everyone = field(default=ALONE, compare=False, repr=False)
+    comm: Comm = field(default=LOCAL, compare=False, repr=False)
 
     @staticmethod
-    def of(
+    def gather(
         here: Sequence[Rollout],
         order: Sequence[int] | torch.Tensor | None = None,
-        everyone: Everyone = ALONE,
+        everyone: Comm = LOCAL,
         version: int = -1,
         episode: torch.Tensor | None = None,
     ) -> Rollouts:
         """Put together what all ranks have. order: a number for each of those here, by which all of them are ordered;
         equal ones by rank, then as they are given, and so are all where it is None. Branches of an episode must follow
         each other in it, and be on one rank. episode: the figure, where it is known. Collective."""
-        ends = _ends(here)
+        ends = _last_branches(here)
         keys = torch.zeros(len(here), dtype=torch.int64) if order is None else torch.as_tensor(order, dtype=torch.int64)
         mine = (
             sorted({name for rollout in here for name in rollout.reward_parts}),
@@ -253,43 +259,47 @@ class Rollouts:
             sorted({rollout.prompt.data_source for rollout in here}),
             [(part, why, rollout.prompt.id) for rollout in ends for part, why in rollout.unscored.items()],
         )
-        said = everyone.objects(mine)
+        said = everyone.all_gather_objects(mine)
         parts = sorted({name for names, *_ in said for name in names})
         sources = sorted({name for _, _, names, _ in said for name in names})
         at_source = {name: number for number, name in enumerate(sources)}
         whole = [
-            [*(get(rollout) for get in FIGURES.values()), at_source[rollout.prompt.data_source]] for rollout in here
+            [*(get(rollout) for get in ROLLOUT_STATS.values()), at_source[rollout.prompt.data_source]]
+            for rollout in here
         ]
         rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in here]
-        numbers = torch.tensor(whole, dtype=torch.int64).reshape(len(here), len(FIGURES) + 1)
+        numbers = torch.tensor(whole, dtype=torch.int64).reshape(len(here), len(ROLLOUT_STATS) + 1)
         marks = torch.stack([keys, torch.full_like(keys, everyone.rank)], dim=1)
         rated = torch.tensor(rewards, dtype=torch.float64).reshape(len(here), 1 + len(parts))
         # One exchange for both: the rewards' bits, as whole numbers.
-        table = everyone.rows(torch.cat([marks, numbers, rated.view(torch.int64)], dim=1))
+        table = everyone.all_gather_rows(torch.cat([marks, numbers, rated.view(torch.int64)], dim=1))
         table = table[torch.sort(table[:, 0], stable=True).indices]
-        rated = table[:, 3 + len(FIGURES) :].contiguous().view(torch.float64)
+        rated = table[:, 3 + len(ROLLOUT_STATS) :].contiguous().view(torch.float64)
         own = (table[:, 1] == everyone.rank).nonzero().squeeze(1)
         at = torch.sort(keys, stable=True).indices.tolist()  # equal keys of one rank are in its own order above, too
-        home, figures = table[:, 1].contiguous(), {name: table[:, i].contiguous() for i, name in enumerate(FIGURES, 2)}
+        home, figures = (
+            table[:, 1].contiguous(),
+            {name: table[:, i].contiguous() for i, name in enumerate(ROLLOUT_STATS, 2)},
+        )
         if episode is None:
-            episode = numbered(figures["group"], figures["episode"], home=home, status=figures["status"])
+            episode = assign_episode_ids(figures["group"], figures["episode"], home=home, status=figures["status"])
         return Rollouts(
-            here=tuple(here[i] for i in at),
-            own=own,
+            local=tuple(here[i] for i in at),
+            local_indices=own,
             home=home,
             **figures | {"episode": episode},
             reward=rated[:, 0].contiguous(),
             reward_parts={name: rated[:, column].contiguous() for column, name in enumerate(parts, 1)},
-            source=table[:, 2 + len(FIGURES)].contiguous(),
+            source=table[:, 2 + len(ROLLOUT_STATS)].contiguous(),
             sources=tuple(sources),
             failures=tuple(reason for _, reasons, *_ in said for reason in reasons),
-            unscored_for=tuple(one for *_, failed in said for one in failed),
+            unscored_reasons=tuple(one for *_, failed in said for one in failed),
             version=version,
-            everyone=everyone,
+            comm=everyone,
         )
 
     @staticmethod
-    def joined(parts: Sequence[Rollouts]) -> Rollouts:
+    def concat(parts: Sequence[Rollouts]) -> Rollouts:
         """One after the other, of several generations of a step; their groups have different numbers, or are meant to
         be the same; their episodes are different ones. There is at least one; version and `everyone` are those of the
         last."""
@@ -300,14 +310,14 @@ class Rollouts:
         sources = tuple(sorted({source for part in parts for source in part.sources}))
         places = [torch.tensor([sources.index(source) for source in part.sources] or [0]) for part in parts]
         figures: dict[str, Any] = {
-            name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *FIGURES, "reward")
+            name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *ROLLOUT_STATS, "reward")
         }
         further = np.cumsum([0, *(max(part.episode.tolist(), default=0) + 1 for part in parts)]).tolist()
         figures["episode"] = torch.cat([part.episode + first for part, first in zip(parts, further, strict=False)])
         return replace(
             last,
-            here=tuple(rollout for part in parts for rollout in part.here),
-            own=torch.cat([part.own + offset for part, offset in zip(parts, offsets, strict=True)]),
+            local=tuple(rollout for part in parts for rollout in part.local),
+            local_indices=torch.cat([part.local_indices + offset for part, offset in zip(parts, offsets, strict=True)]),
             **figures,
             source=torch.cat([place[part.source] for part, place in zip(parts, places, strict=True)]),
             sources=sources,
@@ -316,30 +326,32 @@ class Rollouts:
                 for name in names
             },
             failures=tuple(reason for part in parts for reason in part.failures),
-            unscored_for=tuple(one for part in parts for one in part.unscored_for),
+            unscored_reasons=tuple(one for part in parts for one in part.unscored_reasons),
         )
 
     def __len__(self) -> int:
         return len(self.home)
 
-    def with_(self, here: Sequence[Rollout]) -> Rollouts:
+    def replace_local(self, here: Sequence[Rollout]) -> Rollouts:
         """The same with others in the place of those that are here, one for each. Collective."""
-        return Rollouts.of(here, self.own, self.everyone, self.version, self.episode)
+        return Rollouts.gather(here, self.local_indices, self.comm, self.version, self.episode)
 
     @property
     def episodes(self) -> Episodes:
         """Which of them are branches of one."""
-        return Episodes.of(self.episode)
+        return Episodes.from_ids(self.episode)
 
-    def whole_episodes(self) -> Rollouts:
+    def merge_branches(self) -> Rollouts:
         """One for each episode: its last branch, with what is counted, such as action tokens, turns and tool calls,
         added up over all branches, the prompt of the first, and the length of the longest."""
         episodes = self.episodes
         if len(episodes) == len(self):
             return self
         names = ("actions", "turns", "tool_calls", "tool_errors", "drafted", "accepted", "supported")
-        counted: dict[str, Any] = {name: episodes.sums(getattr(self, name)) for name in names}
-        longest = self.length.new_zeros(len(episodes)).scatter_reduce(0, episodes.row, self.length, reduce="amax")
+        counted: dict[str, Any] = {name: episodes.sum_branches(getattr(self, name)) for name in names}
+        longest = self.length.new_zeros(len(episodes)).scatter_reduce(
+            0, episodes.episode_ids, self.length, reduce="amax"
+        )
         return replace(
             self.select(episodes.is_last),
             **counted,
@@ -348,29 +360,29 @@ class Rollouts:
         )
 
     @property
-    def lag(self) -> torch.Tensor:
+    def staleness(self) -> torch.Tensor:
         """[N] int64: by how many versions the first of its tokens is older than the weights now; 0 where nobody said
         which they are."""
-        return torch.where(self.oldest >= 0, (self.version - self.oldest).clamp(min=0), 0)
+        return torch.where(self.oldest_version >= 0, (self.version - self.oldest_version).clamp(min=0), 0)
 
-    def are(self, *statuses: Status) -> torch.Tensor:
+    def has_status(self, *statuses: Status) -> torch.Tensor:
         """[N] bool: which of them ended so."""
         return torch.isin(self.status, torch.tensor([STATUSES.index(status) for status in statuses]))
 
     def select(self, keep: torch.Tensor) -> Rollouts:
         """Those where `keep`, [N] bool, says so, in their order."""
-        kept = keep[self.own]
-        figures = {name: getattr(self, name)[keep] for name in ("home", *FIGURES, "source", "reward")}
+        kept = keep[self.local_indices]
+        figures = {name: getattr(self, name)[keep] for name in ("home", *ROLLOUT_STATS, "source", "reward")}
         return replace(
             self,
-            here=tuple(rollout for rollout, stays in zip(self.here, kept.tolist(), strict=True) if stays),
-            own=(keep.cumsum(0) - 1)[self.own[kept]],
+            local=tuple(rollout for rollout, stays in zip(self.local, kept.tolist(), strict=True) if stays),
+            local_indices=(keep.cumsum(0) - 1)[self.local_indices[kept]],
             **figures,
             reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
         )
 
 
-def _ends(here: Sequence[Rollout]) -> list[Rollout]:
+def _last_branches(here: Sequence[Rollout]) -> list[Rollout]:
     """The last branch of each episode, of which things are said once, and those that are alone."""
     return [
         one

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.types.arrays import ids_of
+from megarl.types.arrays import as_token_ids
 
 
 @dataclass(frozen=True, eq=False)
-class Support:
+class SamplingMask:
     """Of n tokens, one after the other, the ids that each could have had; its own is among them.
 
     A count of 0 says that nothing was cut off: the whole vocabulary, or a token that no policy chose.
@@ -27,37 +27,37 @@ class Support:
     ids: torch.Tensor  # [sum(counts)] int32, in any order within a token, none twice
 
     @staticmethod
-    def of(rows: Sequence[Sequence[int]]) -> Support:
+    def from_rows(rows: Sequence[Sequence[int]]) -> SamplingMask:
         """The ids of each token. Raises ValueError or TypeError for what are no whole numbers."""
-        ids = ids_of([token for row in rows for token in row])
-        return Support(torch.tensor([len(row) for row in rows], dtype=torch.int32), torch.tensor(ids))
+        ids = as_token_ids([token for row in rows for token in row])
+        return SamplingMask(torch.tensor([len(row) for row in rows], dtype=torch.int32), torch.tensor(ids))
 
     @staticmethod
-    def whole(tokens: int) -> Support:
+    def unrestricted(tokens: int) -> SamplingMask:
         """Of so many tokens of which nothing was cut off."""
-        return Support(torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
+        return SamplingMask(torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
 
     @staticmethod
-    def joined(parts: Sequence[Support]) -> Support:
+    def concat(parts: Sequence[SamplingMask]) -> SamplingMask:
         """One after the other; there is one at least."""
-        return Support(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
+        return SamplingMask(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
 
     def __len__(self) -> int:
         return len(self.counts)
 
-    def pick(self, rows: torch.Tensor) -> Support:
+    def index_select(self, rows: torch.Tensor) -> SamplingMask:
         """[m] int64 which of the tokens -> these, in this order; -1 for one of which nothing was cut off."""
         known = rows >= 0
         at = rows.where(known, 0)
         if not len(self.counts):
-            return Support.whole(len(rows))
+            return SamplingMask.unrestricted(len(rows))
         counts = self.counts.long()
         sizes = counts[at] * known
         starts = (counts.cumsum(0) - counts)[at] - (sizes.cumsum(0) - sizes)
         ids = self.ids[torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts, sizes)]
-        return Support(sizes.int(), ids)
+        return SamplingMask(sizes.int(), ids)
 
-    def lacks(self, tokens: torch.Tensor) -> torch.Tensor:
+    def excludes(self, tokens: torch.Tensor) -> torch.Tensor:
         """[n] bool: whether a token has a set, and is not in it. tokens: [n] their ids."""
         owner = torch.repeat_interleave(torch.arange(len(self)), self.counts)
         within = torch.zeros(len(self), dtype=torch.bool)

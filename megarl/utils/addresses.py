@@ -19,7 +19,7 @@ def is_public(address: str) -> bool:
     return found.is_global and not found.is_multicast
 
 
-def plainly_private(host: str) -> bool:
+def is_known_private(host: str) -> bool:
     """Whether that can be known without asking for the address of a name."""
     try:
         return not is_public(host)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-MOST_LEVELS = 100
+MAX_DEPTH = 100
 """Of lists and objects inside of each other. Python's own JSON stops near a thousand, depending on who asks."""
 
-_OTHER_KINDS = ("image_url", "image", "input_audio", "audio", "video_url", "video", "file")
+_MEDIA_TYPES = ("image_url", "image", "input_audio", "audio", "video_url", "video", "file")
 
 
-def media(value: Any) -> str:
+def find_media_type(value: Any) -> str:
     """The kind of the first part of what a tool returned that is no text, in OpenAI's or MCP's form; "" if all are."""
     for part in value if isinstance(value, list) else [value]:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _OTHER_KINDS and {kind, "data", "source"} & part.keys():
+        if kind in _MEDIA_TYPES and {kind, "data", "source"} & part.keys():
             return str(kind)
     return ""
 
 
-def encodable(value: Any, levels: int = MOST_LEVELS) -> Any:
+def replace_surrogates(value: Any, levels: int = MAX_DEPTH) -> Any:
     """The value, as of JSON, with U+FFFD for every lone surrogate in its texts, such as of an emoji cut in half, which
     neither a tokenizer nor a file can take. Surrogates that make a pair become the character that they mean.
 
@@ -36,7 +36,9 @@ def encodable(value: Any, levels: int = MOST_LEVELS) -> Any:
     if not isinstance(value, dict | list | tuple):
         return value
     if levels == 0:
-        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, dict):
-        return {encodable(key, levels - 1): encodable(item, levels - 1) for key, item in value.items()}
-    return type(value)([encodable(item, levels - 1) for item in value])
+        return {
+            replace_surrogates(key, levels - 1): replace_surrogates(item, levels - 1) for key, item in value.items()
+        }
+    return type(value)([replace_surrogates(item, levels - 1) for item in value])

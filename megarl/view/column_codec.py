@@ -22,7 +22,7 @@ def pack(values: np.ndarray) -> dict[str, Any]:
         among, places = np.unique(numbers, return_inverse=True) if len(numbers) else (numbers, numbers)
         # A list of nearly all values would cost more than the values.
         if len(among) <= min(1 << 16, max(256, len(values) // 8)):
-            found["among"] = [plain(value) for value in among.tolist()]
+            found["among"] = [finite_or_none(value) for value in among.tolist()]
             values = places
         else:
             values = numbers.astype(np.float32)
@@ -38,7 +38,7 @@ def _kind(values: np.ndarray) -> str:
     return "u8" if 0 <= least and most < 256 else "u16" if 0 <= least and most < 1 << 16 else "i32"
 
 
-def plain(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
     """A number as JSON has it: None for what is not finite."""
     return value if not isinstance(value, float) or math.isfinite(value) else None
 

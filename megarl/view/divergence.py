@@ -7,24 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from megarl.view.rollout_files import Notes, groups_of, lists_of, open_parts, steps_of
+from megarl.view.rollout_files import Notes, flatten_lists, iter_groups, list_steps, open_parts
 from megarl.view.run_data import RunData
 
-_NOT_THE_SAME = ("time/", "perf/", "memory/")
+_VOLATILE_PREFIXES = ("time/", "perf/", "memory/")
 """Beginnings of metrics that no two runs have alike."""
 
 
-def parting(one: RunData, other: RunData) -> dict[str, Any]:
+def find_divergence(one: RunData, other: RunData) -> dict[str, Any]:
     """{steps: how many both have, tokens: {step, number, token, ids} or None, metrics: {step, names} or None}; `token`
     is a place among all tokens of the rollout, `ids` are those there, -1 where one has ended."""
     notes = Notes()
-    steps = sorted(set(steps_of(one.path, notes)) & set(steps_of(other.path, notes)))
-    tokens = next((found for step in steps if (found := _first(one.path, other.path, step, notes))), None)
-    return {"steps": len(steps), "tokens": tokens, "metrics": _first_metrics(one, other)}
+    steps = sorted(set(list_steps(one.path, notes)) & set(list_steps(other.path, notes)))
+    tokens = next(
+        (found for step in steps if (found := _first_token_difference(one.path, other.path, step, notes))), None
+    )
+    return {"steps": len(steps), "tokens": tokens, "metrics": _first_metric_difference(one, other)}
 
 
-def _first(one: Path, other: Path, step: int, notes: Notes) -> dict[str, Any] | None:
-    mine, theirs = _tokens(one, step, notes), _tokens(other, step, notes)
+def _first_token_difference(one: Path, other: Path, step: int, notes: Notes) -> dict[str, Any] | None:
+    mine, theirs = _read_tokens(one, step, notes), _read_tokens(other, step, notes)
     for number in sorted(mine.keys() & theirs.keys()):
         a, b = mine[number], theirs[number]
         shared = min(len(a), len(b))
@@ -36,22 +38,22 @@ def _first(one: Path, other: Path, step: int, notes: Notes) -> dict[str, Any] | 
     return None
 
 
-def _tokens(run_dir: Path, step: int, notes: Notes) -> dict[int, np.ndarray]:
+def _read_tokens(run_dir: Path, step: int, notes: Notes) -> dict[int, np.ndarray]:
     found: dict[int, np.ndarray] = {}
     for part in open_parts(run_dir, step, notes):
         if "token_ids" not in part.names:
             continue
-        for _, table in groups_of(part, ("number", "token_ids"), notes):
-            ids, ends = lists_of(table, "token_ids")
+        for _, table in iter_groups(part, ("number", "token_ids"), notes):
+            ids, ends = flatten_lists(table, "token_ids")
             for row, number in enumerate(table.column("number").to_pylist()):
                 found[number] = ids[ends[row] : ends[row + 1]]
     return found
 
 
-def _first_metrics(one: RunData, other: RunData) -> dict[str, Any] | None:
+def _first_metric_difference(one: RunData, other: RunData) -> dict[str, Any] | None:
     for step in sorted(one.metrics.keys() & other.metrics.keys()):
         a, b = one.metrics[step], other.metrics[step]
-        shared = [name for name in sorted(a.keys() & b.keys()) if not name.startswith(_NOT_THE_SAME)]
+        shared = [name for name in sorted(a.keys() & b.keys()) if not name.startswith(_VOLATILE_PREFIXES)]
         if unlike := [
             name for name in shared if a[name] != b[name] and not (a[name] != a[name] and b[name] != b[name])
         ]:

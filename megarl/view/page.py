@@ -20,26 +20,26 @@ from urllib.parse import quote
 import numpy as np
 
 from megarl.view.column_codec import to_json
-from megarl.view.divergence import parting
-from megarl.view.rollout_details import Detail, Words, read_details, tokenizer_folders, tokenizer_of
+from megarl.view.divergence import find_divergence
+from megarl.view.rollout_details import Detail, TokenDecoder, load_decoder, read_details, tokenizer_folders
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import Index, IndexReader, read_index
 from megarl.view.run_data import RunData, read_run
 
 SCRIPTS = ("blocks", "query", "curves", "phases", "table", "tokens", "prompts", "compare", "main")
 """Ours, in their order."""
-INSIDE = 12 << 20
+MAX_INLINE_BYTES = 12 << 20
 """Bytes of rollouts' figures that the page has in itself; more are in a file beside it."""
-TOKENS_A_FILE = 50_000
-DETAILS = 20_000
+TOKENS_PER_FILE = 50_000
+DEFAULT_DETAILS = 20_000
 """Rollouts that have their tokens beside the page, unless something else is asked for."""
 
-Spans = Callable[[Path], "Mapping[str, Any] | None"]
+SpanLoader = Callable[[Path], "Mapping[str, Any] | None"]
 """What is drawn of a run's timeline."""
 
 
 @dataclass
-class Loaded:
+class LoadedRun:
     """A run as the page has it."""
 
     run: RunData
@@ -51,34 +51,34 @@ class Loaded:
         return [*self.run.notes, *self.index.notes]
 
 
-def load(path: Path, spans: Spans | None = None, reader: IndexReader | None = None) -> Loaded:
+def load(path: Path, spans: SpanLoader | None = None, reader: IndexReader | None = None) -> LoadedRun:
     """reader: of this folder, where it is read again and again. Raises ConfigError where there is no folder."""
     run = read_run(path)
     index = read_index(path) if reader is None else reader.read()
     if len(index) and not tokenizer_folders(path):
         run.notes.append(f"{path}: there is no tokenizer at its model.path, nor an export; tokens are shown as numbers")
-    return Loaded(run, index, None if spans is None else spans(path))
+    return LoadedRun(run, index, None if spans is None else spans(path))
 
 
-def partings(runs: Sequence[Loaded]) -> list[dict[str, Any]]:
+def find_divergences(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
     """Of the first run and each other."""
-    return [parting(runs[0].run, other.run) for other in runs[1:]]
+    return [find_divergence(runs[0].run, other.run) for other in runs[1:]]
 
 
-def overview(
-    runs: Sequence[Loaded], live: bool = False, parted: Sequence[dict[str, Any]] | None = None
+def build_overview(
+    runs: Sequence[LoadedRun], live: bool = False, parted: Sequence[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """All that the first view needs. parted: the runs' `partings`, where they are known."""
+    """All that the first view needs. parted: the runs' `find_divergences`, where they are known."""
     return {
         "runs": [
-            {**one.run.plain(), "notes": one.notes, "spans": one.spans, "rollouts": len(one.index)} for one in runs
+            {**one.run.to_dict(), "notes": one.notes, "spans": one.spans, "rollouts": len(one.index)} for one in runs
         ],
         "live": live,
-        "partings": partings(runs) if parted is None else list(parted),
+        "partings": find_divergences(runs) if parted is None else list(parted),
     }
 
 
-def page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
+def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
     """The whole page. folder: where files beside it lie, as a relative address that ends in a slash."""
     style = _static("uPlot.min.css") + _static("style.css")
     scripts = [_static("uPlot.iife.min.js"), *(_static(f"{name}.js") for name in SCRIPTS)]
@@ -102,15 +102,15 @@ def page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
     return template.replace("<!--HEAD-->", f"{head}\n<style>{style}</style>").replace("<!--BODY-->", body)
 
 
-def side_file(name: str, value: Any) -> str:
+def render_block(name: str, value: Any) -> str:
     """A script that hands a block to the page."""
     return f'megarl.take("{name}", {to_json(value)});\n'
 
 
 def write_page(
-    runs: Sequence[Loaded],
+    runs: Sequence[LoadedRun],
     file: Path,
-    details: int = DETAILS,
+    details: int = DEFAULT_DETAILS,
     said: Callable[[str], None] = lambda text: None,
 ) -> dict[str, int]:
     """Write the page and its files into `<name>_files`. details: rollouts of all runs that get their tokens there.
@@ -120,34 +120,38 @@ def write_page(
     for pattern in ("tokens-*.js", "index-*.js"):  # of the page that is written over
         for old in folder.glob(pattern):
             old.unlink()
-    blocks: dict[str, Any] = {"overview": overview(runs)}
+    blocks: dict[str, Any] = {"overview": build_overview(runs)}
     beside, whole = 0, 0
     for number, one in enumerate(runs):
-        chosen = choose(one.index, details // len(runs))
-        words, notes = Words(tokenizer_of(one.run.path)), Notes()
+        chosen = select_rollouts(one.index, details // len(runs))
+        words, notes = TokenDecoder(load_decoder(one.run.path)), Notes()
         places: dict[str, list[list[int]]] = {}
         for step, numbers in chosen.items():
             said(f"{one.run.name}: tokens of step {step}")
-            parts = in_files(read_details(one.run.path, step, numbers, words, notes))
+            parts = split_into_files(read_details(one.run.path, step, numbers, words, notes))
             for at, part in enumerate(parts):
                 name = f"tokens-{number}-{step}-{at}"
-                beside += _write(folder / f"{name}.js", side_file(name, part))
+                beside += _write(folder / f"{name}.js", render_block(name, part))
                 places.setdefault(str(step), []).append([detail["number"] for detail in part])
                 whole += len(part)
         blocks["overview"]["runs"][number]["notes"] += [note for note in notes if note not in one.notes]
         blocks[f"places-{number}"] = places
-        name, content = f"index-{number}", one.index.plain()
-        if sum(len(column["data"]) for column in content["columns"].values()) <= INSIDE // len(runs):
+        name, content = f"index-{number}", one.index.to_dict()
+        if sum(len(column["data"]) for column in content["columns"].values()) <= MAX_INLINE_BYTES // len(runs):
             blocks[name] = content
         else:
-            beside += _write(folder / f"{name}.js", side_file(name, content))
+            beside += _write(folder / f"{name}.js", render_block(name, content))
     if not any(folder.iterdir()):
         folder.rmdir()
     title = "MegaRL: " + ", ".join(one.run.name for one in runs)
-    return {"page": _write(file, page(blocks, f"{quote(folder.name)}/", title)), "beside": beside, "rollouts": whole}
+    return {
+        "page": _write(file, render_page(blocks, f"{quote(folder.name)}/", title)),
+        "beside": beside,
+        "rollouts": whole,
+    }
 
 
-def choose(index: Index, most: int) -> dict[int, set[int] | None]:
+def select_rollouts(index: Index, most: int) -> dict[int, set[int] | None]:
     """Numbers of rollouts by step whose tokens are shown; None for all of a step. Where not all of a run may be: the
     last step and the first whole, as far as that goes, and of each other the same number of its best and worst."""
     step, number, reward = (index.columns[name] for name in ("step", "number", "reward"))
@@ -171,14 +175,14 @@ def choose(index: Index, most: int) -> dict[int, set[int] | None]:
     return dict(sorted(chosen.items()))
 
 
-def in_files(details: Iterable[Detail]) -> Iterator[list[Detail]]:
-    """In parts of about `TOKENS_A_FILE`."""
+def split_into_files(details: Iterable[Detail]) -> Iterator[list[Detail]]:
+    """In parts of about `TOKENS_PER_FILE`."""
     part: list[Detail] = []
     tokens = 0
     for detail in details:
         part.append(detail)
         tokens += len(detail["ids"])
-        if tokens >= TOKENS_A_FILE:
+        if tokens >= TOKENS_PER_FILE:
             yield part
             part, tokens = [], 0
     if part:

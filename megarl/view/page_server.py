@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.view.page import Loaded, Spans, load, overview, page, partings, side_file
-from megarl.view.rollout_details import Words, read_details, tokenizer_of
+from megarl.view.page import LoadedRun, SpanLoader, build_overview, find_divergences, load, render_block, render_page
+from megarl.view.rollout_details import TokenDecoder, load_decoder, read_details
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import IndexReader
 
 HOSTS = ("127.0.0.1", "localhost")
-ANEW_S = 5.0
+REFRESH_S = 5.0
 """Seconds for which what was read of a run is shown again."""
 _PATH = re.compile(r"/([\w-]{20,100})/(?:(?:data/)([a-z0-9-]{1,80})\.js)?(?:\?\d{1,20})?")
 _TOKENS = re.compile(r"tokens-(\d{1,3})-(\d{1,12})-(\d{1,9})")
@@ -35,12 +35,12 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, paths: Sequence[Path], port: int = 0, spans: Spans | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], port: int = 0, spans: SpanLoader | None = None) -> None:
         self.key = secrets.token_urlsafe(24)
         self._paths, self._spans = list(paths), spans
         self._lock = threading.Lock()
-        self._words: dict[int, Words] = {}
-        self._marks: list[tuple[int, int]] | None = None
+        self._token_texts: dict[int, TokenDecoder] = {}
+        self._run_sizes: list[tuple[int, int]] | None = None
         self._readers = [IndexReader(path) for path in paths]
         self._load()
         try:
@@ -52,47 +52,47 @@ class Server(ThreadingHTTPServer):
     def _load(self) -> None:
         found = [load(path, self._spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)]
         marks = [(len(one.index), len(one.run.metrics)) for one in found]
-        if marks != self._marks:
-            self._parted, self._marks = partings(found), marks
-        self._runs, self._read = found, time.monotonic()
+        if marks != self._run_sizes:
+            self._divergences, self._run_sizes = find_divergences(found), marks
+        self._runs, self._loaded_at = found, time.monotonic()
 
     @property
     def address(self) -> str:
         return f"http://{HOSTS[0]}:{self.server_address[1]}/{self.key}/"
 
-    def runs(self) -> list[Loaded]:
+    def get_runs(self) -> list[LoadedRun]:
         """As they are now, or were a moment ago."""
         with self._lock:
-            if time.monotonic() - self._read > ANEW_S:
+            if time.monotonic() - self._loaded_at > REFRESH_S:
                 self._load()
             return self._runs
 
     def overview(self) -> dict[str, Any]:
-        runs = self.runs()
-        return overview(runs, live=True, parted=self._parted)
+        runs = self.get_runs()
+        return build_overview(runs, live=True, parted=self._divergences)
 
-    def block(self, name: str) -> str | None:
+    def render_block(self, name: str) -> str | None:
         """The script that hands this block to the page; None where there is no such."""
         if name == "overview":
-            return side_file(name, self.overview())
+            return render_block(name, self.overview())
         if (found := _INDEX.fullmatch(name)) and int(found[1]) < len(self._paths):
-            return side_file(name, self.runs()[int(found[1])].index.plain())
+            return render_block(name, self.get_runs()[int(found[1])].index.to_dict())
         if (found := _TOKENS.fullmatch(name)) and int(found[1]) < len(self._paths):
             run, step, number = map(int, found.groups())
             with self._lock:
-                if run not in self._words:
-                    self._words[run] = Words(tokenizer_of(self._paths[run]))
+                if run not in self._token_texts:
+                    self._token_texts[run] = TokenDecoder(load_decoder(self._paths[run]))
                 notes = Notes()
-                details = list(read_details(self._paths[run], step, {number}, self._words[run], notes))
-            return side_file(
+                details = list(read_details(self._paths[run], step, {number}, self._token_texts[run], notes))
+            return render_block(
                 name, details or {"error": "; ".join(notes) or f"there is no rollout {number} of step {step}"}
             )
         return None
 
-    def page(self) -> str:
-        runs = self.runs()
+    def render_page(self) -> str:
+        runs = self.get_runs()
         title = "MegaRL: " + ", ".join(one.run.name for one in runs)
-        return page({"overview": self.overview()}, "data/", title)
+        return render_page({"overview": self.overview()}, "data/", title)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -111,8 +111,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", "There is nothing here; the address with its key is in the terminal.\n")
             return
         if found[2] is None:
-            self._answer(200, "text/html", self.server.page())
-        elif (text := self.server.block(found[2])) is not None:
+            self._answer(200, "text/html", self.server.render_page())
+        elif (text := self.server.render_block(found[2])) is not None:
             self._answer(200, "text/javascript", text)
         else:
             self._answer(404, "text/plain", "There is no such block.\n")

@@ -39,11 +39,11 @@ COLUMNS: dict[str, str] = {
     "lag": "versions that its oldest token is behind the newest of its step",
 }
 """What is known of each rollout, by name."""
-TEXTS = ("prompt", "source", "status")
-LONGEST, DEEPEST = 1000, 40
+TEXT_COLUMNS = ("prompt", "source", "status")
+MAX_CHARS, MAX_DEPTH = 1000, 40
 
 _TOKEN = re.compile(r"""\s*(?:(<=|>=|==|!=|[<>=~()])|"([^"]*)"|'([^']*)'|([^\s<>=!~()"']+))""")
-_SIGNS: dict[str, Callable[[float, float], bool]] = {
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -54,22 +54,22 @@ _SIGNS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
-def known_column(name: str, option: str) -> str:
+def check_column(name: str, option: str) -> str:
     """The name itself. Raises ConfigError, with those there are, where it is none."""
     if name not in COLUMNS:
         raise ConfigError(f"{option}: there is no column {name[:40]!r}; there are {', '.join(COLUMNS)}")
     return name
 
 
-def condition(text: str, option: str = "--where") -> Condition:
+def parse_condition(text: str, option: str = "--where") -> Condition:
     """Whether a row, by the names of `COLUMNS`, is what the text says. What is None is like nothing: only `!=` holds.
     Raises ConfigError for what is no condition."""
-    if len(text) > LONGEST:
-        raise ConfigError(f"{option}: a condition has at most {LONGEST} characters, not {len(text)}")
-    return _Reader(_tokens(text, option), option).whole()
+    if len(text) > MAX_CHARS:
+        raise ConfigError(f"{option}: a condition has at most {MAX_CHARS} characters, not {len(text)}")
+    return _Parser(_tokenize(text, option), option).parse()
 
 
-def _tokens(text: str, option: str) -> list[tuple[str, str]]:
+def _tokenize(text: str, option: str) -> list[tuple[str, str]]:
     found, at = [], 0
     end = len(text.rstrip())
     while at < end:
@@ -83,74 +83,78 @@ def _tokens(text: str, option: str) -> list[tuple[str, str]]:
     return found
 
 
-class _Reader:
+class _Parser:
     def __init__(self, tokens: list[tuple[str, str]], option: str) -> None:
-        self._tokens, self._option, self._at = tokens, option, 0
+        self._tokens, self._option, self._position = tokens, option, 0
 
-    def whole(self) -> Condition:
-        found = self._either(0)
-        if self._at < len(self._tokens):
-            raise self._wrong("and, or, or the end")
+    def parse(self) -> Condition:
+        found = self._parse_or(0)
+        if self._position < len(self._tokens):
+            raise self._syntax_error("and, or, or the end")
         return found
 
-    def _either(self, depth: int) -> Condition:
-        parts = [self._both(depth)]
-        while self._takes("or"):
-            parts.append(self._both(depth))
+    def _parse_or(self, depth: int) -> Condition:
+        parts = [self._parse_and(depth)]
+        while self._accept("or"):
+            parts.append(self._parse_and(depth))
         return parts[0] if len(parts) == 1 else lambda row: any(part(row) for part in parts)
 
-    def _both(self, depth: int) -> Condition:
-        parts = [self._one(depth)]
-        while self._takes("and"):
-            parts.append(self._one(depth))
+    def _parse_and(self, depth: int) -> Condition:
+        parts = [self._parse_term(depth)]
+        while self._accept("and"):
+            parts.append(self._parse_term(depth))
         return parts[0] if len(parts) == 1 else lambda row: all(part(row) for part in parts)
 
-    def _one(self, depth: int) -> Condition:
-        if depth > DEEPEST:
-            raise ConfigError(f"{self._option}: more than {DEEPEST} parts within each other")
-        if self._takes("not"):
-            inner = self._one(depth + 1)
+    def _parse_term(self, depth: int) -> Condition:
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{self._option}: more than {MAX_DEPTH} parts within each other")
+        if self._accept("not"):
+            inner = self._parse_term(depth + 1)
             return lambda row: not inner(row)
-        if self._takes("("):
-            inner = self._either(depth + 1)
-            if not self._takes(")"):
-                raise self._wrong("a closing parenthesis")
+        if self._accept("("):
+            inner = self._parse_or(depth + 1)
+            if not self._accept(")"):
+                raise self._syntax_error("a closing parenthesis")
             return inner
-        return self._comparison()
+        return self._parse_comparison()
 
-    def _comparison(self) -> Condition:
-        kind, name = self._next("a column")
+    def _parse_comparison(self) -> Condition:
+        kind, name = self._expect("a column")
         if kind != "word":
-            raise self._wrong("a column", back=1)
-        known_column(name, self._option)
-        kind, sign = self._next("a sign such as <")
+            raise self._syntax_error("a column", back=1)
+        check_column(name, self._option)
+        kind, sign = self._expect("a sign such as <")
         if kind != "sign" or sign in "()":
-            raise self._wrong("a sign such as <", back=1)
-        kind, value = self._next("a value")
+            raise self._syntax_error("a sign such as <", back=1)
+        kind, value = self._expect("a value")
         if kind == "sign":
-            raise self._wrong("a value", back=1)
-        return _text(name, sign, value, self._option) if name in TEXTS else _number(name, sign, value, self._option)
+            raise self._syntax_error("a value", back=1)
+        return (
+            _text_condition(name, sign, value, self._option)
+            if name in TEXT_COLUMNS
+            else _number_condition(name, sign, value, self._option)
+        )
 
-    def _takes(self, word: str) -> bool:
-        here = self._tokens[self._at] if self._at < len(self._tokens) else ("", "")
+    def _accept(self, word: str) -> bool:
+        here = self._tokens[self._position] if self._position < len(self._tokens) else ("", "")
         if here[0] == "text" or here[1] != word:
             return False
-        self._at += 1
+        self._position += 1
         return True
 
-    def _next(self, wanted: str) -> tuple[str, str]:
-        if self._at >= len(self._tokens):
-            raise self._wrong(wanted)
-        self._at += 1
-        return self._tokens[self._at - 1]
+    def _expect(self, wanted: str) -> tuple[str, str]:
+        if self._position >= len(self._tokens):
+            raise self._syntax_error(wanted)
+        self._position += 1
+        return self._tokens[self._position - 1]
 
-    def _wrong(self, wanted: str, back: int = 0) -> ConfigError:
-        at = self._at - back
+    def _syntax_error(self, wanted: str, back: int = 0) -> ConfigError:
+        at = self._position - back
         found = repr(self._tokens[at][1][:30]) if at < len(self._tokens) else "the end"
         return ConfigError(f"{self._option}: expected {wanted}, found {found}; write such as 'reward<0.5 and turns>2'")
 
 
-def _text(name: str, sign: str, wanted: str, option: str) -> Condition:
+def _text_condition(name: str, sign: str, wanted: str, option: str) -> Condition:
     if sign == "~":
         return lambda row: wanted in str(row[name])
     if sign not in ("=", "==", "!="):
@@ -159,7 +163,7 @@ def _text(name: str, sign: str, wanted: str, option: str) -> Condition:
     return lambda row: (row[name] == wanted) is same
 
 
-def _number(name: str, sign: str, text: str, option: str) -> Condition:
+def _number_condition(name: str, sign: str, text: str, option: str) -> Condition:
     if sign == "~":
         raise ConfigError(f"{option}: {name} is a number, which ~ does not fit; compare it by =, <, >, <=, >= or !=")
     try:
@@ -168,7 +172,7 @@ def _number(name: str, sign: str, text: str, option: str) -> Condition:
         raise ConfigError(f"{option}: {name} is a number, and {text[:30]!r} is none") from None
     if math.isnan(wanted):
         raise ConfigError(f"{option}: nothing can be compared with {text[:30]!r}")
-    compare = _SIGNS[sign]
+    compare = _OPERATORS[sign]
 
     def holds(row: Mapping[str, Value]) -> bool:
         value = row[name]

@@ -15,19 +15,28 @@ import pyarrow.compute as pc
 import yaml
 
 from megarl.utils import exact_json
-from megarl.view.column_codec import plain
-from megarl.view.rollout_files import BROKEN, Notes, Part, cell, lists_of, one_line, open_parts, read_group
+from megarl.view.column_codec import finite_or_none
+from megarl.view.rollout_files import (
+    READ_ERRORS,
+    Notes,
+    Part,
+    cell,
+    flatten_lists,
+    format_error,
+    open_parts,
+    read_group,
+)
 
 Decode = Callable[[list[int]], str]
-LOST = "\ufffd"
+REPLACEMENT_CHAR = "\ufffd"
 """What a decoder makes of bytes that are no UTF-8."""
-LONGEST_CHARACTER = 4
+MAX_TOKENS_PER_CHAR = 4
 """Tokens that one character may be spread over, a byte each."""
 
 
-def find_tokenizer(run_dir: Path) -> Decode:
+def load_decoder_or_default(run_dir: Path) -> Decode:
     """Ids to text by the tokenizer of the run's model, or by that of its export; where neither is here, the ids."""
-    return tokenizer_of(run_dir) or (lambda ids: " ".join(map(str, ids)))
+    return load_decoder(run_dir) or (lambda ids: " ".join(map(str, ids)))
 
 
 def tokenizer_folders(run_dir: Path) -> list[Path]:
@@ -46,7 +55,7 @@ def tokenizer_folders(run_dir: Path) -> list[Path]:
     return [folder for folder in (*folders, run_dir / "export") if (folder / "tokenizer_config.json").is_file()]
 
 
-def tokenizer_of(run_dir: Path) -> Decode | None:
+def load_decoder(run_dir: Path) -> Decode | None:
     """The same, or None."""
     for folder in tokenizer_folders(run_dir):
         from transformers import AutoTokenizer  # seconds, for a run that has texts only
@@ -59,35 +68,35 @@ def tokenizer_of(run_dir: Path) -> Decode | None:
     return None
 
 
-class Words:
+class TokenDecoder:
     """Each token by itself, as a page shows it. decode: None where no tokenizer is known; then a token is its id."""
 
     def __init__(self, decode: Decode | None) -> None:
         self._decode = decode
-        self._known: dict[int, str] = {}
+        self._cache: dict[int, str] = {}
 
-    def of(self, ids: Sequence[int]) -> list[str]:
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
         """[tokens]. A character that several tokens share is with the last of them, and the others are empty; bytes
         that are no UTF-8 are U+FFFD each."""
-        found = [self._word(int(one)) for one in ids]
+        found = [self._decode_token(int(one)) for one in ids]
         at = 0
         while at < len(found):
-            if LOST in found[at]:
-                for count in range(2, min(LONGEST_CHARACTER, len(found) - at) + 1):
-                    text = self._text([int(one) for one in ids[at : at + count]])
-                    if LOST not in text:
+            if REPLACEMENT_CHAR in found[at]:
+                for count in range(2, min(MAX_TOKENS_PER_CHAR, len(found) - at) + 1):
+                    text = self._decode_ids([int(one) for one in ids[at : at + count]])
+                    if REPLACEMENT_CHAR not in text:
                         found[at : at + count] = [""] * (count - 1) + [text]
                         at += count - 1
                         break
             at += 1
         return found
 
-    def _word(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self._text([token])
-        return self._known[token]
+    def _decode_token(self, token: int) -> str:
+        if token not in self._cache:
+            self._cache[token] = self._decode_ids([token])
+        return self._cache[token]
 
-    def _text(self, ids: list[int]) -> str:
+    def _decode_ids(self, ids: list[int]) -> str:
         if self._decode is None:
             return " ".join(map(str, ids)) + " "
         try:
@@ -96,7 +105,7 @@ class Words:
             return f"[{' '.join(map(str, ids))}]"
 
 
-_FIGURES: tuple[str, ...] = (
+_SCALAR_COLUMNS: tuple[str, ...] = (
     "number",
     "group",
     "episode",
@@ -107,15 +116,15 @@ _FIGURES: tuple[str, ...] = (
     "logprob",
     "tool_calls",
 )
-_FIGURES += ("tool_errors", "seed", "id", "data_source", "branch", "forks", "drift")
-_JSON = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
-_TURNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards", "turn_cached_tokens")
-_TOKENS = ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs")
+_SCALAR_COLUMNS += ("tool_errors", "seed", "id", "data_source", "branch", "forks", "drift")
+_JSON_COLUMNS = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
+_TURN_COLUMNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards", "turn_cached_tokens")
+_TOKEN_COLUMNS = ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs")
 """Of a float each; the last two are in files of runs that have looked."""
-COLUMNS = (*_FIGURES, *_JSON, *_TURNS, "token_ids", *_TOKENS)
+COLUMNS = (*_SCALAR_COLUMNS, *_JSON_COLUMNS, *_TURN_COLUMNS, "token_ids", *_TOKEN_COLUMNS)
 DIGITS = {"advantages": 5}
 """Behind the point of a number on a token, which is drawn as a colour and read as a few digits."""
-EXACT = 7
+LOGPROB_DIGITS = 7
 """Of a log-prob: what is drawn is how far two of them are apart, which is 1e-6 where all is well."""
 
 
@@ -125,17 +134,17 @@ class Detail(dict[str, Any]):
 
 
 def read_details(
-    run_dir: Path, step: int, numbers: set[int] | None, words: Words, notes: Notes | None = None
+    run_dir: Path, step: int, numbers: set[int] | None, words: TokenDecoder, notes: Notes | None = None
 ) -> Iterator[Detail]:
     """Those of a step that are asked for, all where None. What is broken is noted and left out."""
     notes = Notes() if notes is None else notes
     for part in open_parts(run_dir, step, notes):
         for group in range(part.file.num_row_groups):
-            yield from _of_group(part, group, step, numbers, words, notes)
+            yield from _read_group_details(part, group, step, numbers, words, notes)
 
 
-def _of_group(
-    part: Part, group: int, step: int, numbers: set[int] | None, words: Words, notes: Notes
+def _read_group_details(
+    part: Part, group: int, step: int, numbers: set[int] | None, words: TokenDecoder, notes: Notes
 ) -> Iterator[Detail]:
     own = read_group(part, group, ["number"], notes)
     if own is None:
@@ -151,23 +160,23 @@ def _of_group(
         return
     for row in wanted:
         try:
-            yield _detail(table.slice(row, 1), step, words)
-        except (*BROKEN, RecursionError) as error:
+            yield _build_detail(table.slice(row, 1), step, words)
+        except (*READ_ERRORS, RecursionError) as error:
             number = own.column("number")[row].as_py()
-            notes.say(f"{part.path}: rollout {number} makes no sense and is left out: {one_line(error)}")
+            notes.add(f"{part.path}: rollout {number} makes no sense and is left out: {format_error(error)}")
 
 
-def _detail(row: pa.Table, step: int, words: Words) -> Detail:
-    found = Detail(step=step, **{name: plain(cell(row, name, 0)) for name in _FIGURES})
-    texts = {name: cell(row, name, 0) for name in _JSON}
+def _build_detail(row: pa.Table, step: int, words: TokenDecoder) -> Detail:
+    found = Detail(step=step, **{name: finite_or_none(cell(row, name, 0)) for name in _SCALAR_COLUMNS})
+    texts = {name: cell(row, name, 0) for name in _JSON_COLUMNS}
     of = {name: None if text is None else exact_json.loads(text) for name, text in texts.items()}
-    found["reward_parts"] = {str(name): plain(value) for name, value in (of["reward_parts"] or {}).items()}
+    found["reward_parts"] = {str(name): finite_or_none(value) for name, value in (of["reward_parts"] or {}).items()}
     found["unscored"] = {str(part): str(why) for part, why in (of["unscored"] or {}).items()}
     found["ground_truth"] = texts["ground_truth"]
     found["messages"] = [_message(message) for message in of["messages"] or ()]
-    lengths, written = (lists_of(row, name)[0] for name in _TURNS[:2])
+    lengths, written = (flatten_lists(row, name)[0] for name in _TURN_COLUMNS[:2])
     versions, rewards, cached = (
-        lists_of(row, name)[0].tolist() if _has(row, name) else [None] * len(lengths) for name in _TURNS[2:]
+        flatten_lists(row, name)[0].tolist() if _has(row, name) else [None] * len(lengths) for name in _TURN_COLUMNS[2:]
     )
     several = of["turn_versions"] or {}
     if not len(lengths) == len(written) == len(versions) == len(rewards) == len(cached):
@@ -178,19 +187,23 @@ def _detail(row: pa.Table, step: int, words: Words) -> Detail:
             "written": bool(own),
             "version": version,
             "runs": [[int(one), int(tokens)] for one, tokens in several.get(str(at), ())],
-            "reward": plain(reward),
+            "reward": finite_or_none(reward),
             "cached": None if served is None or served < 0 else served,
         }
         for at, (count, own, version, reward, served) in enumerate(
             zip(lengths, written, versions, rewards, cached, strict=True)
         )
     ]
-    ids = lists_of(row, "token_ids")[0] if "token_ids" in row.column_names else np.zeros(int(lengths.sum()), np.int32)
+    ids = (
+        flatten_lists(row, "token_ids")[0]
+        if "token_ids" in row.column_names
+        else np.zeros(int(lengths.sum()), np.int32)
+    )
     if int(lengths.sum()) != len(ids):
         raise ValueError(f"turns of {int(lengths.sum())} tokens with {len(ids)} token ids")
-    found["ids"], found["words"] = ids.tolist(), words.of(ids.tolist())
-    for name in _TOKENS:
-        found[name.removesuffix("_logprobs")] = _of_tokens(row, name, len(ids))
+    found["ids"], found["words"] = ids.tolist(), words.decode_each(ids.tolist())
+    for name in _TOKEN_COLUMNS:
+        found[name.removesuffix("_logprobs")] = _read_token_column(row, name, len(ids))
     return found
 
 
@@ -198,14 +211,14 @@ def _has(row: pa.Table, name: str) -> bool:
     return name in row.column_names and bool(row.column(name)[0].is_valid)
 
 
-def _of_tokens(row: pa.Table, name: str, tokens: int) -> list[float | None] | None:
+def _read_token_column(row: pa.Table, name: str, tokens: int) -> list[float | None] | None:
     if not _has(row, name):
         return None
-    values = lists_of(row, name)[0]
+    values = flatten_lists(row, name)[0]
     if len(values) != tokens:
         raise ValueError(f"{len(values)} {name} for {tokens} tokens")
-    digits = DIGITS.get(name, EXACT)
-    return [plain(round(value, digits)) for value in values.astype(np.float64).tolist()]
+    digits = DIGITS.get(name, LOGPROB_DIGITS)
+    return [finite_or_none(round(value, digits)) for value in values.astype(np.float64).tolist()]
 
 
 def _message(message: Any) -> dict[str, str]:

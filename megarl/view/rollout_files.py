@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.observe.rollout_columns import FORMAT, LATER, SCHEMA
+from megarl.observe.rollout_columns import COLUMNS_SINCE_FORMAT, FORMAT, SCHEMA
 from megarl.observe.rollout_log import recorded_steps, step_folder
 
-ESSENTIAL = ("number", "group", "status", "reward", "turn_lengths", "turn_is_action")
+REQUIRED_COLUMNS = ("number", "group", "status", "reward", "turn_lengths", "turn_is_action")
 """Columns without which a file says nothing of rollouts."""
-BROKEN = (pa.ArrowException, OSError, ValueError, LookupError, TypeError)
-MOST_NOTES = 20
+READ_ERRORS = (pa.ArrowException, OSError, ValueError, LookupError, TypeError)
+MAX_NOTES = 20
 
 
 class Part(NamedTuple):
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     def names(self) -> set[str]:
         return set(self.file.schema_arrow.names)
 
-    def about(self, name: str) -> int:
+    def read_metadata(self, name: str) -> int:
         """A number of the file's metadata, -1 where it is not there."""
         value = (self.file.schema_arrow.metadata or {}).get(f"megarl.{name}".encode(), b"")
         return int(value) if value.isdigit() else -1
@@ -37,24 +37,24 @@ class Part(NamedTuple):
 class Notes(list[str]):
     """Sentences about what is wrong, each once, and not too many."""
 
-    def say(self, text: str) -> None:
+    def add(self, text: str) -> None:
         if text in self:
             return
-        if len(self) < MOST_NOTES:
+        if len(self) < MAX_NOTES:
             self.append(text)
-        elif len(self) == MOST_NOTES:
+        elif len(self) == MAX_NOTES:
             self.append("and more of the kind, which is not said")
 
 
-def steps_of(run_dir: Path, notes: Notes) -> list[int]:
+def list_steps(run_dir: Path, notes: Notes) -> list[int]:
     """Steps with a folder, ascending. Notes where there are none."""
     try:
         found = recorded_steps(run_dir)
     except OSError as error:
-        notes.say(f"{run_dir / 'rollouts'} cannot be read: {error.strerror}")
+        notes.add(f"{run_dir / 'rollouts'} cannot be read: {error.strerror}")
         return []
     if not found:
-        notes.say(f"{run_dir} has no recorded rollouts: none is done yet, or track.rollouts is off")
+        notes.add(f"{run_dir} has no recorded rollouts: none is done yet, or track.rollouts is off")
     return found
 
 
@@ -64,26 +64,26 @@ def open_parts(run_dir: Path, step: int, notes: Notes) -> list[Part]:
     for path in sorted(step_folder(run_dir, step).glob("rank_*.parquet")):
         try:
             part = Part(path, pq.ParquetFile(path.absolute(), page_checksum_verification=True))
-            missing = [name for name in ESSENTIAL if name not in part.names]
+            missing = [name for name in REQUIRED_COLUMNS if name not in part.names]
             wrong = [name for name in part.names & set(SCHEMA.names) if not _fits(part, name)]
-        except BROKEN as error:
-            notes.say(f"{path} is damaged, or no file of recorded rollouts, and is left out: {one_line(error)}")
+        except READ_ERRORS as error:
+            notes.add(f"{path} is damaged, or no file of recorded rollouts, and is left out: {format_error(error)}")
             continue
-        if missing or any(name in ESSENTIAL for name in wrong):
-            notes.say(
+        if missing or any(name in REQUIRED_COLUMNS for name in wrong):
+            notes.add(
                 f"{path} is no file of recorded rollouts and is left out: column {(missing + wrong)[0]!r} is amiss"
             )
             continue
-        if (found := part.about("format")) != FORMAT and found + 1 not in LATER:
-            notes.say(
+        if (found := part.read_metadata("format")) != FORMAT and found + 1 not in COLUMNS_SINCE_FORMAT:
+            notes.add(
                 f"{path.parent.parent} has files of format {found}, and this program knows format {FORMAT}: shown is "
                 "what they have in common"
             )
         parts.append(part)
     if not parts:
-        notes.say(f"{step_folder(run_dir, step)} has no file that can be read")
-    elif (total := parts[0].about("total")) > (there := sum(part.file.metadata.num_rows for part in parts)):
-        notes.say(f"{step_folder(run_dir, step)} has {there} of the {total} rollouts of its step: it is half written")
+        notes.add(f"{step_folder(run_dir, step)} has no file that can be read")
+    elif (total := parts[0].read_metadata("total")) > (there := sum(part.file.metadata.num_rows for part in parts)):
+        notes.add(f"{step_folder(run_dir, step)} has {there} of the {total} rollouts of its step: it is half written")
     return parts
 
 
@@ -91,7 +91,7 @@ def _fits(part: Part, name: str) -> bool:
     return bool(part.file.schema_arrow.field(name).type == SCHEMA.field(name).type)
 
 
-def groups_of(part: Part, columns: Sequence[str], notes: Notes) -> Iterator[tuple[int, pa.Table]]:
+def iter_groups(part: Part, columns: Sequence[str], notes: Notes) -> Iterator[tuple[int, pa.Table]]:
     """Number and content of each row group, with those of these columns that the file has. A broken one is noted."""
     there = [name for name in columns if name in part.names]
     for group in range(part.file.num_row_groups):
@@ -102,13 +102,13 @@ def groups_of(part: Part, columns: Sequence[str], notes: Notes) -> Iterator[tupl
 def read_group(part: Part, group: int, columns: Sequence[str], notes: Notes) -> pa.Table | None:
     try:
         return part.file.read_row_group(group, list(columns))
-    except BROKEN as error:
+    except READ_ERRORS as error:
         rows = part.file.metadata.row_group(group).num_rows
-        notes.say(f"{part.path}: {rows} rollouts are damaged and left out: {one_line(error)}")
+        notes.add(f"{part.path}: {rows} rollouts are damaged and left out: {format_error(error)}")
         return None
 
 
-def lists_of(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+def flatten_lists(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Values of a column of lists end to end, and [n + 1] where each begins."""
     column = table.column(name).combine_chunks()
     offsets = column.offsets.to_numpy()
@@ -123,7 +123,7 @@ def sums(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return found
 
 
-def one_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

@@ -13,9 +13,18 @@ from megarl.observe.rollout_log import step_folder
 from megarl.types import STATUSES
 from megarl.utils import exact_json
 from megarl.view.column_codec import pack
-from megarl.view.rollout_files import BROKEN, Notes, groups_of, lists_of, one_line, open_parts, steps_of, sums
+from megarl.view.rollout_files import (
+    READ_ERRORS,
+    Notes,
+    flatten_lists,
+    format_error,
+    iter_groups,
+    list_steps,
+    open_parts,
+    sums,
+)
 
-_NEEDED: tuple[str, ...] = (
+_READ_COLUMNS: tuple[str, ...] = (
     "number",
     "group",
     "status",
@@ -26,10 +35,20 @@ _NEEDED: tuple[str, ...] = (
     "tool_calls",
     "tool_errors",
 )
-_NEEDED += ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_versions", "id", "data_source")
-_WHOLE: tuple[str, ...] = ("step", "number", "group", "length", "actions", "turns", "tool_calls", "tool_errors", "lag")
-_WHOLE += ("status", "prompt", "source")
-_FLOATS = ("reward", "advantage", "logprob")
+_READ_COLUMNS += ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_versions", "id", "data_source")
+_INT_COLUMNS: tuple[str, ...] = (
+    "step",
+    "number",
+    "group",
+    "length",
+    "actions",
+    "turns",
+    "tool_calls",
+    "tool_errors",
+    "lag",
+)
+_INT_COLUMNS += ("status", "prompt", "source")
+_FLOAT_COLUMNS = ("reward", "advantage", "logprob")
 
 
 @dataclass
@@ -43,7 +62,7 @@ class Index:
     def __len__(self) -> int:
         return len(self.columns["step"])
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For the page, columns packed."""
         return {
             "size": len(self),
@@ -52,22 +71,22 @@ class Index:
         }
 
 
-class _Texts:
+class _TextTable:
     """Places of texts in a list of each once."""
 
     def __init__(self) -> None:
-        self._at: dict[str, int] = {}
+        self._ids: dict[str, int] = {}
 
-    def places(self, column: pa.ChunkedArray) -> np.ndarray:
+    def encode(self, column: pa.ChunkedArray) -> np.ndarray:
         coded = column.combine_chunks().dictionary_encode()
         if isinstance(coded, pa.ChunkedArray):
             coded = coded.combine_chunks()
-        own = [self._at.setdefault(str(text), len(self._at)) for text in coded.dictionary.to_pylist()]
+        own = [self._ids.setdefault(str(text), len(self._ids)) for text in coded.dictionary.to_pylist()]
         indices = coded.indices.fill_null(0).to_numpy(zero_copy_only=False)
         return np.asarray(own or [0], np.int64)[indices]
 
-    def all(self) -> list[str]:
-        return list(self._at)
+    def values(self) -> list[str]:
+        return list(self._ids)
 
 
 def read_index(run_dir: Path) -> Index:
@@ -80,24 +99,26 @@ class IndexReader:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._texts = {"prompt": _Texts(), "source": _Texts()}
-        self._kept: dict[int, tuple[object, dict[str, np.ndarray], Notes]] = {}
+        self._text_tables = {"prompt": _TextTable(), "source": _TextTable()}
+        self._cache: dict[int, tuple[object, dict[str, np.ndarray], Notes]] = {}
 
     def read(self) -> Index:
         notes = Notes()
-        steps = steps_of(self._run_dir, notes)
+        steps = list_steps(self._run_dir, notes)
         for step in steps:
             files = _files(self._run_dir, step)
-            if step not in self._kept or self._kept[step][0] != files:
+            if step not in self._cache or self._cache[step][0] != files:
                 own = Notes()
-                self._kept[step] = files, _of_step(self._run_dir, step, self._texts, own), own
-            for note in self._kept[step][2]:
-                notes.say(note)
-        found = [self._kept[step][1] for step in steps if self._kept[step][1]]
-        columns = {name: np.concatenate([np.zeros(0, np.int64), *(one[name] for one in found)]) for name in _WHOLE}
-        columns |= {name: np.concatenate([np.zeros(0), *(one[name] for one in found)]) for name in _FLOATS}
+                self._cache[step] = files, _index_step(self._run_dir, step, self._text_tables, own), own
+            for note in self._cache[step][2]:
+                notes.add(note)
+        found = [self._cache[step][1] for step in steps if self._cache[step][1]]
+        columns = {
+            name: np.concatenate([np.zeros(0, np.int64), *(one[name] for one in found)]) for name in _INT_COLUMNS
+        }
+        columns |= {name: np.concatenate([np.zeros(0), *(one[name] for one in found)]) for name in _FLOAT_COLUMNS}
         texts: dict[str, list[str]] = {"status": list(STATUSES)}
-        texts |= {name: of.all() for name, of in self._texts.items()}
+        texts |= {name: of.values() for name, of in self._text_tables.items()}
         return Index(columns, texts, notes)
 
 
@@ -110,16 +131,16 @@ def _files(run_dir: Path, step: int) -> object:
     return sorted((name, about.st_size, about.st_mtime_ns) for name, about in found)
 
 
-def _of_step(run_dir: Path, step: int, texts: dict[str, _Texts], notes: Notes) -> dict[str, np.ndarray]:
+def _index_step(run_dir: Path, step: int, texts: dict[str, _TextTable], notes: Notes) -> dict[str, np.ndarray]:
     """[n] each, in the order of their numbers; empty where nothing can be read."""
     found = []
     for part in open_parts(run_dir, step, notes):
-        for _, table in groups_of(part, _NEEDED, notes):
+        for _, table in iter_groups(part, _READ_COLUMNS, notes):
             try:
-                found.append(_figures(table, texts))
-            except BROKEN as error:
-                what = f"{table.num_rows} rollouts make no sense and are left out: {one_line(error)}"
-                notes.say(f"{part.path}: {what}")
+                found.append(_index_group(table, texts))
+            except READ_ERRORS as error:
+                what = f"{table.num_rows} rollouts make no sense and are left out: {format_error(error)}"
+                notes.add(f"{part.path}: {what}")
     if not found:
         return {}
     joined = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
@@ -130,12 +151,12 @@ def _of_step(run_dir: Path, step: int, texts: dict[str, _Texts], notes: Notes) -
     return {name: column[order] for name, column in joined.items()}
 
 
-def _figures(table: pa.Table, texts: dict[str, _Texts]) -> dict[str, np.ndarray]:
+def _index_group(table: pa.Table, texts: dict[str, _TextTable]) -> dict[str, np.ndarray]:
     """[n] each, without the step; `lag` is the oldest version of weights that wrote a token, -1 where none did, and
     `newest` the newest."""
     size = table.num_rows
-    lengths, ends = lists_of(table, "turn_lengths")
-    written, other_ends = lists_of(table, "turn_is_action")
+    lengths, ends = flatten_lists(table, "turn_lengths")
+    written, other_ends = flatten_lists(table, "turn_is_action")
     if not np.array_equal(ends, other_ends) or (len(lengths) and lengths.min() < 0):
         raise ValueError("turns are not as many in every column, or of a negative length")
     figures = {
@@ -146,12 +167,12 @@ def _figures(table: pa.Table, texts: dict[str, _Texts]) -> dict[str, np.ndarray]
         "newest": np.full(size, -1, np.int64),
     }
     if "turn_weight_version" in table.column_names:
-        versions, version_ends = lists_of(table, "turn_weight_version")
+        versions, version_ends = flatten_lists(table, "turn_weight_version")
         if np.array_equal(ends, version_ends):
-            figures["lag"], figures["newest"] = _versions(table, versions, written.astype(bool), ends)
+            figures["lag"], figures["newest"] = _version_range(table, versions, written.astype(bool), ends)
     for name in ("number", "group", "tool_calls", "tool_errors"):
         figures[name] = _numbers(table, name, np.int64)
-    for name in _FLOATS:
+    for name in _FLOAT_COLUMNS:
         figures[name] = _numbers(table, name, np.float64)
     if "unscored" in table.column_names:
         scored = np.array([text == "{}" for text in table.column("unscored").to_pylist()], bool)
@@ -160,7 +181,7 @@ def _figures(table: pa.Table, texts: dict[str, _Texts]) -> dict[str, np.ndarray]
     figures["status"] = np.array([known[text] for text in table.column("status").to_pylist()], np.int64)
     for name, column in (("prompt", "id"), ("source", "data_source")):
         there = table.column(column) if column in table.column_names else pa.chunked_array([pa.array(["?"] * size)])
-        figures[name] = texts[name].places(there)
+        figures[name] = texts[name].encode(there)
     return figures
 
 
@@ -173,7 +194,7 @@ def _numbers(table: pa.Table, name: str, kind: type) -> np.ndarray:
     return np.asarray(column.to_numpy(zero_copy_only=False), kind)
 
 
-def _versions(
+def _version_range(
     table: pa.Table, versions: np.ndarray, written: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """[n] oldest and newest version that wrote a token, -1 where none did."""

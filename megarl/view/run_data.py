@@ -17,13 +17,13 @@ import numpy as np
 import yaml
 
 from megarl.config import ConfigError, load_config
-from megarl.observe.health_bands import BANDS, Band, bands_of
+from megarl.observe.health_bands import BANDS, Band, load_bands
 from megarl.utils import exact_json
 from megarl.view.column_codec import pack
 
 _ALARM = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ALARM: (.*)")
 _STEP = re.compile(r"\bstep (\d{1,12})\b")
-MOST_ALARMS = 1000
+MAX_ALARMS = 1000
 
 
 @dataclass
@@ -34,37 +34,37 @@ class RunData:
     path: Path
     name: str
     algorithm: str = "?"
-    running: bool = False
+    is_running: bool = False
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     bands: dict[str, Band] = field(default_factory=dict)
-    watched: bool = False
+    has_band_alarms: bool = False
     alarms: list[tuple[int, str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For the page: `metrics` packed, with NaN where a step has none."""
         steps = list(self.metrics)
         names = sorted({name for values in self.metrics.values() for name in values})
         columns = {
             name: pack(np.array([self.metrics[step].get(name, np.nan) for step in steps], np.float32)) for name in names
         }
-        ends = {name: {"least": band.least, "most": band.most, **_remedies(band)} for name, band in self.bands.items()}
+        ends = {name: {"least": band.lower, "most": band.upper, **_remedies(band)} for name, band in self.bands.items()}
         return {
             "name": self.name,
             "path": str(self.path),
             "algorithm": self.algorithm,
-            "running": self.running,
+            "running": self.is_running,
             "steps": steps,
             "metrics": columns,
             "bands": ends,
-            "watched": self.watched,
+            "watched": self.has_band_alarms,
             "alarms": [list(alarm) for alarm in self.alarms],
             "notes": self.notes,
         }
 
 
 def _remedies(band: Band) -> dict[str, str]:
-    return {"title": band.title, "low": band.low, "high": band.high}
+    return {"title": band.title, "low": band.low_remedy, "high": band.high_remedy}
 
 
 def read_run(path: Path) -> RunData:
@@ -72,7 +72,7 @@ def read_run(path: Path) -> RunData:
     if not path.is_dir():
         raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
     run = RunData(path, path.resolve().name or str(path))
-    run.running = _is_running(path)
+    run.is_running = _is_running(path)
     _read_config(run)
     _read_metrics(run)
     _read_alarms(run)
@@ -97,7 +97,7 @@ def _is_running(path: Path) -> bool:
 
 def _read_config(run: RunData) -> None:
     file = run.path / "config.yaml"
-    run.bands = {name: band for name, band in BANDS.items() if (band.least, band.most) != (None, None)}
+    run.bands = {name: band for name, band in BANDS.items() if (band.lower, band.upper) != (None, None)}
     if not file.is_file():
         run.notes.append(
             f"{run.path} has no config.yaml: it is half written or no run folder; bands are the usual ones"
@@ -114,7 +114,7 @@ def _read_config(run: RunData) -> None:
     try:
         guards = load_config(file).guards
         if guards.alarms:
-            run.bands, run.watched = bands_of(guards), True
+            run.bands, run.has_band_alarms = load_bands(guards), True
     except (ConfigError, OSError, ValueError, RecursionError, TypeError) as error:
         what = _line(error).partition(" (known here:")[0]  # the list is of this version, and long
         run.notes.append(f"{file} is of another version of MegaRL ({what}); bands are the usual ones")
@@ -140,7 +140,7 @@ def _read_metrics(run: RunData) -> None:
             if type(step) is not int or not 0 <= step < 2**53:
                 raise ValueError("its step is no number")
         except (ValueError, LookupError, TypeError, RecursionError):
-            if number < len(lines) or not run.running:  # else it is being written
+            if number < len(lines) or not run.is_running:  # else it is being written
                 broken.append(number)
             continue
         values = {name: value for name, value in found.items() if name not in ("step", "time") and _is_number(value)}
@@ -169,9 +169,9 @@ def _read_alarms(run: RunData) -> None:
         step = int(named[1]) if named else step
         if alarm := _ALARM.fullmatch(line):
             found.append((step, alarm[1], alarm[2][:2000]))
-    if len(found) > MOST_ALARMS:
-        run.notes.append(f"{file} has {len(found)} alarms, of which the last {MOST_ALARMS} are shown")
-    run.alarms = found[-MOST_ALARMS:]
+    if len(found) > MAX_ALARMS:
+        run.notes.append(f"{file} has {len(found)} alarms, of which the last {MAX_ALARMS} are shown")
+    run.alarms = found[-MAX_ALARMS:]
 
 
 def _line(error: BaseException) -> str:

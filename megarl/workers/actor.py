@@ -11,8 +11,8 @@ from megarl.checkpoint.export import gather_hf
 from megarl.models.hf_folder import save_adapter, save_hf
 from megarl.models.lora_tables import adapted_weights, peft_config, peft_tensors
 from megarl.parallel.placement import role_config
-from megarl.parallel.ranks import together
-from megarl.parallel.wait_listeners import counted
+from megarl.parallel.ranks import run_on_all
+from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.model_worker import TrainingWorker
 
@@ -25,7 +25,7 @@ class ActorWorker(TrainingWorker):
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """Log-probs of the policy as it is now."""
-        with self.clock.phase("actor_logprobs", self.at_work):
+        with self.clock.phase("actor_logprobs", self.phase_owner):
             return self._forward(batch, "log-probs", self.temperature)
 
     @property
@@ -36,30 +36,34 @@ class ActorWorker(TrainingWorker):
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the policy under its HF name, whole, on every rank of the actor, one after another; adapters
         merged."""
-        return gather_hf(self.trained.merged(), self.trained.params(), self.trained.ranks)
+        return gather_hf(self.local_model.merged_params(), self.local_model.params(), self.local_model.ranks)
 
     def export(self, folder: Path) -> None:
         """Write the policy as an HF folder, with LoRA also its adapters, in PEFT's format, into the folder `adapter`
         beside it; the actor's first rank writes, all of its ranks take part. Raises OSError on all of them where the
         disk does not take it."""
         with self.clock.phase("export"):
-            together(lambda: self._export_model(folder), group=self.trained.ranks.host)
+            run_on_all(lambda: self._export_model(folder), group=self.local_model.ranks.host_group)
             if self.config.lora.rank:
-                together(lambda: self._export_adapter(folder.with_name("adapter")), group=self.trained.ranks.host)
+                run_on_all(
+                    lambda: self._export_adapter(folder.with_name("adapter")), group=self.local_model.ranks.host_group
+                )
 
     def _export_model(self, folder: Path) -> None:
         save_hf(
             folder,
-            counted(self.hf_tensors(), sum(len(param.hf) for param in self.trained.params())),
+            track_progress(self.hf_tensors(), sum(len(param.hf) for param in self.local_model.params())),
             self.config.model.path,
             getattr(torch, self.config.model.dtype),
-            write=self.trained.ranks.role_rank == 0,
-            table=self.trained.params(),
+            write=self.local_model.ranks.role_rank == 0,
+            table=self.local_model.params(),
         )
 
     def _export_adapter(self, folder: Path) -> None:
-        lora, table = self.config.lora, self.trained.params()
-        factors = dict(gather_hf(self.trained.local_adapters(), self.trained.adapter_params(), self.trained.ranks))
-        if self.trained.ranks.role_rank == 0:
+        lora, table = self.config.lora, self.local_model.params()
+        factors = dict(
+            gather_hf(self.local_model.local_adapters(), self.local_model.adapter_params(), self.local_model.ranks)
+        )
+        if self.local_model.ranks.role_rank == 0:
             tensors = peft_tensors(factors, adapted_weights(table, lora.targets), lora.rank)
             save_adapter(folder, tensors, peft_config(table, lora, str(Path(self.config.model.path).resolve())))

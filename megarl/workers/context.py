@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config
 from megarl.observe.clock import Clock
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
     from megarl.data.prompt_data import PromptLoader
 
 
-class Parked(Protocol):
+class Offloadable(Protocol):
     """A model that can leave the device, and comes back when it is next asked for something."""
 
-    def park(self, weights: bool = True) -> int:
+    def offload(self, weights: bool = True) -> int:
         """weights: whether those go, too. Returns how many bytes of the device are free then."""
         ...
 
 
-class OnDevice:
+class DeviceModels:
     """The models that are on the device, and leave it to the engines where `train.offload` says so."""
 
     def __init__(self) -> None:
-        self._models: list[Parked] = []
+        self._models: list[Offloadable] = []
 
-    def add(self, model: Parked) -> None:
+    def add(self, model: Offloadable) -> None:
         self._models.append(model)
 
-    def park(self, pushed: Parked | None = None) -> None:
+    def offload(self, pushed: Offloadable | None = None) -> None:
         """Send them to the host, but for the weights of the one that is about to be pushed."""
         for model in self._models:
-            model.park(weights=model is not pushed)
+            model.offload(weights=model is not pushed)
 
 
-class Ended:
+class RolloutListeners:
     """Who is told of each conversation as soon as it has ended, on the rank where it did."""
 
     def __init__(self) -> None:
-        self._told: list[Callable[[Rollout], None]] = []
+        self._listeners: list[Callable[[Rollout], None]] = []
 
-    def tell(self, who: Callable[[Rollout], None]) -> None:
+    def subscribe(self, who: Callable[[Rollout], None]) -> None:
         """who: is called in the thread of generation, which it must not keep."""
-        self._told.append(who)
+        self._listeners.append(who)
 
     def __call__(self, rollout: Rollout) -> None:
-        for who in self._told:
+        for who in self._listeners:
             who(rollout)
 
 
@@ -61,22 +61,22 @@ class Context:
     config: Config
     job: Job
     hf_config: dict[str, Any]
-    chat: Chat
+    chat: ChatTemplate
     clock: Clock
     run_dir: Path
-    updates: Mapping[str, int]
+    num_updates: Mapping[str, int]
     """Optimizer steps in the whole run by role, for its learning-rate schedule."""
     layouts: Mapping[str, Ranks | None] = field(default_factory=dict)
     """This rank's coordinates in the layout of each role that has a model on Megatron; None of one on other ranks."""
     role: str = ""
     """Which role the worker plays."""
-    upcoming: Callable[[int], Sequence[Sequence[Prompt]]] = lambda steps: ()
+    next_prompts: Callable[[int], Sequence[Sequence[Prompt]]] = lambda steps: ()
     """The prompts of so many steps after this one, as far as there are any."""
-    models: OnDevice = field(default_factory=OnDevice)
-    ended: Ended = field(default_factory=Ended)
-    source: PromptLoader[Any] | None = None
+    models: DeviceModels = field(default_factory=DeviceModels)
+    on_rollout_finished: RolloutListeners = field(default_factory=RolloutListeners)
+    prompt_loader: PromptLoader[Any] | None = None
     """Of the prompts that steps are given."""
-    say: Callable[[str], None] = lambda line: None
+    log: Callable[[str], None] = lambda line: None
     """A line for the log, which one rank writes."""
     alarm: Callable[[str], None] = lambda line: None
     """One that must not be overlooked, likewise."""
@@ -99,7 +99,7 @@ class Worker:
     def start(self) -> None:
         return None
 
-    def ready(self) -> None:
+    def wait_ready(self) -> None:
         return None
 
     def controls(self) -> Mapping[str, Callable[[Any], Any]]:
@@ -107,11 +107,11 @@ class Worker:
         ConfigError; see `observe.control`."""
         return {}
 
-    def control(self, key: str, value: Any) -> None:
+    def set_control(self, key: str, value: Any) -> None:
         """One of these is to be so from here on; on all ranks at the same step."""
         return None
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of the step that only the worker can know."""
         return {}
 

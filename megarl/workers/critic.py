@@ -17,5 +17,5 @@ class CriticWorker(TrainingWorker):
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """values[t] is of the state before token t."""
-        with self.clock.phase("critic_values", self.at_work):
+        with self.clock.phase("critic_values", self.phase_owner):
             return self._forward(batch, "values")

@@ -2,7 +2,7 @@
 
 `TrainingWorker` adds updates, and raises an alarm when several updates in a row were skipped.
 
-`GoingBack` implements `guards.ppo_kl`: it rolls the policy back when it has moved too far from the policy that sampled.
+`KLRollback` implements `guards.ppo_kl`: it rolls the policy back when it has moved too far from the policy that sampled.
 The `actor/ppo_kl` of an update measures how far the earlier updates of its step have moved the policy: it is 0 in the
 first, or what `rollout.asynchronous` makes of it. The last good policy is therefore the one at the start of the step,
 which is also the engine's, and a snapshot of it is taken. All ranks of the role see the same value and decide alike.
@@ -20,15 +20,15 @@ import torch
 from megarl.algorithms.token_rewards import sequence_sums
 from megarl.config import Config, ConfigError
 from megarl.megatron.build import Role
-from megarl.megatron.distribution import Distribution
-from megarl.megatron.trainer_model import NAMES, LossFn, MegatronModel
+from megarl.megatron.distribution import BatchDispatcher
+from megarl.megatron.trainer_model import OUTPUT_NAMES, LossFn, MegatronModel
 from megarl.models.flops import model_flops
-from megarl.observe.clock import ELSEWHERE
-from megarl.observe.mfu import Work
+from megarl.observe.clock import REMOTE
+from megarl.observe.mfu import RoleFlops
 from megarl.parallel import ranks
 from megarl.parallel.placement import placement_of
-from megarl.types import ALONE, ModelOutput, TrainBatch
-from megarl.types.batch import read_by
+from megarl.types import LOCAL, ModelOutput, TrainBatch
+from megarl.types.batch import select_columns
 from megarl.workers.context import Context, Worker
 from megarl.workers.pending_values import Awaited, Reported
 
@@ -42,53 +42,60 @@ class ModelWorker(Worker):
     """
 
     role: Role
-    placed: ClassVar[str] = ""
+    placement_key: ClassVar[str] = ""
     """Its key in `placement`, where that is not the role."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.model: MegatronModel | None = None
-        self.name = context.role or self.placed or self.role
+        self.name = context.role or self.placement_key or self.role
         """Of the role that it plays; what `role` says is what kind of model it has."""
-        self.members = placement_of(self.config).of(self.name)
-        self.apart = len(self.members) < self.job.world
-        self.work: Work | None = None
+        self.members = placement_of(self.config).ranks_of(self.name)
+        self.is_disaggregated = len(self.members) < self.job.world
+        self.work: RoleFlops | None = None
         """What its model has computed, as every rank can say; there once it is built."""
 
     def build(self, hf: Mapping[str, Any], path: str, config: Config, trains: bool = True) -> None:
         """The model, from a folder, on the ranks that have it."""
         with self.clock.phase("load"):
             if self.name not in self.context.layouts:
-                raise ConfigError(f"roles.{self.name}.model is not set; it must name the HF folder of the {self._name}")
+                raise ConfigError(
+                    f"roles.{self.name}.model is not set; it must name the HF folder of the {self._display_name}"
+                )
             lora = config.lora if trains else None
             flops = model_flops(hf, lora, valued=self.role != "actor")
             # A reward model has no time of its own: its scores are made among the other parts of the reward.
             phase = f"{self.role}_update" if trains else f"{self.name}_logprobs" if self.role == "actor" else ""
             layout = self.context.layouts[self.name]
-            self.work = Work(self.name, flops, phase, max(1, len(self.members)), min(self.members, default=0), trains)
+            self.work = RoleFlops(
+                self.name, flops, phase, max(1, len(self.members)), min(self.members, default=0), trains
+            )
             if layout is None:
                 return
-            updates = self.context.updates[self.name] if trains else 1
+            updates = self.context.num_updates[self.name] if trains else 1
             self.model = MegatronModel(hf, config, layout, self.role, updates, trains)
             self.model.load_hf(path)
             self.context.models.add(self.model)
 
-    def ready(self) -> None:
-        known = self.model.distribution if self.model is not None else None
-        self.distribution: Distribution = ranks.broadcast_object(known, self.members[0]) if self.apart else known  # type: ignore[assignment]
+    def wait_ready(self) -> None:
+        known = self.model.dispatcher if self.model is not None else None
+        if self.is_disaggregated:
+            known = ranks.broadcast_object(known, self.members[0])
+        assert known is not None
+        self.distribution: BatchDispatcher = known
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Where `guards.memory` is on, what its ranks have agreed on, on all ranks."""
         if not self.config.guards.memory or not self.members:
             return {}
-        known = None if self.model is None else self.model.fitting.figures
-        found = ranks.broadcast_object(known, self.members[0]) if self.apart else known
+        known = None if self.model is None else self.model.oom_retry.metrics
+        found = ranks.broadcast_object(known, self.members[0]) if self.is_disaggregated else known
         return {f"guards/{self.name}_{name}": value for name, value in (found or {}).items()}
 
     @property
-    def at_work(self) -> str:
+    def phase_owner(self) -> str:
         """Who is in this role's phases on this rank."""
-        return ELSEWHERE if self.model is None else self.name
+        return REMOTE if self.model is None else self.name
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """What the model says of the tokens that are here, [T] fp32 on the host; a handle where the role is apart."""
@@ -104,11 +111,11 @@ class ModelWorker(Worker):
     ) -> ModelOutput:
         """what: the numbers' name. within: entered on the role's ranks meanwhile. every: whether all numbers must be
         finite; if not, those of action tokens are, of at least half of the sequences; None where none must."""
-        names = NAMES[self.role]
+        names = OUTPUT_NAMES[self.role]
         if self.work is not None:
-            self.work.looked(batch.lengths.tolist())
+            self.work.add_forward(batch.lengths.tolist())
         if self.model is None:
-            read = self.distribution.forward_elsewhere(batch, names)
+            read = self.distribution.join_forward(batch, names)
         else:
             with within or nullcontext():
                 found = self.model.forward(batch, temperature)
@@ -117,38 +124,38 @@ class ModelWorker(Worker):
         def checked() -> dict[str, torch.Tensor]:
             values = read()
             if every is not None:
-                self.require_finite({what: values[names[0]]}, batch, every, spares=not every)
+                self.check_finite({what: values[names[0]]}, batch, every, spares=not every)
             return values
 
-        return Awaited(checked) if self.apart else ModelOutput(**checked())
+        return Awaited(checked) if self.is_disaggregated else ModelOutput(**checked())
 
-    def require_finite(
+    def check_finite(
         self, columns: Mapping[str, torch.Tensor], batch: TrainBatch, every: bool = False, spares: bool = False
     ) -> None:
         """Raise ConfigError unless these [T] are numbers for all action tokens, or for every token. spares: unless they
         are for at least half of the sequences; of the others nothing is trained on
         (`controllers/mask_nonfinite.py`)."""
-        everyone = ALONE if self.apart else batch.everyone
+        everyone = LOCAL if self.is_disaggregated else batch.comm
         where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
         # A finite sum has finite summands, which is quickly seen; only where it is not each of them is looked at.
         odd = {what: values for what, values in columns.items() if not bool(torch.isfinite(values.sum()))}
         wrong = {what: where & ~torch.isfinite(values) for what, values in odd.items()}
         found = [int(wrong[what].sum()) if what in wrong else 0 for what in columns]
-        hit = [_sequences(batch, mask) for mask in (where, *wrong.values())] if spares and wrong else []
+        hit = [_any_per_sequence(batch, mask) for mask in (where, *wrong.values())] if spares and wrong else []
         bad = int(torch.stack(hit[1:]).any(dim=0).sum()) if hit else 0
-        asked = int((hit[0] if hit else _sequences(batch, where)).sum()) if spares else 0
-        counts = everyone.total(torch.tensor([bad, asked, int(torch.count_nonzero(where)), *found])).tolist()
+        asked = int((hit[0] if hit else _any_per_sequence(batch, where)).sum()) if spares else 0
+        counts = everyone.all_reduce(torch.tensor([bad, asked, int(torch.count_nonzero(where)), *found])).tolist()
         bad, asked, places, *found = counts
         for what, count in zip(columns, found, strict=True):
             if count and not (spares and 2 * bad <= asked):
-                seen = everyone.objects(columns[what][wrong[what]][:1].tolist() if what in wrong else [])
-                self.complain(what, next(value for here in seen for value in here), count, places)
+                seen = everyone.all_gather_objects(columns[what][wrong[what]][:1].tolist() if what in wrong else [])
+                self.raise_nonfinite(what, next(value for here in seen for value in here), count, places)
 
-    def complain(self, what: str, value: float, count: int, places: int) -> NoReturn:
-        raise not_finite(self.step, f"{what} of the {self._name}", value, count, places, self._remedy)
+    def raise_nonfinite(self, what: str, value: float, count: int, places: int) -> NoReturn:
+        raise nonfinite_error(self.step, f"{what} of the {self._display_name}", value, count, places, self._remedy)
 
     @property
-    def _name(self) -> str:
+    def _display_name(self) -> str:
         return self.name.replace("_", " ")
 
     @property
@@ -157,124 +164,124 @@ class ModelWorker(Worker):
         return f"look at the rewards and the data, or lower {optimizer}.lr"
 
 
-def _sequences(batch: TrainBatch, where: torch.Tensor) -> torch.Tensor:
+def _any_per_sequence(batch: TrainBatch, where: torch.Tensor) -> torch.Tensor:
     """[n] bool: those of the sequences here with a token of [T] in them."""
     return sequence_sums(where.int(), batch.cu_seqlens) > 0
 
 
-def not_finite(step: int, what: str, value: float, count: int, places: int, remedy: str) -> ConfigError:
+def nonfinite_error(step: int, what: str, value: float, count: int, places: int, remedy: str) -> ConfigError:
     return ConfigError(f"step {step}: not finite: {what}, {value} in {count} of {places} places; {remedy}")
 
 
-METRIC = "actor/ppo_kl"
-WENT_BACK = "guards/ppo_kl"
+KL_METRIC = "actor/ppo_kl"
+ROLLBACK_METRIC = "guards/ppo_kl"
 """Metric of a step that did: what was too much."""
 
 
-class GoingBack:
+class KLRollback:
     """Of one model. `limit` None: never."""
 
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
-        self._kept_in = self._back_in = -1
+        self._snapshot_step = self._rollback_step = -1
         """Steps."""
 
-    def pauses(self, step: int) -> bool:
+    def should_skip(self, step: int) -> bool:
         """Whether the rest of this step's updates is left out."""
-        return self._back_in == step
+        return self._rollback_step == step
 
-    def begin(self, step: int, model: MegatronModel) -> None:
+    def before_update(self, step: int, model: MegatronModel) -> None:
         """Before each update: the first of a step is of a policy to go back to."""
-        if self._limit is not None and self._kept_in != step:
-            model.keep()
-        self._kept_in = step
+        if self._limit is not None and self._snapshot_step != step:
+            model.save_snapshot()
+        self._snapshot_step = step
 
-    def checked(self, model: MegatronModel, metrics: dict[str, float]) -> dict[str, float]:
+    def after_update(self, model: MegatronModel, metrics: dict[str, float]) -> dict[str, float]:
         """What an update has reported, after which the model may be another. One that is not a number is too much."""
-        found = metrics.get(METRIC, 0.0)
+        found = metrics.get(KL_METRIC, 0.0)
         if self._limit is None or found <= self._limit:
             return metrics
-        model.go_back()
-        self._back_in = self._kept_in
-        return metrics | {WENT_BACK: found}
+        model.rollback()
+        self._rollback_step = self._snapshot_step
+        return metrics | {ROLLBACK_METRIC: found}
 
 
-IN_VAIN = "guards/{}_in_vain"
+SKIPS_METRIC = "guards/{}_in_vain"
 """Metric of an update that was one too many to be skipped: how many were in a row. By the role's name."""
 
 
 class TrainingWorker(ModelWorker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._skipped: list[int] = []
+        self._skipped_steps: list[int] = []
         """Of the latest updates, if they were skipped: in which step each was."""
-        self.in_vain: tuple[int, str] | None = None
+        self.skip_failure: tuple[int, str] | None = None
         """On the role's ranks, once too many in a row were skipped: the step of the first of them, and what to say."""
-        self._unread: list[Reported] = []
-        self._back = GoingBack(self.config.guards.ppo_kl if self.role == "actor" else None)
+        self._pending_reports: list[Reported] = []
+        self._kl_rollback = KLRollback(self.config.guards.ppo_kl if self.role == "actor" else None)
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> Mapping[str, float]:
         """One optimizer step on a mini-batch with `loss_weights`; metrics under the role's name. Of a loss that names
         what it reads, see `types.batch`, nothing else is sent or looked at."""
         rewards = batch.sequence_reward
         if len(odd := rewards[~torch.isfinite(rewards)]):
-            self.complain("sequence_reward in the batch", float(odd[0]), len(odd), len(rewards))
-        given = {name: getattr(batch, name) for name in read_by(loss_fn, batch)}
-        self.require_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
+            self.raise_nonfinite("sequence_reward in the batch", float(odd[0]), len(odd), len(rewards))
+        given = {name: getattr(batch, name) for name in select_columns(loss_fn, batch)}
+        self.check_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
         mine: dict[str, float] | None = None
         if self.work is not None:
-            self.work.learned(batch.lengths.tolist())
-        with self.clock.phase(f"{self.role}_update", self.at_work):
-            if self.model is None or self._back.pauses(self.step):
-                self.distribution.train_elsewhere(batch, given)
+            self.work.add_update(batch.lengths.tolist())
+        with self.clock.phase(f"{self.role}_update", self.phase_owner):
+            if self.model is None or self._kl_rollback.should_skip(self.step):
+                self.distribution.join_train_step(batch, given)
                 mine = None if self.model is None else {}
             else:
-                self._back.begin(self.step, self.model)
-                mine = self._back.checked(self.model, self._take_step(self.model, batch, loss_fn))
-        return Reported(self.members[0], mine, self._unread) if self.apart or mine is None else mine
+                self._kl_rollback.before_update(self.step, self.model)
+                mine = self._kl_rollback.after_update(self.model, self._train_step(self.model, batch, loss_fn))
+        return Reported(self.members[0], mine, self._pending_reports) if self.is_disaggregated or mine is None else mine
 
-    def _take_step(self, model: MegatronModel, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
+    def _train_step(self, model: MegatronModel, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
         metrics = model.train_step(batch, loss_fn, self.temperature)
         if not metrics[f"{self.role}/skipped"]:
-            self._skipped = []
+            self._skipped_steps = []
             return metrics
-        self._skipped.append(self.step)
-        if len(self._skipped) <= self.config.run.max_skipped:
+        self._skipped_steps.append(self.step)
+        if len(self._skipped_steps) <= self.config.run.max_skipped:
             return metrics
-        self.in_vain = self._skipped[0], self._said_of(batch, metrics)
-        return metrics | {IN_VAIN.format(self.name): float(len(self._skipped))}
+        self.skip_failure = self._skipped_steps[0], self._describe_skips(batch, metrics)
+        return metrics | {SKIPS_METRIC.format(self.name): float(len(self._skipped_steps))}
 
     @property
-    def skipped_since(self) -> int | None:
+    def first_skipped_step(self) -> int | None:
         """The step of the first of the latest updates that were skipped, on the role's ranks; None where the last was
         taken."""
-        return self._skipped[0] if self._skipped else None
+        return self._skipped_steps[0] if self._skipped_steps else None
 
-    def went_back(self) -> None:
+    def on_rollback(self) -> None:
         """The model is what an older checkpoint has: what came of the updates since is of no interest."""
-        self._skipped, self.in_vain = [], None
+        self._skipped_steps, self.skip_failure = [], None
 
     @property
     def temperature(self) -> float:
         """Of a policy, what divides its logits."""
         return 1.0
 
-    def _said_of(self, batch: TrainBatch, metrics: dict[str, float]) -> str:
+    def _describe_skips(self, batch: TrainBatch, metrics: dict[str, float]) -> str:
         norm, loss = (metrics.get(f"{self.role}/{name}", 0.0) for name in ("grad_norm", "loss"))
         largest: dict[str, torch.Tensor | None] = {"reward": batch.sequence_reward}
-        if not self.apart:  # the others are where the rollouts are
+        if not self.is_disaggregated:  # the others are where the rollouts are
             largest |= {"advantage": batch.advantages, "return": batch.returns}
         sizes = {name: float(x.abs().max()) if len(x) else 0.0 for name, x in largest.items() if x is not None}
-        of_all = [sizes] if self.apart else batch.everyone.objects(sizes)
+        of_all = [sizes] if self.is_disaggregated else batch.comm.all_gather_objects(sizes)
         found = [f"largest |{name}| {max(one[name] for one in of_all):g}" for name in sizes]
         return (
-            f"{len(self._skipped)} updates of the {self._name} in a row were skipped, from step {self._skipped[0]} on, "
+            f"{len(self._skipped_steps)} updates of the {self._display_name} in a row were skipped, from step {self._skipped_steps[0]} on, "
             f"for its gradient is not finite: norm {norm:g}, loss {loss:g}, {', '.join(found)}; more than "
             f"run.max_skipped={self.config.run.max_skipped}: {self._remedy}"
         )
 
     @property
-    def trained(self) -> MegatronModel:
+    def local_model(self) -> MegatronModel:
         """The model, on a rank that has it."""
-        assert self.model is not None, f"the {self._name} is not on this rank"
+        assert self.model is not None, f"the {self._display_name} is not on this rank"
         return self.model

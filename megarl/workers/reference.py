@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from megarl.observe.clock import ELSEWHERE
+from megarl.observe.clock import REMOTE
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
@@ -20,15 +20,19 @@ class ReferenceWorker(Worker):
     def __init__(self, context: Context, actor: ActorWorker) -> None:
         super().__init__(context)
         self.actor = actor
-        self.first: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.use_reference_weights: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def start(self) -> None:
         model = self.actor.model
         if model is not None:
-            self.first = model.without_adapters if self.config.lora.rank else partial(model.swapped, model.snapshot())
+            self.use_reference_weights = (
+                model.without_adapters if self.config.lora.rank else partial(model.swap_weights, model.snapshot())
+            )
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """Log-probs. Its router chooses for itself: the experts on record are those of other weights."""
-        with self.clock.phase("reference_logprobs", ELSEWHERE if self.actor.model is None else "reference"):
+        with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
             what, temperature = "log-probs by the first weights", self.actor.temperature
-            return self.actor._forward(batch.with_(routing=None), what, temperature, within=self.first())
+            return self.actor._forward(
+                batch.with_(routing=None), what, temperature, within=self.use_reference_weights()
+            )

@@ -10,7 +10,7 @@ from megarl.config import LoraConfig
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import role_config
 from megarl.types import Rollout, Rollouts, TrainBatch
-from megarl.types.reward_values import Verdict, of_model
+from megarl.types.reward_values import RewardResult, parse_model_score
 from megarl.workers.context import Context
 from megarl.workers.model_worker import ModelWorker
 from megarl.workers.reward import RewardWorker
@@ -21,7 +21,7 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
     Its layout is the policy's, or `roles.reward.parallel`."""
 
     role = "reward_model"
-    placed = "reward"
+    placement_key = "reward"
 
     def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None, **options: Any) -> None:
         self.model_part = "model" if context.config.reward.model else ""
@@ -30,22 +30,22 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
     def start(self) -> None:
         """Load it in fp32, whatever the policy's type: weights alone."""
         if path := self.config.reward.model:
-            config = role_config(self.config, self.placed)
+            config = role_config(self.config, self.placement_key)
             settings = dataclasses.replace(config.model, dtype="float32")
             config = dataclasses.replace(config, model=settings, lora=LoraConfig())
             self.build(load_hf_config(path), path, config, trains=False)
         RewardWorker.start(self)
 
-    def ready(self) -> None:
+    def wait_ready(self) -> None:
         if self.config.reward.model:
-            ModelWorker.ready(self)
-        RewardWorker.ready(self)
+            ModelWorker.wait_ready(self)
+        RewardWorker.wait_ready(self)
 
-    def judged(self, whole: Rollouts, part: str) -> Sequence[Verdict]:
+    def score_part(self, whole: Rollouts, part: str) -> Sequence[RewardResult]:
         if part != self.model_part:
-            return super().judged(whole, part)
+            return super().score_part(whole, part)
         batch = TrainBatch.from_rollouts(whole).with_(routing=None)
         found = self._forward(batch, "scores", every=None).scores
         assert found is not None
         scores = found[batch.cu_seqlens[1:] - 1].tolist()
-        return [of_model(value) for value in scores]
+        return [parse_model_score(value) for value in scores]

@@ -11,8 +11,8 @@ from megarl.models.hf_folder import save_hf
 from megarl.models.registry import family_of
 from megarl.models.scalar_head import classifier_config, padding_of
 from megarl.parallel.placement import role_config
-from megarl.parallel.ranks import together
-from megarl.parallel.wait_listeners import counted
+from megarl.parallel.ranks import run_on_all
+from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.model_worker import TrainingWorker
 
@@ -27,24 +27,27 @@ class RewardModelWorker(TrainingWorker):
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         """scores[t] is of the conversation up to and including token t."""
-        with self.clock.phase("reward_model_scores", self.at_work):
+        with self.clock.phase("reward_model_scores", self.phase_owner):
             return self._forward(batch, "scores", every=True)
 
     def export(self, folder: Path) -> None:
         """Write an HF folder of a sequence classifier with one label; the role's first rank writes, all of its ranks
         take part. Raises OSError on all of them where the disk does not take it."""
         with self.clock.phase("export"):
-            together(lambda: self._export_model(folder), group=self.trained.ranks.host)
+            run_on_all(lambda: self._export_model(folder), group=self.local_model.ranks.host_group)
 
     def _export_model(self, folder: Path) -> None:
-        table, hf, chat = self.trained.params(), self.context.hf_config, self.context.chat
+        table, hf, chat = self.local_model.params(), self.context.hf_config, self.context.chat
         padding = padding_of(hf, chat.tokenizer.pad_token_id, chat.end_of_turn)
         save_hf(
             folder,
-            counted(gather_hf(self.trained.merged(), table, self.trained.ranks), sum(len(one.hf) for one in table)),
+            track_progress(
+                gather_hf(self.local_model.merged_params(), table, self.local_model.ranks),
+                sum(len(one.hf) for one in table),
+            ),
             self.config.model.path,
             dtype=getattr(torch, self.config.model.dtype),
-            write=self.trained.ranks.role_rank == 0,
+            write=self.local_model.ranks.role_rank == 0,
             table=table,
             config=classifier_config(hf, family_of(hf).architecture, padding),
         )

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins
-from megarl.config.strict import nearest
-from megarl.parallel.role_settings import backends_of, role_settings
-from megarl.types.requirements import Declared
+from megarl.config.strict import closest_match
+from megarl.parallel.role_settings import role_backends, role_settings
+from megarl.types.requirements import Requirements
 
 TEACHER = "megarl.workers.teacher:TeacherWorker"
 WORKERS: dict[str, dict[str, str]] = {
@@ -34,12 +34,12 @@ WORKERS: dict[str, dict[str, str]] = {
 }
 """By role and backend, the first of which is the default."""
 
-GROUP = "megarl.workers"
+ENTRY_POINT_GROUP = "megarl.workers"
 """Entry points of a fork's workers, each by the role that it plays."""
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredWorker:
     """What a script has said of a role. worker: a class, or another callable that makes a worker of a `Context` and the
     options; or its `module:name`."""
 
@@ -47,26 +47,28 @@ class Registered:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_roles(config: Config, declared: Declared, registered: Mapping[str, Registered]) -> None:
+def check_roles(config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker]) -> None:
     """Raise ConfigError for a role that nobody plays, and for settings of one that neither the algorithm nor anybody
     here knows. Nothing is imported."""
     for role in (*registered, *config.roles):
         if role not in declared.roles and role not in WORKERS:
-            near = nearest(str(role), declared.roles)
+            near = closest_match(str(role), declared.roles)
             hint = f"; did you mean {near}?" if near else ""
             where = f"register_worker({role!r})" if role in registered else f"roles.{role}"
             raise ConfigError(f"{where}: {declared.name} has no such role{hint} (it has {', '.join(declared.roles)})")
     for role in declared.roles:
-        who_plays(config, declared, role, registered.get(role, Registered()))
+        resolve_worker(config, declared, role, registered.get(role, RegisteredWorker()))
 
 
-def who_plays(config: Config, declared: Declared, role: str, registered: Registered) -> Callable[..., Any] | str:
+def resolve_worker(
+    config: Config, declared: Requirements, role: str, registered: RegisteredWorker
+) -> Callable[..., Any] | str:
     """A class or `module:name`. Raises ConfigError where there is none."""
     settings = role_settings(config, role)
     known = WORKERS.get(role, {})
     if found := registered.worker or settings.worker:
         return found
-    model, service = backends_of(config, role)
+    model, service = role_backends(config, role)
     backend = model or service
     if backend in known:
         return known[backend]
@@ -77,7 +79,7 @@ def who_plays(config: Config, declared: Declared, role: str, registered: Registe
         raise ConfigError(f"roles.{role}.backend={backend}: there is no such backend of the {role}; {have}")
     if known:
         return next(iter(known.values()))
-    if entry := plugins.entries(GROUP).get(role):
+    if entry := plugins.list_entry_points(ENTRY_POINT_GROUP).get(role):
         return entry.value
     raise ConfigError(
         f"nobody plays the role {role} of algorithm={declared.name}: name its worker in the controller's `workers`, "
@@ -85,45 +87,47 @@ def who_plays(config: Config, declared: Declared, role: str, registered: Registe
     )
 
 
-def check_own_workers(config: Config, declared: Declared, registered: Mapping[str, Registered]) -> None:
-    """Raise ConfigError, as `find_workers` does, for workers that the user names. Imports only their modules."""
+def check_user_workers(config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker]) -> None:
+    """Raise ConfigError, as `load_workers` does, for workers that the user names. Imports only their modules."""
     for role in declared.roles:
         if role_settings(config, role).worker:
-            find_worker(config, declared, role, registered.get(role, Registered()))
+            load_worker(config, declared, role, registered.get(role, RegisteredWorker()))
 
 
-def find_workers(
-    config: Config, declared: Declared, registered: Mapping[str, Registered]
+def load_workers(
+    config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker]
 ) -> dict[str, Callable[..., Any]]:
     """What makes the worker of each role, in their order. Raises ConfigError."""
-    return {role: find_worker(config, declared, role, registered.get(role, Registered())) for role in declared.roles}
+    return {
+        role: load_worker(config, declared, role, registered.get(role, RegisteredWorker())) for role in declared.roles
+    }
 
 
-def find_worker(config: Config, declared: Declared, role: str, registered: Registered) -> Callable[..., Any]:
+def load_worker(config: Config, declared: Requirements, role: str, registered: RegisteredWorker) -> Callable[..., Any]:
     """What makes the role's worker, with its options. Raises ConfigError."""
-    found = who_plays(config, declared, role, registered)
+    found = resolve_worker(config, declared, role, registered)
     made = plugins.load(found, f"the worker of the role {role}") if isinstance(found, str) else found
     if not callable(made):
         raise ConfigError(f"the worker of the role {role} is a {type(made).__name__}: it must be a class of workers")
-    options = options_of(config, role, registered)
+    options = worker_options(config, role, registered)
     try:
         inspect.signature(made).bind_partial(None, **options)
     except TypeError as error:
-        raise ConfigError(f"the options of the role {role}: {error}; see its worker, {_called(made)}") from None
+        raise ConfigError(f"the options of the role {role}: {error}; see its worker, {_worker_name(made)}") from None
     except ValueError:  # of C, which does not say
         pass
     return partial(made, **options) if options else made
 
 
-def ours(config: Config, declared: Declared, role: str, registered: Registered) -> bool:
+def is_builtin(config: Config, declared: Requirements, role: str, registered: RegisteredWorker) -> bool:
     """Whether one of our own workers plays the role."""
-    return who_plays(config, declared, role, registered) in WORKERS.get(role, {}).values()
+    return resolve_worker(config, declared, role, registered) in WORKERS.get(role, {}).values()
 
 
-def options_of(config: Config, role: str, registered: Registered) -> dict[str, Any]:
+def worker_options(config: Config, role: str, registered: RegisteredWorker) -> dict[str, Any]:
     """What its worker is given besides the context: those of a script before those of the configuration."""
     return {**role_settings(config, role).options, **registered.options}
 
 
-def _called(worker: Any) -> str:
+def _worker_name(worker: Any) -> str:
     return str(getattr(worker, "__qualname__", type(worker).__qualname__))

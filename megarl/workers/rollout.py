@@ -11,24 +11,24 @@ import torch
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import ConfigError
 from megarl.engine.engine_loss import EngineLost
-from megarl.engine.tool_calls import rehearse
+from megarl.engine.tool_calls import check_parser
 from megarl.models.routing import routing_shape
-from megarl.observe.clock import ELSEWHERE, WAIT
-from megarl.observe.replayed_rollouts import Recorded, needs_records
+from megarl.observe.clock import REMOTE, WAIT
+from megarl.observe.replayed_rollouts import ReplaySource, needs_trainer_columns
 from megarl.observe.rollout_log import read_records
 from megarl.parallel import ranks, row_exchange
-from megarl.parallel.kv_store import Board
-from megarl.rollout.aborted import TooManyAborted, check_aborted, complaint
-from megarl.rollout.group_queue import Tickets
-from megarl.rollout.rollout_context import Conversations
-from megarl.rollout.scheduler import Gathered, Group, Returned, at_their_beginning
+from megarl.parallel.kv_store import KVStore
+from megarl.rollout.aborted import TooManyAborted, check_abort_limit, format_abort_error
+from megarl.rollout.group_queue import GroupQueue
+from megarl.rollout.rollout_context import RolloutRunner
+from megarl.rollout.scheduler import GenerationResult, Group, ReturnedGroup, restart_unfinished
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
-from megarl.workers.async_rollout import NAME, Generation, Streaming
+from megarl.workers.async_rollout import STREAM_NAME, PendingGeneration, RolloutStream
 from megarl.workers.context import Context, Worker
-from megarl.workers.engines import Engines, on_any
+from megarl.workers.engines import Engines, run_if_present
 from megarl.workers.staleness import Oversampling
-from megarl.workers.tool_stats import Agents, ToolCalls
+from megarl.workers.tool_stats import AgentMetrics, ToolMonitor
 
 
 class RolloutWorker(Worker):
@@ -41,78 +41,83 @@ class RolloutWorker(Worker):
         super().__init__(context)
         self.engines = Engines(context)
         self.version = 0
-        self.in_question = not self.config.rollout.replay
+        self.should_check_logprobs = not self.config.rollout.replay
         """Whether nobody has compared what the engines say with what the trainer says since they have started, or since
         a push that was verified in full."""
-        self.made: list[Rollouts] = []
+        self.step_rollouts: list[Rollouts] = []
         """What the step under way has been given."""
-        self._generations, self._served = 0, 0
+        self._num_generations, self._last_step = 0, 0
         self._next_group = 0
-        self._closing = False
-        self._talks: Conversations | None = None
-        self._lost = {"rollout/lost_samples": 0, "rollout/regenerated_samples": 0}
+        self._is_closing = False
+        self._runner: RolloutRunner | None = None
+        self._lost_counts = {"rollout/lost_samples": 0, "rollout/regenerated_samples": 0}
         if self.config.rollout.replay:
             return
-        lead, count = self.engines.lead, len(self.engines.members)
-        if lead is not None and self.engines.revival is not None:
+        lead, count = self.engines.lead_engine, len(self.engines.engine_ranks)
+        if lead is not None and self.engines.engine_restart is not None:
             replays = self.config.train.replay_routing
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
-            self._talks = Conversations(
-                lead, context.chat, self.config.rollout, routing, context.ended, self.engines.revival.lost
+            self._runner = RolloutRunner(
+                lead,
+                context.chat,
+                self.config.rollout,
+                routing,
+                context.on_rollout_finished,
+                self.engines.engine_restart.report_lost,
             )
-        agents = any(one.kind == "agent" for one in context.chat.known.environments.values())
-        self._agents = Agents(agents, row_exchange.AllRanks(), self._talks)
-        known = context.chat.known
-        self._tool_calls = ToolCalls(
+        agents = any(one.kind == "agent" for one in context.chat.catalog.environments.values())
+        self._agent_metrics = AgentMetrics(agents, row_exchange.WorldComm(), self._runner)
+        known = context.chat.catalog
+        self._tool_monitor = ToolMonitor(
             bool(known.tools or known.environments),
-            *(self.config.rollout, row_exchange.AllRanks(), self._talks, context.say, context.alarm),
+            *(self.config.rollout, row_exchange.WorldComm(), self._runner, context.log, context.alarm),
         )
-        number = None if lead is None else self.engines.index
-        self._surplus = Oversampling(
+        number = None if lead is None else self.engines.engine_index
+        self._oversampling = Oversampling(
             self.config.rollout,
-            context.source,
-            row_exchange.AllRanks(),
+            context.prompt_loader,
+            row_exchange.WorldComm(),
             number,
             count,
-            self.config.train.replay_routing and "actor" in context.updates,
+            self.config.train.replay_routing and "actor" in context.num_updates,
         )
-        self._stream = Streaming(
+        self._stream = RolloutStream(
             self.config,
-            context.upcoming,
-            row_exchange.AllRanks(),
-            self._talks,
+            context.next_prompts,
+            row_exchange.WorldComm(),
+            self._runner,
             count,
-            Board(),
-            self._seed,
-            self._answered,
+            KVStore(),
+            self._step_seed,
+            self._record_generation,
         )
 
     def begin_step(self, step: int) -> None:
         if step > self.step and not self.config.rollout.replay:
-            self.engines.recovery.next_step()
-            self._lost = dict.fromkeys(self._lost, 0)
-            self._tool_calls.begin_step()
+            self.engines.recovery.begin_step()
+            self._lost_counts = dict.fromkeys(self._lost_counts, 0)
+            self._tool_monitor.begin_step()
         super().begin_step(step)
         self._next_group = 0
-        self.made = []
+        self.step_rollouts = []
 
     def start(self) -> None:
         self.engines.start()
 
-    def ready(self) -> None:
+    def wait_ready(self) -> None:
         with self.clock.phase("engine_start"):
-            self.engines.ready()
+            self.engines.wait_ready()
             if not self.config.rollout.replay:
-                self._rehearse_calls()
+                self._check_tool_parser()
 
-    def _rehearse_calls(self) -> None:
+    def _check_tool_parser(self) -> None:
         """See to it that the engine's parser reads the tool calls that the model's template writes."""
         chat, config = self.context.chat, self.config.rollout
         if not chat.tools:
             return
         limit, of_family = config.request_timeout, not config.tool_call_parser
-        complaint = self.engines.on_leads(
-            lambda engine: rehearse(
+        complaint = self.engines.run_on_leads(
+            lambda engine: check_parser(
                 chat, engine.url, engine.api_key, engine.tool_call_parser, engine.tool_call_marker, limit, of_family
             )
         )
@@ -140,191 +145,199 @@ class RolloutWorker(Worker):
         under way when it was lost is generated again, by those that are there.
         """
         config = self.config
-        self.engines.make_room()
+        self.engines.offload_models()
         with self.clock.phase("generate", WAIT):
             if config.rollout.replay:
-                self.made.append(self._replayed(self._groups(len(prompts)), greedy))
-                return self.made[-1]
-            self.engines.recovery.exchange(look=True)
-            self.engines.have_one(self._resume)
+                self.step_rollouts.append(self._replay(self._allocate_groups(len(prompts)), greedy))
+                return self.step_rollouts[-1]
+            self.engines.recovery.exchange_losses(look=True)
+            self.engines.wait_for_engine(self._resume_stream)
             self.engines.wake()
-            is_first, source = self.step > self._served and not greedy, self.context.source
+            is_first, source = self.step > self._last_step and not greedy, self.context.prompt_loader
             if is_first:
-                self._served = self.step
+                self._last_step = self.step
             # The last part is for an engine to let go of what is aborted.
-            with self.engines.patient(config.rollout.step_timeout + config.rollout.start_timeout):
-                if is_first and config.rollout.asynchronous and source is not None and source.ends_with(prompts):
-                    rollouts = self._go_on(prompts, samples)
+            with self.engines.with_timeout(config.rollout.step_timeout + config.rollout.start_timeout):
+                if is_first and config.rollout.asynchronous and source is not None and source.is_last_batch(prompts):
+                    rollouts = self._generate_streaming(prompts, samples)
                 else:
                     rollouts = self._generate(prompts, samples, greedy, held_out)
-            self._agents.note()
-            self._tool_calls.note(self.step)
+            self._agent_metrics.update()
+            self._tool_monitor.update(self.step)
             if not greedy:
-                self.made.append(rollouts)
-            check_aborted(rollouts, config)
+                self.step_rollouts.append(rollouts)
+            check_abort_limit(rollouts, config)
             return rollouts
 
-    def begin(
+    def start_generation(
         self, prompts: Sequence[Prompt], samples: int, greedy: bool = False, held_out: bool = False
-    ) -> Generation:
+    ) -> PendingGeneration:
         """As `generate`, but nobody waits: with `rollout.asynchronous` it goes on while steps are taken. Where engines
         get other weights meanwhile, it goes on by those, as `rollout.on_push` says; each token has its version."""
-        self.engines.recovery.exchange(look=True)
-        self.engines.have_one(self._resume)
+        self.engines.recovery.exchange_losses(look=True)
+        self.engines.wait_for_engine(self._resume_stream)
         self.engines.wake()
-        self._generations += 1
-        engines, mine = len(self.engines.members), None
-        tickets = Tickets(len(prompts), engines, Board(), f"megarl/generation/{self._generations}")
-        first = 0 if greedy else self._groups(len(prompts)).start
-        if self._talks is not None and self.engines.recovery.is_there(self.engines.index):
-            mine = self._talks.begin(
+        self._num_generations += 1
+        engines, mine = len(self.engines.engine_ranks), None
+        tickets = GroupQueue(len(prompts), engines, KVStore(), f"megarl/generation/{self._num_generations}")
+        first = 0 if greedy else self._allocate_groups(len(prompts)).start
+        if self._runner is not None and self.engines.recovery.is_available(self.engines.engine_index):
+            mine = self._runner.start_generation(
                 prompts,
                 tickets=tickets,
                 samples=samples,
                 greedy=greedy,
-                seed=self._seed(self.step),
+                seed=self._step_seed(self.step),
                 first_group=first,
                 held_out=held_out,
             )
-        return Generation(
-            *(mine, tickets, row_exchange.AllRanks()),
+        return PendingGeneration(
+            *(mine, tickets, row_exchange.WorldComm()),
             begun=self.version,
             now=lambda: self.version,
-            waiting=self._waiting,
+            waiting=self._wait_phase,
         )
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _wait_phase(self) -> Iterator[None]:
         config = self.config.rollout
-        with self.clock.phase("generate", WAIT), self.engines.patient(config.step_timeout + config.start_timeout):
+        with self.clock.phase("generate", WAIT), self.engines.with_timeout(config.step_timeout + config.start_timeout):
             yield
 
     def _generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool, held_out: bool) -> Rollouts:
-        self._generations += 1
-        name = f"megarl/generation/{self._generations}"
-        plan = self._surplus.plan(prompts, self.step, greedy)
-        numbers = max(len(plan.prompts), plan.needed or 0)  # fewer are begun where others are gone on with
-        first_group = 0 if greedy else self._groups(numbers).start
-        tickets = Tickets(len(plan.prompts), len(self.engines.members), Board(), name, plan.held)
+        self._num_generations += 1
+        name = f"megarl/generation/{self._num_generations}"
+        plan = self._oversampling.plan(prompts, self.step, greedy)
+        numbers = max(len(plan.prompts), plan.num_needed or 0)  # fewer are begun where others are gone on with
+        first_group = 0 if greedy else self._allocate_groups(numbers).start
+        tickets = GroupQueue(
+            len(plan.prompts), len(self.engines.engine_ranks), KVStore(), name, plan.num_partial_groups
+        )
 
-        carried = self._carried(plan.carried, tickets)
-        mine: Gathered | None = None
+        carried = self._continued_groups(plan.partial_groups, tickets)
+        mine: GenerationResult | None = None
         lost, turn = True, 0
         while lost:
             turn += 1
             alarm = f"{name}/alarm/{turn}"
 
-            def work(talks: Conversations) -> Gathered:
-                with self.clock.span(f"generation of step {self.step}", "rollout", self.engines.devices):
+            def work(talks: RolloutRunner) -> GenerationResult:
+                with self.clock.span(f"generation of step {self.step}", "rollout", self.engines.device_ranks):
                     try:
                         return talks.generate(
                             plan.prompts,
                             tickets=tickets,
                             samples=samples,
                             greedy=greedy,
-                            seed=self._seed(self.step),
+                            seed=self._step_seed(self.step),
                             first_group=first_group,
-                            needed=plan.needed,
+                            needed=plan.num_needed,
                             carried=carried,  # noqa: B023  it is called at once
-                            of=len(plan.prompts) * samples if plan.needed is None else None,
-                            look=lambda: self._look(alarm),  # noqa: B023
+                            of=len(plan.prompts) * samples if plan.num_needed is None else None,
+                            look=lambda: self._check_alarm(alarm),  # noqa: B023
                             held_out=held_out,
                         )
                     except TooManyAborted as many:
-                        raise RuntimeError(complaint(many.count, many.of, many.failures, self.config)) from None
+                        raise RuntimeError(
+                            format_abort_error(many.count, many.total, many.failures, self.config)
+                        ) from None
 
-            found, lost = self._gather(work, alarm)
-            mine = found if mine is None else mine if found is None else mine.and_then(found)
+            found, lost = self._run_engine(work, alarm)
+            mine = found if mine is None else mine if found is None else mine.merge(found)
             carried = ()
-            if lost and not self._is_missing(tickets, plan.needed):
+            if lost and not self._has_missing_groups(tickets, plan.num_needed):
                 break
             if lost:
-                self.engines.have_one(self._resume)
+                self.engines.wait_for_engine(self._resume_stream)
         if turn > 1 or lost:
-            while mine is not None and (back := tickets.take_back()) is not None:
+            while mine is not None and (back := tickets.claim_returned()) is not None:
                 mine.partials.append(back.group)  # nobody needs it now: it goes on in a later step
-            counts = torch.tensor([mine.gone, mine.again] if mine else [0, 0])
-            self._count_lost(row_exchange.total(counts).tolist())
-        rollouts = _gathered(mine.rollouts if mine else [], self.version)
-        self._surplus.keep(plan, mine, tickets.taken(), rollouts)
+            counts = torch.tensor([mine.num_interrupted, mine.num_restarted] if mine else [0, 0])
+            self._count_lost(row_exchange.sum_over_ranks(counts).tolist())
+        rollouts = _gather_rollouts(mine.rollouts if mine else [], self.version)
+        self._oversampling.record_result(plan, mine, tickets.count_claimed(), rollouts)
         return rollouts
 
-    def _carried(self, groups: Sequence[Group], tickets: Tickets) -> Sequence[Group]:
+    def _continued_groups(self, groups: Sequence[Group], tickets: GroupQueue) -> Sequence[Group]:
         """What this rank's engine goes on with; where that is away, others do."""
         recovery = self.engines.recovery
-        if not recovery.is_there(self.engines.index):
+        if not recovery.is_available(self.engines.engine_index):
             for group in groups:
-                tickets.give_back(Returned(0, at_their_beginning(group)))
+                tickets.return_group(ReturnedGroup(0, restart_unfinished(group)))
             groups = ()
-        if recovery.away or recovery.bare:
+        if recovery.restarting or recovery.unsynced:
             ranks.barrier()  # else others might have looked for it before
         return groups
 
-    def _gather(
-        self, work: Callable[[Conversations], Gathered | None], alarm: str, lost_too: bool = False
-    ) -> tuple[Gathered | None, bool]:
+    def _run_engine(
+        self, work: Callable[[RolloutRunner], GenerationResult | None], alarm: str, lost_too: bool = False
+    ) -> tuple[GenerationResult | None, bool]:
         """What comes of it on this rank, where it leads an engine that is there, or with `lost_too` any, and whether
         some engine was lost meanwhile. Any other failure is raised on all ranks, and the alarm, for those that are
         still at it."""
         error, found = "", None
-        if self._talks is not None and (lost_too or self.engines.recovery.is_there(self.engines.index)):
+        if self._runner is not None and (lost_too or self.engines.recovery.is_available(self.engines.engine_index)):
             try:
-                found = work(self._talks)
-            except _Stopped:
+                found = work(self._runner)
+            except _GenerationStopped:
                 pass
             except EngineLost as lost:
-                assert self.engines.revival is not None
-                self.engines.revival.lost(lost)
+                assert self.engines.engine_restart is not None
+                self.engines.engine_restart.report_lost(lost)
             except RuntimeError as failure:
                 error = str(failure)
-                ranks.raise_alarm(alarm)
-        return found, self.engines.recovery.exchange(error)
+                ranks.set_flag(alarm)
+        return found, self.engines.recovery.exchange_losses(error)
 
-    def _is_missing(self, tickets: Tickets, needed: int | None) -> bool:
+    def _has_missing_groups(self, tickets: GroupQueue, needed: int | None) -> bool:
         """Whether groups are, after an engine was lost; nobody takes any meanwhile."""
-        return self._lack(tickets.left() > 0 if needed is None else tickets.finished() < needed)
+        return self._any_rank(tickets.count_unclaimed() > 0 if needed is None else tickets.count_complete() < needed)
 
-    def _lack(self, something: bool) -> bool:
+    def _any_rank(self, something: bool) -> bool:
         return any(ranks.all_gather_objects(something))
 
     def _count_lost(self, counts: Sequence[int]) -> None:
-        for name, more in zip(self._lost, counts, strict=True):
-            self._lost[name] += more
+        for name, more in zip(self._lost_counts, counts, strict=True):
+            self._lost_counts[name] += more
 
-    def _go_on(self, prompts: Sequence[Prompt], samples: int) -> Rollouts:
+    def _generate_streaming(self, prompts: Sequence[Prompt], samples: int) -> Rollouts:
         """The step's groups out of what goes on."""
-        self._groups(len(prompts))  # whose numbers they have
-        on_any(self._stream, lambda stream: stream.open(prompts, samples, self.step))
-        mine: Gathered | None = None
+        self._allocate_groups(len(prompts))  # whose numbers they have
+        run_if_present(self._stream, lambda stream: stream.request_groups(prompts, samples, self.step))
+        mine: GenerationResult | None = None
         while True:
-            found, _ = self._gather(
-                lambda talks: talks.take(len(prompts), lambda: self._look(NAME)).result(), NAME, lost_too=True
+            found, _ = self._run_engine(
+                lambda talks: talks.collect(len(prompts), lambda: self._check_alarm(STREAM_NAME)).result(),
+                STREAM_NAME,
+                lost_too=True,
             )
             if found is not None:
                 mine = found
             # Of engines that are lost, too, what was complete is taken.
-            if self.engines.recovery.some_are_there or not self._lack(self._talks is not None and found is None):
+            if self.engines.recovery.has_available_engine or not self._any_rank(
+                self._runner is not None and found is None
+            ):
                 break
-            self.engines.have_one(self._resume)
-        rollouts = _gathered(mine.rollouts if mine else [], self.version)
-        self._stream.note(mine, rollouts)
-        self._count_lost(self._stream.lost)
+            self.engines.wait_for_engine(self._resume_stream)
+        rollouts = _gather_rollouts(mine.rollouts if mine else [], self.version)
+        self._stream.update_metrics(mine, rollouts)
+        self._count_lost(self._stream.lost_counts)
         return rollouts
 
-    def _resume(self) -> None:
+    def _resume_stream(self) -> None:
         """This rank's engine is there again, and its stream, if there is one, goes on."""
-        if self._talks is not None:
-            self._talks.resume()
+        if self._runner is not None:
+            self._runner.resume()
 
-    def _seed(self, step: int) -> int:
+    def _step_seed(self, step: int) -> int:
         return self.config.run.seed * 1_000_003 + step
 
-    def _answered(self, began: float, ended: float) -> None:
-        self.clock.keep("generation", "rollout", began, ended, self.engines.devices, thread="generation")
+    def _record_generation(self, began: float, ended: float) -> None:
+        self.clock.add_span("generation", "rollout", began, ended, self.engines.device_ranks, thread="generation")
 
-    def _look(self, alarm: str) -> None:
-        if self._closing or ranks.alarm_raised(alarm):
-            raise _Stopped
+    def _check_alarm(self, alarm: str) -> None:
+        if self._is_closing or ranks.is_flag_set(alarm):
+            raise _GenerationStopped
 
     def update_weights(self, actor: ActorWorker) -> None:
         """Give every engine the actor's weights under the next version number; all ranks take part.
@@ -332,86 +345,93 @@ class RolloutWorker(Worker):
         The engines' KV caches stay asleep until `generate`, when what the push needed is gone. An engine that is lost
         meanwhile is started again, and no engine has these weights before all have them.
         """
-        self.engines.make_room(actor)
-        takes_part = self.engines.index is not None or actor.model is not None
-        with self.clock.phase("push_weights", "push" if takes_part else ELSEWHERE):
+        self.engines.offload_models(actor)
+        takes_part = self.engines.engine_index is not None or actor.model is not None
+        with self.clock.phase("push_weights", "push" if takes_part else REMOTE):
             self.version = self.step
             if self.config.rollout.replay:
                 return
-            self._hold_answers()
-            self.engines.push(actor, self.version)
-            self.in_question = self.in_question or self.engines.verified
+            self._pause_generation()
+            self.engines.sync_weights(actor, self.version)
+            self.should_check_logprobs = self.should_check_logprobs or self.engines.is_verified
             if self.config.rollout.asynchronous:
-                on_any(self._stream, lambda stream: stream.go_on(self.step))
+                run_if_present(self._stream, lambda stream: stream.resume(self.step))
 
-    def differing(self, actor: ActorWorker) -> list[str] | None:
-        """See `Engines.differing`; nothing is generated any more."""
-        self._hold_answers()
-        return self.engines.differing(actor)
+    def find_mismatches(self, actor: ActorWorker) -> list[str] | None:
+        """See `Engines.find_mismatches`; nothing is generated any more."""
+        self._pause_generation()
+        return self.engines.find_mismatches(actor)
 
-    def _hold_answers(self) -> None:
+    def _pause_generation(self) -> None:
         """Have what is under way out of the way of new weights, as `rollout.on_push` says."""
         if not self.config.rollout.asynchronous:
             return
         config = self.config.rollout
-        own = self.engines.own
-        again = own is not None and own.version == self.version
+        own = self.engines.engine
+        again = own is not None and own.weight_version == self.version
         # Weights under a number that the engine has had must find no cache that is salted by it.
         how = "retract" if again and config.on_push == "in_place" else config.on_push
         with self.clock.span("training", WAIT):
             ranks.barrier()  # engines' ranks have nothing to train, and would be here before there are weights
-        with self.clock.phase("generate_rest", WAIT), self.engines.patient(config.step_timeout + config.start_timeout):
-            on_any(self._talks, lambda talks: talks.pause(how))
+        with (
+            self.clock.phase("generate_rest", WAIT),
+            self.engines.with_timeout(config.step_timeout + config.start_timeout),
+        ):
+            run_if_present(self._runner, lambda talks: talks.pause(how))
 
     def sleep(self) -> None:
         """Leave the device to training, unless it is the engines' own."""
         if self.config.rollout.asynchronous or self.config.rollout.replay:
             return
-        with self.clock.phase("sleep", self.engines.at_work):
+        with self.clock.phase("sleep", self.engines.phase_owner):
             self.engines.sleep()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         if self.config.rollout.replay:
             return {}
-        recovered = self.engines.recovery.figures()
-        if recovered or any(self._lost.values()):
-            recovered |= {name: float(count) for name, count in self._lost.items()}
+        recovered = self.engines.recovery.metrics()
+        if recovered or any(self._lost_counts.values()):
+            recovered |= {name: float(count) for name, count in self._lost_counts.items()}
         return (
-            self._surplus.figures | self._stream.figures | self._agents.figures | self._tool_calls.figures | recovered
+            self._oversampling.metrics
+            | self._stream.metrics
+            | self._agent_metrics.metrics
+            | self._tool_monitor.metrics
+            | recovered
         )
 
     def save(self) -> Write:
         """Conversations that a later step goes on with."""
-        return write_nothing if self.config.rollout.replay else self._surplus.save()
+        return write_nothing if self.config.rollout.replay else self._oversampling.save()
 
     def restore(self, folder: Path) -> None:
         if not self.config.rollout.replay:
-            self._surplus.restore(folder)
+            self._oversampling.restore(folder)
 
     def close(self) -> None:
-        self._closing = True
-        if self._talks is not None:
-            self._talks.close()
+        self._is_closing = True
+        if self._runner is not None:
+            self._runner.close()
         self.engines.close()
 
-    def _groups(self, count: int) -> range:
+    def _allocate_groups(self, count: int) -> range:
         """Numbers of so many further groups of the step."""
         first, self._next_group = self._next_group, self._next_group + count
         return range(first, self._next_group)
 
-    def _replayed(self, groups: range, greedy: bool) -> Rollouts:
+    def _replay(self, groups: range, greedy: bool) -> Rollouts:
         """What is recorded of these groups of the step. Each rank has what it had, where the recorded run had as many:
         figures that are summed up rank by rank then have the same bits."""
-        source = Recorded.of(self.config.rollout.replay)
-        step = source.step(self.step)
+        source = ReplaySource.parse(self.config.rollout.replay)
+        step = source.recorded_step(self.step)
         where = f"rollout.replay={self.config.rollout.replay}, step {step}"
         if greedy:
             raise ConfigError(f"{where}: only what is sampled is recorded, and this algorithm generates greedily, too")
-        recorded = read_records(source.folder, step, self.job.rank, self.job.world, needs_records(self.config))
+        recorded = read_records(source.folder, step, self.job.rank, self.job.world, needs_trainer_columns(self.config))
         mine = [one for one in recorded if one.rollout.group in groups]
         # By their numbers, since files of several ranks may be one rank's now, or the other way round.
-        found = Rollouts.of(
-            [one.rollout for one in mine], [one.number for one in mine], row_exchange.AllRanks(), self.version
+        found = Rollouts.gather(
+            [one.rollout for one in mine], [one.number for one in mine], row_exchange.WorldComm(), self.version
         )
         if groups and not len(found):
             raise ConfigError(
@@ -421,9 +441,9 @@ class RolloutWorker(Worker):
         return found
 
 
-def _gathered(mine: Sequence[Rollout], version: int) -> Rollouts:
-    return Rollouts.of(mine, [rollout.group for rollout in mine], row_exchange.AllRanks(), version)
+def _gather_rollouts(mine: Sequence[Rollout], version: int) -> Rollouts:
+    return Rollouts.gather(mine, [rollout.group for rollout in mine], row_exchange.WorldComm(), version)
 
 
-class _Stopped(RuntimeError):
+class _GenerationStopped(RuntimeError):
     """This engine is all right, another has failed."""

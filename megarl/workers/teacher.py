@@ -26,7 +26,9 @@ class TeacherWorker(ModelWorker):
     def start(self) -> None:
         path = role_settings(self.config, self.name).model
         if not path:
-            raise ConfigError(f"roles.{self.name}.model is not set; it must name the HF folder of the {self._name}")
+            raise ConfigError(
+                f"roles.{self.name}.model is not set; it must name the HF folder of the {self._display_name}"
+            )
         hf, config = load_hf_config(path), role_config(self.config, self.name)
         if is_classifier(hf):
             raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of words")
@@ -37,7 +39,7 @@ class TeacherWorker(ModelWorker):
         """Log-probs of the batch's tokens, [T]; a handle where the teacher is apart. temperature: divides its logits;
         by default as the policy's are, that of the rollouts."""
         warmth = temperature or self.config.rollout.temperature or 1.0
-        with self.clock.phase(f"{self.name}_logprobs", self.at_work):
+        with self.clock.phase(f"{self.name}_logprobs", self.phase_owner):
             return self._forward(batch.with_(routing=None), "log-probs", warmth)
 
     @property

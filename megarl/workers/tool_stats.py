@@ -12,117 +12,136 @@ from dataclasses import dataclass
 import torch
 
 from megarl.config import ConfigError, RolloutConfig
-from megarl.environments.error_log import Calls
-from megarl.rollout.rollout_context import Conversations
-from megarl.rollout.session_server.recording import Figures
-from megarl.types import Everyone
+from megarl.environments.error_log import ToolCallStats
+from megarl.rollout.rollout_context import RolloutRunner
+from megarl.rollout.session_server.recording import SessionMetrics
+from megarl.types import Comm
 
-COUNTED = ("sessions", "requests", "refused", "failed", "forks", "branches", "drift", "turns_over", "observations_cut")
+SESSION_COUNTERS = (
+    "sessions",
+    "requests",
+    "refused",
+    "failed",
+    "forks",
+    "branches",
+    "drift",
+    "turns_over",
+    "observations_cut",
+)
 
 
-class Agents:
+class AgentMetrics:
     """wanted: whether there are any. talks: of this rank's engine."""
 
-    def __init__(self, wanted: bool, everyone: Everyone, talks: Conversations | None) -> None:
-        self._wanted, self._everyone, self._talks = wanted, everyone, talks
-        self._before = torch.zeros(len(COUNTED) + 1, dtype=torch.int64)
-        self.figures: dict[str, float] = {}
+    def __init__(self, wanted: bool, everyone: Comm, talks: RolloutRunner | None) -> None:
+        self._is_enabled, self._comm, self._runner = wanted, everyone, talks
+        self._last_counts = torch.zeros(len(SESSION_COUNTERS) + 1, dtype=torch.int64)
+        self.metrics: dict[str, float] = {}
 
-    def note(self) -> None:
+    def update(self) -> None:
         """Look at what has come since the last time. Collective."""
-        if not self._wanted:
+        if not self._is_enabled:
             return
-        own = Figures() if self._talks is None else self._talks.sessions
-        mine = torch.tensor([*(getattr(own, name) for name in COUNTED), sum(own.ignored.values())])
-        found = dict(zip((*COUNTED, "ignored"), self._everyone.total(mine - self._before).tolist(), strict=True))
-        self._before = mine
+        own = SessionMetrics() if self._runner is None else self._runner.session_metrics
+        mine = torch.tensor([*(getattr(own, name) for name in SESSION_COUNTERS), sum(own.ignored.values())])
+        found = dict(
+            zip((*SESSION_COUNTERS, "ignored"), self._comm.all_reduce(mine - self._last_counts).tolist(), strict=True)
+        )
+        self._last_counts = mine
         drift, branches = found.pop("drift"), found["branches"]
-        self.figures = {f"agents/{name}": float(count) for name, count in found.items()}
-        self.figures["agents/drift_frac"] = drift / max(1, branches)
+        self.metrics = {f"agents/{name}": float(count) for name, count in found.items()}
+        self.metrics["agents/drift_frac"] = drift / max(1, branches)
 
 
-LEAST = 16
+MIN_CALLS = 16
 """Calls of a tool that are judged together at least: of fewer all may fail by chance."""
-_ALARM = 0.5
+_ALARM_SHARE = 0.5
 """Share of a tool's failed calls beyond which there is an alarm."""
 
 
 @dataclass
-class _Tool:
-    step: Calls
+class _ToolState:
+    step_calls: ToolCallStats
     """Of the step under way."""
-    judged: Calls
+    unchecked_calls: ToolCallStats
     """Those that `rollout.max_failed_tools` has not been held against yet."""
-    is_said: bool = False
+    is_logged: bool = False
     is_alarmed: bool = False
 
 
-class ToolCalls:
+class ToolMonitor:
     """wanted: whether there may be any. talks: of this rank's engine. say, alarm: lines of the run's log."""
 
     def __init__(
         self,
         wanted: bool,
         config: RolloutConfig,
-        everyone: Everyone,
-        talks: Conversations | None,
+        everyone: Comm,
+        talks: RolloutRunner | None,
         say: Callable[[str], None],
         alarm: Callable[[str], None],
     ) -> None:
-        self._wanted, self._most, self._everyone, self._talks = wanted, config.max_failed_tools, everyone, talks
-        self._say, self._alarm = say, alarm
-        self._before: dict[str, Calls] = {}
-        self._tools: dict[str, _Tool] = {}
+        self._is_enabled, self._max_failed_share, self._comm, self._runner = (
+            wanted,
+            config.max_failed_tools,
+            everyone,
+            talks,
+        )
+        self._log, self._alarm = say, alarm
+        self._last_calls: dict[str, ToolCallStats] = {}
+        self._tools: dict[str, _ToolState] = {}
 
     def begin_step(self) -> None:
         for tool in self._tools.values():
-            tool.step = Calls()
+            tool.step_calls = ToolCallStats()
 
-    def note(self, step: int) -> None:
+    def update(self, step: int) -> None:
         """Look at what was called since the last time. Collective; raises ConfigError on all ranks where more than
         `rollout.max_failed_tools` of a tool's calls failed."""
-        if not self._wanted:
+        if not self._is_enabled:
             return
-        now = {} if self._talks is None else self._talks.tool_calls
-        mine = {name: calls - self._before.get(name, Calls()) for name, calls in now.items()}
-        self._before = now
-        found: dict[str, Calls] = {}
-        for said in self._everyone.objects(mine):
+        now = {} if self._runner is None else self._runner.tool_call_stats
+        mine = {name: calls - self._last_calls.get(name, ToolCallStats()) for name, calls in now.items()}
+        self._last_calls = now
+        found: dict[str, ToolCallStats] = {}
+        for said in self._comm.all_gather_objects(mine):
             for name, calls in said.items():
-                found[name] = found.get(name, Calls()) + calls
+                found[name] = found.get(name, ToolCallStats()) + calls
         for name in sorted(found):
-            self._look(step, name, found[name])
+            self._check_tool(step, name, found[name])
 
-    def _look(self, step: int, name: str, calls: Calls) -> None:
-        tool = self._tools.setdefault(name, _Tool(Calls(), Calls()))
-        tool.step, tool.judged = tool.step + calls, tool.judged + calls
-        if calls.failed and not tool.is_said:
-            tool.is_said = True
-            self._say(f"step {step}: {_failed(name, calls)}: {calls.first}; logs/tools_*.log has others")
-        if tool.judged.called < LEAST:
+    def _check_tool(self, step: int, name: str, calls: ToolCallStats) -> None:
+        tool = self._tools.setdefault(name, _ToolState(ToolCallStats(), ToolCallStats()))
+        tool.step_calls, tool.unchecked_calls = tool.step_calls + calls, tool.unchecked_calls + calls
+        if calls.num_failed and not tool.is_logged:
+            tool.is_logged = True
+            self._log(
+                f"step {step}: {_describe_failures(name, calls)}: {calls.first_error}; logs/tools_*.log has others"
+            )
+        if tool.unchecked_calls.num_calls < MIN_CALLS:
             return
-        judged, tool.judged = tool.judged, Calls()
-        is_bad = judged.failed > _ALARM * judged.called
+        judged, tool.unchecked_calls = tool.unchecked_calls, ToolCallStats()
+        is_bad = judged.num_failed > _ALARM_SHARE * judged.num_calls
         if is_bad and not tool.is_alarmed:
-            self._alarm(f"step {step}: {_failed(name, judged)}: {judged.first}")
+            self._alarm(f"step {step}: {_describe_failures(name, judged)}: {judged.first_error}")
         tool.is_alarmed = is_bad
-        if judged.failed > self._most * judged.called:
+        if judged.num_failed > self._max_failed_share * judged.num_calls:
             raise ConfigError(
-                f"{_failed(name, judged)}, more than rollout.max_failed_tools={self._most:g} allows: {judged.first}; "
+                f"{_describe_failures(name, judged)}, more than rollout.max_failed_tools={self._max_failed_share:g} allows: {judged.first_error}; "
                 "mend the tool, or raise that key"
             )
 
     @property
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Of the step: the share of calls that failed, of all tools and of each that was called."""
-        called = {name: tool.step for name, tool in self._tools.items() if tool.step.called}
+        called = {name: tool.step_calls for name, tool in self._tools.items() if tool.step_calls.num_calls}
         if not called:
             return {}
-        whole = sum(calls.failed for calls in called.values()) / sum(calls.called for calls in called.values())
+        whole = sum(calls.num_failed for calls in called.values()) / sum(calls.num_calls for calls in called.values())
         return {"rollout/tool_failed_frac": whole} | {
-            f"tool/{name}_failed_frac": calls.failed / calls.called for name, calls in called.items()
+            f"tool/{name}_failed_frac": calls.num_failed / calls.num_calls for name, calls in called.items()
         }
 
 
-def _failed(name: str, calls: Calls) -> str:
-    return f"{calls.failed} of {calls.called} calls of the tool {name} failed"
+def _describe_failures(name: str, calls: ToolCallStats) -> str:
+    return f"{calls.num_failed} of {calls.num_calls} calls of the tool {name} failed"

@@ -107,12 +107,12 @@ def stepwise_gae(rewards, values, mask, cu, gamma, lam):
     return torch.from_numpy(results)
 
 
-@pytest.mark.parametrize("steps", [1, 70, advantages.STEPS])
+@pytest.mark.parametrize("steps", [1, 70, advantages.MAX_BLOCK_STEPS])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_recursion_bit_by_bit(seed, steps, monkeypatch):
     """With tools' answers between actions, sequences without actions or tokens, NaN at what is no action, and blocks of
     one, of a few and of all sequences."""
-    monkeypatch.setattr(advantages, "STEPS", steps)
+    monkeypatch.setattr(advantages, "MAX_BLOCK_STEPS", steps)
     mask, cu = random_mask(seed)
     generator = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, len(mask), generator=generator).where(mask, float("nan"))
@@ -121,11 +121,11 @@ def test_the_recursion_bit_by_bit(seed, steps, monkeypatch):
         assert torch.equal(got, stepwise_gae(rewards, values, mask, cu, gamma, lam))
 
 
-@pytest.mark.parametrize("steps", [1, 70, advantages.STEPS])
+@pytest.mark.parametrize("steps", [1, 70, advantages.MAX_BLOCK_STEPS])
 @pytest.mark.parametrize("seed", range(6))
 def test_each_sequence_has_its_own_lambda(seed, steps, monkeypatch):
     """As if each were alone with it, bit by bit; and where all have one, as with that one."""
-    monkeypatch.setattr(advantages, "STEPS", steps)
+    monkeypatch.setattr(advantages, "MAX_BLOCK_STEPS", steps)
     mask, cu = random_mask(seed)
     generator = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, len(mask), generator=generator).where(mask, float("nan"))

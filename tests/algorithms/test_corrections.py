@@ -12,7 +12,13 @@ import pytest
 import torch
 from thread_ranks import as_ranks
 
-from megarl.algorithms.corrections import Correction, at_level, correction, correction_figures, log_ratios
+from megarl.algorithms.corrections import (
+    Correction,
+    aggregate_log_ratio,
+    compute_correction,
+    correction_metrics,
+    log_ratios,
+)
 from megarl.algorithms.policy_losses import ppo_policy_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -43,14 +49,14 @@ LOGS = torch.tensor([0.0, math.log(2), math.log(0.25), 0.0, math.log(3), 0.0, 0.
     ],
 )
 def test_by_hand(kind: str, level: str, low: float, high: float, expected: list[float]) -> None:
-    found = correction(LOGS, MASK, CU, kind, level, low, high)  # type: ignore[arg-type]
+    found = compute_correction(LOGS, MASK, CU, kind, level, low, high)  # type: ignore[arg-type]
     assert found.weights[MASK].tolist() == pytest.approx(expected) and not found.weights[~MASK].any()
-    assert not (found.above | found.below)[~MASK].any()
+    assert not (found.is_above | found.is_below)[~MASK].any()
 
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="tis, icepop"):
-        correction(LOGS, MASK, CU, "no", "token", 0, 1)  # type: ignore[arg-type]
+        compute_correction(LOGS, MASK, CU, "no", "token", 0, 1)  # type: ignore[arg-type]
 
 
 def test_ratios_are_of_actions_and_finite() -> None:
@@ -59,7 +65,7 @@ def test_ratios_are_of_actions_and_finite() -> None:
     assert found.tolist() == [0.5, -20.0, 20.0, 0.0]
     policy = torch.zeros(4, requires_grad=True)
     assert not log_ratios(policy, torch.zeros(4), mask).requires_grad
-    whole = at_level(torch.full((4,), 15.0), torch.ones(4).bool(), torch.tensor([0, 4]), "sequence")
+    whole = aggregate_log_ratio(torch.full((4,), 15.0), torch.ones(4).bool(), torch.tensor([0, 4]), "sequence")
     assert whole.tolist() == [20.0] * 4
 
 
@@ -90,11 +96,11 @@ def by_hand(kind: str, level: str, low: float, high: float, logs: Any, mask: Any
 def test_against_plain_python(kind: Any, level: Any, seed: int) -> None:
     mask, cu = random_batch(seed)
     logs = (torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)) * 0.3).double() * mask
-    found = correction(logs, mask, cu, kind, level, 0.8, 1.5).weights
+    found = compute_correction(logs, mask, cu, kind, level, 0.8, 1.5).weights
     expected = by_hand(kind, level, 0.8, 1.5, logs.tolist(), mask.tolist(), cu.tolist())
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
-    single = correction(logs.float(), mask, cu, kind, level, 0.8, 1.5).weights
+    single = compute_correction(logs.float(), mask, cu, kind, level, 0.8, 1.5).weights
     assert float((single - torch.tensor(expected)).abs().max()) < 1e-6
 
 
@@ -117,7 +123,7 @@ def test_without_bounds_the_gradient_is_that_on_policy(level: Any, length: int) 
     reward = torch.randn(count, generator=draw, dtype=torch.float64)
     logprobs, engine = logits.log_softmax(-1)[step, tokens], behaviour[step, tokens]
     advantages = torch.repeat_interleave(reward, length)
-    weights = correction(log_ratios(logprobs, engine, mask), mask, cu, "tis", level, 0.0, 1e9).weights
+    weights = compute_correction(log_ratios(logprobs, engine, mask), mask, cu, "tis", level, 0.0, 1e9).weights
     loss = ppo_policy_loss(logprobs, logprobs.detach(), advantages, mask, clip_low=0.2).loss * weights
     chance = engine.reshape(count, length).sum(1).exp()
     (found,) = torch.autograd.grad((loss * torch.repeat_interleave(chance, length)).sum(), logits, retain_graph=True)
@@ -132,7 +138,7 @@ def test_decoupled_ppo_is_the_ratio_to_who_drew_it() -> None:
     tokens, mask, cu = drawn(4, 1)
     now, prox, behaviour = (torch.randn(4, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(3))
     advantages = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
-    weights = correction(log_ratios(prox, behaviour, mask), mask, cu, "tis", "token", 0.0, 1e9).weights
+    weights = compute_correction(log_ratios(prox, behaviour, mask), mask, cu, "tis", "token", 0.0, 1e9).weights
     loss = ppo_policy_loss(now, prox, advantages, mask, clip_low=1.0, clip_high=100.0).loss * weights
     assert float((behaviour.exp() * loss).sum()) == pytest.approx(-float((now.exp() * advantages).sum()))
 
@@ -140,7 +146,7 @@ def test_decoupled_ppo_is_the_ratio_to_who_drew_it() -> None:
 def test_figures_by_hand() -> None:
     """Ratios 2 and 1/4 of lags 1 and 0 in one sequence, 3 of lag 5 in another."""
     lag = torch.tensor([0, 1, 0, 0, 5, 0, 0], dtype=torch.int32)
-    found = correction_figures(LOGS, MASK, CU, correction(LOGS, MASK, CU, "icepop", "token", 0.5, 2.5), lag)
+    found = correction_metrics(LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "icepop", "token", 0.5, 2.5), lag)
 
     def figure(name: str) -> float:
         return found[f"rollout_corr/{name}"]
@@ -159,14 +165,15 @@ def test_figures_by_hand() -> None:
     assert figure("rollout_rs_seq_masked_fraction_lag3") == 1.0 and figure("rollout_rs_seq_masked_fraction_lag1") == 0.0
     assert not any(name.endswith("_lag2") for name in found)
     assert "rollout_corr/rollout_is_eff_sample_size_lag0" not in found and len(found) == 4 * 12 - 2
-    without = correction_figures(LOGS, MASK, CU, correction(LOGS, MASK, CU, "none", "token", 0.5, 2.5))
+    without = correction_metrics(LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "none", "token", 0.5, 2.5))
     assert len(without) == 12 and without["rollout_corr/rollout_is_mean"] == 1.0
 
 
 def test_of_no_action_there_is_nothing_to_say() -> None:
     none = torch.zeros(7).bool()
     assert (
-        correction_figures(LOGS * 0, none, CU, correction(LOGS * 0, none, CU, "tis", "token", 0, 2), LOGS.int()) == {}
+        correction_metrics(LOGS * 0, none, CU, compute_correction(LOGS * 0, none, CU, "tis", "token", 0, 2), LOGS.int())
+        == {}
     )
 
 
@@ -177,14 +184,14 @@ def test_shares_give_what_the_whole_gives(kind: Any, level: Any, ranks: int) -> 
     draw = torch.Generator().manual_seed(4)
     logs = torch.randn(len(mask), generator=draw) * 0.2 * mask
     lag = torch.randint(0, 5, (len(mask),), generator=draw, dtype=torch.int32)
-    whole = correction(logs, mask, cu, kind, level, 0.8, 1.3)
-    expected = correction_figures(logs, mask, cu, whole, lag)
+    whole = compute_correction(logs, mask, cu, kind, level, 0.8, 1.3)
+    expected = correction_metrics(logs, mask, cu, whole, lag)
     shares = deal(cu, ranks, 4)
 
     def work(everyone: Any) -> tuple[Correction, dict[str, float]]:
         _, tokens, starts = shares[everyone.rank]
-        found = correction(logs[tokens], mask[tokens], starts, kind, level, 0.8, 1.3)
-        figures = correction_figures(logs[tokens], mask[tokens], starts, found, lag[tokens], everyone.total)
+        found = compute_correction(logs[tokens], mask[tokens], starts, kind, level, 0.8, 1.3)
+        figures = correction_metrics(logs[tokens], mask[tokens], starts, found, lag[tokens], everyone.total)
         return found, figures
 
     for (_, tokens, _), (found, figures) in zip(shares, as_ranks(ranks, work), strict=True):

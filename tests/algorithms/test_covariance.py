@@ -9,7 +9,7 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.algorithms.policy_losses import ClipCovOptions, KLCovOptions, mark_in_range, mark_largest
-from megarl.types import Shares, TrainBatch
+from megarl.types import BatchSharding, TrainBatch
 
 
 def batch(logprobs: list[float], advantages: list[float], mask: list[int], cu: list[int]) -> TrainBatch:
@@ -113,8 +113,8 @@ def test_it_does_not_matter_who_has_which_sequence(kind: str, share: float) -> N
         def work(everyone, ranks=ranks, home=home):  # type: ignore[no-untyped-def]  # the first has nothing
             own = (home == everyone.rank).nonzero().squeeze(1)
             part = whole.select(own.tolist())
-            shares = Shares(whole.lengths, torch.zeros_like(home), home, own, everyone)
-            given = dataclasses.replace(part, group=whole.group, sequence_reward=whole.sequence_reward, shares=shares)
+            shares = BatchSharding(whole.lengths, torch.zeros_like(home), home, own, everyone)
+            given = dataclasses.replace(part, group=whole.group, sequence_reward=whole.sequence_reward, sharding=shares)
             return given.sequence_ids, given.positions, mark(given)
 
         found = torch.zeros_like(expected)

@@ -31,7 +31,7 @@ def test_by_hand(weights: torch.Tensor) -> None:
     assert float(value.detach()) == pytest.approx(3.0, rel=1e-6)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0, -1 / 4, -1 / 4, 0, 0, 0, -1 / 4, 0, -1 / 4, 0])
-    assert float(found.figures(given)["actor/nll_loss"]) == pytest.approx(3.0, rel=1e-6)
+    assert float(found.reduce_metrics(given)["actor/nll_loss"]) == pytest.approx(3.0, rel=1e-6)
 
 
 def test_without_a_good_answer() -> None:

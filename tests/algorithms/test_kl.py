@@ -86,8 +86,8 @@ def test_other_estimates_as_losses_have_other_gradients():
 
 
 def test_by_default_the_estimator_is_the_right_one_for_its_place():
-    assert (KLConfig().kind, KLConfig(place="loss").kind) == ("k1", "k3_unbiased")
-    assert KLConfig(place="loss", estimator="k2").kind == "k2"
+    assert (KLConfig().resolved_estimator, KLConfig(place="loss").resolved_estimator) == ("k1", "k3_unbiased")
+    assert KLConfig(place="loss", estimator="k2").resolved_estimator == "k2"
 
 
 @pytest.mark.parametrize("kind", ["k3", "k3_unbiased"])
@@ -147,11 +147,11 @@ def test_controller_refuses_nonsense():
 
 
 def test_controller_has_a_bound():
-    start = AdaptiveKL(0.19, 0.015, 100, most=0.2)
+    start = AdaptiveKL(0.19, 0.015, 100, max_coef=0.2)
     assert start.updated(1.0, 64).coef == 0.2  # 0.19 * (1 + 0.2 * 0.64) is 0.2143
     assert start.updated(1.0, 64).updated(0.0, 100).coef == pytest.approx(0.16)  # and down again: 0.2 * (1 - 0.2)
     assert start.restored({"coef": 7.0, "initial": 0.19}).coef == 0.2  # of a run without it
-    assert AdaptiveKL(0.5, None, 100, most=0.2).updated(1.0, 64).coef == 0.5  # which nobody steers
+    assert AdaptiveKL(0.5, None, 100, max_coef=0.2).updated(1.0, 64).coef == 0.5  # which nobody steers
 
 
 def test_as_a_reward_k1_alone_has_the_gradient_of_the_divergence():
@@ -170,11 +170,11 @@ def test_as_a_reward_k1_alone_has_the_gradient_of_the_divergence():
 
 
 def test_a_kl_above_the_limit_turns_the_coefficient_off_for_good() -> None:
-    guarded = AdaptiveKL(0.001, 0.015, 10000, limit=0.5)
+    guarded = AdaptiveKL(0.001, 0.015, 10000, max_kl=0.5)
     assert guarded.updated(0.5, 64).coef == AdaptiveKL(0.001, 0.015, 10000).updated(0.5, 64).coef > 0.001
     off = guarded.updated(0.51, 64)
     assert off.coef == 0.0 and off.updated(1e-4, 64).coef == 0.0 and off.updated(9.0, 64).coef == 0.0
-    fixed = AdaptiveKL(0.1, None, 10000, limit=0.5)
+    fixed = AdaptiveKL(0.1, None, 10000, max_kl=0.5)
     assert fixed.updated(0.5, 64).coef == 0.1 and fixed.updated(0.6, 64).coef == 0.0
     assert guarded.restored(off.state_dict()).coef == 0.0
-    assert AdaptiveKL(0.002, 0.015, 10000, limit=0.5).restored(off.state_dict()).coef == 0.002  # set anew
+    assert AdaptiveKL(0.002, 0.015, 10000, max_kl=0.5).restored(off.state_dict()).coef == 0.002  # set anew

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.algorithms.losses import constant_weights, sequence_mean_weights, token_mean_weights
-from megarl.algorithms.policy_losses import POLICY_LOSSES, Clip, Sampled
+from megarl.algorithms.policy_losses import POLICY_LOSSES, Clip, PolicyLossInput
 from megarl.types import Counts, TrainBatch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,19 +27,19 @@ OPTIONS: dict[str, dict[str, float]] = {
 NAMES = list(POLICY_LOSSES)
 
 
-def run(name: str, sampled: Sampled) -> Any:
+def run(name: str, sampled: PolicyLossInput) -> Any:
     chosen = POLICY_LOSSES[name]
     return chosen.loss(sampled, CLIP, chosen.options(**OPTIONS.get(name, {})))
 
 
-def random_sampled(seed: int, sequences: int = 12) -> Sampled:
+def random_sampled(seed: int, sequences: int = 12) -> PolicyLossInput:
     """Advantages of sequences; some have no action, some no token."""
     mask, cu = random_batch(seed, sequences, 12)
     generator = torch.Generator().manual_seed(seed + 100)
     new, noise = torch.randn(2, len(mask), generator=generator, dtype=F64)
     advantages = torch.randn(sequences, generator=generator, dtype=F64).repeat_interleave(cu.diff())
     marked = torch.rand(len(mask), generator=generator) < 0.3
-    return Sampled(new.requires_grad_(), new.detach() - 0.4 * noise, advantages, mask, cu, marked)
+    return PolicyLossInput(new.requires_grad_(), new.detach() - 0.4 * noise, advantages, mask, cu, marked)
 
 
 def of_a_loop(name: str, new: list[float], old: list[float], advantage: list[float], marks: list[bool]) -> list[float]:
@@ -99,7 +99,7 @@ def test_gradients_are_finite_differences(name: str, seed: int) -> None:
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         columns = sampled.old_logprobs, sampled.advantages, sampled.loss_mask, sampled.cu_seqlens, sampled.marked
-        return (weights * run(name, Sampled(logprobs, *columns)).loss).sum()
+        return (weights * run(name, PolicyLossInput(logprobs, *columns)).loss).sum()
 
     (found,) = torch.autograd.grad(value(sampled.logprobs), sampled.logprobs)
     at, step = sampled.logprobs.detach(), 1e-6
@@ -114,11 +114,11 @@ def test_stopped_gradients_by_hand() -> None:
     new = torch.tensor([-1.0, -1.0, -2.0], dtype=F64, requires_grad=True)
     ratios = torch.tensor([1.1, 2.0, 0.5], dtype=F64)
     rest = torch.tensor([1.0, -2.0, 3.0], dtype=F64), torch.ones(3).bool(), torch.tensor([0, 3])
-    run("cispo", Sampled(new, new.detach() - ratios.log(), *rest)).loss.sum().backward()
+    run("cispo", PolicyLossInput(new, new.detach() - ratios.log(), *rest)).loss.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([-1.1, 2 * 1.3, -3 * 0.6], abs=1e-12)
     new.grad = None
-    run("gspo_token", Sampled(new, new.detach() - ratios.log(), *rest)).loss.sum().backward()
+    run("gspo_token", PolicyLossInput(new, new.detach() - ratios.log(), *rest)).loss.sum().backward()
     assert new.grad is not None
     whole = (1.1 * 2.0 * 0.5) ** (1 / 3)  # 1.03, inside of the range
     assert new.grad.tolist() == pytest.approx([-whole, 2 * whole, -3 * whole], abs=1e-12)
@@ -132,7 +132,7 @@ def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage(seed: int) -> Non
     torch.testing.assert_close(one.loss, other.loss, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad((weights * x.loss).sum(), sampled.logprobs)[0] for x in (one, other)]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
-    clipped = one.of_sequences["actor/sequence_clipfrac"]
+    clipped = one.sequence_metrics["actor/sequence_clipfrac"]
     assert set(clipped.tolist()) <= {0.0, 1.0} and 0 < float(clipped.sum())
 
 
@@ -141,12 +141,12 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
     """-A on each token, in a mean over sequences; and where nothing is marked nothing is clipped."""
     sampled = random_sampled(3)
     new = sampled.logprobs
-    on_policy = Sampled(new, new.detach(), sampled.advantages, sampled.loss_mask, sampled.cu_seqlens)
+    on_policy = PolicyLossInput(new, new.detach(), sampled.advantages, sampled.loss_mask, sampled.cu_seqlens)
     result = run(name, on_policy)
     weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 10).double()
     (found,) = torch.autograd.grad((weights * result.loss).sum(), new)
     torch.testing.assert_close(found, -weights * sampled.advantages, rtol=1e-9, atol=1e-12)
-    for metric, values in (result.metrics | result.of_sequences).items():
+    for metric, values in (result.metrics | result.sequence_metrics).items():
         assert metric == "actor/sapo_gate" or not values.any(), metric
 
 
@@ -161,7 +161,7 @@ def test_masked_positions_are_harmless(name: str, garbage: float) -> None:
         torch.where(mask, x.detach(), garbage) for x in (sampled.logprobs, sampled.old_logprobs, sampled.advantages)
     ]
     logprobs = spoilt[0].requires_grad_()
-    result = run(name, Sampled(logprobs, *spoilt[1:], mask, sampled.cu_seqlens, sampled.marked))
+    result = run(name, PolicyLossInput(logprobs, *spoilt[1:], mask, sampled.cu_seqlens, sampled.marked))
     result.loss.sum().backward()
     assert torch.equal(result.loss, clean.loss) and logprobs.grad is not None and torch.equal(logprobs.grad, expected)
     for metric, values in result.metrics.items():
@@ -174,13 +174,13 @@ def test_extremes_have_finite_gradients_and_nan_is_not_hidden(name: str) -> None
     for sign in (1.0, -1.0):
         logprobs = torch.tensor([0.0, -600.0, -1.0], requires_grad=True)
         rest = torch.ones(3).bool(), torch.tensor([0, 2, 3])
-        result = run(name, Sampled(logprobs, torch.tensor([-500.0, -1.0, -1.0]), torch.full((3,), sign), *rest))
+        result = run(name, PolicyLossInput(logprobs, torch.tensor([-500.0, -1.0, -1.0]), torch.full((3,), sign), *rest))
         result.loss.sum().backward()
         assert logprobs.grad is not None and bool(torch.isfinite(logprobs.grad).all())
         assert bool(torch.isfinite(result.loss).all())
     nan = torch.tensor([float("nan")])
     assert run(
-        name, Sampled(nan, torch.zeros(1), torch.ones(1), torch.ones(1).bool(), torch.tensor([0, 1]))
+        name, PolicyLossInput(nan, torch.zeros(1), torch.ones(1), torch.ones(1).bool(), torch.tensor([0, 1]))
     ).loss.isnan()
 
 
@@ -190,10 +190,10 @@ def test_nothing_to_train_on(name: str) -> None:
     for cu in ([0, 3, 3, 5], [0]):
         logprobs = torch.randn(cu[-1], requires_grad=True)
         zeros = torch.zeros(cu[-1])
-        result = run(name, Sampled(logprobs, zeros, zeros + 1, zeros.bool(), torch.tensor(cu)))
+        result = run(name, PolicyLossInput(logprobs, zeros, zeros + 1, zeros.bool(), torch.tensor(cu)))
         result.loss.sum().backward()
         assert not result.loss.any() and logprobs.grad is not None and not logprobs.grad.any()
-        assert all(len(values) == len(cu) - 1 for values in result.of_sequences.values())
+        assert all(len(values) == len(cu) - 1 for values in result.sequence_metrics.values())
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence", "constant"])
@@ -205,7 +205,7 @@ def test_it_does_not_matter_who_has_which_sequence(name: str, mean: str) -> None
     sequences = sum(bool(part.any()) for part in mask.split(cu.diff().tolist()))
     counts = Counts(int(mask.sum()), sequences)
 
-    def found(sampled: Sampled) -> tuple[float, torch.Tensor, dict[str, float]]:
+    def found(sampled: PolicyLossInput) -> tuple[float, torch.Tensor, dict[str, float]]:
         of_mask = {
             "token": lambda: token_mean_weights(sampled.loss_mask, counts.actions),
             "sequence": lambda: sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, sequences),
@@ -229,7 +229,7 @@ def test_it_does_not_matter_who_has_which_sequence(name: str, mean: str) -> None
             columns = (whole.logprobs.detach(), whole.old_logprobs, whole.advantages, mask)
             new, *rest = (column[tokens] for column in columns)
             assert whole.marked is not None
-            part = Sampled(new.requires_grad_(), *rest, starts, whole.marked[tokens])
+            part = PolicyLossInput(new.requires_grad_(), *rest, starts, whole.marked[tokens])
             of_part = found(part)
             values += of_part[0]
             gradients[tokens] = of_part[1]

@@ -10,8 +10,15 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.algorithms import token_stats
-from megarl.algorithms.token_stats import Gap, action_tokens, gap, kth_values, picked, token_mean
-from megarl.types import alone
+from megarl.algorithms.token_stats import (
+    DiffStats,
+    count_action_tokens,
+    diff_stats,
+    kth_values,
+    masked_select,
+    token_mean,
+)
+from megarl.types import local_all_reduce
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -36,12 +43,12 @@ def numbers(count: int, seed: int) -> torch.Tensor:
 def test_by_hand():
     mask = torch.tensor([True, False, True, True])
     one, other = torch.tensor([1.0, float("nan"), 0.0, 5.0]), torch.tensor([0.5, 0.0, 3.0, 5.0])
-    assert gap(one, other, mask) == Gap(largest=3.0, p95=3.0, mean=float(torch.tensor(3.5) / 3))
-    assert action_tokens(mask) == 3
+    assert diff_stats(one, other, mask) == DiffStats(largest=3.0, p95=3.0, mean=float(torch.tensor(3.5) / 3))
+    assert count_action_tokens(mask) == 3
     assert token_mean(torch.tensor([1.0, 0.0, 2.0, 6.0]), mask) == 3.0
-    assert gap(one, other, torch.zeros(4).bool()) is None
+    assert diff_stats(one, other, torch.zeros(4).bool()) is None
     assert token_mean(torch.zeros(4), torch.zeros(4).bool()) == 0.0
-    assert picked(one, mask, torch.float64).tolist() == [1.0, 0.0, 5.0]
+    assert masked_select(one, mask, torch.float64).tolist() == [1.0, 0.0, 5.0]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -67,11 +74,11 @@ def test_alone_is_the_plain_formula_bit_by_bit(seed, block):
     one, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
     apart = (one - other).abs()[mask]
     p95 = float(apart.kthvalue(-(-len(apart) * 95 // 100)).values)
-    assert gap(one, other, mask) == Gap(float(apart.max()), p95, float(apart.mean()))
+    assert diff_stats(one, other, mask) == DiffStats(float(apart.max()), p95, float(apart.mean()))
     outside = torch.where(mask, one, 0.0)
     assert token_mean(outside, mask) == float(outside.sum() / mask.sum().clamp(min=1))
-    assert torch.equal(picked(one, mask), one[mask])
-    assert torch.equal(alone(one), one)
+    assert torch.equal(masked_select(one, mask), one[mask])
+    assert torch.equal(local_all_reduce(one), one)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -86,15 +93,15 @@ def test_shares_give_what_the_whole_gives(seed, ranks, block):
         total, (_, tokens, _) = everyone.total, shares[everyone.rank]
         own = mask[tokens]
         return (
-            gap(one[tokens], other[tokens], own, total),
+            diff_stats(one[tokens], other[tokens], own, total),
             token_mean(zero_outside[tokens], own, total),
-            action_tokens(own, total),
+            count_action_tokens(own, total),
             everyone.largest,
         )
 
     results = as_ranks(ranks, work)
     assert all(result == results[0] for result in results)
-    (got, mean, count, largest), whole = results[0], gap(one, other, mask)
+    (got, mean, count, largest), whole = results[0], diff_stats(one, other, mask)
     assert (got.largest, got.p95) == (whole.largest, whole.p95)
     assert got.mean == pytest.approx(whole.mean, rel=1e-6)
     assert mean == pytest.approx(token_mean(zero_outside, mask), rel=1e-6)
@@ -105,6 +112,6 @@ def test_shares_give_what_the_whole_gives(seed, ranks, block):
 def test_shares_without_any_action():
     def work(everyone):
         mine = torch.ones(everyone.rank)
-        return gap(mine, mine, torch.zeros(everyone.rank).bool(), everyone.total)
+        return diff_stats(mine, mine, torch.zeros(everyone.rank).bool(), everyone.total)
 
     assert as_ranks(3, work) == [None] * 3

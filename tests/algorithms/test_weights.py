@@ -76,7 +76,7 @@ def test_weights_are_the_plain_formulas_bit_by_bit_and_shares_change_nothing(see
 
 def test_pairs_are_counted_over_all_shares():
     starts = [torch.tensor([0, 2, 5]), torch.tensor([0]), torch.tensor([0, 1, 2, 4, 5])]
-    weights = as_ranks(3, lambda everyone: pair_mean_weights(starts[everyone.rank], everyone.total).tolist())
+    weights = as_ranks(3, lambda everyone: pair_mean_weights(starts[everyone.rank], everyone.all_reduce).tolist())
     third = float(torch.tensor(1.0 / 3))
     assert weights == [[0, third, 0, 0, 0], [], [third, 0, 0, third, 0]]
     assert pair_mean_weights(starts[2]).tolist() == [0.5, 0, 0, 0.5, 0]

@@ -17,7 +17,7 @@ from typing import Any
 from megarl import train
 from megarl.checkpoint import manifest, store
 from megarl.checkpoint.store import CheckpointStore
-from megarl.megatron.dist_checkpoint import Staged
+from megarl.megatron.dist_checkpoint import StagedCheckpoint
 from megarl.megatron.trainer_model import MegatronModel
 from megarl.processes.children import die_with_parent
 
@@ -29,7 +29,7 @@ def late(on_step: Callable[[int], None] = lambda step: None) -> None:
     """A checkpoint is written after the next step has changed everything, or when somebody waits for it. on_step: is
     called in each step, from 1 on, while that of the step before is under way."""
     may_write, steps = threading.Event(), [0]
-    write, finish, train_step = Staged.write, CheckpointStore.finish, MegatronModel.train_step
+    write, finish, train_step = StagedCheckpoint.write, CheckpointStore.finish, MegatronModel.train_step
 
     def writing(self: Any, *arguments: Any) -> Any:
         may_write.wait()
@@ -52,9 +52,9 @@ def late(on_step: Callable[[int], None] = lambda step: None) -> None:
         may_write.clear()
         init(self, *arguments)
 
-    init = Staged.__init__
-    Staged.__init__ = staging  # type: ignore[method-assign]
-    Staged.write = writing  # type: ignore[method-assign]
+    init = StagedCheckpoint.__init__
+    StagedCheckpoint.__init__ = staging  # type: ignore[method-assign]
+    StagedCheckpoint.write = writing  # type: ignore[method-assign]
     CheckpointStore.finish = finishing  # type: ignore[method-assign]
     MegatronModel.train_step = training  # type: ignore[method-assign]
 
@@ -84,7 +84,7 @@ def killed_at_the_manifest() -> None:
     sync = store.sync
 
     def syncing(path: Path) -> None:
-        if path.parent.name == "step_000002.tmp" and path.name == manifest.NAME:
+        if path.parent.name == "step_000002.tmp" and path.name == manifest.FILE_NAME:
             die()
         sync(path)
 
@@ -103,14 +103,14 @@ def killed_before_it_has_its_name() -> None:
 
 
 def killed_when_it_has() -> None:
-    name_latest = CheckpointStore._name_latest
+    name_latest = CheckpointStore._update_latest
 
     def naming(self: Any, name: str) -> None:
         if name == "step_000002":
             die()
         name_latest(self, name)
 
-    CheckpointStore._name_latest = naming  # type: ignore[method-assign]
+    CheckpointStore._update_latest = naming  # type: ignore[method-assign]
 
 
 def full() -> None:

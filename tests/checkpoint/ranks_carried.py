@@ -53,7 +53,7 @@ def main(family: str, role: str, layout: str, settings: str, source: str, target
     else:
         weights = reference.Trainer(family, role, config.train.mtp).tensors()
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-        model.load(lambda param, parts, part: shard(param, weights, parts, part))
+        model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
         for _ in range(2):
             model.train_step(tiny.in_shares(tiny.batch()), policy_loss if role == "actor" else value_loss)
     save_model(model, Path(target))

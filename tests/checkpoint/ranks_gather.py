@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint.export import gather_hf, owners
+from megarl.checkpoint.export import find_owners, gather_hf
 from megarl.config import ParallelConfig
 from megarl.models.layout_algebra import Param, shard
 from megarl.models.registry import family_of
@@ -78,13 +78,13 @@ def random_weights(params: list[Param]) -> Tensors:
 
 
 def cut(params: list[Param], full: Tensors, place: ranks.Ranks) -> Tensors:
-    owner = owners(params, STAGES[place.pp], place.ep)
+    owner = find_owners(params, STAGES[place.pp], place.ep)
     local = {}
     for param in params:
         stage, ep_rank = owner[param.megatron]
         if stage == place.pp_rank and ep_rank in (None, place.ep_rank):
-            mine = shard(param, full, *place.grid(param.expert is not None))
-            local[param.megatron] = mine.requires_grad_(not param.buffer)
+            mine = shard(param, full, *place.tp_size_and_rank(param.expert is not None))
+            local[param.megatron] = mine.requires_grad_(not param.is_buffer)
     return local
 
 

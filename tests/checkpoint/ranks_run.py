@@ -51,24 +51,24 @@ def full_at_rank_0s() -> None:
             raise OSError(28, "No space left on device")
         FileSystemWriter.finish(self, *arguments)
 
-    dist_checkpoint.filesystem_async.FileSystemWriterAsync.finish = dist_checkpoint._not_alone(finish)
+    dist_checkpoint.filesystem_async.FileSystemWriterAsync.finish = dist_checkpoint._defer_failure(finish)
 
 
 def no_room_for_the_last() -> None:
     """By the first look at each save."""
-    demand = disk_space.demand
+    demand = disk_space.check_free_space
 
     def demanding(folder: Any, needed: int) -> None:
         if folder.name == "checkpoints" and count("saves") == 2:
             raise OSError(28, "about 5.0 MB are needed, and 1.0 MB are free")
         demand(folder, needed)
 
-    disk_space.demand = demanding
+    disk_space.check_free_space = demanding
 
 
 def no_room_for_the_export_at_first() -> None:
     """Then room, which a quota takes away in the middle of the file, then room indeed."""
-    free, write_file = disk_space.free, hf_folder.write_file
+    free, write_file = disk_space.free_bytes, hf_folder.write_file
 
     def found(folder: Any) -> int:
         return 1000 if folder.name == "export" and count("looks") == 1 else free(folder)
@@ -78,14 +78,14 @@ def no_room_for_the_export_at_first() -> None:
             raise OSError(122, "Disk quota exceeded")
         write_file(*arguments, **named)
 
-    disk_space.free, hf_folder.write_file = found, writing
-    checkpointing.LOOK_FOR_ROOM_S = 0.05
+    disk_space.free_bytes, hf_folder.write_file = found, writing
+    checkpointing.EXPORT_RETRY_S = 0.05
 
 
 def no_room_for_the_export() -> None:
-    free = disk_space.free
-    disk_space.free = lambda folder: 1000 if folder.name == "export" else free(folder)
-    checkpointing.LOOK_FOR_ROOM_S = 0.05
+    free = disk_space.free_bytes
+    disk_space.free_bytes = lambda folder: 1000 if folder.name == "export" else free(folder)
+    checkpointing.EXPORT_RETRY_S = 0.05
 
 
 DISKS: dict[str, Callable[[], None]] = {

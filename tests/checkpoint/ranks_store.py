@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 
 from megarl.checkpoint import manifest
 from megarl.checkpoint.manifest import Entry, Write
-from megarl.checkpoint.store import CheckpointStore, Part
+from megarl.checkpoint.store import CheckpointStore, RankWrite
 from megarl.config import ConfigError, ParallelConfig
 from megarl.parallel import ranks
 
 
-def parts(content: str) -> Callable[[Path], Part]:
+def parts(content: str) -> Callable[[Path], RankWrite]:
     def write(target: Path) -> dict[Path, Entry]:
         (target / f"part_{torch.distributed.get_rank()}.bin").write_text(content)
         return {}  # hashed by all
@@ -34,8 +34,8 @@ def parts(content: str) -> Callable[[Path], Part]:
     return written_by(write)
 
 
-def written_by(write: Write) -> Callable[[Path], Part]:
-    return lambda target: Part(lambda ended: write(target))
+def written_by(write: Write) -> Callable[[Path], RankWrite]:
+    return lambda target: RankWrite(lambda ended: write(target))
 
 
 def error_of(work: Callable[[], Any]) -> str:
@@ -59,7 +59,7 @@ def whole(folder: Path) -> dict[str, object]:
     said: list[str] = []
     ours = CheckpointStore(folder, keep=2, layout=(2, 1), say=said.append)
     place_of, rank = folder / "checkpoints", place.job.rank
-    facts: dict[str, object] = {"found_before": ours.newest() is not None}
+    facts: dict[str, object] = {"found_before": ours.find_newest() is not None}
     for step in (1, 2, 3):
         ours.save(step, {"step": step, "coef": 0.1 + step}, parts(f"step {step}"))
     facts["kept"] = sorted(path.name for path in place_of.glob("step_*"))
@@ -67,7 +67,7 @@ def whole(folder: Path) -> dict[str, object]:
     ranks.barrier()  # the other may still be looking
 
     spares = CheckpointStore(folder / "spares", keep=2)
-    spares.spare = 3  # updates have been skipped from then on
+    spares.rollback_before = 3  # updates have been skipped from then on
     for step in range(1, 6):
         spares.save(step, {"step": step}, parts(f"step {step}"))
     facts["spared"] = sorted(path.name for path in (folder / "spares" / "checkpoints").glob("step_*"))
@@ -110,7 +110,7 @@ def whole(folder: Path) -> dict[str, object]:
 
     on_lead(strange)
     ours.save(1_000_000, {"step": 1_000_000}, parts("far"))
-    newest = ours.newest()
+    newest = ours.find_newest()
     facts["far"] = newest and newest.name
     facts["said_latest"] = bool([text for text in said if "tidying up" in text]) == (rank == 0)
     on_lead(lambda: shutil.rmtree(place_of / "step_1000000"))
@@ -165,11 +165,11 @@ def whole(folder: Path) -> dict[str, object]:
         on_lead(lambda: (shutil.rmtree(intact), shutil.copytree(folder / "intact", intact)))
         on_lead(damage)
         said.clear()
-        after = ours.newest()
+        after = ours.find_newest()
         found[name] = f"{after and after.name} | {' '.join(said)}"
     facts["damages"] = found
     on_lead(lambda: (place_of / "step_000007" / "part_0.bin").unlink())
-    facts["none_whole"] = error_of(ours.newest)
+    facts["none_whole"] = error_of(ours.find_newest)
     return facts
 
 
@@ -178,7 +178,7 @@ def slow(folder: Path) -> dict[str, object]:
     import tiny
 
     from megarl.megatron import optimizer
-    from megarl.megatron.dist_checkpoint import Staged, restore_model
+    from megarl.megatron.dist_checkpoint import StagedCheckpoint, restore_model
     from megarl.megatron.trainer_model import MegatronModel
 
     chosen = tiny.config(world=2, ep=2)
@@ -204,20 +204,20 @@ def slow(folder: Path) -> dict[str, object]:
     manifest.HashingFile.finish = slowly(finish, 1)  # type: ignore[method-assign]
     optimizer.sharded_state = slowly(sharded_state, 1)
     ranks._timeout_s = 0.5
-    with contextlib.suppress(RuntimeError), ranks.patient(100):
+    with contextlib.suppress(RuntimeError), ranks.with_timeout(100):
         pass  # from here on all groups have it
 
     def write(target: Path) -> Any:
         if place.job.rank == 0:
             (target / "common.bin").write_text("which nobody has hashed")
-        staged = Staged(model, target / "actor")
-        return Part(lambda ended: staged.write(2, ended), staged.finish)
+        staged = StagedCheckpoint(model, target / "actor")
+        return RankWrite(lambda ended: staged.write(2, ended), staged.finish)
 
     saved = ours.save(1, {"step": 1}, write)
     hashed_later = list(verified)
     verified.clear()
-    with ranks.patient(100):
-        found = ours.newest()  # whose own patience ends before that of the block
+    with ranks.with_timeout(100):
+        found = ours.find_newest()  # whose own patience ends before that of the block
         restore_model(model, saved / "actor")
         everyone = ranks.all_gather_objects(verified)
     tree = json.loads((saved / "manifest.json").read_text())["files"]

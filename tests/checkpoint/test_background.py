@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.checkpoint.manifest import Entry
-from megarl.checkpoint.store import Writing
-from megarl.parallel.host_copy import Staging
+from megarl.checkpoint.store import BackgroundWrite
+from megarl.parallel.host_copy import StagingBuffer
 
 ENTRY = {Path("a"): Entry(1, "x")}
 
@@ -22,11 +22,11 @@ def test_work_goes_on_beside() -> None:
         may_end.wait()
         return ENTRY
 
-    writing = Writing(work)
+    writing = BackgroundWrite(work)
     begun.wait()
-    assert not writing.over()
+    assert not writing.is_done()
     may_end.set()
-    assert writing.result() == ENTRY and writing.over()
+    assert writing.result() == ENTRY and writing.is_done()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no"), SystemExit(3)])
@@ -34,10 +34,10 @@ def test_whatever_ends_it_is_an_error_of_storage(error: BaseException) -> None:
     def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
         raise error
 
-    writing = Writing(work)
+    writing = BackgroundWrite(work)
     with pytest.raises(OSError) as caught:
         writing.result()
-    assert writing.over() and str(error) in str(caught.value)
+    assert writing.is_done() and str(error) in str(caught.value)
 
 
 def test_it_is_left_at_the_next_occasion() -> None:
@@ -46,17 +46,17 @@ def test_it_is_left_at_the_next_occasion() -> None:
             pass
         raise InterruptedError("the run has ended")
 
-    writing = Writing(work)
-    writing.leave()
-    assert writing.over()
+    writing = BackgroundWrite(work)
+    writing.cancel()
+    assert writing.is_done()
 
 
 def test_copies_stay_as_they_are_and_take_memory_once() -> None:
     buffer = torch.arange(20, dtype=torch.float32)
     tensors = [buffer[3:9].view(2, 3), torch.tensor(5.0), torch.ones(3, dtype=torch.bfloat16), torch.empty(0, 4)]
     expected = [tensor.clone() for tensor in tensors]
-    staging = Staging()
-    first = staging.copies(tensors)
+    staging = StagingBuffer()
+    first = staging.copy_to_host(tensors)
     buffer.zero_()
     for tensor in tensors[1:]:
         tensor.zero_()
@@ -64,8 +64,8 @@ def test_copies_stay_as_they_are_and_take_memory_once() -> None:
         assert torch.equal(copy, value) and copy.dtype == value.dtype and copy.shape == value.shape
         assert copy.untyped_storage().nbytes() == copy.nbytes  # torch.save writes all of it
     assert staging.nbytes == 3 * 64
-    second = staging.copies(tensors)
+    second = staging.copy_to_host(tensors)
     assert [copy.data_ptr() for copy in second] == [copy.data_ptr() for copy in first]
     assert not any(bool(copy.any()) for copy in second)
-    staging.copies(tensors[:1])
+    staging.copy_to_host(tensors[:1])
     assert staging.nbytes == 64  # of another size, it is taken anew

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint.dist_checkpoint_reader import Pieces
+from megarl.checkpoint.dist_checkpoint_reader import CheckpointReader
 
 Run = Callable[..., list[dict[str, Any]]]
 VOCABULARY = 200  # padded to 256 over one or two tensor parallel ranks, to 512 over four
@@ -19,7 +19,7 @@ VOCABULARY = 200  # padded to 256 over one or two tensor parallel ranks, to 512 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All of it by name, without what pads the vocabulary, which is no one's."""
-    found = Pieces(folder)
+    found = CheckpointReader(folder)
     tensors = {name: found.read(name) for name in found}
     return {
         name: tensor[:VOCABULARY] if "word_embeddings" in name or "output_layer" in name else tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.export import Owner, owners
+from megarl.checkpoint.export import Owner, find_owners
 from megarl.config import ConfigError
 from megarl.models.layout_algebra import HFTensor, Param, Replicated
 
@@ -48,7 +48,7 @@ TABLE = [
 
 
 def test_owners() -> None:
-    owner = owners(TABLE, [[0], [1]], ep=2)
+    owner = find_owners(TABLE, [[0], [1]], ep=2)
     assert owner == {
         "embedding.word_embeddings.weight": Owner(0, None),
         "decoder.layers.0.input_layernorm.weight": Owner(0, None),
@@ -63,8 +63,8 @@ def test_owners() -> None:
 
 def test_layouts_that_own_nothing_twice_or_not_at_all() -> None:
     with pytest.raises(ConfigError, match="the 4 experts of layer 1 do not divide by parallel.ep=3; .* 1, 2, 4"):
-        owners(TABLE, [[0], [1]], ep=3)
+        find_owners(TABLE, [[0], [1]], ep=3)
     with pytest.raises(ConfigError, match="layer 1 is on no pipeline stage"):
-        owners(TABLE, [[0], []], ep=1)
+        find_owners(TABLE, [[0], []], ep=1)
     with pytest.raises(ConfigError, match="layer 0 is on the pipeline stages 0 and 1"):
-        owners(TABLE, [[0], [0, 1]], ep=1)
+        find_owners(TABLE, [[0], [0, 1]], ep=1)

@@ -141,7 +141,7 @@ def test_fp8_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
     for param in family_of(WIDE).params(WIDE, 2):
         for rank in range(2):  # parts that begin and end within blocks
             whole = {tensor.name: meant[tensor.name] for tensor in param.hf}
-            assert torch.equal(weights.shard(param, 2, rank), shard(param, whole, 2, rank)), param.megatron
+            assert torch.equal(weights.get_shard(param, 2, rank), shard(param, whole, 2, rank)), param.megatron
     save_hf(tmp_path / "out", meant.items(), source)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert_equal(tmp_path / "out", meant)
@@ -234,14 +234,14 @@ def test_layers_of_multi_token_prediction_are_written_as_trained_and_their_copie
 def test_slices_and_shards_read_what_shard_computes(source: Path) -> None:
     weights, tensors = open_hf(source), random_tensors(MOE)
     output = "model.layers.1.self_attn.o_proj.weight"
-    assert torch.equal(weights.slice(output, 1, 2, 6), tensors[output][:, 2:6])
+    assert torch.equal(weights.get_slice(output, 1, 2, 6), tensors[output][:, 2:6])
     for tp in (1, 2):
         for param in family_of(MOE).params(MOE, tp):
             for rank in range(tp):
-                assert torch.equal(weights.shard(param, tp, rank), shard(param, tensors, tp, rank)), param
+                assert torch.equal(weights.get_shard(param, tp, rank), shard(param, tensors, tp, rank)), param
     embedding = family_of(MOE).params(MOE, 1)[0]
-    assert weights.shard(embedding, 4, 3).shape == (128, 8)  # 130 rows: rank 3 of 4 holds only padding
-    assert not weights.shard(embedding, 4, 3).any()
+    assert weights.get_shard(embedding, 4, 3).shape == (128, 8)  # 130 rows: rank 3 of 4 holds only padding
+    assert not weights.get_shard(embedding, 4, 3).any()
 
 
 def test_replacing_an_export_leaves_the_new_one_only(source: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.provenance import code_revision, config_hash, differs
+from megarl.checkpoint.provenance import code_revision, config_hash, describe_changes
 from megarl.config import from_dict
 
 
@@ -98,9 +98,9 @@ def test_sources_that_lie_in_a_repository_which_does_not_have_them_are_known_by_
 
 def test_what_differs_is_said_and_what_an_older_manifest_lacks_is_not() -> None:
     now = {"config": "c1", "code": "r1"}
-    assert differs({"step": 1, **now}, now) == [] == differs({"step": 1}, now)
-    assert differs({"config": "c0", "code": "r1"}, now) == ["under another configuration (c0, now c1)"]
-    assert differs({"config": "c0", "code": "r0"}, now) == [
+    assert describe_changes({"step": 1, **now}, now) == [] == describe_changes({"step": 1}, now)
+    assert describe_changes({"config": "c0", "code": "r1"}, now) == ["under another configuration (c0, now c1)"]
+    assert describe_changes({"config": "c0", "code": "r0"}, now) == [
         "by other code (r0, now r1)",
         "under another configuration (c0, now c1)",
     ]

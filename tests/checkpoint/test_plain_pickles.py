@@ -55,7 +55,7 @@ def test_a_table_that_would_do_something_is_refused(tmp_path: Path) -> None:
 def test_a_table_may_not_call_into_torch(name: str) -> None:
     data = b"\x80\x04" + b"\x8c\x05torch" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
     with pytest.raises(pickle.UnpicklingError, match="it asks for torch"):
-        dist_checkpoint_reader.read_table(io.BytesIO(data))
+        dist_checkpoint_reader.load_metadata(io.BytesIO(data))
 
 
 def test_members_of_enums_are_read_as_each_python_pickles_them() -> None:
@@ -70,9 +70,9 @@ def test_members_of_enums_are_read_as_each_python_pickles_them() -> None:
 
     member = dcp.planner.WriteItemType.SHARD
     for data in (pickle.dumps(member), pickle.dumps(Asks(type(member), "SHARD"))):
-        assert dist_checkpoint_reader.read_table(io.BytesIO(data)) is member
+        assert dist_checkpoint_reader.load_metadata(io.BytesIO(data)) is member
     with pytest.raises(pickle.UnpicklingError, match="which is no enum"):
-        dist_checkpoint_reader.read_table(io.BytesIO(pickle.dumps(Asks(torch.Size, "__init__"))))
+        dist_checkpoint_reader.load_metadata(io.BytesIO(pickle.dumps(Asks(torch.Size, "__init__"))))
 
 
 def test_what_is_no_tensor_is_refused_where_it_is_no_plain_value(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoint.disk_space import needs
+from megarl.checkpoint.disk_space import estimate_space
 from megarl.checkpoint.manifest import hash_file
 from megarl.config import load_config
-from megarl.controllers.lookup import declare
+from megarl.controllers.lookup import load_requirements
 from megarl.models.registry import load_hf_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def test_files_are_for_whom_the_umask_says(on_two_ranks: Path) -> None:
 
 def test_the_room_that_is_asked_for_is_a_little_more_than_what_is_taken(on_two_ranks: Path) -> None:
     config = load_config(on_two_ranks / "config.yaml")
-    planned = needs(load_hf_config(config.model.path), None, config, declare(config))
+    planned = estimate_space(load_hf_config(config.model.path), None, config, load_requirements(config))
     for place, needed in (("checkpoints/step_000002", planned.checkpoint), ("export", planned.export)):
         taken = sum(path.stat().st_size for path in (on_two_ranks / place).rglob("*") if path.is_file())
         assert taken < needed < 1.1 * taken + (5 << 20), place

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint.disk_space import free_memory, kept_conversations, without_copies
+from megarl.checkpoint.disk_space import check_copy_memory, free_memory, partial_rollout_bytes
 from megarl.config import Config, from_dict
-from megarl.rollout.partial_rollouts import Partial
+from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.partial_store import write_groups
 from megarl.types import Prompt, Turn
 
@@ -37,8 +37,8 @@ HF: dict[str, Any] = {
 
 def test_copies_are_for_all_ranks_of_a_machine() -> None:
     ranks = [("a", 3 * 10**9, 7 * 10**9), ("b", 3 * 10**9, 5 * 10**9)] * 2
-    assert without_copies(ranks[:2]) == []
-    (line,) = without_copies(ranks)
+    assert check_copy_memory(ranks[:2]) == []
+    (line,) = check_copy_memory(ranks)
     assert "copies up to 6.0 GB on b, where 5.0 GB of memory are free: set run.save_async=false" in line
     assert 0 < free_memory() < 1 << 50
 
@@ -61,7 +61,7 @@ def config(oversample: float = 1.5, replays: bool = False, **rollout: Any) -> Co
     ],
 )
 def test_what_is_kept_at_most(chosen: Config, expected: int) -> None:
-    assert kept_conversations(HF, chosen) == expected
+    assert partial_rollout_bytes(HF, chosen) == expected
 
 
 @pytest.mark.parametrize("replays", [False, True])
@@ -75,7 +75,7 @@ def test_it_is_enough_for_what_is_written(tmp_path: Path, replays: bool) -> None
     groups = [
         tuple(
             replace(
-                Partial.begin(prompt, seed),
+                PartialRollout.begin(prompt, seed),
                 turns=turns,
                 messages=(asked, said),
                 routing=tuple(map(torch.clone, routing)),
@@ -85,5 +85,5 @@ def test_it_is_enough_for_what_is_written(tmp_path: Path, replays: bool) -> None
         for _ in range(3)
     ]
     size = write_groups(tmp_path / "engine", groups).bytes
-    planned = kept_conversations(HF, config(replays=replays))
+    planned = partial_rollout_bytes(HF, config(replays=replays))
     assert 0.4 * planned < size < planned  # not all words are as long as they may be

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.manifest import shares
+from megarl.checkpoint.manifest import split_by_size
 
 Run = Callable[..., list[dict[str, Any]]]
 SCRIPT = "tests/checkpoint/ranks_store.py"
@@ -79,6 +79,6 @@ def test_a_rank_that_dies_in_a_save_is_noticed(tmp_path: Path, run_ranks: Run) -
 
 def test_shares_are_of_bytes_not_of_files() -> None:
     sizes = {"a": 100, "b": 60, "c": 50, "d": 5, "e": 0}
-    assert [sorted(names) for names in shares(sizes, 2)] == [["a", "d", "e"], ["b", "c"]]
-    assert sorted(name for names in shares(dict.fromkeys("abcd", 0), 4) for name in names) == list("abcd")
-    assert shares({}, 2) == [[], []]
+    assert [sorted(names) for names in split_by_size(sizes, 2)] == [["a", "d", "e"], ["b", "c"]]
+    assert sorted(name for names in split_by_size(dict.fromkeys("abcd", 0), 4) for name in names) == list("abcd")
+    assert split_by_size({}, 2) == [[], []]

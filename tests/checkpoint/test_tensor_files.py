@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.models.hf_folder import _KINDS, ShardWriter, Unread, write_file
+from megarl.models.hf_folder import _DTYPE_NAMES, LazyTensor, ShardWriter, write_file
 
-KINDS = list(_KINDS)
+KINDS = list(_DTYPE_NAMES)
 
 
 def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -27,7 +27,7 @@ def test_a_file_is_the_librarys_byte_for_byte(tmp_path: Path, later: torch.dtype
     write_file(tensors, tmp_path / "ours")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     unread = {
-        name: Unread(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)  # type: ignore[misc]
+        name: LazyTensor(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)  # type: ignore[misc]
         for name, tensor in tensors.items()
     }
     write_file(unread, tmp_path / "later")
@@ -44,12 +44,12 @@ def test_what_does_not_lie_in_one_piece_is_written_as_it_reads(tmp_path: Path) -
 def test_one_tensor_is_read_at_a_time_and_each_once(tmp_path: Path) -> None:
     held: list[str] = []
 
-    def entry(name: str) -> Unread:
+    def entry(name: str) -> LazyTensor:
         def read() -> torch.Tensor:
             held.append(name)
             return torch.full((4,), float(len(name)))
 
-        return Unread((4,), torch.float32, read)
+        return LazyTensor((4,), torch.float32, read)
 
     files = ShardWriter(tmp_path, max_bytes=40)
     for name in ("a", "bb", "ccc", "dddd", "eeeee"):
@@ -63,4 +63,4 @@ def test_one_tensor_is_read_at_a_time_and_each_once(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_not_what_was_said_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"x was said to be torch.float32 \(3,\) and is torch.float32 \(2,\)"):
-        write_file({"x": Unread((3,), torch.float32, lambda: torch.zeros(2))}, tmp_path / "file")
+        write_file({"x": LazyTensor((3,), torch.float32, lambda: torch.zeros(2))}, tmp_path / "file")

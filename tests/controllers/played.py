@@ -22,7 +22,7 @@ class Played(TableFlow):
         self.sampled, self.greedy = list(sampled), list(greedy)
         self.asked: list[int] = []
 
-    def further(self, count: int) -> list[Prompt]:
+    def next_items(self, count: int) -> list[Prompt]:
         return [Prompt(f"further {i}", ()) for i in range(count)]
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
@@ -31,7 +31,7 @@ class Played(TableFlow):
         assert len(groups) == len(items)
         first = 0 if greedy else self.groups
         self.groups += 0 if greedy else len(groups)
-        return Rollouts.of([one(first + i, reward) for i, group in enumerate(groups) for reward in group])
+        return Rollouts.gather([one(first + i, reward) for i, group in enumerate(groups) for reward in group])
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         return rollouts

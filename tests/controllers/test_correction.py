@@ -13,11 +13,11 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.controller import mini_batches
-from megarl.controllers.correction import before_updates, check_correction, corrected
-from megarl.controllers.lookup import declare, make_controller
-from megarl.controllers.policy_gradient import masked, policy_loss, policy_reads
-from megarl.types import ALONE, Everyone, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
+from megarl.controllers.controller import split_mini_batches
+from megarl.controllers.correction import apply_correction, check_correction, compute_old_logprobs
+from megarl.controllers.lookup import load_requirements, make_controller
+from megarl.controllers.policy_gradient import apply_loss_masks, policy_loss, policy_loss_columns
+from megarl.types import LOCAL, Comm, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -39,9 +39,9 @@ NAMES = [" ".join(map(str, correction.values())) for correction in EACH]
 class AgedFlow(TableFlow):
     """The second token of an answer is by the weights of `behind` pushes ago, the first by those of one push before."""
 
-    def __init__(self, config: Config, everyone: Everyone = ALONE, world: int = 1, behind: int = 2) -> None:
+    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1, behind: int = 2) -> None:
         super().__init__(config, everyone, world)
-        self.behind = behind
+        self.post_setup = behind
         self.tables = [self.policy.table.detach().clone()]
         self.forwards = 0
         forward = self.policy.forward
@@ -50,9 +50,9 @@ class AgedFlow(TableFlow):
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         self.calls.append("generate")
         now = len(self.tables) - 1
-        versions = [max(0, now - self.behind - 1), max(0, now - self.behind)]
+        versions = [max(0, now - self.post_setup - 1), max(0, now - self.post_setup)]
         here = []
-        for group in range(self.everyone.rank, len(items), self.world):
+        for group in range(self.comm.rank, len(items), self.world):
             draw = random.Random(f"{len(self.calls)}/{group}")
             for _ in range(samples):
                 answer, said = [], []
@@ -63,7 +63,7 @@ class AgedFlow(TableFlow):
                 runs = tuple((version, 1) for version in versions)
                 turns = (Turn((9,)), Turn(tuple(answer), tuple(said), True, versions[-1], runs))
                 here.append(Rollout(items[group], turns, group=group))
-        return Rollouts.of(here, [rollout.group for rollout in here], self.everyone, now)
+        return Rollouts.gather(here, [rollout.group for rollout in here], self.comm, now)
 
     def update_weights(self, actor: Any) -> None:
         super().update_weights(actor)
@@ -97,7 +97,7 @@ def test_all_learn_two_versions_behind(correction: dict[str, Any], algorithm: st
         assert 0 < result.metrics["rollout_corr/rollout_is_eff_sample_size"] <= 1
 
 
-def steps_of(config: Config, everyone: Everyone, world: int) -> list[dict[str, Any]]:
+def steps_of(config: Config, everyone: Comm, world: int) -> list[dict[str, Any]]:
     flow: Any = AgedFlow(config, everyone, world)
     controller = make_controller(config)
     found = []
@@ -110,7 +110,7 @@ def steps_of(config: Config, everyone: Everyone, world: int) -> list[dict[str, A
 @pytest.mark.parametrize("correction", EACH, ids=NAMES)
 def test_a_step_is_the_same_however_its_sequences_lie(correction: dict[str, Any]) -> None:
     config = config_of(correction)
-    alone = steps_of(config, ALONE, 1)
+    alone = steps_of(config, LOCAL, 1)
     for world in (2, 3):
         first, *others = as_ranks(world, lambda everyone, world=world: steps_of(config, everyone, world))
         for steps in others:
@@ -132,13 +132,13 @@ def test_off_is_what_it_is_without() -> None:
     """No weights, the ratio to who drew each token, and a loss with the bits of one that knows no weights."""
     config = config_of({})
     flow, _, batch = aged_batch(config)
-    policy = before_updates(flow, batch)
-    found, _ = corrected(flow, batch, policy, 0)
-    assert batch.lag is not None and bool((batch.lag[batch.loss_mask] > 0).all())
-    assert found.importance is None and policy_reads(config) == ("old_logprobs", "advantages")
+    policy = compute_old_logprobs(flow, batch)
+    found, _ = apply_correction(flow, batch, policy, 0)
+    assert batch.staleness is not None and bool((batch.staleness[batch.loss_mask] > 0).all())
+    assert found.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
     assert found.old_logprobs is not None and policy.logprobs is not None
     assert torch.equal(found.old_logprobs[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
-    fresh, metrics = corrected(flow, batch.with_(lag=None), policy, 0)
+    fresh, metrics = apply_correction(flow, batch.with_(staleness=None), policy, 0)
     assert fresh.old_logprobs is policy.logprobs and fresh.importance is None
     assert not any(name.startswith("rollout_corr") for name in metrics)
     found = found.with_(advantages=torch.randn(len(batch.tokens)))
@@ -152,18 +152,18 @@ def test_off_is_what_it_is_without() -> None:
 def test_a_weight_is_of_the_surrogate_and_no_token_leaves_the_mean(kind: str) -> None:
     config = config_of({"kind": kind, "low": 0.9, "high": 1.1}, num_update=1, epochs=1)
     flow, rollouts, batch = aged_batch(config)
-    policy = before_updates(flow, batch)
-    batch, metrics = corrected(flow, batch, policy, 0)
+    policy = compute_old_logprobs(flow, batch)
+    batch, metrics = apply_correction(flow, batch, policy, 0)
     assert batch.importance is not None and batch.old_logprobs is policy.logprobs
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(float(batch.importance[batch.loss_mask].mean()))
-    (mini,) = mini_batches(masked(batch, rollouts, config), config, 0)
+    (mini,) = split_mini_batches(apply_loss_masks(batch, rollouts, config), config, 0)
     assert mini.loss_weights is not None and mini.importance is not None
     weighted = mini.loss_weights[mini.loss_mask]
     assert float(weighted.min()) == float(weighted.max()) == pytest.approx(1 / int(mini.loss_mask.sum()))
     mini = mini.with_(advantages=torch.ones(len(mini.tokens)))
     loss = policy_loss(policy, mini, config, 0.0)
     assert torch.equal(loss.loss[mini.loss_mask], -mini.importance[mini.loss_mask])  # of ratio and advantage 1
-    assert "importance" in policy_reads(config)
+    assert "importance" in policy_loss_columns(config)
 
 
 def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
@@ -173,8 +173,8 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
             {"correction": {"kind": "tis"}, "kl": {"place": "loss", "estimator": estimator}, "algorithm": "grpo"}
         )
         flow, _, batch = aged_batch(config)
-        policy = before_updates(flow, batch)
-        batch = corrected(flow, batch, policy, 0)[0].with_(advantages=torch.zeros(len(batch.tokens)))
+        policy = compute_old_logprobs(flow, batch)
+        batch = apply_correction(flow, batch, policy, 0)[0].with_(advantages=torch.zeros(len(batch.tokens)))
         batch = batch.with_(ref_logprobs=batch.rollout_logprobs - 0.1)
         assert batch.importance is not None and policy.logprobs is not None
         whole = policy_loss(policy, batch, config, 1.0).metrics["actor/kl_loss"]
@@ -187,9 +187,9 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
 def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[str, Any]) -> None:
     config = config_of(correction, num_update=1, epochs=1)
     flow, rollouts, batch = aged_batch(config)
-    batch, _ = corrected(flow, batch, before_updates(flow, batch), 0)
+    batch, _ = apply_correction(flow, batch, compute_old_logprobs(flow, batch), 0)
     batch = batch.with_(advantages=torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(1)))
-    (mini,) = mini_batches(masked(batch, rollouts, config), config, 0)
+    (mini,) = split_mini_batches(apply_loss_masks(batch, rollouts, config), config, 0)
 
     def gradient(parts: list[list[int]]) -> torch.Tensor:
         flow.policy.table.grad = None
@@ -210,14 +210,14 @@ def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[s
 def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:
     config = config_of({"kind": "reject", "level": "token", "low": 0.5, "high": 1.5}, num_update=1, epochs=1)
     flow, rollouts, batch = aged_batch(config)
-    policy = before_updates(flow, batch)
-    batch, metrics = corrected(flow, batch, policy, 0)
+    policy = compute_old_logprobs(flow, batch)
+    batch, metrics = apply_correction(flow, batch, policy, 0)
     assert batch.importance is not None
     kept = batch.importance.reshape(-1, 3)[:, 1:]
     assert torch.equal(kept[:, 0], kept[:, 1]) and 0 < float(kept.mean()) < 1
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 - float(kept[:, 0].mean()))
-    (mini,) = mini_batches(masked(batch, rollouts, config), config, 0)
-    assert mini.importance is None and policy_reads(config) == ("old_logprobs", "advantages")
+    (mini,) = split_mini_batches(apply_loss_masks(batch, rollouts, config), config, 0)
+    assert mini.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
     assert torch.equal(mini.loss_mask.reshape(-1, 3)[:, 1:], kept > 0)
     assert mini.loss_weights is not None
     assert torch.equal(mini.loss_weights > 0, mini.loss_mask)
@@ -250,15 +250,15 @@ def test_a_bypass_asks_the_trainer_each_so_many_steps_only() -> None:
 
 def test_what_each_kind_is_by_default() -> None:
     kinds = {kind: from_dict({"correction": {"kind": kind}}).correction for kind in ("tis", "icepop", "mis", "reject")}
-    assert {kind: found.measured for kind, found in kinds.items()} == {
+    assert {kind: found.resolved_level for kind, found in kinds.items()} == {
         "tis": "token",
         "icepop": "token",
         "mis": "sequence",
         "reject": "geometric",
     }
-    assert [found.clipped_to for found in kinds.values()] == ["trainer", "trainer", "trainer", "drawn"]
-    assert [found.weighs for found in kinds.values()] == [True, True, True, False]
-    assert from_dict({}).correction.clipped_to == "drawn"
+    assert [found.resolved_proximal for found in kinds.values()] == ["trainer", "trainer", "trainer", "drawn"]
+    assert [found.has_weights for found in kinds.values()] == [True, True, True, False]
+    assert from_dict({}).correction.resolved_proximal == "drawn"
     assert from_dict({"correction": {"kind": "tis", "low": 0.25}}).correction.bounds == (0.25, 2.0)
 
 
@@ -279,14 +279,14 @@ def test_what_each_kind_is_by_default() -> None:
 def test_what_does_not_go_together(correction: dict[str, Any], algorithm: str, complaint: str) -> None:
     config = from_dict({"algorithm": algorithm, "correction": correction})
     with pytest.raises(ConfigError, match=complaint):
-        check_correction(config, declare(config))
+        check_correction(config, load_requirements(config))
 
 
 @pytest.mark.parametrize("correction", EACH, ids=NAMES)
 def test_the_others_do(correction: dict[str, Any]) -> None:
     """Recorded rollouts, too: their log-probs are of who drew them."""
     config = from_dict({"algorithm": "grpo", "correction": correction, "rollout": {"replay": "runs/other"}})
-    check_correction(config, declare(config))
+    check_correction(config, load_requirements(config))
 
 
 def test_log_probs_that_are_no_numbers_are_no_weights() -> None:
@@ -294,5 +294,5 @@ def test_log_probs_that_are_no_numbers_are_no_weights() -> None:
     config = config_of({"kind": "tis"})
     flow, _, batch = aged_batch(config)
     policy = ModelOutput(logprobs=torch.full_like(batch.rollout_logprobs, float("nan")))
-    found, _ = corrected(flow, batch.with_(lag=None), policy, 0)
+    found, _ = apply_correction(flow, batch.with_(staleness=None), policy, 0)
     assert found.importance is not None and bool(found.importance[batch.loss_mask].isnan().all())

@@ -12,8 +12,8 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.lookup import declare, make_controller
-from megarl.types import ALONE, Everyone, ModelOutput, Prompt, TrainBatch
+from megarl.controllers.lookup import load_requirements, make_controller
+from megarl.types import LOCAL, Comm, ModelOutput, Prompt, TrainBatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,7 +25,7 @@ TEACHER = torch.tensor([[0.0, 2.0, 0.0, 1.0, -1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 2.
 class TaughtFlow(TableFlow):
     """With a teacher, which is a table that stays."""
 
-    def __init__(self, config: Config, everyone: Everyone = ALONE, world: int = 1) -> None:
+    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1) -> None:
         super().__init__(config, everyone, world)
         self.teacher = SimpleNamespace(forward=self.taught)
 
@@ -44,7 +44,7 @@ def config_of(options: dict[str, Any] | None = None, samples: int = 8, **section
     return from_dict({**tree, "run": {"num_update": 2, "epochs": 2}, **sections})
 
 
-def run(config: Config, steps: int, everyone: Everyone = ALONE, world: int = 1) -> tuple[Any, list[dict[str, float]]]:
+def run(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1) -> tuple[Any, list[dict[str, float]]]:
     flow: Any = TaughtFlow(config, everyone, world)
     controller = make_controller(config)
     prompts = [Prompt(id=str(i), messages=()) for i in range(5)]
@@ -114,11 +114,11 @@ def test_advantages_by_hand() -> None:
 def test_a_step_is_the_same_however_its_sequences_lie(options: dict[str, Any]) -> None:
     config = config_of(options)
 
-    def work(everyone: Everyone, world: int) -> list[Any]:
+    def work(everyone: Comm, world: int) -> list[Any]:
         flow, metrics = run(config, 3, everyone, world)
         return [*metrics, flow.policy.table.detach()]
 
-    alone = work(ALONE, 1)
+    alone = work(LOCAL, 1)
     for world in (2, 3):
         first, *others = as_ranks(world, lambda everyone, world=world: work(everyone, world))
         for found in others:
@@ -127,13 +127,13 @@ def test_a_step_is_the_same_however_its_sequences_lie(options: dict[str, Any]) -
 
 
 def test_what_it_declares() -> None:
-    taught = declare(config_of())
-    assert taught.roles == ("rollout", "actor", "teacher") and taught.corrects_lag and not taught.compares_samples
-    mixed = declare(config_of({"reward": 0.5}))
-    assert mixed.roles == ("rollout", "actor", "teacher", "reward") and mixed.compares_samples
-    looked_at = declare(config_of(reward={"functions": ["a:b"]}))  # evaluations are by it
-    assert looked_at.roles[-1] == "reward" and not looked_at.compares_samples
-    assert make_controller(config_of()).eval_items(None) == ()  # type: ignore[arg-type]
+    taught = load_requirements(config_of())
+    assert taught.roles == ("rollout", "actor", "teacher") and taught.is_off_policy and not taught.is_group_relative
+    mixed = load_requirements(config_of({"reward": 0.5}))
+    assert mixed.roles == ("rollout", "actor", "teacher", "reward") and mixed.is_group_relative
+    looked_at = load_requirements(config_of(reward={"functions": ["a:b"]}))  # evaluations are by it
+    assert looked_at.roles[-1] == "reward" and not looked_at.is_group_relative
+    assert make_controller(config_of()).load_eval_items(None) == ()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,4 @@ def test_what_it_declares() -> None:
 )
 def test_what_it_refuses(sections: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        declare(config_of(**sections))
+        load_requirements(config_of(**sections))

@@ -22,18 +22,18 @@ from played import Played  # noqa: E402
 from megarl.algorithms.advantages import gae  # noqa: E402
 from megarl.algorithms.token_rewards import token_rewards  # noqa: E402
 from megarl.config import Config, from_dict  # noqa: E402
-from megarl.controllers.choose_loss import weighted  # noqa: E402
-from megarl.controllers.controller import mini_batches  # noqa: E402
+from megarl.controllers.choose_loss import set_loss_weights  # noqa: E402
+from megarl.controllers.controller import split_mini_batches  # noqa: E402
 from megarl.controllers.lookup import make_controller  # noqa: E402
 from megarl.controllers.pf_ppo import (
-    Buffer,  # noqa: E402
-    reliable,  # noqa: E402
+    ReplayBuffer,  # noqa: E402
+    reliable_mask,  # noqa: E402
 )
 from megarl.types import (  # noqa: E402
-    ALONE,
+    LOCAL,
+    Comm,
     Counts,
     Episodes,
-    Everyone,
     ModelOutput,
     Prompt,
     Rollout,
@@ -83,8 +83,8 @@ def whole(branches: Sequence[Rollout]) -> Rollout:
 class Told:
     """A flow whose roles say of a token what its id says, and note what they are asked to learn."""
 
-    def __init__(self, config: Config, in_branches: bool, everyone: Everyone, world: int) -> None:
-        self.config, self.in_branches, self.everyone, self.world = config, in_branches, everyone, world
+    def __init__(self, config: Config, in_branches: bool, everyone: Comm, world: int) -> None:
+        self.config, self.in_branches, self.comm, self.world = config, in_branches, everyone, world
         numbers = torch.Generator().manual_seed(1)
         self.columns = torch.randn(3, VOCABULARY, generator=numbers)
         self.rollout = self.reward = self.loader = self.clock = self
@@ -92,14 +92,14 @@ class Told:
         self.actor, self.critic, self.reference = Role(self, "actor"), Role(self, "critic"), Role(self, "reference")
         self.teacher = self.reference
         self.step = 0
-        self.learned: list[dict[str, Any]] = []
+        self.add_update: list[dict[str, Any]] = []
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         """A rank has every `world`-th group."""
         given = episodes(100 + self.step if greedy else self.step, samples=samples)
-        mine = [one for one in given if one[0].group % self.world == self.everyone.rank]
+        mine = [one for one in given if one[0].group % self.world == self.comm.rank]
         here = [branch for one in mine for branch in (one if self.in_branches else [whole(one)])]
-        return Rollouts.of(here, [one.group for one in here], self.everyone)
+        return Rollouts.gather(here, [one.group for one in here], self.comm)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         return rollouts
@@ -130,9 +130,9 @@ class Role:
         for name, column in found.items():
             of_tokens = torch.zeros(VOCABULARY, dtype=torch.float64)
             of_tokens[batch.tokens[batch.loss_mask].long()] = column[batch.loss_mask].double()
-            table[name] = batch.total(of_tokens)
+            table[name] = batch.all_reduce(of_tokens)
         assert batch.counts is not None
-        self.flow.learned.append({"critic": float(self.name == "critic"), "tokens": batch.counts.actions, **table})
+        self.flow.add_update.append({"critic": float(self.name == "critic"), "tokens": batch.counts.actions, **table})
         return {}
 
 
@@ -157,22 +157,22 @@ TREES: dict[str, dict[str, Any]] = {
 }
 
 
-def taken(tree: dict[str, Any], in_branches: bool, everyone: Everyone, world: int) -> list[dict[str, Any]]:
+def taken(tree: dict[str, Any], in_branches: bool, everyone: Comm, world: int) -> list[dict[str, Any]]:
     """Three steps."""
     config = from_dict(tree | {"run": {"num_update": 4, "epochs": 2}, "rollout": {"samples_per_prompt": 4}})
     controller, flow = make_controller(config), Told(config, in_branches, everyone, world)
     prompts = [Prompt(str(i), ()) for i in range(5)]
     metrics = [controller.step(flow, prompts).metrics for _ in range(3)]  # type: ignore[arg-type]
     names = ("rollout/filtered_frac", "rollout/buffer", "rollout/reward_greedy", "actor/kl_coef")
-    return [*flow.learned, *({name: one[name] for name in names if name in one} for one in metrics)]
+    return [*flow.add_update, *({name: one[name] for name in names if name in one} for one in metrics)]
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_branches_come_to_the_same_as_what_is_whole(name: str) -> None:
     """Rounding apart: a KL is added up over other parts."""
-    expected = taken(TREES[name], False, ALONE, 1)
+    expected = taken(TREES[name], False, LOCAL, 1)
     assert len(expected) in (15, 27) and all(one["loss"].any() for one in expected[:-3])
-    found = taken(TREES[name], True, ALONE, 1)
+    found = taken(TREES[name], True, LOCAL, 1)
     # A mark is drawn by a token's place, which is another one.
     own = {"marked", "loss"} if name == "clip_cov" else set()
     for one, other in zip(found, expected, strict=True):
@@ -183,7 +183,7 @@ def test_branches_come_to_the_same_as_what_is_whole(name: str) -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_branches_come_to_the_same_on_several_ranks(name: str) -> None:
-    alone = taken(TREES[name], True, ALONE, 1)
+    alone = taken(TREES[name], True, LOCAL, 1)
     first, *others = as_ranks(3, lambda everyone: taken(TREES[name], True, everyone, 3))
     for steps in others:
         torch.testing.assert_close(steps, first, rtol=0, atol=0)
@@ -198,7 +198,7 @@ def test_numbers_of_what_is_alone_change_nothing() -> None:
         rewarded = [replace(one, episode=number) for number, one in enumerate(given)]
         plain, marked = (TrainBatch.from_rollouts(some) for some in (given, rewarded))
         marked = marked.with_(episode=torch.arange(len(given)))
-        for one, other in zip(mini_batches(plain, config, 3), mini_batches(marked, config, 3), strict=True):
+        for one, other in zip(split_mini_batches(plain, config, 3), split_mini_batches(marked, config, 3), strict=True):
             assert one.loss_weights is not None and other.loss_weights is not None
             assert torch.equal(one.loss_weights, other.loss_weights) and one.counts == other.counts
 
@@ -229,7 +229,7 @@ class Given(Played):
         self.policy.update = lambda batch, loss: (self.saw.append(batch), update(batch, loss))[1]  # type: ignore
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
-        return Rollouts.of(self.rollouts)
+        return Rollouts.gather(self.rollouts)
 
 
 def test_groups_by_hand() -> None:
@@ -263,52 +263,52 @@ def test_means_by_hand() -> None:
     batch = TrainBatch.from_rollouts(BRANCHED)
     for mean, weights in (("token", [1 / 8] * 8), ("constant", [1 / 21] * 8)):
         config = from_dict({"loss": {"mean": mean, "length": 7}})
-        mini = weighted(batch, torch.tensor([1, 3, 2, 2]), config)
+        mini = set_loss_weights(batch, torch.tensor([1, 3, 2, 2]), config)
         assert mini.loss_weights is not None
         assert mini.loss_weights[mini.loss_mask].tolist() == pytest.approx(weights)
-        assert mini.counts == Counts(actions=8, sequences=4, rewarded=4)
+        assert mini.counts == Counts(actions=8, sequences=4, positive_actions=4)
 
 
 def test_branches_stay_together_in_mini_batches() -> None:
     given = [one for sample in range(6) for one in as_branches([said(0, 1.0, 2)] * (1 + sample % 3), sample)]
     batch = TrainBatch.from_rollouts(given)
     for seed in range(5):
-        parts = list(mini_batches(batch, from_dict({"run": {"num_update": 4, "epochs": 2}}), seed))
+        parts = list(split_mini_batches(batch, from_dict({"run": {"num_update": 4, "epochs": 2}}), seed))
         assert [len(part.episodes) for part in parts] == [3] * 4
         for one, other in (parts[:2], parts[2:]):
             numbers = [sorted(part.episode.tolist()) for part in (one, other) if part.episode is not None]
-            assert sorted(sum(numbers, [])) == Rollouts.of(given).episode.tolist()
+            assert sorted(sum(numbers, [])) == Rollouts.gather(given).episode.tolist()
             assert not set(numbers[0]) & set(numbers[1])
 
 
 def test_samples_are_relied_on_with_all_of_their_branches() -> None:
     given = [said(0, 0.0, 1), said(0, 1.0, 1)]
     given += [one for number in range(500) for one in as_branches([said(0, 0.5, 1)] * 3, number)]
-    rollouts = Rollouts.of(given)
-    kept = reliable(rollouts, 0.8, torch.Generator().manual_seed(1))
+    rollouts = Rollouts.gather(given)
+    kept = reliable_mask(rollouts, 0.8, torch.Generator().manual_seed(1))
     groups = kept[2:].view(500, 3)
     assert bool((groups == groups[:, :1]).all()) and 60 < int(groups[:, 0].sum()) < 140 and bool(kept[:2].all())
 
 
 def test_a_buffer_counts_episodes_and_knows_those_of_each_step(tmp_path: Path) -> None:
     """Groups and episodes of each step have the same numbers."""
-    buffer = Buffer(3)
+    buffer = ReplayBuffer(3)
     for step in range(3):
         one, other = as_branches([said(0, float(step), 1)] * 2, 0)
-        buffer.add(Rollouts.of([one, other]))
-    buffer.add(Rollouts.of([said(0, 7.0, 1)]))
-    kept = buffer._kept
+        buffer.add(Rollouts.gather([one, other]))
+    buffer.add(Rollouts.gather([said(0, 7.0, 1)]))
+    kept = buffer._rollouts
     assert kept is not None and len(buffer) == 3
     assert kept.reward.tolist() == [1, 1, 2, 2, 7] and kept.episodes.row.tolist() == [0, 0, 1, 1, 2]
-    drawn = buffer.drawn(2, torch.Generator().manual_seed(3))
+    drawn = buffer.sample(2, torch.Generator().manual_seed(3))
     assert drawn is not None and len(drawn.episodes) == 2
     assert drawn.reward.tolist() in ([1, 1, 2, 2], [1, 1, 7], [2, 2, 7])
     buffer.save()(tmp_path)
-    restored = Buffer(3)
-    restored.restore(tmp_path, ALONE)
-    assert restored._kept is not None and len(restored) == 3
-    assert restored._kept.reward.tolist() == kept.reward.tolist()
-    assert torch.equal(restored._kept.episodes.row, kept.episodes.row)
-    both = TrainBatch.from_rollouts(Rollouts.joined([kept, Rollouts.of(as_branches([said(0, 5.0, 1)] * 2, 0))]))
-    assert both.episodes.row.tolist() == [0, 0, 1, 1, 2, 3, 3]
-    assert torch.equal(both.episodes_here.row, Episodes.of(both.sequence_reward).row)
+    restored = ReplayBuffer(3)
+    restored.restore(tmp_path, LOCAL)
+    assert restored._rollouts is not None and len(restored) == 3
+    assert restored._rollouts.reward.tolist() == kept.reward.tolist()
+    assert torch.equal(restored._rollouts.episodes.row, kept.episodes.row)
+    both = TrainBatch.from_rollouts(Rollouts.concat([kept, Rollouts.gather(as_branches([said(0, 5.0, 1)] * 2, 0))]))
+    assert both.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2, 3, 3]
+    assert torch.equal(both.local_episodes.episode_ids, Episodes.from_ids(both.sequence_reward).episode_ids)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.controllers.lookup import declare, make_controller
+from megarl.controllers.lookup import load_requirements, make_controller
 from megarl.dry_run.rollout_checks import check_asynchronous
 from megarl.types import Prompt, Rollouts
 
@@ -16,7 +16,7 @@ from megarl.types import Prompt, Rollouts
 def flow(calls: list[Any]) -> Any:
     def generate(items: Any, samples: int, held_out: bool = False) -> Rollouts:
         calls.append((items, samples))
-        return Rollouts.of([])
+        return Rollouts.gather([])
 
     def score(rollouts: Rollouts) -> Rollouts:
         calls.append("score")
@@ -29,9 +29,9 @@ def flow(calls: list[Any]) -> Any:
 def test_a_step_is_answers_and_their_rewards(scored: bool) -> None:
     config = from_dict({"algorithm": "generate", "options": {"scored": scored}, "rollout": {"samples_per_prompt": 3}})
     assert not config.run.export and not config.data.shuffle
-    declared = declare(config)
+    declared = load_requirements(config)
     assert declared.roles == (("rollout", "reward") if scored else ("rollout",))
-    assert declared.trains == () and declared.main == "rollout" and declared.has_engines(config)
+    assert declared.trained_roles == () and declared.main_role == "rollout" and declared.has_engines(config)
     calls: list[Any] = []
     prompts = [Prompt("a", ())]
     result = make_controller(config).step(flow(calls), prompts)
@@ -42,4 +42,4 @@ def test_a_step_is_answers_and_their_rewards(scored: bool) -> None:
 def test_nothing_goes_on_beside_it() -> None:
     config = from_dict({"algorithm": "generate", "rollout": {"asynchronous": True}})
     with pytest.raises(ConfigError, match="rollout.asynchronous with algorithm=generate: nothing is trained beside"):
-        check_asynchronous(config, declare(config), [])
+        check_asynchronous(config, load_requirements(config), [])

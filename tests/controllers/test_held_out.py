@@ -31,7 +31,7 @@ class Later(Played):
         self.asked.append(samples)
         groups = (self.greedy if greedy else self.sampled).pop(0)
         here = [one(i, reward, version=5 + i) for i, group in enumerate(groups) for reward in group]
-        return SimpleNamespace(is_over=lambda: True, result=lambda: Rollouts.of(here), begun=5)
+        return SimpleNamespace(is_over=lambda: True, result=lambda: Rollouts.gather(here), begun=5)
 
 
 def test_both_halves_say_what_is_said_at_once() -> None:
@@ -40,8 +40,8 @@ def test_both_halves_say_what_is_said_at_once() -> None:
     at_once = controller.evaluate(Played(CONFIG, [sampled], [greedy]), PROMPTS)
     flow = Later(CONFIG, [sampled], [greedy])
     under_way = controller.begin_evaluation(flow, PROMPTS)
-    assert under_way is not None and under_way.is_over() and flow.asked == [1, 2]
-    found = under_way.figures()
+    assert under_way is not None and under_way.is_done() and flow.asked == [1, 2]
+    found = under_way.result()
     assert found.pop("eval/weight_version") == 5 and found.pop("eval/weight_version_last") == 6
     at_once.pop("eval/weight_version", None)
     assert found == at_once and found["eval/pass_at_2"] == 0.5 and found["eval/reward_greedy"] == 0.5
@@ -53,7 +53,7 @@ def test_too_many_aborted_answers_are_an_error_of_the_evaluation() -> None:
     under_way = make_controller(config).begin_evaluation(flow, PROMPTS)
     assert under_way is not None
     with pytest.raises(ConfigError, match="1 of 4 rollouts were aborted"):
-        under_way.figures()
+        under_way.result()
 
 
 def test_an_algorithm_that_generates_nothing_evaluates_at_once() -> None:

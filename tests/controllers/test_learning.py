@@ -15,9 +15,9 @@ from thread_ranks import as_ranks
 
 from megarl.config import Config, from_dict
 from megarl.config.recipes import RECIPES
-from megarl.controllers.controller import Controller, MeanOf, mini_batches
-from megarl.controllers.lookup import declare, make_controller
-from megarl.types import ALONE, Everyone, ModelOutput, Prompt, Rollout, Rollouts, Status, TokenLoss, TrainBatch, Turn
+from megarl.controllers.controller import Controller, MetricMeans, split_mini_batches
+from megarl.controllers.lookup import load_requirements, make_controller
+from megarl.types import LOCAL, Comm, ModelOutput, Prompt, Rollout, Rollouts, Status, TokenLoss, TrainBatch, Turn
 
 ACTIONS = 6
 
@@ -31,7 +31,7 @@ class TablePolicy:
         # With the eps of every day a gradient that is 0 but for rounding makes steps as large as others.
         self.optimizer = torch.optim.Adam([self.table], lr=0.1, eps=1e-3)
         self.value_optimizer = torch.optim.Adam([self.values_table], lr=0.1, eps=1e-3)
-        self.pushed = 0
+        self.on_weight_sync = 0
 
     def output(self, batch: TrainBatch) -> ModelOutput:
         which = (batch.positions - 1).clamp(0, 1)
@@ -54,17 +54,17 @@ class TablePolicy:
         optimizer.zero_grad()
         (result.loss * batch.loss_weights).sum().backward()
         (table,) = optimizer.param_groups[0]["params"]
-        table.grad = batch.total(table.grad)
+        table.grad = batch.all_reduce(table.grad)
         optimizer.step()
-        return {name: float(batch.total(value)) for name, value in result.figures(batch).items()}
+        return {name: float(batch.all_reduce(value)) for name, value in result.reduce_metrics(batch).items()}
 
 
 class TableFlow:
     """Just enough of HybridFlow for a controller: every role is the table, of which each of `world` ranks has a copy,
     and makes its own groups of samples."""
 
-    def __init__(self, config: Config, everyone: Everyone = ALONE, world: int = 1) -> None:
-        self.config, self.everyone, self.world = config, everyone, world
+    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1) -> None:
+        self.config, self.comm, self.world = config, everyone, world
         self.policy = TablePolicy()
         self.first_table = self.policy.table.detach().clone()
         self.calls: list[str] = []
@@ -76,7 +76,7 @@ class TableFlow:
         self.phase = lambda name: nullcontext()
         self.groups = 0
 
-    def further(self, count: int) -> list[Prompt]:
+    def next_items(self, count: int) -> list[Prompt]:
         self.calls.append("further")
         return [Prompt(id=f"further {i}", messages=()) for i in range(count)]
 
@@ -85,7 +85,7 @@ class TableFlow:
         logprobs = self.policy.table.detach().log_softmax(-1)
         first, here = 0 if greedy else self.groups, []
         self.groups += 0 if greedy else len(items)
-        for number in range(self.everyone.rank, len(items), self.world):
+        for number in range(self.comm.rank, len(items), self.world):
             group, draw = first + number, random.Random(f"{len(self.calls)}/{number}")
             for _ in range(samples):
                 answer = [draw.choices(range(ACTIONS), logprobs[k].exp().tolist())[0] for k in range(2)]
@@ -95,13 +95,13 @@ class TableFlow:
                 turns = (Turn((9,)), Turn(tuple(answer), chosen, True, 0))
                 status: Status = {(5, 5): "aborted", (5, 4): "length"}.get(tuple(answer), "stop")
                 here.append(Rollout(items[number], turns, status, group=group))
-        return Rollouts.of(here, [rollout.group for rollout in here], self.everyone)
+        return Rollouts.gather(here, [rollout.group for rollout in here], self.comm)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         self.calls.append("score")
-        right = [int((r.token_ids[1:] == [1, 4]).sum()) for r in rollouts.here]
-        here = [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts.here, right, strict=True)]
-        return rollouts.with_(here)
+        right = [int((r.token_ids[1:] == [1, 4]).sum()) for r in rollouts.local]
+        here = [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts.local, right, strict=True)]
+        return rollouts.replace_local(here)
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -145,8 +145,8 @@ def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any], mean: str
     assert restored.state_dict() == controller.state_dict()
 
 
-DECLARED = {name: declare(from_dict({"algorithm": name})) for name in RECIPES}
-LEARNING = [name for name, one in DECLARED.items() if one.item == "prompts" and one.trains and name != "distill"]
+DECLARED = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
+LEARNING = [name for name, one in DECLARED.items() if one.item == "prompts" and one.trained_roles and name != "distill"]
 
 
 @pytest.mark.parametrize("updates", [1, 4])
@@ -170,7 +170,7 @@ def test_every_recipe_learns_a_table(name: str, updates: int) -> None:
     assert restored.state_dict() == controller.state_dict()
 
 
-def taken(config: Config, prompts: int, everyone: Everyone, world: int) -> list[dict[str, Any]]:
+def taken(config: Config, prompts: int, everyone: Comm, world: int) -> list[dict[str, Any]]:
     """Three steps, each with what it says, the batch of all ranks, the table and the state that it leaves."""
     controller: Controller = make_controller(config)
     flow: Any = TableFlow(config, everyone, world)
@@ -178,9 +178,9 @@ def taken(config: Config, prompts: int, everyone: Everyone, world: int) -> list[
     for _ in range(3):
         result = controller.step(flow, [Prompt(id=str(i), messages=()) for i in range(prompts)])
         batch = result.batch
-        assert batch is not None and batch.everyone is everyone
-        order = everyone.rows(batch.sequence_ids).sort(stable=True).indices
-        columns = {name: everyone.rows(getattr(batch, name))[order] for name in batch.columns()}
+        assert batch is not None and batch.comm is everyone
+        order = everyone.all_gather_rows(batch.sequence_ids).sort(stable=True).indices
+        columns = {name: everyone.all_gather_rows(getattr(batch, name))[order] for name in batch.columns()}
         columns |= {name: getattr(batch, name) for name in ("lengths", "group", "sequence_reward")}
         tables = {"policy": flow.policy.table.detach().clone(), "values": flow.policy.values_table.detach().clone()}
         steps.append({"metrics": result.metrics, "state": controller.state_dict(), **columns, **tables})
@@ -210,7 +210,7 @@ def test_a_step_is_the_same_however_its_sequences_lie(
     tree = {"algorithm": algorithm, "kl": {"place": kl, "target": 0.01}, "run": {"num_update": 4, "epochs": 2}}
     tree |= {"rollout": {"samples_per_prompt": 8}, "loss": {"mean": mean, "truncated": truncated}}
     config = from_dict(tree | {"critic": {"warmup_steps": 0}})
-    alone = taken(config, prompts, ALONE, 1)
+    alone = taken(config, prompts, LOCAL, 1)
     for world in (1, 2, 3):
         first, *others = as_ranks(world, lambda everyone, world=world: taken(config, prompts, everyone, world))
         for steps in others:
@@ -224,7 +224,7 @@ def test_mini_batches_cover_each_epoch_once(mean: str) -> None:
     config = from_dict({"run": {"num_update": 4, "epochs": 2}, "loss": {"mean": mean}})
     rollouts = [Rollout(Prompt(str(i), ()), (Turn((i,)), Turn((i, i), (0.0, 0.0), True)), group=i) for i in range(7)]
     batch = TrainBatch.from_rollouts(rollouts)
-    parts = list(mini_batches(batch, config, seed=3))
+    parts = list(split_mini_batches(batch, config, seed=3))
     assert [part.num_sequences for part in parts] == [4, 3, 4, 3]
     for epoch in (parts[:2], parts[2:]):
         seen = sorted(int(group) for part in epoch for group in part.group)
@@ -233,12 +233,14 @@ def test_mini_batches_cover_each_epoch_once(mean: str) -> None:
         assert part.loss_weights is not None
         assert float(part.loss_weights.sum()) == pytest.approx(1.0)
         assert bool((part.loss_weights[~part.loss_mask] == 0).all())
-    assert [part.group.tolist() for part in parts] == [p.group.tolist() for p in mini_batches(batch, config, seed=3)]
+    assert [part.group.tolist() for part in parts] == [
+        p.group.tolist() for p in split_mini_batches(batch, config, seed=3)
+    ]
     assert parts[0].group.tolist() != parts[2].group.tolist()
 
 
 def test_mean_of_counts_each_metric_by_itself() -> None:
-    means = MeanOf()
+    means = MetricMeans()
     means.add({"a": 1.0, "b": 4.0})
     means.add({"a": 3.0})
     assert means.result() == {"a": 2.0, "b": 4.0}
@@ -247,5 +249,5 @@ def test_mean_of_counts_each_metric_by_itself() -> None:
 def test_the_schedule_of_the_policy_is_over_the_updates_that_it_takes() -> None:
     tree = {"run": {"num_rollout": 100, "num_update": 4}, "critic": {"warmup_steps": 20}}
     ppo, grpo = (make_controller(from_dict(tree | {"algorithm": name})) for name in ("ppo", "grpo"))
-    assert (ppo.updates("actor"), ppo.updates("critic")) == (80 * 4, 100 * 4)
-    assert grpo.updates("actor") == 100 * 4  # which has no critic to wait for
+    assert (ppo.num_updates("actor"), ppo.num_updates("critic")) == (80 * 4, 100 * 4)
+    assert grpo.num_updates("actor") == 100 * 4  # which has no critic to wait for

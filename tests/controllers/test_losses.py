@@ -18,15 +18,15 @@ from megarl.algorithms.policy_losses import (
     GSPOOptions,
     NoOptions,
     PolicyLoss,
-    Sampled,
+    PolicyLossInput,
     ppo_policy_loss,
 )
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.choose_loss import chosen_loss, mean_length, needs_old_logprobs
-from megarl.controllers.controller import mini_batches
+from megarl.controllers.choose_loss import load_policy_loss, max_response_length, needs_old_logprobs
+from megarl.controllers.controller import split_mini_batches
 from megarl.controllers.lookup import make_controller
-from megarl.controllers.policy_gradient import policy_loss, policy_reads
-from megarl.types import ALONE, Counts, Everyone, ModelOutput, Prompt, Shares, TokenLoss, TrainBatch
+from megarl.controllers.policy_gradient import policy_loss, policy_loss_columns
+from megarl.types import LOCAL, BatchSharding, Comm, Counts, ModelOutput, Prompt, TokenLoss, TrainBatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, float]] = {
 MEANS = ("token", "sequence", "constant")
 
 
-def of_a_fork(sampled: Sampled, clip: Clip, options: NoOptions) -> TokenLoss:
+def of_a_fork(sampled: PolicyLossInput, clip: Clip, options: NoOptions) -> TokenLoss:
     return TokenLoss(-sampled.advantage * sampled.log_ratio * clip.low)
 
 
@@ -59,13 +59,13 @@ def config(policy: str = "ppo", mean: str = "token", kl: str = "none", **run: in
 
 
 def test_a_name_and_its_options() -> None:
-    loss, options = chosen_loss(from_dict({"loss": {"policy": "gspo", "options": {"clip_low": "1e-3"}}}))
+    loss, options = load_policy_loss(from_dict({"loss": {"policy": "gspo", "options": {"clip_low": "1e-3"}}}))
     assert loss is POLICY_LOSSES["gspo"] and options == GSPOOptions(clip_low=0.001, clip_high=4e-4)
-    assert chosen_loss(Config()) == (POLICY_LOSSES["ppo"], NoOptions())
+    assert load_policy_loss(Config()) == (POLICY_LOSSES["ppo"], NoOptions())
     here = f"{__name__}:"
     sys.modules.setdefault(__name__, sys.modules[__name__])
-    assert chosen_loss(from_dict({"loss": {"policy": here + "of_a_fork"}})) == (PolicyLoss(of_a_fork), NoOptions())
-    found = chosen_loss(from_dict({"loss": {"policy": here + "WHOLE", "options": {"size": 3}}}))
+    assert load_policy_loss(from_dict({"loss": {"policy": here + "of_a_fork"}})) == (PolicyLoss(of_a_fork), NoOptions())
+    found = load_policy_loss(from_dict({"loss": {"policy": here + "WHOLE", "options": {"size": 3}}}))
     assert found == (WHOLE, ForksOptions(3.0))
 
 
@@ -84,7 +84,7 @@ def test_a_name_and_its_options() -> None:
 )
 def test_what_is_wrong_is_named(loss: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        chosen_loss(from_dict({"loss": loss}))
+        load_policy_loss(from_dict({"loss": loss}))
 
 
 def test_the_readmes_loss_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,18 +94,18 @@ def test_the_readmes_loss_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = from_dict({"loss": {"policy": "readmes_losses:SOFT", "options": {"power": 3}}, "kl": {"place": "none"}})
     batch, new = made()
-    (mini,) = mini_batches(batch, settings, seed=0)
+    (mini,) = split_mini_batches(batch, settings, seed=0)
     logprobs = new.clone().requires_grad_()
     result = policy_loss(ModelOutput(logprobs=logprobs), mini, settings, 0.0)
     result.loss.sum().backward()
     assert logprobs.grad is not None and bool(logprobs.grad[batch.loss_mask].any())
     assert not logprobs.grad[~batch.loss_mask].any()
-    assert 0 < float(result.figures(mini)["actor/weight"]) < 1
+    assert 0 < float(result.reduce_metrics(mini)["actor/weight"]) < 1
 
 
 def test_the_constant_is_what_may_be_written() -> None:
     def length(loss: dict[str, Any], rollout: dict[str, int]) -> int:
-        return mean_length(from_dict({"loss": loss, "rollout": rollout}))
+        return max_response_length(from_dict({"loss": loss, "rollout": rollout}))
 
     assert length({}, {"max_new_tokens": 100, "max_turns": 3, "max_context": 1000}) == 300
     assert length({}, {"max_new_tokens": 100, "max_turns": 30, "max_context": 1000}) == 1000
@@ -134,22 +134,22 @@ def made(sequences: int = 20) -> tuple[TrainBatch, torch.Tensor]:
     return batch.with_(old_logprobs=columns[0] - 2, ref_logprobs=columns[2] - 2, advantages=advantages), new
 
 
-def shared_out(batch: TrainBatch, everyone: Everyone, ranks: int) -> TrainBatch:
+def shared_out(batch: TrainBatch, everyone: Comm, ranks: int) -> TrainBatch:
     home = torch.randint(0, ranks, (batch.num_sequences,), generator=torch.Generator().manual_seed(ranks))
     own = (home == everyone.rank).nonzero().squeeze(1)
-    shares = Shares(batch.lengths, torch.zeros_like(home), home, own, everyone)
+    shares = BatchSharding(batch.lengths, torch.zeros_like(home), home, own, everyone)
     part = batch.select(own.tolist())
-    return dataclasses.replace(part, group=batch.group, sequence_reward=batch.sequence_reward, shares=shares)
+    return dataclasses.replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=shares)
 
 
 def learned(config: Config, batch: TrainBatch, new: torch.Tensor, at_once: int) -> dict[str, Any]:
     """Of each update the loss, the gradient of the tokens that are here, and metrics; `at_once` sequences together."""
     found: dict[str, Any] = {"loss": [], "metrics": []}
     gradient = torch.zeros(config.run.num_update, len(new))
-    for number, mini in enumerate(mini_batches(batch, config, seed=9)):
+    for number, mini in enumerate(split_mini_batches(batch, config, seed=9)):
         loss, metrics, here = torch.zeros(()), {}, mini.cu_seqlens.diff()
-        plain = dataclasses.replace(mini, shares=None, group=mini.group[mini.own])
-        plain = plain.with_(sequence_reward=mini.sequence_reward[mini.own], values=mini.tokens * 0)
+        plain = dataclasses.replace(mini, sharding=None, group=mini.group[mini.local_indices])
+        plain = plain.with_(sequence_reward=mini.sequence_reward[mini.local_indices], values=mini.tokens * 0)
         for first in range(0, len(here), at_once):
             part = plain.select(range(first, min(first + at_once, len(here))))
             assert part.loss_weights is not None and part.returns is not None
@@ -161,12 +161,12 @@ def learned(config: Config, batch: TrainBatch, new: torch.Tensor, at_once: int) 
             loss = loss + value.detach()
             assert logprobs.grad is not None
             gradient[number, places] += logprobs.grad
-            for name, figure in result.figures(part).items():
+            for name, figure in result.reduce_metrics(part).items():
                 metrics[name] = metrics.get(name, torch.zeros(())) + figure
-        names = sorted({name for names in batch.everyone.objects(list(metrics)) for name in names})
-        found["loss"].append(float(batch.total(loss)))
-        found["metrics"].append({name: float(batch.total(metrics.get(name, torch.zeros(())))) for name in names})
-    found["gradient"] = batch.total(gradient)
+        names = sorted({name for names in batch.comm.all_gather_objects(list(metrics)) for name in names})
+        found["loss"].append(float(batch.all_reduce(loss)))
+        found["metrics"].append({name: float(batch.all_reduce(metrics.get(name, torch.zeros(())))) for name in names})
+    found["gradient"] = batch.all_reduce(gradient)
     return found
 
 
@@ -181,7 +181,7 @@ def test_an_update_is_the_same_however_its_sequences_lie(policy: str, mean: str)
     assert float(alone["gradient"].abs().max()) > 1e-3
     for ranks, at_once in ((1, 1), (2, 1000), (3, 2)):
 
-        def work(everyone: Everyone, ranks: int = ranks, at_once: int = at_once) -> dict[str, Any]:
+        def work(everyone: Comm, ranks: int = ranks, at_once: int = at_once) -> dict[str, Any]:
             return learned(settings, shared_out(batch, everyone, ranks), new, at_once)
 
         for found in as_ranks(ranks, work):
@@ -210,13 +210,13 @@ def test_means_by_hand() -> None:
     zeros = torch.zeros(7)
     batch = TrainBatch(zeros, torch.tensor([0, 2, 3, 7]), mask, torch.arange(3), torch.tensor([1.0, 1.0, -1.0]), zeros)
     for mean, one, other in (("token", 1 / 4, 1 / 4), ("sequence", 1 / 2, 1 / 6), ("constant", 1 / 14, 1 / 14)):
-        (mini,) = mini_batches(batch, config(mean=mean), seed=0)
-        assert mini.loss_weights is not None and mini.counts == Counts(actions=4, sequences=2, rewarded=1)
+        (mini,) = split_mini_batches(batch, config(mean=mean), seed=0)
+        assert mini.loss_weights is not None and mini.counts == Counts(actions=4, sequences=2, positive_actions=1)
         assert mini.loss_weights.tolist() == pytest.approx([0, one, 0, 0, other, other, other])
     metric = TokenLoss(zeros, {"a": torch.arange(7.0)}, {"b": torch.tensor([1.0, 0.0, 4.0])})
-    assert {name: float(value) for name, value in metric.figures(mini).items()} == {"a": 4.0, "b": 2.5}
+    assert {name: float(value) for name, value in metric.reduce_metrics(mini).items()} == {"a": 4.0, "b": 2.5}
     rest = mini.with_(counts=None)
-    assert float(TokenLoss(zeros, {"a": torch.arange(7.0)}).figures(rest)["a"]) == pytest.approx(16 / 14)
+    assert float(TokenLoss(zeros, {"a": torch.arange(7.0)}).reduce_metrics(rest)["a"]) == pytest.approx(16 / 14)
 
 
 @pytest.mark.parametrize("policy", [name for name, loss in POLICY_LOSSES.items() if loss.mark is None])
@@ -228,26 +228,28 @@ def test_a_single_update_needs_no_log_probs_of_before(policy: str) -> None:
     for given in (None, older):
         old = new if given is None else torch.where(given > 0, batch.rollout_logprobs, new)
         results = []
-        for known in (batch.with_(old_logprobs=old, lag=given), batch.with_(old_logprobs=None, lag=given)):
-            (mini,) = mini_batches(known, settings, seed=0)
+        for known in (batch.with_(old_logprobs=old, staleness=given), batch.with_(old_logprobs=None, staleness=given)):
+            (mini,) = split_mini_batches(known, settings, seed=0)
             logprobs = new.clone().requires_grad_()
             result = policy_loss(ModelOutput(logprobs=logprobs), mini, settings, 0.0)
             assert mini.loss_weights is not None
             (mini.loss_weights * result.loss).sum().backward()
-            figures = result.figures(mini)
+            figures = result.reduce_metrics(mini)
             apart = figures.pop("rollout/logprob_diff_mean", None)  # which only such an update has to say
             assert (apart is None) == (known.old_logprobs is not None or given is not None)
             results.append((result.loss.detach(), logprobs.grad, figures))
         torch.testing.assert_close(*results, rtol=0, atol=0)
-        assert {"rollout_logprobs", "lag"} <= {*policy_reads(settings, batch.with_(old_logprobs=None, lag=given))}
+        assert {"rollout_logprobs", "lag"} <= {
+            *policy_loss_columns(settings, batch.with_(old_logprobs=None, staleness=given))
+        }
 
 
 def test_what_may_not_lack_them() -> None:
     batch, new = made()
     lacking = batch.with_(old_logprobs=None)
     with pytest.raises(ConfigError, match="loss.policy=kl_cov chooses tokens by old_logprobs"):
-        list(mini_batches(lacking, config("kl_cov"), seed=0))
-    (first, *_) = mini_batches(lacking, config(num_update=2), seed=0)
+        list(split_mini_batches(lacking, config("kl_cov"), seed=0))
+    (first, *_) = split_mini_batches(lacking, config(num_update=2), seed=0)
     with pytest.raises(AssertionError, match="second update"):
         policy_loss(ModelOutput(logprobs=new[: len(first.tokens)]), first, config(num_update=2), 0.0)
 
@@ -256,11 +258,16 @@ def test_only_what_has_advantages_is_marked() -> None:
     """Not the conversations of SFT, whose loss is its own."""
     batch, _ = made()
     plain = batch.with_(advantages=None, old_logprobs=None)
-    assert [mini.marked for mini in mini_batches(plain, config("clip_cov"), seed=0)] == [None]
-    (mini,) = mini_batches(batch, config("clip_cov"), seed=0)
+    assert [mini.marked for mini in split_mini_batches(plain, config("clip_cov"), seed=0)] == [None]
+    (mini,) = split_mini_batches(batch, config("clip_cov"), seed=0)
     assert mini.marked is not None and bool(mini.marked.any())
-    assert policy_reads(config("clip_cov", kl="loss")) == ("old_logprobs", "advantages", "ref_logprobs", "marked")
-    assert policy_reads(config()) == ("old_logprobs", "advantages")
+    assert policy_loss_columns(config("clip_cov", kl="loss")) == (
+        "old_logprobs",
+        "advantages",
+        "ref_logprobs",
+        "marked",
+    )
+    assert policy_loss_columns(config()) == ("old_logprobs", "advantages")
 
 
 def test_ppo_is_what_it_was_bit_by_bit() -> None:
@@ -293,7 +300,7 @@ def test_each_learns_a_table(policy: str, kind: str, mean: str) -> None:
     loss = {"policy": policy, "mean": mean, "length": 2, "options": options}
     tree |= {"loss": loss, "advantage": {"kind": kind}}
     settings = from_dict(tree | {"rollout": {"samples_per_prompt": 8}})
-    controller, flow = make_controller(settings), TableFlow(settings, ALONE)
+    controller, flow = make_controller(settings), TableFlow(settings, LOCAL)
     rewards = []
     for _ in range(25):
         result = controller.step(flow, [Prompt(id=str(i), messages=()) for i in range(4)])  # type: ignore[arg-type]

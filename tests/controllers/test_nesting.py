@@ -11,7 +11,7 @@ import torch
 
 from megarl.algorithms.advantages import spread_to_tokens
 from megarl.config import Config, from_dict
-from megarl.controllers.controller import MeanOf, StepResult, mini_batches
+from megarl.controllers.controller import MetricMeans, StepResult, split_mini_batches
 from megarl.controllers.grpo import GRPOController
 from megarl.controllers.policy_gradient import policy_loss
 from megarl.controllers.ppo import PPOController
@@ -32,12 +32,12 @@ class PPOWithLessons(PPOController):
         super().__init__(config)
         self.sft = SFTController(config)
 
-    def items(self, flow: Any) -> Sequence[Prompt]:
-        self.lessons = self.sft.items(flow)
-        return super().items(flow)
+    def load_items(self, flow: Any) -> Sequence[Prompt]:
+        self.lessons = self.sft.load_items(flow)
+        return super().load_items(flow)
 
-    def updates(self, role: str) -> int:
-        return super().updates(role) + (self.sft.updates(role) if role == "actor" else 0)
+    def num_updates(self, role: str) -> int:
+        return super().num_updates(role) + (self.sft.num_updates(role) if role == "actor" else 0)
 
     def step(self, flow: Any, items: Sequence[Prompt]) -> StepResult:
         result = super().step(flow, items)
@@ -51,7 +51,7 @@ class PPOWithLessons(PPOController):
 class ReMax(GRPOController):
     """The reward of the greedy answer is the baseline (arXiv:2310.10505)."""
 
-    compares_samples = False
+    is_group_relative = False
 
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
@@ -64,13 +64,15 @@ class ReMax(GRPOController):
         batch = TrainBatch.from_rollouts(rollouts)
         batch = batch.with_(old_logprobs=flow.actor.forward(batch).logprobs)
         advantages = batch.sequence_reward - greedy.reward.float()[batch.group]
-        batch = batch.with_(advantages=spread_to_tokens(advantages[batch.own], batch.cu_seqlens, batch.loss_mask))
+        batch = batch.with_(
+            advantages=spread_to_tokens(advantages[batch.local_indices], batch.cu_seqlens, batch.loss_mask)
+        )
 
         def loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, self.config, 0.0)
 
-        means = MeanOf()
-        for mini in mini_batches(batch, self.config, seed=self.steps):
+        means = MetricMeans()
+        for mini in split_mini_batches(batch, self.config, seed=self.steps):
             means.add(flow.actor.update(mini, loss))
         flow.rollout.update_weights(flow.actor)
         self.steps += 1
@@ -85,7 +87,7 @@ class Flow(TableFlow):
             return super().generate(items, samples)
         best = tuple(int(row.argmax()) for row in self.policy.table.detach())
         turns = (Turn((9,)), Turn(best, (0.0, 0.0), True, 0))
-        return Rollouts.of([Rollout(prompt, turns, group=group) for group, prompt in enumerate(items)])
+        return Rollouts.gather([Rollout(prompt, turns, group=group) for group, prompt in enumerate(items)])
 
     def load_conversations(self, path: str) -> list[Rollout]:
         return [LESSON] * 3
@@ -93,8 +95,8 @@ class Flow(TableFlow):
     def load_prompts(self, path: str) -> list[Prompt]:
         return PROMPTS
 
-    def deal(self, items: Sequence[Rollout]) -> Rollouts:
-        return Rollouts.of(items)
+    def shard(self, items: Sequence[Rollout]) -> Rollouts:
+        return Rollouts.gather(items)
 
 
 PROMPTS = [Prompt(id=str(i), messages=()) for i in range(4)]
@@ -108,10 +110,10 @@ def nll(flow: Flow) -> float:
 def test_ppo_with_steps_of_sft_between() -> None:
     config = from_dict({"kl": {"place": "none"}, "run": {"num_rollout": 3, "num_update": 1}})
     controller = PPOWithLessons(config)
-    assert PPOWithLessons.declare(config).roles == ("rollout", "actor", "critic", "reward")
-    assert (controller.updates("actor"), controller.updates("critic")) == (6, 3)
+    assert PPOWithLessons.declare_requirements(config).roles == ("rollout", "actor", "critic", "reward")
+    assert (controller.num_updates("actor"), controller.num_updates("critic")) == (6, 3)
     plain, flow = Flow(config), Flow(config)
-    prompts = controller.items(flow)  # type: ignore[arg-type]
+    prompts = controller.load_items(flow)  # type: ignore[arg-type]
     alone = PPOController(config)
     for _ in range(3):
         result = controller.step(flow, prompts)
@@ -126,8 +128,8 @@ def test_ppo_with_steps_of_sft_between() -> None:
 
 def test_a_greedy_baseline() -> None:
     config = from_dict({"kl": {"place": "none"}, "run": {"num_update": 1}})
-    declared = ReMax.declare(config)
-    assert declared.generates and not declared.compares_samples and declared.corrects_lag
+    declared = ReMax.declare_requirements(config)
+    assert declared.has_rollout and not declared.is_group_relative and declared.is_off_policy
     flow, controller = Flow(config), ReMax(config)
     prompts = PROMPTS * 8
     first = controller.step(flow, prompts)

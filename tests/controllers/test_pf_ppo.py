@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from played import Played, one  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
-from megarl.controllers.lookup import declare, make_controller  # noqa: E402
-from megarl.controllers.pf_ppo import reliable  # noqa: E402
-from megarl.types import ALONE, Prompt, Rollouts  # noqa: E402
+from megarl.controllers.lookup import load_requirements, make_controller  # noqa: E402
+from megarl.controllers.pf_ppo import reliable_mask  # noqa: E402
+from megarl.types import LOCAL, Prompt, Rollouts  # noqa: E402
 
 
 def draw() -> torch.Generator:
@@ -25,17 +25,17 @@ def draw() -> torch.Generator:
 
 def test_the_best_and_the_worst_of_a_prompt_always_stay() -> None:
     rewards = [[0.0, 0.5, 1.0, 1.0], [2.0, 3.0, 4.0, 3.5], [1.0, 1.0, 1.0, 1.0]]
-    rollouts = Rollouts.of([one(group, reward) for group, found in enumerate(rewards) for reward in found])
-    kept = reliable(rollouts, 1.0, draw()).tolist()
+    rollouts = Rollouts.gather([one(group, reward) for group, found in enumerate(rewards) for reward in found])
+    kept = reliable_mask(rollouts, 1.0, draw()).tolist()
     assert kept == [True, False, True, True, True, False, True, False, True, True, True, True]
-    assert bool(reliable(rollouts, 0.0, draw()).all())
+    assert bool(reliable_mask(rollouts, 0.0, draw()).all())
 
 
 def test_of_the_others_the_share_is_left_out() -> None:
-    rollouts = Rollouts.of([one(0, float(reward)) for reward in range(2002)])
-    left_out = 1 - reliable(rollouts, 0.8, draw()).double().mean()
+    rollouts = Rollouts.gather([one(0, float(reward)) for reward in range(2002)])
+    left_out = 1 - reliable_mask(rollouts, 0.8, draw()).double().mean()
     assert abs(float(left_out) - 0.8 * 2000 / 2002) < 0.03
-    assert torch.equal(reliable(rollouts, 0.8, draw()), reliable(rollouts, 0.8, draw()))
+    assert torch.equal(reliable_mask(rollouts, 0.8, draw()), reliable_mask(rollouts, 0.8, draw()))
 
 
 def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
     written = controller.save()(tmp_path)
     assert [path.relative_to(tmp_path).parts[0] for path in written] == ["buffer"]
     restored: Any = make_controller(config)
-    restored.restore(tmp_path, ALONE)
+    restored.restore(tmp_path, LOCAL)
     restored.load_state_dict(controller.state_dict())
     assert restored.buffer._kept.here == controller.buffer._kept.here and len(restored.buffer) == 6
     third, again = (one.step(Played(config, [generation]), prompts) for one in (controller, restored))
@@ -66,10 +66,10 @@ def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
 
 def test_sampling_that_is_cut_off_is_refused() -> None:
     with pytest.raises(ConfigError, match="^algorithm=pf_ppo with sampling that is cut off"):
-        declare(from_dict({"algorithm": "pf_ppo", "rollout": {"top_p": 0.9}}))
+        load_requirements(from_dict({"algorithm": "pf_ppo", "rollout": {"top_p": 0.9}}))
 
 
 def test_an_empty_buffer_writes_nothing(tmp_path: Path) -> None:
     controller = make_controller(from_dict({"algorithm": "pf_ppo"}))
     assert controller.save()(tmp_path) == {}
-    controller.restore(tmp_path, ALONE)
+    controller.restore(tmp_path, LOCAL)

@@ -14,10 +14,10 @@ import torch
 
 from megarl.config import Config, from_dict
 from megarl.config.recipes import RECIPES
-from megarl.controllers.controller import StepResult, mini_batches
-from megarl.controllers.evaluate import passed
+from megarl.controllers.controller import StepResult, split_mini_batches
+from megarl.controllers.evaluate import pass_at_k_metrics
 from megarl.controllers.lookup import make_controller
-from megarl.controllers.policy_gradient import masked, sampling_metrics, trained
+from megarl.controllers.policy_gradient import apply_loss_masks, logprob_diff_metrics, select_trainable
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,7 +56,7 @@ class Given(TableFlow):
         self.policy.update = lambda batch, loss: (self.actor_saw.append(batch), update(batch, loss))[1]  # type: ignore
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
-        return Rollouts.of(self.rollouts)
+        return Rollouts.gather(self.rollouts)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         return rollouts
@@ -101,8 +101,10 @@ def test_groups_by_hand(truncated: str, groups: list[int], advantages: list[floa
     assert result.batch is not None and result.batch.group.tolist() == groups
     expected = [value for value in advantages for _ in range(2)]
     assert learned(flow.actor_saw) == pytest.approx(expected, abs=1e-5)
-    assert result.rollouts is not None and list(result.rollouts.here) == ROLLOUTS and result.trained is not None
-    assert not result.trained.are("aborted").any() and len(result.trained) == len(groups)
+    assert (
+        result.rollouts is not None and list(result.rollouts.local) == ROLLOUTS and result.trained_rollouts is not None
+    )
+    assert not result.trained_rollouts.has_status("aborted").any() and len(result.trained_rollouts) == len(groups)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_a_reward_that_failed_is_no_reward_of_0() -> None:
     given = [*ROLLOUTS[:3], unscored(rollout(0, 0.0, "stop")), *map(unscored, ROLLOUTS[3:6])]
     flow, result = step("grpo", given)
     assert learned(flow.actor_saw) == pytest.approx([FIRST] * 2 + [-FIRST] * 2, abs=1e-5)
-    assert result.trained is not None and len(result.trained) == 2
+    assert result.trained_rollouts is not None and len(result.trained_rollouts) == 2
     flow, result = step("ppo", given)
     assert learned(flow.actor_saw) == learned(flow.critic_saw) == pytest.approx([1, 1, 0, 0])
 
@@ -179,10 +181,10 @@ def test_what_is_left_is_little(algorithm: str, rollouts: list[Rollout], truncat
 
 def test_the_mask_is_of_its_own_sequences() -> None:
     config = from_dict({"loss": {"truncated": "mask"}, "run": {"num_update": 5}})
-    taken = trained(Rollouts.of(ROLLOUTS), config)
-    batch = masked(TrainBatch.from_rollouts(taken), taken, config)
+    taken = select_trainable(Rollouts.gather(ROLLOUTS), config)
+    batch = apply_loss_masks(TrainBatch.from_rollouts(taken), taken, config)
     assert batch.loss_mask.view(5, 3).tolist() == [[False, True, True]] * 3 + [[False] * 3] * 2
-    parts = list(mini_batches(batch, config, seed=1))
+    parts = list(split_mini_batches(batch, config, seed=1))
     assert len(parts) == 3
     assert all(float(part.loss_weights.sum()) == pytest.approx(1.0) for part in parts if part.loss_weights is not None)
 
@@ -202,7 +204,7 @@ def test_pass_at_k_of_several_samples_by_hand() -> None:
     answers += [rollout(1, 1.0, "stop"), rollout(1, 0.0, "stop"), rollout(1, 1.0, "aborted")]
     answers += [unscored(rollout(1, 1.0, "stop"))]
     answers += [replace(rollout(2, 0.0, "stop"), prompt=named) for _ in range(4)]
-    found = passed(Rollouts.of(answers), 4)
+    found = pass_at_k_metrics(Rollouts.gather(answers), 4)
     of_a = {1: (1 / 2 + 1 / 2) / 2, 2: (5 / 6 + 1) / 2, 4: 1.0}  # prompt 1 has too few for 4
     assert {k: found[f"eval/pass_at_{k}/other"] for k in (1, 2, 4)} == pytest.approx(of_a)
     assert [found[f"eval/pass_at_{k}/b"] for k in (1, 2, 4)] == [0.0] * 3
@@ -215,7 +217,7 @@ def test_an_evaluation_is_stamped_with_the_weights_that_answered() -> None:
     class Answers(Given):
         def generate(self, prompts: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
             assert samples == (1 if greedy else 2)
-            return Rollouts.of([rollout(0, 1.0, "stop"), rollout(0, 0.0, "stop")][:samples], version=7)
+            return Rollouts.gather([rollout(0, 1.0, "stop"), rollout(0, 0.0, "stop")][:samples], version=7)
 
     found = make_controller(config).evaluate(Answers(config, []), [])  # type: ignore[arg-type]
     assert found["eval/weight_version"] == 7.0
@@ -228,20 +230,20 @@ def test_log_probs_of_older_weights_are_apart_by_hand() -> None:
     aged = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
     fresh = Turn((1, 2), (-1.0,) * 2, True, 4)
     prompt = Prompt("p", ())
-    rollouts = Rollouts.of([Rollout(prompt, (Turn((9,)), turn)) for turn in (aged, fresh)], version=4)
+    rollouts = Rollouts.gather([Rollout(prompt, (Turn((9,)), turn)) for turn in (aged, fresh)], version=4)
     batch = TrainBatch.from_rollouts(rollouts)
     off = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.0, 0.4, 0.5])
     policy = ModelOutput(logprobs=batch.rollout_logprobs + off)
-    found = sampling_metrics(batch, policy)
+    found = logprob_diff_metrics(batch, policy)
     # The third token of the first one is of version 4, too, but behind what version 3 wrote.
     assert found["rollout/logprob_diff_mean"] == pytest.approx(0.45)
     assert found["rollout/logprob_diff"] == pytest.approx(0.5)
     assert found["rollout/logprob_diff_mean_carried"] == pytest.approx(0.3)
     assert found["rollout/logprob_diff_mean_stale"] == pytest.approx(0.15)
     replayed = dataclasses.replace(batch, routing=(torch.zeros(0, 0, 0),) * 2)
-    assert sampling_metrics(replayed, policy) == found and len(found) == 9
+    assert logprob_diff_metrics(replayed, policy) == found and len(found) == 9
     plain = TrainBatch.from_rollouts(rollouts.select(torch.tensor([False, True])))
-    assert len(sampling_metrics(plain, ModelOutput(logprobs=plain.rollout_logprobs))) == 3
+    assert len(logprob_diff_metrics(plain, ModelOutput(logprobs=plain.rollout_logprobs))) == 3
 
 
 def test_vapo_learns_from_what_went_well_besides() -> None:
@@ -344,7 +346,7 @@ def test_reinforce_pp_takes_off_the_kl_from_a_token_on(gamma: float) -> None:
     assert batch.advantages[batch.loss_mask].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, one in RECIPES.items() if "advantage.group_std" in one.values])
+@pytest.mark.parametrize("name", [name for name, one in RECIPES.items() if "advantage.group_std" in one.defaults])
 def test_no_recipe_divides_a_kl_by_a_groups_deviation(name: str) -> None:
     config = from_dict({"algorithm": name})
     assert not (config.advantage.group_std and config.kl.place == "reward"), name

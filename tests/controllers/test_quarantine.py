@@ -14,7 +14,7 @@ import torch
 
 from megarl.config import Config, from_dict
 from megarl.controllers.lookup import make_controller
-from megarl.controllers.mask_nonfinite import METRIC, added, quarantined
+from megarl.controllers.mask_nonfinite import METRIC, add_metrics, mask_nonfinite
 from megarl.observe.run_log import RunLog
 from megarl.parallel.ranks import Job
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
@@ -29,7 +29,7 @@ class Log:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def quarantined(self, step: int, rollouts: Any) -> None:
+    def report_quarantined(self, step: int, rollouts: Any) -> None:
         self.seen.append((step, rollouts))
 
     def say(self, text: str) -> None:
@@ -51,7 +51,7 @@ def rollouts(branches: bool = False) -> Rollouts:
     ]
     if branches:
         here[2:] = [dataclasses.replace(one, episode=0, group=2, prompt=here[2].prompt) for one in here[2:]]
-    return Rollouts.of(here)
+    return Rollouts.gather(here)
 
 
 def column(**odd: float) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_where_all_are_numbers_nothing_changes() -> None:
     flow, taken = Flow(), rollouts()
     batch = TrainBatch.from_rollouts(taken).with_(values=column(t0=NAN, t3=INF))  # of tokens of prompts
     policy = ModelOutput(logprobs=column(t6=NAN))
-    found, outputs, metrics = quarantined(flow, taken, batch, policy)  # type: ignore[arg-type]
+    found, outputs, metrics = mask_nonfinite(flow, taken, batch, policy)  # type: ignore[arg-type]
     assert found is batch and outputs == [policy] and metrics == {} and not flow.log.seen
 
 
@@ -74,7 +74,7 @@ def test_a_sequence_with_a_number_that_is_none_is_masked_and_said_by_name() -> N
     flow, taken = Flow(), rollouts()
     batch = TrainBatch.from_rollouts(taken).with_(values=column(t4=NAN, t5=INF), ref_logprobs=column())
     policy = ModelOutput(logprobs=column(t4=-INF, t11=NAN))
-    found, (cleaned,), metrics = quarantined(flow, taken, batch, policy)  # type: ignore[arg-type]
+    found, (cleaned,), metrics = mask_nonfinite(flow, taken, batch, policy)  # type: ignore[arg-type]
     assert metrics == {METRIC: 2.0}
     assert found.loss_mask.tolist() == [False, True, True, *[False] * 4, True, True, *[False] * 3]
     gone = [3, 4, 5, 9, 10, 11]
@@ -92,14 +92,14 @@ def test_a_sequence_with_a_number_that_is_none_is_masked_and_said_by_name() -> N
 def test_branches_of_an_episode_go_together() -> None:
     flow, taken = Flow(), rollouts(branches=True)
     batch = TrainBatch.from_rollouts(taken).with_(advantages=column(t7=NAN))
-    found, _, metrics = quarantined(flow, taken, batch)  # type: ignore[arg-type]
+    found, _, metrics = mask_nonfinite(flow, taken, batch)  # type: ignore[arg-type]
     assert metrics == {METRIC: 2.0}
     assert found.loss_mask.tolist() == [False, True, True, False, True, True, *[False] * 6]
 
 
 def test_further_looks_add_up() -> None:
-    assert added({"a": 1.0, METRIC: 2.0}, {METRIC: 1.0}) == {"a": 1.0, METRIC: 3.0}
-    assert added({"a": 1.0}, {}) == {"a": 1.0}
+    assert add_metrics({"a": 1.0, METRIC: 2.0}, {METRIC: 1.0}) == {"a": 1.0, METRIC: 3.0}
+    assert add_metrics({"a": 1.0}, {}) == {"a": 1.0}
 
 
 class Spoilt(TableFlow):
@@ -110,7 +110,7 @@ class Spoilt(TableFlow):
     def __init__(self, config: Config, who: str) -> None:
         super().__init__(config)
         self.log: Any = Log()
-        self.who = who
+        self.category = who
         forward = self.policy.forward
         self.policy.forward = lambda batch: self._spoilt("policy", forward(batch), batch)  # type: ignore[method-assign]
 
@@ -118,7 +118,7 @@ class Spoilt(TableFlow):
         return self._spoilt("others", super().forward(batch), batch)
 
     def _spoilt(self, who: str, output: ModelOutput, batch: TrainBatch) -> ModelOutput:
-        if who != self.who:
+        if who != self.category:
             return output
         at = torch.arange(len(batch.tokens)) == int(batch.cu_seqlens[1]) - 1
         return ModelOutput(
@@ -150,7 +150,7 @@ def test_they_are_kept_for_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
     log = RunLog(from_dict({"run": {"dir": str(tmp_path)}, "track": {"trackers": []}}), Job(0, 1, 0))
     odd = [{"prompt": f"p{i}", "group": i, "seed": i, "not_finite": {"logprobs": 1}} for i in range(5)]
-    log.quarantined(3, odd)
+    log.report_quarantined(3, odd)
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert lines == [{"step": 3, **one} for one in odd]

@@ -12,8 +12,8 @@ import pytest
 
 from megarl.config import ConfigError, from_dict, plugins
 from megarl.controllers.grpo import GRPOController
-from megarl.controllers.lookup import declare, find_controller, make_controller
-from megarl.types.requirements import Declared
+from megarl.controllers.lookup import find_controller, load_requirements, make_controller
+from megarl.types.requirements import Requirements
 
 HEAD = "from megarl.controllers.controller import Controller\nfrom megarl.controllers.sft import SFTController\n"
 
@@ -30,35 +30,37 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("lab_controllers", None)
 
 
-def declared(name: str, **sections: Any) -> Declared:
-    return declare(from_dict({"algorithm": name, **sections}))
+def declared(name: str, **sections: Any) -> Requirements:
+    return load_requirements(from_dict({"algorithm": name, **sections}))
 
 
 def test_what_ours_declare() -> None:
     reference = ("rollout", "actor", "reference")
-    assert declared("ppo") == Declared(
-        "ppo", "prompts", (*reference, "critic", "reward"), ("actor", "critic"), corrects_lag=True
+    assert declared("ppo") == Requirements(
+        "ppo", "prompts", (*reference, "critic", "reward"), ("actor", "critic"), is_off_policy=True
     )
     grpo = declared("grpo", kl={"place": "none"})
-    assert grpo.roles == ("rollout", "actor", "reward") and grpo.compares_samples and grpo.corrects_lag
-    assert grpo.generates and grpo.main == "actor" and not grpo.trains_head
-    assert declared("sft") == Declared("sft", "conversations", ("actor",), ("actor",))
+    assert grpo.roles == ("rollout", "actor", "reward") and grpo.is_group_relative and grpo.is_off_policy
+    assert grpo.has_rollout and grpo.main_role == "actor" and not grpo.has_scalar_head
+    assert declared("sft") == Requirements("sft", "conversations", ("actor",), ("actor",))
     pairs = declared("reward_model")
-    assert pairs == Declared("reward_model", "pairs", ("reward_model",), ("reward_model",), trains_head=True)
-    assert not pairs.generates and pairs.main == "reward_model"
+    assert pairs == Requirements("reward_model", "pairs", ("reward_model",), ("reward_model",), has_scalar_head=True)
+    assert not pairs.has_rollout and pairs.main_role == "reward_model"
 
 
 def test_a_fork_is_found_by_module_and_name(lab: Any) -> None:
     lab("class Mine(SFTController):\n    compares_samples = True\n")
     config = from_dict({"algorithm": "lab_controllers:Mine"})
-    found = declare(config)
-    assert found == Declared("lab_controllers:Mine", "conversations", ("actor",), ("actor",), compares_samples=True)
+    found = load_requirements(config)
+    assert found == Requirements(
+        "lab_controllers:Mine", "conversations", ("actor",), ("actor",), is_group_relative=True
+    )
     assert type(make_controller(config)).__name__ == "Mine"
 
 
 def test_a_fork_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("lab_po", "megarl.controllers.grpo:GRPOController", "megarl.controllers")
-    monkeypatch.setattr(plugins, "entries", lambda group: {"lab_po": point} if group == point.group else {})
+    monkeypatch.setattr(plugins, "list_entry_points", lambda group: {"lab_po": point} if group == point.group else {})
     assert find_controller("lab_po") is GRPOController and declared("lab_po").name == "lab_po"
     with pytest.raises(
         ConfigError, match=r"one of ppo, .*, reward_model, generate, lab_po, or .*did you mean lab_po\?"
@@ -67,7 +69,9 @@ def test_a_fork_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_entries_are_those_of_the_group() -> None:
-    assert "pytest" in plugins.entries("console_scripts") and plugins.entries("megarl.nothing") == {}
+    assert (
+        "pytest" in plugins.list_entry_points("console_scripts") and plugins.list_entry_points("megarl.nothing") == {}
+    )
 
 
 @pytest.mark.parametrize(

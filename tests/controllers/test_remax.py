@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from played import Played  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
-from megarl.controllers.lookup import declare, make_controller  # noqa: E402
+from megarl.controllers.lookup import load_requirements, make_controller  # noqa: E402
 from megarl.types import Prompt, Rollouts  # noqa: E402
 
 CONFIG = from_dict({"algorithm": "remax", "kl": {"place": "none"}})
@@ -61,8 +61,8 @@ def test_a_greedy_answer_whose_reward_failed_is_none() -> None:
     class Failing(Played):
         def score(self, rollouts: Rollouts) -> Rollouts:
             first = len(rollouts) == 2  # the greedy ones
-            return rollouts.with_(
-                [replace(one, unscored={"a": "why"}) if first and one.group == 0 else one for one in rollouts.here]
+            return rollouts.replace_local(
+                [replace(one, unscored={"a": "why"}) if first and one.group == 0 else one for one in rollouts.local]
             )
 
     flow: Any = Failing(CONFIG, [[[1.0, 0.0], [0.5, 3.0]]], [[[0.0], [1.0]]])
@@ -72,4 +72,4 @@ def test_a_greedy_answer_whose_reward_failed_is_none() -> None:
 
 
 def test_one_sample_of_a_prompt_will_do() -> None:
-    assert not declare(CONFIG).compares_samples and declare(CONFIG).follows_prompts
+    assert not load_requirements(CONFIG).is_group_relative and load_requirements(CONFIG).has_fixed_prompts

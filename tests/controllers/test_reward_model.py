@@ -9,7 +9,7 @@ import torch
 
 from megarl.config import from_dict
 from megarl.controllers.lookup import make_controller
-from megarl.controllers.reward_model import pair_batch
+from megarl.controllers.reward_model import make_pair_batch
 from megarl.data.preference_data import Pair
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 
@@ -21,10 +21,10 @@ class TableFlow:
         self.reward_model = self
         self.table = torch.zeros(10, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.table], lr=0.1)
-        self.updates: list[list[int]] = []
+        self.num_updates: list[list[int]] = []
 
-    def deal(self, finished: list[Rollout], together: int = 1) -> Rollouts:
-        return Rollouts.of(finished)
+    def shard(self, finished: list[Rollout], together: int = 1) -> Rollouts:
+        return Rollouts.gather(finished)
 
     def forward(self, batch: TrainBatch) -> ModelOutput:
         return ModelOutput(scores=self.table.detach()[batch.tokens.long()])
@@ -35,7 +35,7 @@ class TableFlow:
         self.optimizer.zero_grad()
         (result.loss * batch.loss_weights).sum().backward()
         self.optimizer.step()
-        self.updates.append(batch.tokens[batch.cu_seqlens[1:] - 1].tolist())
+        self.num_updates.append(batch.tokens[batch.cu_seqlens[1:] - 1].tolist())
         return {name: float((values * batch.loss_weights).sum()) for name, values in result.metrics.items()}
 
 
@@ -48,7 +48,7 @@ PAIRS = [Pair(talk(1, 5), talk(2)), Pair(talk(1), talk(6, 2)), Pair(talk(3), tal
 
 def test_pairs_are_packed_in_turn() -> None:
     flow: Any = TableFlow()
-    batch = pair_batch(flow, PAIRS[:2])
+    batch = make_pair_batch(flow, PAIRS[:2])
     assert batch.tokens.tolist() == [9, 1, 5, 9, 2, 9, 1, 9, 6, 2]
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.loss_weights is not None and batch.loss_weights.tolist() == [0, 0, 0.5, 0, 0, 0, 0.5, 0, 0, 0]
@@ -66,7 +66,7 @@ def test_it_learns_the_preferences() -> None:
     assert result.metrics["reward_model/accuracy"] == 1.0 and result.rollouts is None
     # Two passes over the four pairs in halves: no pair is parted, and each comes once in a pass.
     ends = sorted([pair.chosen.token_ids[-1], pair.rejected.token_ids[-1]] for pair in PAIRS)
-    for epoch in (flow.updates[:2], flow.updates[2:4]):
+    for epoch in (flow.num_updates[:2], flow.num_updates[2:4]):
         assert [len(update) for update in epoch] == [4, 4]
         seen = [update[i : i + 2] for update in epoch for i in (0, 2)]
         assert sorted(seen) == ends

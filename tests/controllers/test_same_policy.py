@@ -15,9 +15,15 @@ from test_correction import AgedFlow, config_of, prompts  # noqa: E402
 from test_learning import TableFlow  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
-from megarl.controllers.logprob_check import EPISODES, check_same_policy, compared, layers_of, most  # noqa: E402
+from megarl.controllers.logprob_check import (  # noqa: E402
+    CHECK_EPISODES,
+    check_same_policy,
+    current_policy_mask,
+    describe_layers,
+    logprob_diff_bound,
+)
 from megarl.controllers.lookup import make_controller  # noqa: E402
-from megarl.observe.health_bands import SAME_POLICY, bands_of  # noqa: E402
+from megarl.observe.health_bands import LOGPROB_DIFF, load_bands  # noqa: E402
 from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn  # noqa: E402
 
 pytestmark = pytest.mark.alone
@@ -28,7 +34,7 @@ class Engines(TableFlow):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.in_question = True
+        self.should_check_logprobs = True
         self.off = 0.0
         self.wrong: list[str] | None = ["model.layers.1.mlp.experts.w13_weight"]
         self.forwards: list[int] = []
@@ -52,11 +58,11 @@ class Engines(TableFlow):
                 one.status,
                 group=one.group,
             )
-            for one in found.here
+            for one in found.local
         ]
-        return Rollouts.of(here, [one.group for one in here])
+        return Rollouts.gather(here, [one.group for one in here])
 
-    def differing(self, actor: Any) -> list[str] | None:
+    def find_mismatches(self, actor: Any) -> list[str] | None:
         self.calls.append("differing")
         return self.wrong
 
@@ -71,8 +77,8 @@ def test_a_step_of_two_policies_is_not_trained_on_and_names_the_layer() -> None:
     flow: Any = Engines(single())
     controller = make_controller(flow.config)
     controller.step(flow, prompts())
-    assert not flow.in_question and "differing" not in flow.calls
-    flow.in_question, flow.off = True, 0.02  # as after the first push
+    assert not flow.should_check_logprobs and "differing" not in flow.calls
+    flow.should_check_logprobs, flow.off = True, 0.02  # as after the first push
     before = flow.policy.table.detach().clone()
     with pytest.raises(ConfigError) as caught:
         controller.step(flow, prompts())
@@ -98,47 +104,47 @@ def test_it_asks_about_a_few_episodes_only_and_once() -> None:
     for _ in range(2):
         controller.step(flow, prompts(5))
     assert len(flow.forwards) == 1  # of the first step, which looks by itself
-    flow.in_question = True
+    flow.should_check_logprobs = True
     controller.step(flow, prompts(5))
-    assert flow.forwards[1:] == [3 * EPISODES]
-    controller.steps, flow.in_question = 3, True
+    assert flow.forwards[1:] == [3 * CHECK_EPISODES]
+    controller.steps, flow.should_check_logprobs = 3, True
     controller.step(flow, prompts(5))
-    assert len(flow.forwards) == 3 and flow.forwards[2] > 3 * EPISODES
+    assert len(flow.forwards) == 3 and flow.forwards[2] > 3 * CHECK_EPISODES
 
 
 def test_no_rollout_of_older_weights_is_compared() -> None:
     """All are older here: the engines stay in question until some are not."""
     flow: Any = AgedFlow(config_of({}))
-    flow.in_question = True
+    flow.should_check_logprobs = True
     controller = make_controller(flow.config)
     for _ in range(4):
         controller.step(flow, prompts())
     rollouts = flow.score(flow.generate(prompts(), 8))
-    flow.in_question, flow.differing = True, lambda actor: []
+    flow.should_check_logprobs, flow.find_mismatches = True, lambda actor: []
     check_same_policy(flow, TrainBatch.from_rollouts(rollouts))
-    assert flow.in_question
+    assert flow.should_check_logprobs
     aged = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
     grown = Turn((1, 2), (-1.0,) * 2, True, 4)
     prompt = Prompt("p", ())
-    mixed = Rollouts.of([Rollout(prompt, (Turn((9,)), turn)) for turn in (aged, grown)], version=4)
-    assert compared(TrainBatch.from_rollouts(mixed)).tolist() == [False] * 5 + [True] * 2
+    mixed = Rollouts.gather([Rollout(prompt, (Turn((9,)), turn)) for turn in (aged, grown)], version=4)
+    assert current_policy_mask(TrainBatch.from_rollouts(mixed)).tolist() == [False] * 5 + [True] * 2
 
 
 def test_the_bound_is_by_the_type_or_the_users_own() -> None:
-    assert (most(single()), most(single(model={"dtype": "bfloat16"}))) == (0.01, 0.3)
-    own = single(guards={"bands": {SAME_POLICY: [None, 0.5]}})
-    assert most(own) == 0.5 and bands_of(own.guards) == {}
-    off = single(guards={"bands": {SAME_POLICY: None}})
-    assert most(off) is None
+    assert (logprob_diff_bound(single()), logprob_diff_bound(single(model={"dtype": "bfloat16"}))) == (0.01, 0.3)
+    own = single(guards={"bands": {LOGPROB_DIFF: [None, 0.5]}})
+    assert logprob_diff_bound(own) == 0.5 and load_bands(own.guards) == {}
+    off = single(guards={"bands": {LOGPROB_DIFF: None}})
+    assert logprob_diff_bound(off) is None
     flow: Any = Engines(off)
     flow.off = 3.0
     make_controller(off).step(flow, prompts())
-    with pytest.raises(ConfigError, match=f"guards.bands.{SAME_POLICY} must be two numbers"):
-        bands_of(single(guards={"bands": {SAME_POLICY: 0.5}}).guards)
+    with pytest.raises(ConfigError, match=f"guards.bands.{LOGPROB_DIFF} must be two numbers"):
+        load_bands(single(guards={"bands": {LOGPROB_DIFF: 0.5}}).guards)
     with pytest.raises(ConfigError, match="guards.alarms=false looks at none"):
-        bands_of(single(guards={"bands": {SAME_POLICY: None, "actor/entropy": [0, 1]}}).guards)
+        load_bands(single(guards={"bands": {LOGPROB_DIFF: None, "actor/entropy": [0, 1]}}).guards)
 
 
 def test_layers_by_the_names_of_tensors() -> None:
-    assert layers_of(["model.layers.12.a", "model.layers.3.b", "model.layers.3.c"]) == "Layers 3, 12"
-    assert layers_of(["model.norm.weight", "model.layers.0.a"]) == "Layer 0 and what is in no layer"
+    assert describe_layers(["model.layers.12.a", "model.layers.3.b", "model.layers.3.c"]) == "Layers 3, 12"
+    assert describe_layers(["model.norm.weight", "model.layers.0.a"]) == "Layer 0 and what is in no layer"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.chat_columns import chat_messages, tool_names, tool_schemas
+from megarl.data.chat_columns import parse_chat_messages, parse_tool_names, parse_tool_schemas
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
@@ -15,15 +15,15 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
 
 def test_parts_are_joined_and_a_call_needs_no_content() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b", "image_url": None}]
-    messages = chat_messages(
+    messages = parse_chat_messages(
         [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [CALL]}], "f", "p"
     )
     assert messages == (
         {"role": "user", "content": "a b"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
     )
-    assert chat_messages("hi", "f", "p") == (USER,)
-    assert chat_messages("", "f", "p", role="assistant") == ({"role": "assistant", "content": ""},)
+    assert parse_chat_messages("hi", "f", "p") == (USER,)
+    assert parse_chat_messages("", "f", "p", role="assistant") == ({"role": "assistant", "content": ""},)
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,20 @@ def test_parts_are_joined_and_a_call_needs_no_content() -> None:
 )
 def test_messages_that_are_none(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        chat_messages(value, "f", "p")
+        parse_chat_messages(value, "f", "p")
 
 
 def test_tools_in_every_form() -> None:
     bare, whole = {"name": "f", "parameters": {}}, {"type": "function", "function": {"name": "g"}}
-    assert tool_names(["x", bare, whole], "f") == ("x", "f", "g")
+    assert parse_tool_names(["x", bare, whole], "f") == ("x", "f", "g")
     assert (
-        tool_names('[{"name": "f"}]', "f") == ("f",) and tool_names("x", "f") == ("x",) and tool_names(None, "f") == ()
+        parse_tool_names('[{"name": "f"}]', "f") == ("f",)
+        and parse_tool_names("x", "f") == ("x",)
+        and parse_tool_names(None, "f") == ()
     )
-    assert tool_schemas([bare, whole], "f") == [{"type": "function", "function": bare}, whole]
-    assert tool_schemas('[{"name": "f"}]', "f") == [{"type": "function", "function": {"name": "f"}}]
-    assert tool_schemas(None, "f") == tool_schemas([], "f") == []
+    assert parse_tool_schemas([bare, whole], "f") == [{"type": "function", "function": bare}, whole]
+    assert parse_tool_schemas('[{"name": "f"}]', "f") == [{"type": "function", "function": {"name": "f"}}]
+    assert parse_tool_schemas(None, "f") == parse_tool_schemas([], "f") == []
 
 
 @pytest.mark.parametrize(
@@ -92,13 +94,13 @@ def test_tools_in_every_form() -> None:
 def test_tools_that_are_none(tool: Any, name_problem: str, schema_problem: str) -> None:
     if name_problem:
         with pytest.raises(ConfigError, match=name_problem):
-            tool_names([tool], "f")
+            parse_tool_names([tool], "f")
     with pytest.raises(ConfigError, match=schema_problem):
-        tool_schemas([tool], "f")
+        parse_tool_schemas([tool], "f")
 
 
 def test_a_tool_is_there_once() -> None:
     with pytest.raises(ConfigError, match="'tools' has 'f' twice"):
-        tool_names(["f", "g", "f"], "here")
+        parse_tool_names(["f", "g", "f"], "here")
     with pytest.raises(ConfigError, match="'tools' has 'f' twice"):
-        tool_schemas([{"name": "f"}, {"function": {"name": "f"}}], "here")
+        parse_tool_schemas([{"name": "f"}, {"function": {"name": "f"}}], "here")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.conversation_columns import answer_messages, check_text_only, conversation_messages, row_id, row_source
+from megarl.data.conversation_columns import check_text_only, parse_answer, parse_conversation, row_id, row_source
 
 QUESTION, ANSWER = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
 SAID = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
@@ -16,7 +16,7 @@ CALL = {"name": "add", "arguments": {"a": 2}}
 
 
 def talk(row: dict[str, Any], **keys: str) -> tuple[Any, ...]:
-    return conversation_messages(row, "f:1", **keys)
+    return parse_conversation(row, "f:1", **keys)
 
 
 def test_the_first_of_several_forms_counts() -> None:
@@ -119,15 +119,15 @@ def test_columns_of_what_is_no_text_are_refused_by_name_unless_they_are_empty() 
 
 def test_dialogues_of_hh() -> None:
     text = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: 2+3?\nQuick!\n\nAssistant: 5"
-    assert [message["content"] for message in answer_messages(text, "f", "chosen")] == [
+    assert [message["content"] for message in parse_answer(text, "f", "chosen")] == [
         "Hi",
         "Yes?",
         "2+3?\nQuick!",
         "5",
     ]
-    assert answer_messages("Human: no dialogue", "f", "chosen")[0]["role"] == "assistant"
+    assert parse_answer("Human: no dialogue", "f", "chosen")[0]["role"] == "assistant"
     with pytest.raises(ConfigError, match="message 0 of 'chosen', of role user, has no content"):
-        answer_messages("\n\nHuman: \n\nAssistant: x", "f", "chosen")
+        parse_answer("\n\nHuman: \n\nAssistant: x", "f", "chosen")
 
 
 def test_ids_and_sources_of_one_file_and_of_several() -> None:

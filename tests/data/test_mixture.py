@@ -13,17 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError
-from megarl.data.mixture import FINEST, Chosen, Joined, Stream, names_of, pattern, whole_shares
+from megarl.data.mixture import (
+    MAX_PATTERN_LENGTH,
+    ConcatDataset,
+    Stream,
+    Subset,
+    build_pattern,
+    name_datasets,
+    round_weights,
+)
 from megarl.data.prompt_data import PromptLoader
 
 SETS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=2, max_size=6)
 """(items, weight) of each."""
 
 
-def joined(sizes: list[int], keys: np.ndarray | None = None) -> Joined[str]:
+def joined(sizes: list[int], keys: np.ndarray | None = None) -> ConcatDataset[str]:
     """Items `0.0`, `0.1` ...: of which set, and which one."""
     parts = tuple([f"{number}.{item}" for item in range(size)] for number, size in enumerate(sizes))
-    return Joined(parts, tuple(f"set{number}" for number in range(len(sizes))), keys)
+    return ConcatDataset(parts, tuple(f"set{number}" for number in range(len(sizes))), keys)
 
 
 def loader(sets: list[tuple[int, int]], per_step: int = 3, seed: int = 1, **given: Any) -> PromptLoader[str]:
@@ -32,14 +40,14 @@ def loader(sets: list[tuple[int, int]], per_step: int = 3, seed: int = 1, **give
 
 
 def test_by_hand() -> None:
-    assert pattern([2, 1, 1]).tolist() == [0, 1, 0, 2]
-    assert pattern([0.7, 0.2, 0.1]).tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 2]
-    assert pattern([1.5]).tolist() == pattern([]).tolist() == [0]
+    assert build_pattern([2, 1, 1]).tolist() == [0, 1, 0, 2]
+    assert build_pattern([0.7, 0.2, 0.1]).tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 2]
+    assert build_pattern([1.5]).tolist() == build_pattern([]).tolist() == [0]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_of_any_first_places_each_set_has_its_share_rounded_down_or_up(weights: list[int]) -> None:
-    places = pattern(weights)
+    places = build_pattern(weights)
     had = np.zeros(len(weights), np.int64)
     for count, chosen in enumerate(places.tolist(), 1):
         had[chosen] += 1
@@ -70,10 +78,10 @@ def test_each_set_has_every_item_once_in_each_epoch_of_its_own(
     sets: list[tuple[int, int]], count: int, seed: int, shuffle: bool
 ) -> None:
     one = loader(sets, seed=seed, shuffle=shuffle)
-    handed = one.further(count)
+    handed = one.next_items(count)
     for number, (size, _) in enumerate(sets):
         of_it = [item for item in handed if item.startswith(f"{number}.")]
-        assert one.epochs()[f"data/epoch/set{number}"] == len(of_it) / size
+        assert one.epoch_metrics()[f"data/epoch/set{number}"] == len(of_it) / size
         for begin in range(0, len(of_it), size):
             epoch = of_it[begin : begin + size]
             assert len(set(epoch)) == len(epoch)
@@ -83,17 +91,17 @@ def test_each_set_has_every_item_once_in_each_epoch_of_its_own(
 @given(SETS, st.integers(0, 60), st.integers(0, 40))
 @settings(max_examples=50)
 def test_a_run_goes_on_anywhere_with_the_same_rest(sets: list[tuple[int, int]], count: int, back: int) -> None:
-    whole = list(loader(sets).further(count + 30))
+    whole = list(loader(sets).next_items(count + 30))
     one = loader(sets)
-    one.further(count)
+    one.next_items(count)
     state = json.loads(json.dumps(one.state_dict()))
     assert state["samples"] == count
     resumed = loader(sets)
     resumed.load_state_dict(state)
     assert [*resumed.peek(2)[0], *resumed.peek(2)[1]] == whole[count : count + 6]
-    assert list(resumed.further(30)) == whole[count:] and list(one.further(30)) == whole[count:]
-    resumed.give_back(min(back, count + 30))
-    assert list(resumed.further(min(back, count + 30))) == whole[count + 30 - min(back, count + 30) :]
+    assert list(resumed.next_items(30)) == whole[count:] and list(one.next_items(30)) == whole[count:]
+    resumed.return_unused(min(back, count + 30))
+    assert list(resumed.next_items(min(back, count + 30))) == whole[count + 30 - min(back, count + 30) :]
 
 
 def test_a_checkpoint_of_other_shares_is_refused() -> None:
@@ -110,16 +118,16 @@ def test_without_weights_files_are_one_data_set() -> None:
     one = PromptLoader(joined([3, 4]), 7, seed=1)
     alone = PromptLoader([*joined([3, 4])], 7, seed=1)
     assert one.next_batch() == alone.next_batch() and one.state_dict() == alone.state_dict()
-    assert one.epochs() == {"data/epoch": 1.0}
+    assert one.epoch_metrics() == {"data/epoch": 1.0}
 
 
 def test_weights_become_small_whole_numbers() -> None:
-    assert whole_shares([0.5, 0.25, 0.25]) == (2, 1, 1) and whole_shares([30, 20]) == (3, 2)
-    assert whole_shares([0.1, 0.2]) == (1, 2) and whole_shares([1e-6, 2e-6]) == (1, 2)
-    third = whole_shares([0.33333, 0.33333, 0.33334])
-    assert sum(third) == FINEST and third == (3333, 3333, 3334)
+    assert round_weights([0.5, 0.25, 0.25]) == (2, 1, 1) and round_weights([30, 20]) == (3, 2)
+    assert round_weights([0.1, 0.2]) == (1, 2) and round_weights([1e-6, 2e-6]) == (1, 2)
+    third = round_weights([0.33333, 0.33333, 0.33334])
+    assert sum(third) == MAX_PATTERN_LENGTH and third == (3333, 3333, 3334)
     with pytest.raises(ConfigError, match=r"data.weights=\[1, 1e-05\]: 1e-05 is less than one prompt in 10000; raise"):
-        whole_shares([1, 1e-5])
+        round_weights([1, 1e-5])
 
 
 def test_the_weights_must_be_of_the_data_sets() -> None:
@@ -128,13 +136,13 @@ def test_the_weights_must_be_of_the_data_sets() -> None:
 
 
 def test_names_are_as_short_as_sets_them_apart() -> None:
-    assert names_of([]) == () and names_of(["data/a.parquet"]) == ("",)
-    assert names_of(["x/a.parquet", "x/b.jsonl"]) == ("a", "b")
-    assert names_of(["gsm8k/train.parquet", "math/train.parquet"]) == ("gsm8k/train", "math/train")
-    assert names_of(["/d/x/train.jsonl", "train.jsonl"]) == ("x/train", "train")
-    assert names_of(["x/a.jsonl", "x/a.parquet"]) == ("x/a.jsonl", "x/a.parquet")
+    assert name_datasets([]) == () and name_datasets(["data/a.parquet"]) == ("",)
+    assert name_datasets(["x/a.parquet", "x/b.jsonl"]) == ("a", "b")
+    assert name_datasets(["gsm8k/train.parquet", "math/train.parquet"]) == ("gsm8k/train", "math/train")
+    assert name_datasets(["/d/x/train.jsonl", "train.jsonl"]) == ("x/train", "train")
+    assert name_datasets(["x/a.jsonl", "x/a.parquet"]) == ("x/a.jsonl", "x/a.parquet")
     with pytest.raises(ConfigError, match="x/a.jsonl is named twice; .*data.weights"):
-        names_of(["x/a.jsonl", "y.jsonl", "x/./a.jsonl"])
+        name_datasets(["x/a.jsonl", "y.jsonl", "x/./a.jsonl"])
 
 
 def test_items_of_several_parts_by_number() -> None:
@@ -153,14 +161,14 @@ def test_items_that_are_slow_to_read_are_read_when_asked_for() -> None:
             asked.append(index)
             return super().__getitem__(index)
 
-    one = PromptLoader(Joined((Slow("abcdef"),), ("",)), 4, seed=1, shuffle=False)
+    one = PromptLoader(ConcatDataset((Slow("abcdef"),), ("",)), 4, seed=1, shuffle=False)
     batch = one.next_batch()
-    assert isinstance(batch, Chosen) and len(batch) == 4 and not asked
+    assert isinstance(batch, Subset) and len(batch) == 4 and not asked
     assert batch[2] == "c" and asked == [2] and list(batch[1:3]) == ["b", "c"] and asked == [2, 1, 2]
 
 
 def test_places_far_out_need_no_walk_there() -> None:
     stream = Stream((3, 5), (1, 2))
     far = 3 * 10**15
-    assert stream.counts(far) == [10**15, 2 * 10**15]
-    assert stream.at(far) == (1, 2 * 10**15 // 5, 0)
+    assert stream.count_before(far) == [10**15, 2 * 10**15]
+    assert stream.locate(far) == (1, 2 * 10**15 // 5, 0)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError
-from megarl.data.curriculum import Keys, ascending, check_known, check_no_nan, key_of
-from megarl.data.mixture import Joined
+from megarl.data.curriculum import OrderKeys, check_has_keys, check_no_nan, read_key, sort_by_key
+from megarl.data.mixture import ConcatDataset
 from megarl.data.prompt_data import PromptLoader
 
 NAN = math.nan
@@ -23,9 +23,9 @@ NAN = math.nan
 
 def test_by_hand() -> None:
     keys = np.array([3.0, NAN, 1.0, 2.0, NAN, 1.0])
-    assert ascending([0, 1, 2, 3, 4, 5], keys) == [2, 1, 5, 3, 4, 0]  # 1 and 4 stay; 2 and 5 as they were
-    assert ascending([5, 4, 3, 2, 1, 0], keys) == [5, 4, 2, 3, 1, 0]
-    assert ascending([1, 0], np.array([NAN, NAN])) == [1, 0]
+    assert sort_by_key([0, 1, 2, 3, 4, 5], keys) == [2, 1, 5, 3, 4, 0]  # 1 and 4 stay; 2 and 5 as they were
+    assert sort_by_key([5, 4, 3, 2, 1, 0], keys) == [5, 4, 2, 3, 1, 0]
+    assert sort_by_key([1, 0], np.array([NAN, NAN])) == [1, 0]
 
 
 @given(st.lists(st.none() | st.integers(0, 3)), st.randoms())
@@ -33,7 +33,7 @@ def test_known_ones_ascend_and_all_others_stay(values: list[int | None], draw: A
     keys = np.array([NAN if value is None else value for value in values], np.float64)
     order = list(range(len(values)))
     draw.shuffle(order)
-    found = ascending(order, keys)
+    found = sort_by_key(order, keys)
     assert sorted(found) == sorted(order)
     known = [item for item in found if not math.isnan(keys[item])]
     before = [item for item in order if not math.isnan(keys[item])]
@@ -45,18 +45,18 @@ def test_known_ones_ascend_and_all_others_stay(values: list[int | None], draw: A
 
 def loader(shuffle: bool = True, weights: tuple[float, ...] = (), order: str = "level") -> PromptLoader[str]:
     keys = np.array([3.0, 1.0, 2.0, 1.0, 5.0, 4.0, 6.0])
-    return PromptLoader(Joined((list("abcd"), list("xyz")), ("m", "n"), keys), 1, 1, shuffle, weights, order)
+    return PromptLoader(ConcatDataset((list("abcd"), list("xyz")), ("m", "n"), keys), 1, 1, shuffle, weights, order)
 
 
 def test_the_first_epoch_goes_by_it_and_later_ones_are_shuffled() -> None:
-    first, second = ("".join(loader().further(14))[begin : begin + 7] for begin in (0, 7))
+    first, second = ("".join(loader().next_items(14))[begin : begin + 7] for begin in (0, 7))
     assert first in ("bdcayxz", "dbcayxz") and sorted(second) == sorted(first) and second != first
-    assert second == "".join(loader(order="").further(14))[7:]
-    assert "".join(loader(shuffle=False).further(14)) == 2 * "bdcayxz"
+    assert second == "".join(loader(order="").next_items(14))[7:]
+    assert "".join(loader(shuffle=False).next_items(14)) == 2 * "bdcayxz"
 
 
 def test_each_set_of_a_mixture_has_its_own() -> None:
-    handed = loader(weights=(1, 1), shuffle=False).further(8)
+    handed = loader(weights=(1, 1), shuffle=False).next_items(8)
     assert "".join(handed[::2]) == "bdca" and "".join(handed[1::2]) == "yxzy"
 
 
@@ -68,33 +68,33 @@ def test_a_checkpoint_of_another_order_is_refused() -> None:
 
 
 def test_numbers_are_found_in_columns_and_in_the_fields_of_extra_ones() -> None:
-    assert key_of({"level": 2}, "level", "f") == 2.0
-    assert key_of({"extra_info": {"level": 2.5}, "metadata": None}, "level", "f") == 2.5
-    assert key_of({"metadata": {"level": -1}, "level": None}, "level", "f") == -1.0
-    assert math.isnan(key_of({"extra": "x"}, "level", "f"))
+    assert read_key({"level": 2}, "level", "f") == 2.0
+    assert read_key({"extra_info": {"level": 2.5}, "metadata": None}, "level", "f") == 2.5
+    assert read_key({"metadata": {"level": -1}, "level": None}, "level", "f") == -1.0
+    assert math.isnan(read_key({"extra": "x"}, "level", "f"))
 
 
 @pytest.mark.parametrize("value", ["3", True, [1], {"a": 1}])
 def test_what_is_no_number_is_named_with_its_row(value: Any) -> None:
     with pytest.raises(ConfigError, match="a.jsonl:7: 'level' is .*, which is no number; data.order=level .*null"):
-        Keys("level").add({"level": value}, "a.jsonl:7")
+        OrderKeys("level").add({"level": value}, "a.jsonl:7")
 
 
 def test_a_number_beyond_floats() -> None:
     with pytest.raises(ConfigError, match="a.jsonl:7: 'level' is beyond what a float64 holds"):
-        key_of({"level": 10**400}, "level", "a.jsonl:7")
+        read_key({"level": 10**400}, "level", "a.jsonl:7")
 
 
 def test_a_column_that_no_row_has() -> None:
-    keys = Keys("level")
+    keys = OrderKeys("level")
     keys.add({"x": 1}, "a.jsonl:1")
     with pytest.raises(ConfigError, match="data.order=level: no row of a.jsonl, b.jsonl has a number in that column"):
-        check_known(keys.array(), "level", ("a.jsonl", "b.jsonl"))
+        check_has_keys(keys.to_array(), "level", ("a.jsonl", "b.jsonl"))
     keys.add({"level": 1}, "b.jsonl:1")
-    found = keys.array()
+    found = keys.to_array()
     assert found is not None and found.tolist()[1:] == [1.0]
-    check_known(found, "level", ("a.jsonl", "b.jsonl"))
-    assert Keys("").array() is None
+    check_has_keys(found, "level", ("a.jsonl", "b.jsonl"))
+    assert OrderKeys("").to_array() is None
     with pytest.raises(ConfigError, match="data.order=level: this algorithm's items have no columns"):
         PromptLoader(list("ab"), 1, 1, order="level")
 

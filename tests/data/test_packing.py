@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.data import packing
-from megarl.data.packing import fewest, plan_micro_batches
+from megarl.data.packing import min_micro_batches, plan_micro_batches
 
 
 def test_by_hand():
@@ -120,7 +120,7 @@ def trials(monkeypatch):
     """Numbers of parts that were tried, since nothing was remembered."""
     tried, partition = [], packing.partition
     monkeypatch.setattr(packing, "partition", lambda costs, bins: tried.append(bins) or partition(costs, bins))
-    packing._planned.cache_clear()
+    packing._cached_plan.cache_clear()
     return tried
 
 
@@ -183,7 +183,7 @@ def test_where_attention_counts_the_counts_grow_by_percent(trials, quadratic):
     """Equal costs are then far from equal tokens, so that the fewest micro-batches are out of reach."""
     plan_micro_batches(KINDS["wide"](np.random.default_rng(5), 16384), 4, 32768, quadratic)
     assert len(trials) <= 24
-    assert all(b - a == max(4, a // (4 * packing.FINENESS) * 4) for a, b in itertools.pairwise(trials))
+    assert all(b - a == max(4, a // (4 * packing.COUNT_STEPS) * 4) for a, b in itertools.pairwise(trials))
 
 
 def test_a_plan_is_made_once_and_is_the_callers_own(trials):
@@ -203,11 +203,11 @@ def test_a_plan_is_made_once_and_is_the_callers_own(trials):
 
 
 def test_fewest_by_hand():
-    assert fewest(np.array([5, 9, 2, 7, 4]), 10) == 3  # 27 tokens
-    assert fewest(np.array([6, 6, 6, 6]), 10) == 4  # no two fit
-    assert fewest(np.array([6, 6, 5, 5, 5]), 10) == 4  # no 5 fits beside a 6, two fit with each other
-    assert fewest(np.array([30, 4, 4]), 10) == 2  # 30 is alone
-    assert fewest(np.array([], dtype=np.int64), 10) == 0
+    assert min_micro_batches(np.array([5, 9, 2, 7, 4]), 10) == 3  # 27 tokens
+    assert min_micro_batches(np.array([6, 6, 6, 6]), 10) == 4  # no two fit
+    assert min_micro_batches(np.array([6, 6, 5, 5, 5]), 10) == 4  # no 5 fits beside a 6, two fit with each other
+    assert min_micro_batches(np.array([30, 4, 4]), 10) == 2  # 30 is alone
+    assert min_micro_batches(np.array([], dtype=np.int64), 10) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -227,4 +227,4 @@ def test_fewest_is_a_bound(seed):
         return min(ways)
 
     short = -(-int(np.minimum(sizes, budget).sum()) // budget)
-    assert short - (sizes > budget).sum() <= fewest(sizes, budget) <= needed(sizes.tolist(), [])
+    assert short - (sizes > budget).sum() <= min_micro_batches(sizes, budget) <= needed(sizes.tolist(), [])

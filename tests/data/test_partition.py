@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megarl.data.partition import DIFFERENCED, differenced, exchanged, greedy, partition
+from megarl.data.partition import MAX_KARMARKAR_KARP, exchange_items, greedy, karmarkar_karp, partition
 
 
 def loads(costs, owner, bins):
@@ -10,7 +10,7 @@ def loads(costs, owner, bins):
 
 def test_differencing_by_hand():
     # The example of Karmarkar and Karp's method: greedily 8 7 6 5 4 is 17 to 13, differencing makes it 16 to 14.
-    owner = differenced(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
+    owner = karmarkar_karp(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
     parts = [np.flatnonzero(owner == part).tolist() for part in range(2)]
     assert sorted(parts) == [[0, 2], [1, 3, 4]]
 
@@ -21,13 +21,13 @@ def test_greedy_by_hand():
 
 def test_exchange_by_hand():
     # 17 to 13: 8 for 6 lessens the gap from 4 to nothing, as 7 for 5 would.
-    owner = exchanged(np.array([8.0, 5.0, 4.0, 7.0, 6.0]), np.array([0, 0, 0, 1, 1]), 2)
+    owner = exchange_items(np.array([8.0, 5.0, 4.0, 7.0, 6.0]), np.array([0, 0, 0, 1, 1]), 2)
     assert loads(np.array([8.0, 5.0, 4.0, 7.0, 6.0]), owner, 2).tolist() == [15, 15]
     # 9 to 1: only a gift helps, of the 4.
-    assert exchanged(np.array([5.0, 4.0, 1.0]), np.array([0, 0, 1]), 2).tolist() == [0, 1, 1]
+    assert exchange_items(np.array([5.0, 4.0, 1.0]), np.array([0, 0, 1]), 2).tolist() == [0, 1, 1]
     # What cannot be better stays.
-    assert exchanged(np.array([5.0, 1.0]), np.array([0, 1]), 2).tolist() == [0, 1]
-    assert exchanged(np.array([5.0, 1.0]), np.array([0, 0]), 1).tolist() == [0, 0]
+    assert exchange_items(np.array([5.0, 1.0]), np.array([0, 1]), 2).tolist() == [0, 1]
+    assert exchange_items(np.array([5.0, 1.0]), np.array([0, 0]), 1).tolist() == [0, 0]
 
 
 def test_differencing_is_even_and_better_than_greedy():
@@ -48,15 +48,15 @@ def test_exchanges_are_about_as_even_as_differencing(seed):
     costs = rng.uniform(2.0, 8.0, 900) if seed % 2 else rng.lognormal(0.0, 1.0, 900)
     bins = int(rng.integers(2, 450))
     first, owner = greedy(costs, bins), partition(costs, bins)
-    assert len(costs) > DIFFERENCED and np.array_equal(owner, partition(costs.copy(), bins))
+    assert len(costs) > MAX_KARMARKAR_KARP and np.array_equal(owner, partition(costs.copy(), bins))
     assert owner.shape == costs.shape and owner.min() >= 0 and owner.max() < bins
     most = loads(costs, owner, bins).max()
     assert most <= loads(costs, first, bins).max() * (1 + 1e-9)
-    assert most <= 1.005 * loads(costs, differenced(costs, bins), bins).max()
+    assert most <= 1.005 * loads(costs, karmarkar_karp(costs, bins), bins).max()
 
 
 def test_more_parts_than_items_leaves_each_alone():
-    for number in (5, DIFFERENCED + 5):
+    for number in (5, MAX_KARMARKAR_KARP + 5):
         for bins in (number, 2 * number):
             owner = partition(np.random.default_rng(2).uniform(1.0, 9.0, number), bins)
             assert len(set(owner.tolist())) == number

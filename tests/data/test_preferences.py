@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.preference_data import Preferences, read_preferences
+from megarl.data.preference_data import PreferenceDataset, read_preferences
 from megarl.types import Rollout
 
 
@@ -52,7 +52,7 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def read(path: Path, max_tokens: int = 1000, max_length: int = 1000) -> tuple[Preferences, int]:
+def read(path: Path, max_tokens: int = 1000, max_length: int = 1000) -> tuple[PreferenceDataset, int]:
     return read_preferences(path, Letters(), max_tokens, max_length)
 
 

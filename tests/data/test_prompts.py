@@ -244,13 +244,13 @@ def test_state_goes_on_where_it_was(steps):
 def test_what_comes_back_is_handed_out_first_and_in_its_order(count):
     """Seven prompts an epoch: up to two epochs back."""
     loader = PromptLoader(prompts(7), 3, seed=5)
-    handed = [prompt.id for prompt in [*loader.next_batch(), *loader.further(13)]]
-    loader.give_back(count)
+    handed = [prompt.id for prompt in [*loader.next_batch(), *loader.next_items(13)]]
+    loader.return_unused(count)
     assert loader.state_dict()["samples"] == 16 - count
     resumed = PromptLoader(prompts(7), 3, seed=5)
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     for one in (loader, resumed):
-        assert [prompt.id for prompt in one.further(count)] == handed[16 - count :]
+        assert [prompt.id for prompt in one.next_items(count)] == handed[16 - count :]
     assert sum(take(loader, 4), handed) == sum(take(PromptLoader(prompts(7), 4, seed=5), 7), [])
 
 
@@ -258,19 +258,19 @@ def test_more_cannot_come_back_than_was_handed_out():
     loader = PromptLoader(prompts(7), 3, seed=5)
     loader.next_batch()
     with pytest.raises(ValueError, match="3 prompts were handed out, and 4 come back"):
-        loader.give_back(4)
+        loader.return_unused(4)
 
 
 def test_the_loader_knows_what_it_handed_out_last():
     loader = PromptLoader(prompts(7), 3, seed=5)
-    assert not loader.ends_with([])
+    assert not loader.is_last_batch([])
     first, second = loader.next_batch(), loader.next_batch()
-    assert loader.ends_with(second) and loader.ends_with(second[1:]) and loader.ends_with(tuple(second))
-    assert not any(map(loader.ends_with, ([], first, second[:2], [*first, *second], [replace(second[2])])))
-    loader.give_back(0)
-    assert loader.ends_with(second)
-    loader.give_back(1)
-    assert not loader.ends_with(second)
+    assert loader.is_last_batch(second) and loader.is_last_batch(second[1:]) and loader.is_last_batch(tuple(second))
+    assert not any(map(loader.is_last_batch, ([], first, second[:2], [*first, *second], [replace(second[2])])))
+    loader.return_unused(0)
+    assert loader.is_last_batch(second)
+    loader.return_unused(1)
+    assert not loader.is_last_batch(second)
 
 
 @pytest.mark.parametrize("other", [prompts(6), prompts(8), prompts(7, "q"), prompts(7)[::-1]])

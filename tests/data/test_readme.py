@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.data.conversation_columns import conversation_messages
+from megarl.data.conversation_columns import parse_conversation
 from megarl.data.preference_data import check_pair
 from megarl.data.prompt_data import read_prompts
-from megarl.data.sft_data import sft_rollouts
+from megarl.data.sft_data import read_conversations
 from megarl.data.table import read_rows
 
 TEXT = (Path(__file__).resolve().parents[2] / "megarl/data/README.md").read_text()
@@ -55,15 +55,15 @@ def test_prompts(number: int, suffix: str, tmp_path: Path) -> None:
 def test_conversations(number: int, suffix: str, tmp_path: Path) -> None:
     path = write(ROWS["conversations"][number], tmp_path / f"a.{suffix}")
     ((where, row),) = read_rows(path)
-    assert conversation_messages(row, where) == (QUESTION, ANSWER)
-    assert len(sft_rollouts(path, None)) == 1
+    assert parse_conversation(row, where) == (QUESTION, ANSWER)
+    assert len(read_conversations(path, None)) == 1
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("number", range(2))
 def test_calls(number: int, suffix: str, tmp_path: Path) -> None:
-    talks = sft_rollouts(write(ROWS["calls"][number], tmp_path / f"a.{suffix}"), None)
-    row = talks.read(*talks.rows[0])
+    talks = read_conversations(write(ROWS["calls"][number], tmp_path / f"a.{suffix}"), None)
+    row = talks.normalize(*talks.rows[0])
     question, called, observed, answer = row["messages"]
     (call,) = called["tool_calls"]
     assert question == QUESTION and call["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}

@@ -73,7 +73,7 @@ def test_what_cannot_be_meant(tmp_path: Path, name: str) -> None:
 
 
 def test_a_line_without_end_is_not_read_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 1 << 20)
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: more than 1 MiB"):
         read(tmp_path / "a.jsonl", b"x" * ((1 << 20) + 1))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.sft_data import sft_rollouts
+from megarl.data.sft_data import read_conversations
 
 
 class Letters:
@@ -51,7 +51,7 @@ def write(path: Path, *rows: Any) -> Path:
 def test_turns_by_hand(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "calc"}}]
     row = {"id": "x", "messages": TALK, "tools": tools, "ground_truth": 2}
-    (rollout,) = sft_rollouts(write(tmp_path / "a.jsonl", row), Letters())
+    (rollout,) = read_conversations(write(tmp_path / "a.jsonl", row), Letters())
     texts = ["".join(map(chr, turn.token_ids)) for turn in rollout.turns]
     assert texts == ["[calc](u:1+1;\n(a:", "call;", "\n(t:2;\n(a:", "two;"]
     assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
@@ -63,7 +63,7 @@ def test_turns_by_hand(tmp_path: Path) -> None:
 
 def test_a_sequence_that_is_read_when_asked(tmp_path: Path) -> None:
     rows = [{"messages": TALK[:1] + [{"role": "assistant", "content": str(i)}]} for i in range(5)]
-    rollouts = sft_rollouts(write(tmp_path / "a.jsonl", *rows), Letters())
+    rollouts = read_conversations(write(tmp_path / "a.jsonl", *rows), Letters())
     assert len(rollouts) == 5 and [rollout.answer for rollout in rollouts[1:3]] == ["1", "2"]
     assert rollouts[3] == rollouts[3] and rollouts[3].group == 3
     with pytest.raises(IndexError):
@@ -85,19 +85,19 @@ def test_a_sequence_that_is_read_when_asked(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named_before_training_begins(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        sft_rollouts(write(tmp_path / "a.jsonl", {"messages": TALK}, row), Letters())
+        read_conversations(write(tmp_path / "a.jsonl", {"messages": TALK}, row), Letters())
 
 
 def test_no_file_and_an_empty_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no data file .*gone"):
-        sft_rollouts(tmp_path / "gone.jsonl", Letters())
+        read_conversations(tmp_path / "gone.jsonl", Letters())
     with pytest.raises(ConfigError, match="holds no conversation"):
-        sft_rollouts(write(tmp_path / "a.jsonl", ""), Letters())
+        read_conversations(write(tmp_path / "a.jsonl", ""), Letters())
 
 
 def test_a_template_that_rewrites_history_is_refused(tmp_path: Path) -> None:
     tokenizer = Letters()
     tokenizer.forgets_earlier_answers = True
-    rollouts = sft_rollouts(write(tmp_path / "a.jsonl", {"messages": TALK}), tokenizer)
+    rollouts = read_conversations(write(tmp_path / "a.jsonl", {"messages": TALK}), tokenizer)
     with pytest.raises(ConfigError, match="rewrites earlier turns"):
         rollouts[0]

@@ -44,8 +44,8 @@ def test_in_any_order_they_are_what_a_reader_finds(write: Any, tmp_path: Path) -
     assert [row for _, row in expected] == ROWS and list(table) == expected
     order = random.Random(1).sample(range(23), 23)
     assert [table[index] for index in order] == [expected[index] for index in order]
-    assert list(table[3:9:2]) == expected[3:9:2] and list(table.only(order)) == [expected[index] for index in order]
-    assert table[-1] == expected[-1] and len(table.only([])) == 0
+    assert list(table[3:9:2]) == expected[3:9:2] and list(table.select(order)) == [expected[index] for index in order]
+    assert table[-1] == expected[-1] and len(table.select([])) == 0
     with pytest.raises(IndexError):
         table[23]
 
@@ -82,13 +82,13 @@ def test_of_a_large_file_the_row_groups_used_last_are_kept(tmp_path: Path, monke
         table[index]
     assert read == [0, 1, 4]
     groups = [once(pyarrow.parquet.ParquetFile(tmp_path / "a.parquet"), number).nbytes for number in range(5)]
-    monkeypatch.setattr(table_module, "KEPT", 2 * max(groups))
+    monkeypatch.setattr(table_module, "CACHE_BYTES", 2 * max(groups))
     table = whole(tmp_path / "a.parquet")
     read.clear()
     for index in (0, 5, 1, 10, 2, 6):  # two of them: 1 goes for 2, as 0 was used after it
         table[index]
     assert read == [0, 1, 2, 1]
-    monkeypatch.setattr(table_module, "KEPT", 0)
+    monkeypatch.setattr(table_module, "CACHE_BYTES", 0)
     table = whole(tmp_path / "a.parquet")
     read.clear()
     assert [table[index][1]["n"] for index in (0, 1, 9, 0)] == [0, 1, 9, 0] and read == [0, 1, 0]
@@ -98,11 +98,14 @@ def test_row_groups_that_are_slow_to_read_are_said_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = whole(parquet(tmp_path / "a.parquet"))
-    assert table.slow == "" and whole(lines(tmp_path / "a.jsonl")).slow == ""
-    monkeypatch.setattr(table_module, "KEPT", 0)
-    assert table.slow == ""
-    monkeypatch.setattr(table_module, "LARGE", 0)
-    assert "a.parquet has row groups of up to 0 MiB" in table.slow and "row_group_size=1000" in table.slow
+    assert table.slow_read_warning == "" and whole(lines(tmp_path / "a.jsonl")).slow_read_warning == ""
+    monkeypatch.setattr(table_module, "CACHE_BYTES", 0)
+    assert table.slow_read_warning == ""
+    monkeypatch.setattr(table_module, "LARGE_ROW_GROUP_BYTES", 0)
+    assert (
+        "a.parquet has row groups of up to 0 MiB" in table.slow_read_warning
+        and "row_group_size=1000" in table.slow_read_warning
+    )
 
 
 @pytest.mark.parametrize("write", [lines, parquet])

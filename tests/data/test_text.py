@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from megarl.utils.text import media
+from megarl.utils.text import find_media_type
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ from megarl.utils.text import media
     ],
 )
 def test_parts_that_are_no_text_are_found_by_their_kind(value: Any, kind: str) -> None:
-    assert media(value) == kind
+    assert find_media_type(value) == kind

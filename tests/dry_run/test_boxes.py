@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sandbox"))
 from real_boxes import needs_boxes  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
-from megarl.controllers.lookup import declare  # noqa: E402
+from megarl.controllers.lookup import load_requirements  # noqa: E402
 from megarl.dry_run.plan import check_sandbox  # noqa: E402
 from megarl.sandbox import runner_client  # noqa: E402
 from megarl.sandbox.box import probe  # noqa: E402
@@ -29,7 +29,7 @@ def looked(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     probe.cache_clear()
     config = from_dict(tree)
     warnings: list[str] = []
-    check_sandbox(config, declare(config), warnings)
+    check_sandbox(config, load_requirements(config), warnings)
     assert json.loads(os.environ["MEGARL_SANDBOX"])["backend"] == config.sandbox.backend
     return warnings
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.lookup import declare
+from megarl.controllers.lookup import load_requirements
 from megarl.dry_run.settings import check_data, check_drafts
 
 HF = {
@@ -57,7 +57,7 @@ def warned(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str
     files = {"train": str(train), "eval": str(held_out), **data}
     given = {"algorithm": algorithm, "run": {"eval_every": 1}, "data": files}
     config, warnings = from_dict(given), list[str]()
-    check_data(config, declare(config), True, warnings)
+    check_data(config, load_requirements(config), True, warnings)
     return warnings
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict, load_config, server_args, to_dict
 from megarl.dry_run.plan import Report, render, validate
-from megarl.workers.role_workers import Registered
+from megarl.workers.role_workers import RegisteredWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -94,8 +94,8 @@ def test_roles_on_ranks_of_their_own(plan) -> None:
     assert mine.keys() == {name for name in theirs if name.startswith("actor")}
     assert mine["actor weights"] == theirs["actor weights"]
     assert mine["actor optimizer"] == 2 * theirs["actor optimizer"]
-    assert report.whose == "ranks 0-1: rollout, actor, reference, reward"
-    ((whose, critics),) = report.others.items()
+    assert report.memory_label == "ranks 0-1: rollout, actor, reference, reward"
+    ((whose, critics),) = report.other_memory.items()
     assert whose == "ranks 2-3: rollout, critic" and [stage.layers for stage in critics] == [(0, 1), (2, 3)]
     for stage in critics:  # which receive what is pushed, and send nothing
         assert {name.split()[0] for name in stage.states} == {"critic"} and stage.host == {}
@@ -104,7 +104,7 @@ def test_roles_on_ranks_of_their_own(plan) -> None:
         assert stage.push["reshard staging"] < report.memory[0].push["reshard staging"]
         assert stage.training["activations"] > 0 and stage.training["logits"] == 0
     text = render(report)
-    assert f"on {report.whose}\n" in text and f"on {whose}\n" in text
+    assert f"on {report.memory_label}\n" in text and f"on {whose}\n" in text
 
 
 def test_a_set_of_ranks_for_each_role(plan) -> None:
@@ -112,9 +112,9 @@ def test_a_set_of_ranks_for_each_role(plan) -> None:
     split = ["parallel.world_size=4", "parallel.tp=1", "placement={actor: 0-1, critic: 2, rollout: 3}"]
     report = plan(*split, "critic.parallel={ep: 1}", "train.offload=true")
     assert report.ok, report.errors
-    assert report.whose == "ranks 0-1: actor, reference, reward"
-    assert list(report.others) == ["rank 2: critic", "rank 3: rollout"]
-    (actor,), ((critic,), (engine,)) = report.memory, report.others.values()
+    assert report.memory_label == "ranks 0-1: actor, reference, reward"
+    assert list(report.other_memory) == ["rank 2: critic", "rank 3: rollout"]
+    (actor,), ((critic,), (engine,)) = report.memory, report.other_memory.values()
     assert actor.generation == {} and actor.push["engine weights"] == 0 < actor.push["reshard staging"]
     assert critic.generation == critic.push == {} and "states, while generating" in critic.host
     assert engine.states == engine.training == engine.host == {} and engine.layers == ()
@@ -129,7 +129,7 @@ def test_a_reward_model_on_ranks_of_its_own(plan) -> None:
     split = ["parallel.world_size=4", "parallel.tp=1", "placement={actor: 0-1, reward: 2-3}", "reward.model=/x"]
     report = plan(*split, "algorithm=grpo")
     assert report.ok, report.errors
-    ((whose, (serving,)),) = report.others.items()
+    ((whose, (serving,)),) = report.other_memory.items()
     assert whose == "ranks 2-3: rollout, reward" and serving.states.keys() == {"reward model weights"}
     assert "reward model weights" not in report.memory[0].states and serving.training == {}
 
@@ -350,7 +350,7 @@ def test_a_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_tokenizer(folder, ("a",))
     assert plan(f"model.path={folder}", dry_run=False).ok
     with monkeypatch.context() as patch:
-        patch.setattr(server_args, "_source", server_args._source.__wrapped__)
+        patch.setattr(server_args, "_sglang_folder", server_args._sglang_folder.__wrapped__)
         find = server_args.importlib.util.find_spec
         patch.setattr(
             server_args.importlib.util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)
@@ -449,7 +449,7 @@ def test_a_teacher_is_planned(plan, lab: None) -> None:
     report = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0-1, teacher: 2-3}")
     assert report.ok, report.errors
     assert dict(report.facts["layout"])["teacher's dense layers"] == "tp 1 x pp 2 x dp 1"
-    ((whose, stages),) = report.others.items()
+    ((whose, stages),) = report.other_memory.items()
     assert whose == "ranks 2-3: rollout, teacher" and [stage.layers for stage in stages] == [(0, 1), (2, 3)]
     assert all(stage.states.keys() == {"teacher weights"} and stage.training["activations"] for stage in stages)
     assert stages[0].training["logits"] == 0 < stages[1].training["logits"]
@@ -554,7 +554,7 @@ def test_any_classifier_may_judge(plan, tmp_path: Path) -> None:
     apart = ["parallel.tp=1", "placement={actor: 0-1, reward: 2-3}", "parallel.ep=2"]
     report = plan(*judged, said, *apart, dry_run=False)
     assert report.ok, report.errors
-    ((whose, (stage,)),) = report.others.items()
+    ((whose, (stage,)),) = report.other_memory.items()
     assert whose == "ranks 2-3: rollout, reward" and stage.states == {"reward model weights": 4 * 17}
     assert stage.generation["reward model activations"] == 4 * 3072 * (6 * 8 + 3 * 16) and stage.layers == (0,)
     (folder / "config.json").write_text(json.dumps(bert | {"max_position_embeddings": 128}))
@@ -571,7 +571,7 @@ def test_a_reward_model_may_have_a_layout_of_its_own(plan) -> None:
     report = plan(*split, "roles={reward: {parallel: {tp: 1, pp: 2, ep: 1}}}")
     assert report.ok, report.errors
     assert dict(report.facts["layout"])["reward's dense layers"] == "tp 1 x pp 2 x dp 1"
-    assert [stage.layers for stage in report.others["ranks 2-3: rollout, reward"]] == [(0, 1), (2, 3)]
+    assert [stage.layers for stage in report.other_memory["ranks 2-3: rollout, reward"]] == [(0, 1), (2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -618,7 +618,7 @@ def test_rewards_that_do_not_fit(plan, roles: str, overrides: list[str], message
 def test_a_service_needs_no_functions(plan) -> None:
     report = plan("reward.functions=[]", "roles={reward: {backend: http, options: {url: http://a:80/b}}}")
     assert report.ok and report.warnings == []
-    script = {"reward": Registered(options={"url": ["http://a/b", "http://c/d"]})}
+    script = {"reward": RegisteredWorker(options={"url": ["http://a/b", "http://c/d"]})}
     assert plan("reward.functions=[]", "roles={reward: {backend: http}}", registered=script).ok
 
 
@@ -640,7 +640,7 @@ def test_training_a_reward_model_needs_no_engine(plan) -> None:
 
 
 def test_a_script_with_its_own_reward_needs_no_reward_functions(plan) -> None:
-    assert plan("reward.functions=[]", registered={"reward": Registered(options={"reward_fn": len})}).ok
+    assert plan("reward.functions=[]", registered={"reward": RegisteredWorker(options={"reward_fn": len})}).ok
 
 
 def test_sft_ignores_what_only_rollouts_need(plan) -> None:

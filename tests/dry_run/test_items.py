@@ -13,7 +13,7 @@ import pytest
 from megarl.config import Config, ConfigError, from_dict
 from megarl.dry_run import data_and_tools
 from megarl.dry_run.plan import validate
-from megarl.environments.catalog import known_of
+from megarl.environments.catalog import load_catalog
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,7 +154,7 @@ def test_what_is_well_passes_and_long_rows_are_counted(model: Path, tmp_path: Pa
 def test_further_rows_are_read_while_something_is_open(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_and_tools, "MOST", 2)
+    monkeypatch.setattr(data_and_tools, "MAX_ROWS", 2)
     long: dict[str, Any] = {"prompt": "many words " * 100}
     made = config(model, tmp_path, [long, long, long, {"level": 1}, {"tools": ["none"]}], rollout=SLOW)
     assert wrong(made) == ""  # the fourth is short enough, and nobody looks at the fifth
@@ -165,7 +165,7 @@ def test_further_rows_are_read_while_something_is_open(
 def test_what_is_offered_by_prompts_of_any_file() -> None:
     from megarl.config import RolloutConfig
 
-    known = known_of(RolloutConfig(tools=(CALCULATOR, "odd_tools:waits"), environments=(GUESS, ODD)))
+    known = load_catalog(RolloutConfig(tools=(CALCULATOR, "odd_tools:waits"), environments=(GUESS, ODD)))
     both = [Prompt("a", (USER,), ground_truth=1), Prompt("b", (USER,), ground_truth=1, extra={"environment": "Odd"})]
     data_and_tools.check_offered(both, known)
     listing = [Prompt(one.id, one.messages, ground_truth=1, tools=("calculator",), extra=one.extra) for one in both]
@@ -175,6 +175,6 @@ def test_what_is_offered_by_prompts_of_any_file() -> None:
         data_and_tools.check_offered(listing, known)
     with pytest.raises(ConfigError, match="rollout.environments: no prompt has Odd of odd_worlds:Odd, all have Guess"):
         data_and_tools.check_offered(both[:1], known)
-    agent = known_of(RolloutConfig(tools=(CALCULATOR,), environments=("agents_of_tests:calculating",)))
+    agent = load_catalog(RolloutConfig(tools=(CALCULATOR,), environments=("agents_of_tests:calculating",)))
     with pytest.raises(ConfigError, match="no prompt offers calculator .* all of them are an agent's, .* take it out"):
         data_and_tools.check_offered(both[:1], agent)

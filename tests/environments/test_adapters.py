@@ -20,8 +20,8 @@ from test_harbor import SOLUTION, task_folder
 
 from megarl.config import ConfigError, RolloutConfig, from_dict
 from megarl.environments import mcp
-from megarl.environments.catalog import known_of
-from megarl.environments.process_sessions import Session, Sessions
+from megarl.environments.catalog import load_catalog
+from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost
 from megarl.types import Prompt, Reward
 
@@ -29,9 +29,9 @@ USER = {"role": "user", "content": "Go."}
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 
-def within(work: Callable[[Sessions], Awaitable[Any]], **settings: Any) -> Any:
+def within(work: Callable[[EnvironmentPool], Awaitable[Any]], **settings: Any) -> Any:
     async def run() -> Any:
-        async with aclosing(Sessions(known_of(RolloutConfig(**settings)), 60.0, 1)) as sessions:
+        async with aclosing(EnvironmentPool(load_catalog(RolloutConfig(**settings)), 60.0, 1)) as sessions:
             return await work(sessions)
 
     return asyncio.run(run())
@@ -65,20 +65,20 @@ def gone(process: str) -> bool:
     return False
 
 
-async def said(session: Session, number: int, name: str, **arguments: Any) -> str:
+async def said(session: EnvironmentSession, number: int, name: str, **arguments: Any) -> str:
     return (await session.call(number, name, arguments)).text
 
 
 def test_servers_as_tools_without_a_state(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_TRAINER", "secret")
 
-    async def work(sessions: Sessions) -> list[str]:
-        session = await sessions.begin(prompt())
+    async def work(sessions: EnvironmentPool) -> list[str]:
+        session = await sessions.open_session(prompt())
         assert "add" in [schema["function"]["name"] for schema in session.schemas]
         found = [await said(session, 0, "add", a=2, b=3), await said(session, 1, "environment")]
         found += [await said(session, 2, "fails"), await said(session, 3, "add", a="x", b=1)]
         found += [await said(session, 4, "process"), await said(session, 5, "dies"), await said(session, 6, "process")]
-        session.end()
+        session.close()
         return found
 
     five, environment, fails, wrong, before, dies, after = within(work, tools=(servers,))
@@ -89,15 +89,15 @@ def test_servers_as_tools_without_a_state(servers: str, monkeypatch: pytest.Monk
 
 
 def test_servers_as_an_environment(servers: str) -> None:
-    async def work(sessions: Sessions) -> list[str]:
-        one, two = [await sessions.begin(prompt()) for _ in range(2)]
+    async def work(sessions: EnvironmentPool) -> list[str]:
+        one, two = [await sessions.open_session(prompt()) for _ in range(2)]
         found = [await said(one, 0, "count"), await said(one, 1, "count"), await said(two, 0, "count")]
         found += [await said(one, 2, "process"), await said(two, 2, "process")]
         with pytest.raises(SessionLost, match=r"MCP server one is gone \(fatal: out of luck\)"):
             await one.call(3, "dies", {})
         assert await said(two, 3, "add", a=1, b=1) == "2"
-        one.end()
-        two.end()
+        one.close()
+        two.close()
         return found
 
     *counts, first, second = within(work, environments=(servers,))
@@ -111,7 +111,7 @@ def test_a_server_that_does_not_start_is_said_at_once(tmp_path: Path) -> None:
     file.write_text(json.dumps({"mcpServers": {"one": {"command": "/no/such"}}}))
     said = f"rollout.tools: mcp:{file} cannot be begun: .*MCP server one did not start: .*/no/such"
     with pytest.raises(ConfigError, match=said):
-        known_of(RolloutConfig(tools=(f"mcp:{file}",)))
+        load_catalog(RolloutConfig(tools=(f"mcp:{file}",)))
 
 
 @needs_boxes
@@ -119,33 +119,33 @@ def test_a_folder_of_tasks_as_an_environment(tmp_path: Path) -> None:
     for name in ("greet", "more/greet"):
         task_folder(tmp_path / name)
 
-    async def work(sessions: Sessions) -> list[Any]:
+    async def work(sessions: EnvironmentPool) -> list[Any]:
         found = []
         for command in (SOLUTION, "echo no > greeting.txt"):
-            session = await sessions.begin(prompt(task="more/greet"))
+            session = await sessions.open_session(prompt(task="more/greet"))
             assert [schema["function"]["name"] for schema in session.schemas] == ["bash"]
             assert await said(session, 0, "bash", command=command) == ""
             found.append(await session.reward("", (USER,), ["done"]))
-            session.end()
+            session.close()
         return found
 
     spec = f"harbor:{tmp_path}"
     assert within(work, environments=(spec,)) == [Reward(1.0, {"tidy": 0.5}), Reward(0.0, {"tidy": 0.5})]
     with pytest.raises(ConfigError, match="has no column 'task', which reset of harbor:"):
-        known_of(RolloutConfig(environments=(spec,))).of(prompt())
+        load_catalog(RolloutConfig(environments=(spec,))).find_environment(prompt())
 
 
 def test_a_folder_of_tasks_without_a_verifier_is_said_at_once(tmp_path: Path) -> None:
     task_folder(tmp_path / "greet", verifier=None)
     with pytest.raises(ConfigError, match=f"rollout.environments: harbor:{tmp_path}: task greet: has no verifier"):
-        known_of(RolloutConfig(environments=(f"harbor:{tmp_path}",)))
+        load_catalog(RolloutConfig(environments=(f"harbor:{tmp_path}",)))
 
 
 def test_the_pages_examples(tmp_path: Path) -> None:
     page = (Path(mcp.__file__).parent / "ADAPTERS.md").read_text(encoding="utf-8")
     (servers,) = re.findall(r"```json servers.json\n(.*?)```", page, re.DOTALL)
     (tmp_path / "servers.json").write_text(servers)
-    files, search = mcp.read(str(tmp_path / "servers.json"))
+    files, search = mcp.read_servers(str(tmp_path / "servers.json"))
     assert (files.command, files.tools, search.url) == ("npx", ("read_text_file",), "http://127.0.0.1:8000/mcp")
     configs = [yaml.safe_load(text) for text in re.findall(r"```yaml config\n(.*?)```", page, re.DOTALL)]
     found = [from_dict(config).rollout for config in configs]
@@ -157,7 +157,7 @@ def test_the_pages_examples(tmp_path: Path) -> None:
 
 
 def test_an_agent_plays_on_in_its_process_unless_it_has_raised_there() -> None:
-    async def work(sessions: Sessions) -> list[Any]:
+    async def work(sessions: EnvironmentPool) -> list[Any]:
         found: list[Any] = []
         for how in ("", "", "raises", ""):
             try:

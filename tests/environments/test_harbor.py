@@ -18,7 +18,7 @@ from real_boxes import needs_boxes
 
 from megarl.config import ConfigError
 from megarl.environments import containers, harbor
-from megarl.environments.harbor_tasks import read_tasks, reward_of
+from megarl.environments.harbor_tasks import parse_reward, read_tasks
 
 SETTINGS = """
 version = "1.0"
@@ -79,13 +79,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         file = tmp_path_factory.mktemp("engine") / "containers.conf"
         file.write_text(settings)
         patch.setenv("CONTAINERS_CONF", str(file))
-        containers.engine.cache_clear()
+        containers.find_runtime.cache_clear()
         try:
-            name = containers.engine()
+            name = containers.find_runtime()
         except ConfigError as error:
             pytest.skip(str(error))
         yield name
-        containers.engine.cache_clear()
+        containers.find_runtime.cache_clear()
 
 
 @pytest.fixture
@@ -251,11 +251,11 @@ def test_folders_become_rows(tmp_path: Path) -> None:
 def test_an_image_without_an_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_image(task_folder(tmp_path / "greet"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    containers.engine.cache_clear()
+    containers.find_runtime.cache_clear()
     said = "task greet has an image of its own: no container can be had here: there is no docker; there is no podman"
     with pytest.raises(ConfigError, match=said):
         harbor.environment(str(tmp_path))
-    containers.engine.cache_clear()
+    containers.find_runtime.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_verifier_wrote(files: dict[str, bytes], reward: float, parts: dict[str, float]) -> None:
-    assert reward_of(files) == (reward, parts)
+    assert parse_reward(files) == (reward, parts)
 
 
 @pytest.mark.parametrize(
@@ -315,4 +315,4 @@ def test_what_a_verifier_wrote(files: dict[str, bytes], reward: float, parts: di
 )
 def test_rewards_that_are_none(files: dict[str, bytes], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        reward_of(files)
+        parse_reward(files)

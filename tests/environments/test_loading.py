@@ -10,27 +10,27 @@ import odd_worlds
 import pytest
 
 from megarl.config.strict import ConfigError
-from megarl.environments.loading import ENVIRONMENTS, TOOLS, load
-from megarl.environments.protocol import Described
+from megarl.environments.loading import ENVIRONMENTS_KEY, TOOLS_KEY, load
+from megarl.environments.protocol import EnvironmentInfo
 
 
-def described(name: str) -> Described:
-    return load(f"odd_worlds:{name}", ENVIRONMENTS).described
+def described(name: str) -> EnvironmentInfo:
+    return load(f"odd_worlds:{name}", ENVIRONMENTS_KEY).info
 
 
 def test_what_is_said_of_classes() -> None:
     guess = described("Guess")
-    assert (guess.kind, guess.name, guess.dynamic, guess.rewards) == ("environment", "Guess", False, True)
-    assert (guess.required, guess.takes) == (("ground_truth",), ("ground_truth", "data_source"))
-    assert guess.of_reward == ("answer", "turns") and not guess.is_async and guess.timeout == 0
+    assert (guess.kind, guess.name, guess.has_dynamic_tools, guess.has_reward) == ("environment", "Guess", False, True)
+    assert (guess.required_columns, guess.accepted_columns) == (("ground_truth",), ("ground_truth", "data_source"))
+    assert guess.reward_arguments == ("answer", "turns") and not guess.is_async and guess.timeout == 0
     plain = described("Plain")
-    assert (plain.required, plain.takes, plain.rewards) == ((), (), False)
+    assert (plain.required_columns, plain.accepted_columns, plain.has_reward) == ((), (), False)
     odd = described("Odd")
-    assert (odd.required, odd.takes, odd.timeout) == (("ground_truth",), None, 2.0)
+    assert (odd.required_columns, odd.accepted_columns, odd.timeout) == (("ground_truth",), None, 2.0)
     assert [schema["function"]["name"] for schema in odd.schemas] == ["act", "pid"]
-    assert described("Waits").is_async and described("Found").dynamic and described("Found").schemas == ()
+    assert described("Waits").is_async and described("Found").has_dynamic_tools and described("Found").schemas == ()
     agent = described("agent")
-    assert (agent.kind, agent.rewards, agent.is_async, agent.schemas) == ("agent", True, True, ())
+    assert (agent.kind, agent.has_reward, agent.is_async, agent.schemas) == ("agent", True, True, ())
 
 
 def test_inherited_tools_and_static_ones() -> None:
@@ -53,7 +53,7 @@ def test_inherited_tools_and_static_ones() -> None:
     assert list(schemas["twice"]["properties"]) == ["x"] and schemas["made"]["required"] == []
 
 
-@pytest.mark.parametrize("key", [TOOLS, ENVIRONMENTS])
+@pytest.mark.parametrize("key", [TOOLS_KEY, ENVIRONMENTS_KEY])
 def test_an_adapter_makes_a_class_of_what_follows_its_prefix(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     given: list[str] = []
 
@@ -63,9 +63,9 @@ def test_an_adapter_makes_a_class_of_what_follows_its_prefix(monkeypatch: pytest
 
     monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
     found = load("mcp:some/file.json:x", key)
-    assert found.made is odd_worlds.Found and given == ["some/file.json:x"]
-    assert (found.described.name, found.described.dynamic) == ("some/file.json:x", True)
-    assert found.described.kind == ("tools" if key == TOOLS else "environment")
+    assert found.target is odd_worlds.Found and given == ["some/file.json:x"]
+    assert (found.info.name, found.info.has_dynamic_tools) == ("some/file.json:x", True)
+    assert found.info.kind == ("tools" if key == TOOLS_KEY else "environment")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_an_adapter_that_cannot(monkeypatch: pytest.MonkeyPatch, error: BaseExce
 
     monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
     with pytest.raises(ConfigError, match=complaint):
-        load("mcp:x", ENVIRONMENTS)
+        load("mcp:x", ENVIRONMENTS_KEY)
 
 
 def test_a_plain_function_is_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +91,10 @@ def test_a_plain_function_is_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
         return 2 * x
 
     monkeypatch.setattr(odd_worlds, "double", double, raising=False)
-    found = load("odd_worlds:double", TOOLS)
-    assert found.made.function is double and found.made.schema == found.described.schemas[0]
-    assert found.described.kind == "tools" and found.described.name == "double"
+    found = load("odd_worlds:double", TOOLS_KEY)
+    assert found.target.function is double and found.target.schema == found.info.schemas[0]
+    assert found.info.kind == "tools" and found.info.name == "double"
     with pytest.raises(
         ConfigError, match="rollout.tools: odd_worlds:Guess is a type: a class belongs into rollout.env"
     ):
-        load("odd_worlds:Guess", TOOLS)
+        load("odd_worlds:Guess", TOOLS_KEY)

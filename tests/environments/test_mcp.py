@@ -190,9 +190,9 @@ def test_what_is_no_text_is_named() -> None:
     audio, pdf = (
         f"[{what} is left out: only text can be read]" for what in ("audio (audio/wav)", "resource (application/pdf)")
     )
-    assert adapter.said({"content": content}) == f"a\n{audio}\nb\n{pdf}\n[c: file:///c]"
-    assert adapter.said({"content": [], "structuredContent": {"result": 5}}) == '{"result": 5}'
-    assert adapter.said({}) == ""
+    assert adapter.format_result({"content": content}) == f"a\n{audio}\nb\n{pdf}\n[c: file:///c]"
+    assert adapter.format_result({"content": [], "structuredContent": {"result": 5}}) == '{"result": 5}'
+    assert adapter.format_result({}) == ""
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_entries_that_are_wrong(tmp_path: Path, entry: Any, said: str) -> None:
     file = tmp_path / "servers.json"
     file.write_text(json.dumps({"mcpServers": {"one": entry}}))
     with pytest.raises(ConfigError, match=said):
-        adapter.read(str(file))
+        adapter.read_servers(str(file))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_files_that_are_wrong(tmp_path: Path, text: str | None, said: str) -> No
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        adapter.read(str(file))
+        adapter.read_servers(str(file))
 
 
 def test_a_name_that_is_not_set_is_told(with_servers: Callable[..., Any]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megarl.config import RolloutConfig
-from megarl.environments.catalog import known_of
-from megarl.environments.process_sessions import Sessions
+from megarl.environments.catalog import load_catalog
+from megarl.environments.process_sessions import EnvironmentPool
 from megarl.types import Prompt, Reward
 
 sys.path.append(str(Path(__file__).parent))
@@ -47,13 +47,13 @@ def test_each_way_is_short() -> None:
 
 
 def test_the_class_and_the_tool(modules: None) -> None:
-    known = known_of(RolloutConfig(environments=("my_game:Guess",), tools=("my_tools:count_words",)))
+    known = load_catalog(RolloutConfig(environments=("my_game:Guess",), tools=("my_tools:count_words",)))
     about = known.tools["count_words"].schema["function"]["parameters"]["properties"]
     assert about["text"] == {"type": "string", "description": "in any language"} and about["longest"]["default"] == 20
 
     async def play() -> Any:
-        async with aclosing(Sessions(known, 60.0, 1)) as sessions:
-            session = await sessions.begin(Prompt("p", ({"role": "user", "content": "Go."},), ground_truth=7))
+        async with aclosing(EnvironmentPool(known, 60.0, 1)) as sessions:
+            session = await sessions.open_session(Prompt("p", ({"role": "user", "content": "Go."},), ground_truth=7))
             said = [
                 await session.call(0, "guess", {"number": 7}),
                 await session.call(1, "count_words", {"text": "a b"}),
@@ -64,11 +64,11 @@ def test_the_class_and_the_tool(modules: None) -> None:
 
 
 def test_the_agent(modules: None) -> None:
-    known = known_of(RolloutConfig(environments=("my_agent:run",)))
+    known = load_catalog(RolloutConfig(environments=("my_agent:run",)))
     assert known.environments["run"].kind == "agent"
 
     async def run() -> Any:
-        async with aclosing(Sessions(known, 60.0, 1)) as sessions:
+        async with aclosing(EnvironmentPool(known, 60.0, 1)) as sessions:
             prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="1")
             return await sessions.run_agent(prompt, "http://x", "key", 60.0)
 
@@ -78,12 +78,12 @@ def test_the_agent(modules: None) -> None:
 def test_the_program_with_the_official_client(tmp_path: Path) -> None:
     program = tmp_path / "my_program.py"
     program.write_text(MODULES["my_program.py"])
-    known = known_of(RolloutConfig(environments=(f"program:{sys.executable} {program}",)))
+    known = load_catalog(RolloutConfig(environments=(f"program:{sys.executable} {program}",)))
 
     async def run() -> Any:
         asked: list[dict[str, Any]] = []
         async with served(lambda messages: f"It is {len(messages)}.", asked) as url:
-            async with aclosing(Sessions(known, 60.0, 1)) as sessions:
+            async with aclosing(EnvironmentPool(known, 60.0, 1)) as sessions:
                 prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="1")
                 return await sessions.run_agent(prompt, url, "key", 60.0), asked[0]["messages"]
 

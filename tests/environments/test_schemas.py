@@ -8,8 +8,8 @@ import odd_worlds
 import pytest
 
 from megarl.config.strict import ConfigError
-from megarl.environments.schemas import of_hint, parsed, schema_of
-from megarl.environments.tools import argument_error, coerced, declared_types
+from megarl.environments.schemas import build_schema, hint_to_schema, parse_docstring
+from megarl.environments.tools import coerce_argument, find_argument_error, read_declared_types
 
 PICK = {
     "type": "function",
@@ -32,7 +32,7 @@ PICK = {
 
 
 def test_a_method_of_all_kinds_of_arguments() -> None:
-    assert schema_of(odd_worlds.Choosy.pick, "here", bound=True) == PICK
+    assert build_schema(odd_worlds.Choosy.index_select, "here", bound=True) == PICK
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_a_method_of_all_kinds_of_arguments() -> None:
     ],
 )
 def test_hints(hint: Any, schema: dict[str, Any]) -> None:
-    assert of_hint(hint, "here") == schema
+    assert hint_to_schema(hint, "here") == schema
 
 
 @pytest.mark.parametrize("hint", [bytes, int | str, dict[int, str], set[str], Literal["a", 1], object, tuple[int, str]])
 def test_hints_that_no_schema_has(hint: Any) -> None:
     with pytest.raises(ConfigError, match="here has the hint .*; it must be str, int, float"):
-        of_hint(hint, "here")
+        hint_to_schema(hint, "here")
 
 
 def no_docstring(x: int) -> None: ...
@@ -99,15 +99,17 @@ def odd_default(x: int = object()) -> None:  # type: ignore[assignment]  # noqa:
 )
 def test_what_has_no_schema(function: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as error:
-        schema_of(function, "here")
+        build_schema(function, "here")
     assert "\n" not in str(error.value)
 
 
 def test_docstrings_of_other_kinds_are_descriptions() -> None:
-    assert parsed("One.\n\nReturns:\n    two: three\n") == ("One.", {})
-    assert parsed("Note that: it is.\nMore.") == ("Note that: it is. More.", {})
-    assert parsed("") == ("", {})
-    head, arguments = parsed("X.\n\nArgs:\n    a: first, such as\n        b: no argument\n    c (int): third\n")
+    assert parse_docstring("One.\n\nReturns:\n    two: three\n") == ("One.", {})
+    assert parse_docstring("Note that: it is.\nMore.") == ("Note that: it is. More.", {})
+    assert parse_docstring("") == ("", {})
+    head, arguments = parse_docstring(
+        "X.\n\nArgs:\n    a: first, such as\n        b: no argument\n    c (int): third\n"
+    )
     assert (head, arguments) == ("X.", {"a": "first, such as b: no argument", "c": "third"})
 
 
@@ -122,7 +124,7 @@ def test_docstrings_of_other_kinds_are_descriptions() -> None:
     ],
 )
 def test_what_the_policy_may_give(arguments: dict[str, Any], complaint: str) -> None:
-    assert argument_error(PICK, arguments) == complaint
+    assert find_argument_error(PICK, arguments) == complaint
 
 
 MAYBE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
@@ -143,7 +145,7 @@ MAYBE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
     ],
 )
 def test_what_types_a_schema_declares(schema: dict[str, Any], types: set[str]) -> None:
-    assert declared_types(schema) == types
+    assert read_declared_types(schema) == types
 
 
 @pytest.mark.parametrize(
@@ -179,11 +181,11 @@ def test_what_types_a_schema_declares(schema: dict[str, Any], types: set[str]) -
     ],
 )
 def test_texts_become_what_is_declared(text: str, schema: dict[str, Any], value: Any) -> None:
-    found = coerced(text, schema)
+    found = coerce_argument(text, schema)
     assert found == value and type(found) is type(value)
 
 
 def test_arguments_of_several_types() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": MAYBE}}}}
-    assert argument_error(tool, {"x": None}) == argument_error(tool, {"x": 3}) == ""
-    assert argument_error(tool, {"x": "3"}) == "argument x must be of type integer"
+    assert find_argument_error(tool, {"x": None}) == find_argument_error(tool, {"x": 3}) == ""
+    assert find_argument_error(tool, {"x": "3"}) == "argument x must be of type integer"

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import pytest
 
 from megarl.config import ConfigError, RolloutConfig
-from megarl.environments.catalog import known_of
-from megarl.environments.process_sessions import Session, Sessions
+from megarl.environments.catalog import load_catalog
+from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost, ToolResult
-from megarl.processes.process_limits import Limits
-from megarl.types import Failed, Prompt, Reward
+from megarl.processes.process_limits import ProcessLimits
+from megarl.types import Prompt, Reward, RewardFailure
 
 T = TypeVar("T")
 USER = {"role": "user", "content": "Play."}
@@ -28,32 +28,32 @@ def prompt(ground_truth: Any = None, **extra: Any) -> Prompt:
 
 
 def within(
-    work: Callable[[Sessions], Awaitable[T]],
+    work: Callable[[EnvironmentPool], Awaitable[T]],
     *names: str,
     timeout: float = 60.0,
     log: Path | None = None,
     tools: tuple[str, ...] = (),
-    limits: Limits = Limits(memory_mb=2048),  # noqa: B008
+    limits: ProcessLimits = ProcessLimits(memory_mb=2048),  # noqa: B008
 ) -> T:
     config = RolloutConfig(environments=tuple(f"odd_worlds:{name}" for name in names), tools=tools)
 
     async def run() -> T:
-        async with aclosing(Sessions(known_of(config), timeout, 2, log, limits)) as sessions:
+        async with aclosing(EnvironmentPool(load_catalog(config), timeout, 2, log, limits)) as sessions:
             return await work(sessions)
 
     return asyncio.run(run())
 
 
-async def rated(session: Session, answer: str = "", turns: int = 1) -> Any:
+async def rated(session: EnvironmentSession, answer: str = "", turns: int = 1) -> Any:
     return await session.reward(answer, (USER, {"role": "assistant", "content": answer}), ["said"] * turns)
 
 
 def test_a_game_from_reset_to_reward() -> None:
-    async def play(sessions: Sessions) -> Any:
-        session = await sessions.begin(prompt(62, unknown="column"))
+    async def play(sessions: EnvironmentPool) -> Any:
+        session = await sessions.open_session(prompt(62, unknown="column"))
         said = [(await session.call(i, "guess", {"number": number})).text for i, number in enumerate((50, 75, 62))]
         verdict = await rated(session, " 62 ", 4)
-        session.end()
+        session.close()
         return session, said, verdict
 
     session, said, verdict = within(play, "Guess")
@@ -64,36 +64,36 @@ def test_a_game_from_reset_to_reward() -> None:
 
 
 def test_each_conversation_has_an_object_of_its_own_and_processes_are_used_again() -> None:
-    async def play(sessions: Sessions) -> list[str]:
-        both = [await sessions.begin(prompt("fine")) for _ in range(2)]
+    async def play(sessions: EnvironmentPool) -> list[str]:
+        both = [await sessions.open_session(prompt("fine")) for _ in range(2)]
         pids = [(await session.call(0, "pid", {})).text for session in both]
         for session in both:
-            session.end()
-            session.end()
-        await asyncio.gather(*sessions._ending)
-        again = await sessions.begin(prompt("fine"))
+            session.close()
+            session.close()
+        await asyncio.gather(*sessions._closing_tasks)
+        again = await sessions.open_session(prompt("fine"))
         pids.append((await again.call(0, "pid", {})).text)
         return pids
 
     first, second, third = within(play, "Odd")
     assert first != second and third in (first, second)
 
-    async def count(sessions: Sessions) -> list[str]:
+    async def count(sessions: EnvironmentPool) -> list[str]:
         found = []
         for _ in range(2):
-            session = await sessions.begin(prompt())
+            session = await sessions.open_session(prompt())
             found += [(await session.call(i, "count", {"by": 2})).text for i in range(2)]
             assert await rated(session) is None
-            session.end()
-            await asyncio.gather(*sessions._ending)
+            session.close()
+            await asyncio.gather(*sessions._closing_tasks)
         return found
 
     assert within(count, "Plain") == ["2", "4", "2", "4"]
 
 
 def test_a_call_of_one_number_is_made_once_and_calls_are_in_order() -> None:
-    async def count(sessions: Sessions) -> list[str]:
-        session = await sessions.begin(prompt())
+    async def count(sessions: EnvironmentPool) -> list[str]:
+        session = await sessions.open_session(prompt())
         calls = [session.call(number, "count", {"by": by}) for number, by in enumerate((1, 10, 100))]
         first = [result.text for result in await asyncio.gather(*calls)]
         return first + [(await session.call(number, "count", {"by": 1})).text for number in (1, 0, 3)]
@@ -102,15 +102,15 @@ def test_a_call_of_one_number_is_made_once_and_calls_are_in_order() -> None:
 
 
 def test_coroutines_and_what_goes_on_between_the_calls() -> None:
-    async def play(sessions: Sessions) -> Any:
-        session = await sessions.begin(prompt())
+    async def play(sessions: EnvironmentPool) -> Any:
+        session = await sessions.open_session(prompt())
         cut = asyncio.ensure_future(session.call(0, "wait", {"seconds": 0.3}))
         await asyncio.sleep(0.05)
         cut.cancel()  # as a conversation is that is stopped; the call goes on
         result = await session.call(0, "wait", {"seconds": 0.3})
         before = int((await session.call(1, "beats_now", {})).text)
         while int((await session.call(2, "beats_now", {})).text) <= before:
-            session._calls.clear()
+            session._call_tasks.clear()
         return session.messages, result, await rated(session)
 
     messages, result, verdict = within(play, "Waits")
@@ -119,8 +119,8 @@ def test_coroutines_and_what_goes_on_between_the_calls() -> None:
 
 
 def test_tools_that_are_found_when_it_runs() -> None:
-    async def play(sessions: Sessions) -> Any:
-        session = await sessions.begin(prompt(["look", "go"]))
+    async def play(sessions: EnvironmentPool) -> Any:
+        session = await sessions.open_session(prompt(["look", "go"]))
         return [schema["function"]["name"] for schema in session.schemas], await session.call(0, "go", {"x": "y"})
 
     assert within(play, "Found") == (["look", "go"], ToolResult("go of {'x': 'y'}", True))
@@ -132,8 +132,8 @@ def test_tools_that_are_found_when_it_runs() -> None:
 def test_what_is_no_tool_is_not_called() -> None:
     names = ("reset", "reward", "close", "_act", "__init__", "how", "timeout")
 
-    async def play(sessions: Sessions) -> list[ToolResult]:
-        session = await sessions.begin(prompt("fine"))
+    async def play(sessions: EnvironmentPool) -> list[ToolResult]:
+        session = await sessions.open_session(prompt("fine"))
         return [await session.call(number, name, {}) for number, name in enumerate(names)]
 
     for name, result in zip(names, within(play, "Odd"), strict=True):
@@ -141,8 +141,8 @@ def test_what_is_no_tool_is_not_called() -> None:
 
 
 def test_environments_and_tools_together() -> None:
-    async def play(sessions: Sessions) -> Any:
-        session = await sessions.begin(prompt(3, environment="Guess"))
+    async def play(sessions: EnvironmentPool) -> Any:
+        session = await sessions.open_session(prompt(3, environment="Guess"))
         names = [schema["function"]["name"] for schema in session.schemas]
         return names, await session.call(0, "calculator", {"expression": "1+2"}), await session.call(1, "guess", {})
 
@@ -167,8 +167,8 @@ def test_environments_and_tools_together() -> None:
     ],
 )
 def test_what_a_tool_may_do_without_an_end_of_its_conversation(tmp_path: Path, how: str, text: str) -> None:
-    async def play(sessions: Sessions) -> Any:
-        session = await sessions.begin(prompt("fine"))
+    async def play(sessions: EnvironmentPool) -> Any:
+        session = await sessions.open_session(prompt("fine"))
         before = await session.call(0, "pid", {})
         result = await session.call(1, "act", {"how": how})
         assert await session.call(2, "pid", {}) == before
@@ -187,16 +187,16 @@ def test_what_a_tool_may_do_without_an_end_of_its_conversation(tmp_path: Path, h
     ],
 )
 def test_a_tool_that_ends_its_conversation(tmp_path: Path, how: str, why: str) -> None:
-    async def play(sessions: Sessions) -> None:
-        session, other = await sessions.begin(prompt("fine")), await sessions.begin(prompt("fine"))
+    async def play(sessions: EnvironmentPool) -> None:
+        session, other = await sessions.open_session(prompt("fine")), await sessions.open_session(prompt("fine"))
         with pytest.raises(SessionLost, match=why):
             await session.call(0, "act", {"how": how})
         with pytest.raises(SessionLost, match=why):
             await session.call(1, "pid", {})
-        assert await rated(session) == Failed(why)
-        session.end()
+        assert await rated(session) == RewardFailure(why)
+        session.close()
         assert await rated(other) == Reward(0.25)
-        assert await rated(await sessions.begin(prompt("fine"))) == Reward(0.25)
+        assert await rated(await sessions.open_session(prompt("fine"))) == Reward(0.25)
 
     within(play, "Odd", log=tmp_path / "log")
     assert why.removeprefix("Odd: ") in (tmp_path / "log").read_text()
@@ -217,10 +217,10 @@ def test_a_tool_that_ends_its_conversation(tmp_path: Path, how: str, why: str) -
     ],
 )
 def test_a_reset_that_goes_wrong(how: str, why: str) -> None:
-    async def play(sessions: Sessions) -> None:
+    async def play(sessions: EnvironmentPool) -> None:
         with pytest.raises(SessionLost, match=why):
-            await sessions.begin(prompt(f"reset {how}"))
-        (await sessions.begin(prompt("fine"))).end()
+            await sessions.open_session(prompt(f"reset {how}"))
+        (await sessions.open_session(prompt("fine"))).close()
 
     within(play, "Odd")
 
@@ -242,19 +242,19 @@ def test_a_reset_that_goes_wrong(how: str, why: str) -> None:
 )
 def test_a_reward_that_goes_wrong_is_none(how: str, why: str) -> None:
     verdict = within(lambda sessions: _rated_at_once(sessions, f"reward {how}"), "Odd")
-    assert isinstance(verdict, Failed) and why in verdict.why and "\n" not in verdict.why
+    assert isinstance(verdict, RewardFailure) and why in verdict.reason and "\n" not in verdict.reason
 
 
-async def _rated_at_once(sessions: Sessions, how: str) -> Any:
-    return await rated(await sessions.begin(prompt(how)))
+async def _rated_at_once(sessions: EnvironmentPool, how: str) -> Any:
+    return await rated(await sessions.open_session(prompt(how)))
 
 
 def test_a_close_that_goes_wrong_is_noted(tmp_path: Path) -> None:
-    async def play(sessions: Sessions) -> None:
+    async def play(sessions: EnvironmentPool) -> None:
         for how in ("close raise", "close die", "fine"):
-            session = await sessions.begin(prompt(how))
-            session.end()
-            await asyncio.gather(*sessions._ending)
+            session = await sessions.open_session(prompt(how))
+            session.close()
+            await asyncio.gather(*sessions._closing_tasks)
 
     within(play, "Odd", log=tmp_path / "log")
     noted = (tmp_path / "log").read_text()
@@ -264,8 +264,8 @@ def test_a_close_that_goes_wrong_is_noted(tmp_path: Path) -> None:
 def test_nothing_is_left_of_what_it_has_started(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
 
-    async def play(sessions: Sessions) -> None:
-        session = await sessions.begin(prompt("fine"))
+    async def play(sessions: EnvironmentPool) -> None:
+        session = await sessions.open_session(prompt("fine"))
         assert (await session.call(0, "act", {"how": f"daemon:{mark}"})).text == "left"
         with pytest.raises(SessionLost):
             await session.call(1, "act", {"how": "die"})
@@ -278,12 +278,12 @@ def test_nothing_is_left_of_what_it_has_started(tmp_path: Path) -> None:
 
 
 def test_a_conversation_that_ends_in_the_middle_of_a_call_takes_its_process_with_it() -> None:
-    async def play(sessions: Sessions) -> None:
-        session = await sessions.begin(prompt("fine"))
+    async def play(sessions: EnvironmentPool) -> None:
+        session = await sessions.open_session(prompt("fine"))
         pid = (await session.call(0, "pid", {})).text
         waiting = asyncio.ensure_future(session.call(1, "act", {"how": "hang"}))
         await asyncio.sleep(0.1)
-        session.end()
+        session.close()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         deadline = time.monotonic() + 60
@@ -315,11 +315,11 @@ def test_it_has_nothing_of_the_ranks_environment_and_no_file_but_its_wire(monkey
     kept = os.open("/etc/hostname", os.O_RDONLY)
     os.set_inheritable(kept, True)
 
-    async def play(sessions: Sessions) -> list[str]:
-        session = await sessions.begin(prompt("fine"))
+    async def play(sessions: EnvironmentPool) -> list[str]:
+        session = await sessions.open_session(prompt("fine"))
         return [(await session.call(i, "act", {"how": how})).text for i, how in enumerate(("environment", "files"))]
 
-    names, files = within(play, "Odd", limits=Limits(("WANTED",), 2048))
+    names, files = within(play, "Odd", limits=ProcessLimits(("WANTED",), 2048))
     os.close(kept)
     found = set(eval(names))
     assert "WANTED" in found and {"PATH", "PYTHONPATH", "OMP_NUM_THREADS"} <= found
@@ -330,7 +330,7 @@ def test_it_has_nothing_of_the_ranks_environment_and_no_file_but_its_wire(monkey
 
 
 def test_an_agent_runs_once_in_a_process_of_its_own(tmp_path: Path) -> None:
-    async def run(sessions: Sessions) -> list[Any]:
+    async def run(sessions: EnvironmentPool) -> list[Any]:
         found: list[Any] = []
         for how in ("url", "nan", "nothing", "raise", "die", "hang", "set"):
             try:
@@ -348,23 +348,23 @@ def test_an_agent_runs_once_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 def test_an_agent_is_not_begun() -> None:
     with pytest.raises(RuntimeError, match="odd_worlds:agent is an agent, which is run, not begun"):
-        within(lambda sessions: sessions.begin(prompt("url")), "agent")
+        within(lambda sessions: sessions.open_session(prompt("url")), "agent")
 
 
 def test_a_row_that_cannot_be_sent() -> None:
     with pytest.raises(SessionLost, match="the row cannot be sent to its process"):
-        within(lambda sessions: sessions.begin(prompt("fine", lock=lambda: 0)), "Odd")
+        within(lambda sessions: sessions.open_session(prompt("fine", lock=lambda: 0)), "Odd")
 
 
 def test_a_prompt_that_goes_with_none() -> None:
-    known = known_of(RolloutConfig(environments=("odd_worlds:Guess", "odd_worlds:Odd")))
-    assert known.of(prompt(1)) is known.environments["Guess"]
-    assert known.of(prompt(1, environment="")) is known.environments["Guess"]
-    assert known.of(prompt("x", environment="Odd")) is known.environments["Odd"]
+    known = load_catalog(RolloutConfig(environments=("odd_worlds:Guess", "odd_worlds:Odd")))
+    assert known.find_environment(prompt(1)) is known.environments["Guess"]
+    assert known.find_environment(prompt(1, environment="")) is known.environments["Guess"]
+    assert known.find_environment(prompt("x", environment="Odd")) is known.environments["Odd"]
     with pytest.raises(ConfigError, match=r"prompt p: its 'environment', 'Gess', is none of .*did you mean Guess\?"):
-        known.of(prompt(1, environment="Gess"))
+        known.find_environment(prompt(1, environment="Gess"))
     with pytest.raises(ConfigError, match="prompt p: its 'environment', '3', is none"):
-        known.of(prompt(1, environment=3))
+        known.find_environment(prompt(1, environment=3))
     said = "the tool fly, which rollout.tools does not load and the environment odd_worlds:Guess does not have; add it"
     with pytest.raises(ConfigError, match=said):
-        known.schemas(Prompt("p", (USER,), ground_truth=1, tools=("fly",)))
+        known.select_schemas(Prompt("p", (USER,), ground_truth=1, tools=("fly",)))

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.environments.catalog import Known, load_tools
+from megarl.environments.catalog import EnvironmentCatalog, load_tools
 from megarl.environments.environment_process import OUTPUT_LIMIT
-from megarl.environments.loading import TOOLS, load
-from megarl.environments.process_sessions import Sessions
+from megarl.environments.loading import TOOLS_KEY, load
+from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
 from megarl.environments.tools import Tool, check_function, check_schema
 from megarl.processes import worker_process
-from megarl.processes.forkserver import PRINTED
+from megarl.processes.forkserver import MAX_OUTPUT_BYTES
 from megarl.types import Prompt
 
 PROMPT = Prompt("p", ({"role": "user", "content": "x"},))
@@ -27,7 +27,9 @@ NAMES = ("raises", "hangs", "dies", "exits", "prints", "long", "table", "slow", 
 
 
 def pool_of(*names: str, timeout: float = 60.0, size: int = 1, log: Path | None = None) -> Any:
-    return aclosing(Sessions(Known(load_tools([f"odd_tools:{name}" for name in names])), timeout, size, log))
+    return aclosing(
+        EnvironmentPool(EnvironmentCatalog(load_tools([f"odd_tools:{name}" for name in names])), timeout, size, log)
+    )
 
 
 def run(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 2) -> list[ToolResult]:
@@ -68,7 +70,7 @@ def test_calls_that_reach_a_tool_are_counted() -> None:
             return pool.calls
 
     found = asyncio.run(all_of_them())
-    assert {name: (one.called, one.failed) for name, one in found.items()} == {
+    assert {name: (one.num_calls, one.failed) for name, one in found.items()} == {
         **{"raises": (2, 2), "dies": (1, 1), "table": (1, 0), "slow": (1, 1)},
     }
     assert found["raises"].first.startswith("'no such city' (KeyError at ") and "died" in found["dies"].first
@@ -118,7 +120,7 @@ def test_whatever_a_tool_does_the_next_call_works(tmp_path: Path) -> None:
     assert "noisy {}: Error: no such thing" in noted and 'raise LookupError("no such thing")' in noted
     assert "it prints too much: this is not all of it" in noted and "_Mute: <exception str() failed>" in noted
     assert noted.count("octets {}") == 10 and "no more of this kind are noted" in noted
-    assert len(noted) < PRINTED + 100_000
+    assert len(noted) < MAX_OUTPUT_BYTES + 100_000
 
 
 def gone(pids: list[int]) -> bool:
@@ -288,7 +290,7 @@ def test_bad_calls_are_refused_in_words(name: str, arguments: Any, complaint: st
     ],
 )
 def test_a_wrong_tool_in_the_configuration(spec: str, complaint: str) -> None:
-    for loads in (lambda spec: load(spec, TOOLS), lambda spec: load_tools([spec])):
+    for loads in (lambda spec: load(spec, TOOLS_KEY), lambda spec: load_tools([spec])):
         with pytest.raises(ConfigError, match=complaint):
             loads(spec)
 

@@ -17,10 +17,10 @@ import pytest
 from megarl.config import ConfigError, RolloutConfig
 from megarl.data.prompt_data import read_prompts
 from megarl.environments import verifiers as adapter
-from megarl.environments.catalog import known_of, row_of
-from megarl.environments.process_sessions import Sessions
+from megarl.environments.catalog import build_row, load_catalog
+from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import SessionLost
-from megarl.processes.process_limits import Limits
+from megarl.processes.process_limits import ProcessLimits
 from megarl.types import Prompt
 
 pytest.importorskip("verifiers", reason="the package verifiers is not installed, see launch/requirements-verifiers.txt")
@@ -49,15 +49,15 @@ def played(spec: str, prompts: list[Prompt], answer: openai_stub.Answer = echo) 
     asked: list[dict[str, Any]] = []
 
     async def run() -> list[Any]:
-        known = known_of(RolloutConfig(environments=(f"verifiers:{spec}",), pass_env=OF_UV))
-        limits = Limits(pass_env=OF_UV)
+        known = load_catalog(RolloutConfig(environments=(f"verifiers:{spec}",), pass_env=OF_UV))
+        limits = ProcessLimits(pass_env=OF_UV)
         async with (
             openai_stub.served(answer, asked) as url,
-            aclosing(Sessions(known, 60.0, 2, limits=limits)) as sessions,
+            aclosing(EnvironmentPool(known, 60.0, 2, limits=limits)) as sessions,
         ):
             return [await one(sessions, prompt, url) for prompt in prompts]
 
-    async def one(sessions: Sessions, prompt: Prompt, url: str) -> Any:
+    async def one(sessions: EnvironmentPool, prompt: Prompt, url: str) -> Any:
         try:
             return await sessions.run_agent(prompt, url, "key", 240.0)
         except SessionLost as error:
@@ -93,7 +93,7 @@ def test_rewards_of_whole_groups_are_refused() -> None:
 def test_a_task_set(tmp_path: Path) -> None:
     prompts = prompts_of("greeting-tasks", tmp_path)
     assert [prompt.ground_truth for prompt in prompts] == ["hello 0", "hello 1", "hello 2"]
-    assert row_of(prompts[1])["verifiers"]["prompt"] == "Say hello 1"
+    assert build_row(prompts[1])["verifiers"]["prompt"] == "Say hello 1"
     found, asked = played("greeting-tasks", prompts[1:], lambda messages: "hello 1")
     assert found == [{"reward": right, "parts": {"length": 7.0, "exact": right}} for right in (1.0, 0.0)]
     assert [body["messages"][-1]["content"] for body in asked] == ["Say hello 1", "Say hello 2"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import ConfigError
-from megarl.launch.exit_status import Ended, Stopped, describe
-from megarl.reshard.run.executor import PushError
+from megarl.launch.exit_status import GracefulExit, SignalExit, classify_error
+from megarl.reshard.run.executor import WeightSyncError
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
 
@@ -28,41 +28,43 @@ def test_a_lost_rank() -> None:
     """What torch.distributed says of it, without where in its source."""
     error = raised(RuntimeError(GLOO))
     error.add_note("the whole traceback is in runs/x/logs/rank_3.log")
-    assert describe(error) == (
+    assert classify_error(error) == (
         "lost",
         1,
         "error: rank 3 lost another rank: Connection closed by peer [127.0.0.1]:4711; "
         "the whole traceback is in runs/x/logs/rank_3.log",
     )
-    broken = PushError("round 2 broke off between the ranks 3 and 1")
-    said = describe(raised(ConfigError(str(broken)), broken))
+    broken = WeightSyncError("round 2 broke off between the ranks 3 and 1")
+    said = classify_error(raised(ConfigError(str(broken)), broken))
     assert said == ("lost", 1, f"error: rank 3 lost another rank: {broken}")
-    said = describe(raised(ConnectionError("rank 1 is gone: Connection reset by peer")))
+    said = classify_error(raised(ConnectionError("rank 1 is gone: Connection reset by peer")))
     assert said == ("lost", 1, "error: rank 3 lost another rank: rank 1 is gone: Connection reset by peer")
-    assert describe(raised(ConnectionError("the service is gone: Connection reset by peer")))[0] == "fault"
+    assert classify_error(raised(ConnectionError("the service is gone: Connection reset by peer")))[0] == "fault"
 
 
 def test_an_engine_that_is_gone_is_no_lost_rank() -> None:
-    assert describe(raised(RuntimeError("the engine cannot be reached: Connection reset by peer")))[0] == "fault"
+    assert classify_error(raised(RuntimeError("the engine cannot be reached: Connection reset by peer")))[0] == "fault"
 
 
 def test_a_mistake_is_one_line_whatever_it_says() -> None:
-    said = describe(raised(ConfigError("a.yaml:\n  line 3\n\n  wrong")))
+    said = classify_error(raised(ConfigError("a.yaml:\n  line 3\n\n  wrong")))
     assert said == ("mistake", 2, "error: a.yaml: line 3 wrong")
 
 
 def test_a_fault_without_a_log_has_its_traceback() -> None:
-    kind, status, text = describe(raised(KeyError("x")))
+    kind, status, text = classify_error(raised(KeyError("x")))
     lines = text.splitlines()
     assert (kind, status) == ("fault", 1) and lines[0].startswith("Traceback")
     assert lines[-1].startswith("error: rank 3 failed: KeyError: 'x' (") and lines[-1].endswith(", in raised)")
     error = raised(KeyError("x"))
     error.add_note("the whole traceback is in a.log")
-    assert describe(error)[2].count("\n") == 0 and describe(error)[2].endswith("; the whole traceback is in a.log")
-    assert describe(raised(SystemExit(0)))[:2] == ("fault", 1)
+    assert classify_error(error)[2].count("\n") == 0 and classify_error(error)[2].endswith(
+        "; the whole traceback is in a.log"
+    )
+    assert classify_error(raised(SystemExit(0)))[:2] == ("fault", 1)
 
 
 def test_orderly_ends() -> None:
-    assert describe(Stopped("saved step 3")) == ("stopped", 85, "saved step 3")
-    assert describe(Ended(15)) == ("ended", 143, "ended by SIGTERM")
-    assert describe(KeyboardInterrupt()) == ("ended", 130, "ended by Ctrl-C (SIGINT)")
+    assert classify_error(GracefulExit("saved step 3")) == ("stopped", 85, "saved step 3")
+    assert classify_error(SignalExit(15)) == ("ended", 143, "ended by SIGTERM")
+    assert classify_error(KeyboardInterrupt()) == ("ended", 130, "ended by Ctrl-C (SIGINT)")

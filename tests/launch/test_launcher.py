@@ -19,7 +19,7 @@ import pytest
 from other_user import as_other_user, needs_root
 
 from megarl.launch import exit_status
-from megarl.launch.launcher import Word, Words, verdict
+from megarl.launch.launcher import RankMessage, RankMessages, determine_outcome
 from megarl.processes import memory_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -285,42 +285,45 @@ def test_a_signal_between_two_starts_ends_it(tmp_path: Path) -> None:
     assert (code, lines[1:]) == (143, ["ended by SIGTERM"])
 
 
-LOST = Word(0, "lost", "error: rank 0 lost another rank")
-FAULT = Word(1, "fault", "error: rank 1 failed")
-MISTAKE = Word(1, "mistake", "error: key")
+LOST = RankMessage(0, "lost", "error: rank 0 lost another rank")
+FAULT = RankMessage(1, "fault", "error: rank 1 failed")
+MISTAKE = RankMessage(1, "mistake", "error: key")
 
 
 def test_the_first_cause_is_named() -> None:
     """Not what other ranks see of it."""
-    assert verdict({0: 1, 1: 1}, [LOST, FAULT])[:3] == (1, FAULT.text, "fault")
-    assert verdict({0: 1, 1: 2}, [LOST, MISTAKE])[:3] == (2, MISTAKE.text, "mistake")
-    assert verdict({0: 1, 1: -9}, [LOST])[::2] == (137, "killed")
-    assert verdict({0: 1, 1: -11}, [LOST])[::2] == (139, "fault")  # its own doing
-    assert verdict({0: -6, 1: 1}, [FAULT])[:3] == (1, FAULT.text, "fault")
-    assert verdict({0: 1}, [LOST])[:3] == (1, LOST.text, "lost")
-    saved = [Word(1, "stopped", "saved"), Word(0, "stopped", "saved")]
-    assert verdict({0: 85, 1: 85}, saved)[:3] == (85, "saved", "stopped")
-    assert verdict({0: 130, 1: 1}, [LOST], asked=2)[:3] == (130, "ended by Ctrl-C (SIGINT)", "asked")
-    assert verdict({0: 2, 1: 2}, [MISTAKE], asked=15)[:3] == (2, MISTAKE.text, "mistake")
-    assert verdict({}, [])[::2] == (1, "lost")
+    assert determine_outcome({0: 1, 1: 1}, [LOST, FAULT])[:3] == (1, FAULT.text, "fault")
+    assert determine_outcome({0: 1, 1: 2}, [LOST, MISTAKE])[:3] == (2, MISTAKE.text, "mistake")
+    assert determine_outcome({0: 1, 1: -9}, [LOST])[::2] == (137, "killed")
+    assert determine_outcome({0: 1, 1: -11}, [LOST])[::2] == (139, "fault")  # its own doing
+    assert determine_outcome({0: -6, 1: 1}, [FAULT])[:3] == (1, FAULT.text, "fault")
+    assert determine_outcome({0: 1}, [LOST])[:3] == (1, LOST.text, "lost")
+    saved = [RankMessage(1, "stopped", "saved"), RankMessage(0, "stopped", "saved")]
+    assert determine_outcome({0: 85, 1: 85}, saved)[:3] == (85, "saved", "stopped")
+    assert determine_outcome({0: 130, 1: 1}, [LOST], asked=2)[:3] == (130, "ended by Ctrl-C (SIGINT)", "asked")
+    assert determine_outcome({0: 2, 1: 2}, [MISTAKE], asked=15)[:3] == (2, MISTAKE.text, "mistake")
+    assert determine_outcome({}, [])[::2] == (1, "lost")
 
 
 def test_a_rank_that_others_have_waited_for_is_the_cause_and_not_that_it_was_killed_for_it() -> None:
-    late = Word(1, "late", "error: rank 1 keeps the others waiting")
-    assert verdict({0: 1}, [LOST, late])[:3] == (1, late.text, "late")
-    assert verdict({0: 1, 1: -9}, [LOST, late])[:3] == (1, late.text, "late")
-    assert verdict({0: 1, 1: 1}, [late, LOST, Word(1, "fault", "error: out of memory")])[2] == "fault"
-    assert verdict({0: -9, 1: 1}, [late])[2] == "killed"
+    late = RankMessage(1, "late", "error: rank 1 keeps the others waiting")
+    assert determine_outcome({0: 1}, [LOST, late])[:3] == (1, late.text, "late")
+    assert determine_outcome({0: 1, 1: -9}, [LOST, late])[:3] == (1, late.text, "late")
+    assert determine_outcome({0: 1, 1: 1}, [late, LOST, RankMessage(1, "fault", "error: out of memory")])[2] == "fault"
+    assert determine_outcome({0: -9, 1: 1}, [late])[2] == "killed"
 
 
 def test_a_rank_is_named_by_its_roles_where_it_has_its_own() -> None:
     roles = {0: "actor, reference", 1: "critic"}
-    assert verdict({0: 1, 1: -15}, [LOST], roles=roles)[:2] == (143, "error: rank 1 (critic) was killed by SIGTERM")
-    assert verdict({0: 7}, [], roles=roles)[:2] == (
+    assert determine_outcome({0: 1, 1: -15}, [LOST], roles=roles)[:2] == (
+        143,
+        "error: rank 1 (critic) was killed by SIGTERM",
+    )
+    assert determine_outcome({0: 7}, [], roles=roles)[:2] == (
         7,
         "error: rank 0 (actor, reference) ended with status 7 and said nothing",
     )
-    assert verdict({2: 7}, [], roles=roles)[1].startswith("error: rank 2 ended")
+    assert determine_outcome({2: 7}, [], roles=roles)[1].startswith("error: rank 2 ended")
 
 
 # --- what others say to a launcher ------------------------------------------------------------------------------------
@@ -337,24 +340,24 @@ NO_WORDS = [
 
 
 def test_what_is_no_word_is_dropped_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    words = Words()
-    where = words.environment[exit_status.LAUNCHER].partition(":")[2]
+    words = RankMessages()
+    where = words.environment[exit_status.LAUNCHER_ENV].partition(":")[2]
     for text in NO_WORDS:
         memory_files.append(where, b"\n" + text + b"\n")
     memory_files.append(where, b'\n{"rank": 0, "kind": "fau')  # of a rank that was killed meanwhile
     memory_files.append(where, b'\n{"rank": 1, "kind": "fault", "text": "x"}\n{"rank": 1')
-    assert words.read() == [Word(1, "fault", "x")]
-    assert words.dropped == len(NO_WORDS) + 1
+    assert words.read() == [RankMessage(1, "fault", "x")]
+    assert words.num_dropped == len(NO_WORDS) + 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: dropped b'not json', which is no message of a rank")
     memory_files.append(where, b', "kind": "lost", "text": "y"}\n')
-    assert words.read()[1:] == [Word(1, "lost", "y")]
+    assert words.read()[1:] == [RankMessage(1, "lost", "y")]
     words.close()
 
 
 def test_words_for_a_launcher_that_has_ended_go_nowhere() -> None:
-    words = Words()
-    where = words.environment[exit_status.LAUNCHER].partition(":")[2]
+    words = RankMessages()
+    where = words.environment[exit_status.LAUNCHER_ENV].partition(":")[2]
     words.close()
     with Path(os.devnull).open() as other, pytest.raises(FileNotFoundError):
         memory_files.append(re.sub(r"\d+$", str(other.fileno()), where), b"x")

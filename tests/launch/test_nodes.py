@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megarl.launch.launcher import Word
-from megarl.launch.nodes import Report, Several, combined
+from megarl.launch.launcher import RankMessage
+from megarl.launch.nodes import MultiNode, NodeReport, combine_reports
 from megarl.parallel.job_secret import ForgedError
 
 ROOT = Path(__file__).resolve().parents[2]
-LOST = Word(0, "lost", "error: rank 0 lost another rank")
+LOST = RankMessage(0, "lost", "error: rank 0 lost another rank")
 RANK = """
 import os, pathlib, signal, time
 from datetime import timedelta
@@ -39,36 +39,41 @@ with ending.one_line():
 
 
 def test_the_cause_may_be_on_another_node() -> None:
-    lost = Report("n1", codes={0: 1}, words=(LOST,))
-    killed = Report("n2", codes={1: -9})
-    end, where = combined([lost, killed])
+    lost = NodeReport("n1", codes={0: 1}, words=(LOST,))
+    killed = NodeReport("n2", codes={1: -9})
+    end, where = combine_reports([lost, killed])
     assert (end.kind, where) == ("killed", "n2")
     assert end.text.startswith("error: rank 1 (node n2) was killed by SIGKILL")
-    mistake = Report("n2", codes={1: 2}, words=(Word(1, "mistake", "error: key"),))
-    assert combined([lost, mistake])[0][:3] == (2, "error: key", "mistake")
-    assert combined([lost, Report("n2", well=True)])[0].kind == "lost"
-    assert combined([Report("n1", well=True), Report("n2", well=True)])[0].kind == "done"
-    assert combined([Report("n1"), killed])[1] == "n2"  # all of n1 were killed by its launcher
+    mistake = NodeReport("n2", codes={1: 2}, words=(RankMessage(1, "mistake", "error: key"),))
+    assert combine_reports([lost, mistake])[0][:3] == (2, "error: key", "mistake")
+    assert combine_reports([lost, NodeReport("n2", has_succeeded=True)])[0].kind == "lost"
+    assert (
+        combine_reports([NodeReport("n1", has_succeeded=True), NodeReport("n2", has_succeeded=True)])[0].kind == "done"
+    )
+    assert combine_reports([NodeReport("n1"), killed])[1] == "n2"  # all of n1 were killed by its launcher
 
 
 def test_a_node_that_does_not_answer_is_named() -> None:
-    end, _ = combined([Report("n1", codes={0: 1}, words=(LOST,)), None])
+    end, _ = combine_reports([NodeReport("n1", codes={0: 1}, words=(LOST,)), None])
     assert end.text == "error: the launcher of node number 1 does not answer"
-    assert combined([Report("n1", codes={0: -9}), None])[0].kind == "killed"
-    problem = Report("n1", problem="the nodes did not come together: RuntimeError: x")
-    assert combined([problem, None])[0].text.endswith("number 1 does not answer")
-    assert combined([problem, problem])[0].text == f"error: torchrun: {problem.problem}"
+    assert combine_reports([NodeReport("n1", codes={0: -9}), None])[0].kind == "killed"
+    problem = NodeReport("n1", problem="the nodes did not come together: RuntimeError: x")
+    assert combine_reports([problem, None])[0].text.endswith("number 1 does not answer")
+    assert combine_reports([problem, problem])[0].text == f"error: torchrun: {problem.problem}"
 
 
 def test_a_report_travels_whole() -> None:
-    report = Report("n1", False, {3: -9}, (LOST,), 15, "")
-    assert Report.of(report.text()) == report
+    report = NodeReport("n1", False, {3: -9}, (LOST,), 15, "")
+    assert NodeReport.from_json(report.to_json()) == report
 
 
 def test_ranks_that_were_asked_to_stop_have_not_failed() -> None:
     """Those of other nodes may take their time to save."""
-    assert not Report("n1", codes={0: 85, 1: 85}).failed and not Report("n1", well=True).failed
-    assert Report("n1", codes={0: 85, 1: 1}).failed and Report("n1", problem="they did not come together").failed
+    assert not NodeReport("n1", codes={0: 85, 1: 85}).has_failed and not NodeReport("n1", has_succeeded=True).has_failed
+    assert (
+        NodeReport("n1", codes={0: 85, 1: 1}).has_failed
+        and NodeReport("n1", problem="they did not come together").has_failed
+    )
 
 
 def test_what_no_launcher_of_the_job_has_said_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,22 +82,22 @@ def test_what_no_launcher_of_the_job_has_said_is_refused(monkeypatch: pytest.Mon
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    first = Several(0, 2, "127.0.0.1", port)
-    second = Several(1, 2, "127.0.0.1", port)
-    assert first.meeting_port(0, 0) == second.meeting_port(0, 0)
+    first = MultiNode(0, 2, "127.0.0.1", port)
+    second = MultiNode(1, 2, "127.0.0.1", port)
+    assert first.agree_port(0, 0) == second.agree_port(0, 0)
     somebody = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     somebody.set("1/port", "1")
     with pytest.raises(ForgedError):
-        second.meeting_port(1, 0)
+        second.agree_port(1, 0)
     somebody.set("2/port", somebody.get("0/port"))  # what was said of something else
     with pytest.raises(ForgedError):
-        second.meeting_port(2, 0)
+        second.agree_port(2, 0)
     somebody.set("0/next", '[true, 0, "", 0.0, ""]')
-    after = second.next(0, Report("n1"), None)
-    assert not after.again and "does not answer any more: refused" in after.text
+    after = second.decide_next(0, NodeReport("n1"), None)
+    assert not after.should_restart and "does not answer any more: refused" in after.text
     monkeypatch.setenv("MEGARL_SECRET", "b" * 32)
     with pytest.raises(ForgedError, match="its nodes have different secrets, see MEGARL_SECRET in SECURITY.md"):
-        Several(1, 2, "127.0.0.1", port).meeting_port(0, 0)
+        MultiNode(1, 2, "127.0.0.1", port).agree_port(0, 0)
 
 
 class TwoNodes:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launch.exit_status import Verdict
-from megarl.launch.restarts import Restarts, Rules, newest_step, note, steps_taken
+from megarl.launch.exit_status import RunOutcome
+from megarl.launch.restarts import RestartPolicy, RestartTracker, append_to_log, find_newest_step, read_last_step
 
-KILLED = Verdict(137, "error: rank 1 was killed by SIGKILL", "killed")
-FAULT = Verdict(
+KILLED = RunOutcome(137, "error: rank 1 was killed by SIGKILL", "killed")
+FAULT = RunOutcome(
     1, "Traceback:\n  in f\nerror: rank 1 failed: KeyError: 'x'; the whole traceback is in a/1.log", "fault"
 )
 
@@ -28,27 +28,27 @@ def took(folder: Path, step: int) -> None:
 @pytest.mark.parametrize(
     "end",
     [
-        Verdict(0, "", "done"),
-        Verdict(85, "saved step 3", "stopped"),
-        Verdict(2, "error: key", "mistake"),
-        Verdict(130, "ended by Ctrl-C (SIGINT)", "asked"),
+        RunOutcome(0, "", "done"),
+        RunOutcome(85, "saved step 3", "stopped"),
+        RunOutcome(2, "error: key", "mistake"),
+        RunOutcome(130, "ended by Ctrl-C (SIGINT)", "asked"),
     ],
 )
-def test_what_was_meant_does_not_start_again(end: Verdict, tmp_path: Path) -> None:
-    after = Restarts().after(end, Rules(str(tmp_path), 1, 3))
-    assert (after.again, after.status, after.text) == (False, end.status, end.text)
+def test_what_was_meant_does_not_start_again(end: RunOutcome, tmp_path: Path) -> None:
+    after = RestartTracker().decide(end, RestartPolicy(str(tmp_path), 1, 3))
+    assert (after.should_restart, after.status, after.text) == (False, end.status, end.text)
 
 
-@pytest.mark.parametrize("rules", [None, Rules("nowhere", 0, 3), Rules("nowhere", 1, 0)])
-def test_nor_what_has_nothing_to_go_on_from(rules: Rules | None) -> None:
-    assert Restarts().after(KILLED, rules)[:3] == (False, 137, KILLED.text)
+@pytest.mark.parametrize("rules", [None, RestartPolicy("nowhere", 0, 3), RestartPolicy("nowhere", 1, 0)])
+def test_nor_what_has_nothing_to_go_on_from(rules: RestartPolicy | None) -> None:
+    assert RestartTracker().decide(KILLED, rules)[:3] == (False, 137, KILLED.text)
 
 
 def test_it_starts_again_so_many_times_in_a_row_ever_later(tmp_path: Path) -> None:
-    restarts, rules = Restarts(), Rules(str(tmp_path), 1, 3)
+    restarts, rules = RestartTracker(), RestartPolicy(str(tmp_path), 1, 3)
     checkpoint(tmp_path, 20)
-    said = [restarts.after(KILLED, rules) for _ in range(4)]
-    assert [one.again for one in said] == [True, True, True, False]
+    said = [restarts.decide(KILLED, rules) for _ in range(4)]
+    assert [one.should_restart for one in said] == [True, True, True, False]
     assert [one.wait_s for one in said] == [2, 8, 32, 0]
     assert said[0].text == (
         "error: rank 1 was killed by SIGKILL; starting again in 2 s from checkpoint step_000020 (restart 1 of this "
@@ -58,52 +58,52 @@ def test_it_starts_again_so_many_times_in_a_row_ever_later(tmp_path: Path) -> No
 
 
 def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
-    restarts, rules = Restarts(), Rules(str(tmp_path), 1, 2)
+    restarts, rules = RestartTracker(), RestartPolicy(str(tmp_path), 1, 2)
     said = []
     for step in range(1, 7):
-        said.append(restarts.after(KILLED, rules))
+        said.append(restarts.decide(KILLED, rules))
         checkpoint(tmp_path, step)
-    assert all(one.again and one.wait_s == 2 for one in said)
+    assert all(one.should_restart and one.wait_s == 2 for one in said)
     assert "from the start, as there is no checkpoint yet (restart 1 of this run, 1 of 2" in said[0].text
     assert "from checkpoint step_000005 (restart 6 of this run, 1 of 2" in said[5].text
-    assert [restarts.after(KILLED, rules).again for _ in range(3)] == [True, True, False]
+    assert [restarts.decide(KILLED, rules).should_restart for _ in range(3)] == [True, True, False]
 
 
 def test_the_same_fault_at_the_same_step_ends_it(tmp_path: Path) -> None:
     """On whichever rank; at another step it is not the same, nor after something else."""
-    restarts, rules = Restarts(), Rules(str(tmp_path), 1, 3)
+    restarts, rules = RestartTracker(), RestartPolicy(str(tmp_path), 1, 3)
     took(tmp_path, 6)
     other = FAULT._replace(text=FAULT.text.replace("rank 1", "rank 0").replace("1.log", "0.log"))
-    assert restarts.after(FAULT, rules).again
+    assert restarts.decide(FAULT, rules).should_restart
     took(tmp_path, 5)
     took(tmp_path, 7)
-    assert restarts.after(FAULT, rules).again
-    last = restarts.after(other, rules)
-    assert (last.again, last.status) == (False, 86)
+    assert restarts.decide(FAULT, rules).should_restart
+    last = restarts.decide(other, rules)
+    assert (last.should_restart, last.status) == (False, 86)
     assert last.text.endswith("; that is the same at step 8 as the time before, so it does not start again")
 
-    restarts = Restarts()
-    assert all(restarts.after(end, rules).again for end in (FAULT, KILLED, FAULT))
+    restarts = RestartTracker()
+    assert all(restarts.decide(end, rules).should_restart for end in (FAULT, KILLED, FAULT))
 
 
 def test_kills_from_outside_are_not_the_same_fault(tmp_path: Path) -> None:
-    restarts, rules = Restarts(), Rules(str(tmp_path), 1, 3)
-    assert restarts.after(KILLED, rules).again and restarts.after(KILLED, rules).again
+    restarts, rules = RestartTracker(), RestartPolicy(str(tmp_path), 1, 3)
+    assert restarts.decide(KILLED, rules).should_restart and restarts.decide(KILLED, rules).should_restart
 
 
 def test_where_a_run_stands_is_read_from_its_folder(tmp_path: Path) -> None:
-    assert (newest_step(tmp_path), steps_taken(tmp_path)) == (0, 0)
+    assert (find_newest_step(tmp_path), read_last_step(tmp_path)) == (0, 0)
     for step in (20, 1_000_000):
         checkpoint(tmp_path, step)
     (tmp_path / "checkpoints" / "step_2000000.tmp").mkdir()
     took(tmp_path, 3)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "torn')
-    assert (newest_step(tmp_path), steps_taken(tmp_path)) == (1_000_000, 3)
+    assert (find_newest_step(tmp_path), read_last_step(tmp_path)) == (1_000_000, 3)
 
 
 def test_a_restart_is_noted_in_the_runs_log(tmp_path: Path) -> None:
-    note(Rules(str(tmp_path), 1, 3), "error: it was killed; starting again")
-    note(Rules(str(tmp_path / "gone"), 1, 3), "nothing comes of it")
-    note(None, "nor of this")
+    append_to_log(RestartPolicy(str(tmp_path), 1, 3), "error: it was killed; starting again")
+    append_to_log(RestartPolicy(str(tmp_path / "gone"), 1, 3), "nothing comes of it")
+    append_to_log(None, "nor of this")
     assert (tmp_path / "log.txt").read_text().endswith("  error: it was killed; starting again\n")

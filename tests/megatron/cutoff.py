@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from megarl.models.layout_algebra import shard
-from megarl.types import ModelOutput, Support, TokenLoss, TrainBatch
+from megarl.types import ModelOutput, SamplingMask, TokenLoss, TrainBatch
 
 FAMILIES = ("qwen3_moe", "qwen2", "gemma2")
 """One with experts, one whose output layer is the embedding, one that caps its logits."""
@@ -33,7 +33,7 @@ def check(
     from megarl.megatron.trainer_model import MegatronModel
 
     hf, plain = tiny.HF[family], tiny.batch()
-    batch = plain.with_(support=tiny.supports(plain))
+    batch = plain.with_(sampling_mask=tiny.supports(plain))
     trainer = reference.Trainer(family, "actor")
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     optimizer = dict(lr=0.01, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
@@ -42,7 +42,7 @@ def check(
         sections: dict[str, Any] = {"actor_optimizer": optimizer, "model": {"megatron": megatron}}
         config = tiny.config(**layout, **sections, train={"token_budget": budget})
         model = MegatronModel(hf, config, ranks, "actor")
-        model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+        model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         return model
 
     model, given = built(26), tiny.in_shares(batch)
@@ -76,7 +76,7 @@ def check(
 def cut_logprobs() -> dict[str, dict[str, float]]:
     """Over a set of ids for each token, one, some, all of them or no set, against log_softmax in fp64 of masked logits,
     with gradients of both outputs; and how many numbers of the weight were looked up at a time."""
-    from megarl.megatron.logprobs import pieces_of, vocab_parallel_logprobs
+    from megarl.megatron.logprobs import iter_chunks, vocab_parallel_logprobs
 
     result = {}
     for name, cap, sizes in (("plain", 0.0, (0, 1, 3, 13, 2, 0, 5, 1)), ("capped", 3.0, (4, 13, 0, 1, 1, 7, 2, 5))):
@@ -90,11 +90,11 @@ def cut_logprobs() -> dict[str, dict[str, float]]:
         for target, size in zip(targets.tolist(), sizes, strict=True):
             others = [i for i in torch.randperm(real, generator=generator).tolist() if i != target]
             ids.append([*others[: size - 1], target] if size else [])
-        support = Support.of(ids)
+        support = SamplingMask.from_rows(ids)
         options = real, None, 0.7, 4, cap
         found = vocab_parallel_logprobs(hidden, head, targets, *options, support=support)
         (weight[0] * found[0] + weight[1] * found[1]).sum().backward()  # type: ignore[operator]
-        made = list(pieces_of(targets, support, 0, real, 4, wide))
+        made = list(iter_chunks(targets, support, 0, real, 4, wide))
         alone, _ = vocab_parallel_logprobs(hidden, head, targets, *options, with_entropy=False, support=support)
         exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
         logits = (exact[0] @ exact[1].T)[:, :real]
@@ -113,7 +113,9 @@ def cut_logprobs() -> dict[str, dict[str, float]]:
             "without entropy": float((alone - found[0]).abs().max()),
             "of one": float(found[0][one].abs().max() + hidden.grad[one].abs().max()),  # type: ignore[index]
             "padding": float(head.grad[real:].abs().max()),  # type: ignore[index]
-            "looked up": float(max(piece.ids.numel() * wide for piece in made if piece.ids is not None)),
+            "looked up": float(
+                max(piece.candidate_ids.numel() * wide for piece in made if piece.candidate_ids is not None)
+            ),
         }
     return result
 
@@ -125,16 +127,16 @@ def cut_micro_batch() -> dict[str, Any]:
 
     batch = tiny.batch((3, 1, 2))
     sets = [[], [7, 8], [9], [], [], [4, 5, 6]]
-    parts = tuple(Support.of(sets[a:b]) for a, b in ((0, 3), (3, 4), (4, 6)))
-    chosen = batch.with_(support=parts).select([0, 2])
+    parts = tuple(SamplingMask.from_rows(sets[a:b]) for a, b in ((0, 3), (3, 4), (4, 6)))
+    chosen = batch.with_(sampling_mask=parts).select([0, 2])
 
     def of(**cut: int) -> list[list[int]]:
-        support = make_micro_batch(chosen, [0, 2], torch.device("cpu"), **cut).support
+        support = make_micro_batch(chosen, [0, 2], torch.device("cpu"), **cut).sampling_mask
         assert support is not None
         return [part.tolist() for part in support.ids.split(support.counts.tolist())]
 
-    empty = make_micro_batch(batch.with_(support=parts).select([]), [], torch.device("cpu"), tp=4).support
-    none = make_micro_batch(batch, [0, 1, 2], torch.device("cpu")).support
+    empty = make_micro_batch(batch.with_(sampling_mask=parts).select([]), [], torch.device("cpu"), tp=4).sampling_mask
+    none = make_micro_batch(batch, [0, 1, 2], torch.device("cpu")).sampling_mask
     assert empty is not None
     return {
         "whole": of(tp=4),

@@ -57,10 +57,10 @@ def build(guarded: bool, role: str = "actor", aux: bool = False, **train: Any) -
     sections: dict[str, Any] = {"guards": {"memory": guarded}, "actor_optimizer": ADAM, "train": train}
     sections["model"] = {"megatron": tiny.AUX_LOSSES if aux else {}}
     config = tiny.config(world=2, **SIZES, **sections, critic={"optimizer": ADAM})
-    place = parallel_ranks.layout(config.parallel)
+    place = parallel_ranks.create_layout(config.parallel)
     model = MegatronModel(tiny.HF[FAMILY], config, place, role, total_updates=5)  # type: ignore[arg-type]
     heads = {"score.weight": torch.linspace(-0.2, 0.2, 32)[None]}
-    model.load(lambda param, parts, part: shard(param, WEIGHTS | heads, parts, part))
+    model.load_shards(lambda param, parts, part: shard(param, WEIGHTS | heads, parts, part))
     return model
 
 
@@ -89,7 +89,7 @@ def gap(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def state(model: Any) -> list[Any]:
     """Budget, whether it recomputes, how often memory ran out; the same on all ranks."""
-    found = [model.fitting.budget, model.fitting.recomputes, model.fitting.often]
+    found = [model.fitting.token_budget, model.fitting.should_recompute, model.fitting.num_ooms]
     assert len({str(one) for one in parallel_ranks.all_gather_objects(found)}) == 1
     return found
 
@@ -143,7 +143,7 @@ def alone() -> dict[str, Any]:
         found = taken(model, many)
     result["halved again"] = {"gap": gap(found, taken(build(False), many)), "state": state(model)}
     model = build(True, aux=True)
-    with short(model, lambda micro: len(micro.real) > 11 and not model.fitting.recomputes):
+    with short(model, lambda micro: len(micro.real) > 11 and not model.fitting.should_recompute):
         found = taken(model, batch)
     result["recomputed"] = {"gap": gap(found, taken(build(False, aux=True), batch)), "state": state(model)}
     saved = model.sharded_state_dict()["guards"]

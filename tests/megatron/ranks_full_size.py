@@ -26,7 +26,7 @@ def built(path: str, rank: int, *overrides: str) -> dict[str, Any]:
     hf = load_hf_config(config.model.hf_config)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(config.parallel.world_size)}
     with one_of(config.parallel.world_size, rank):
-        place = ranks.layout(config.parallel)
+        place = ranks.create_layout(config.parallel)
         with shapes_only():
             chunks = build_chunks(hf, config, "actor")
             states = optimizer.build_optimizer(config.actor_optimizer, chunks, getattr(torch, config.model.dtype))

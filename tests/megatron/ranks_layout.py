@@ -29,12 +29,12 @@ import replay  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.losses import bradley_terry  # noqa: E402
-from megarl.controllers.lookup import declare  # noqa: E402
+from megarl.controllers.lookup import load_requirements  # noqa: E402
 from megarl.models.activation_memory import micro_batches_in_flight  # noqa: E402
 from megarl.models.layout_algebra import shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
-from megarl.types import ModelOutput, Support, TokenLoss, TrainBatch  # noqa: E402
+from megarl.types import ModelOutput, SamplingMask, TokenLoss, TrainBatch  # noqa: E402
 
 ADAM: dict[str, Any] = dict(lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-3, max_grad_norm=0.5)
 ADAM |= dict(schedule="constant", warmup_fraction=0.0)
@@ -102,7 +102,7 @@ def largest_difference(found: dict[str, torch.Tensor], truth: dict[str, torch.Te
 
 
 def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
-    from megarl.megatron.memory_stats import held_bytes
+    from megarl.megatron.memory_stats import model_state_bytes
     from megarl.megatron.trainer_model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
@@ -134,18 +134,20 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     def build(budget: int = 26) -> Any:
         own = {"train": {"token_budget": budget, **train}, "model": {"megatron": megatron}}
         chosen = tiny.config(**layout, **sections, **own)
-        place = parallel_ranks.layout(chosen.parallel)
+        place = parallel_ranks.create_layout(chosen.parallel)
         model = MegatronModel(tiny.HF[family], chosen, place, role, total_updates=3)  # type: ignore[arg-type]
-        model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+        model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         return model
 
     model = build()
     loss_fn = LOSSES[role]
     algorithm = "reward_model" if role == "reward_model" else "ppo"
-    declared = declare(replace(model.config, algorithm=algorithm))
+    declared = load_requirements(replace(model.config, algorithm=algorithm))
     planned = plan_memory(tiny.HF[family], model.config, declared, tiny.HF[family])
     states, name = planned[model.ranks.pp_rank].states, role.replace("_", " ")
-    result = {f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in held_bytes(model).items()}
+    result = {
+        f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in model_state_bytes(model).items()
+    }
     names = ("logprobs", "entropy") if role == "actor" else ()
     given = tiny.in_shares(batch)
     found = {name: tiny.whole(given, values) for name, values in model.forward(given, names=names).items()}
@@ -163,8 +165,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             truth = reference.scores(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
             result["scores"] = float((found["scores"] - truth).abs().max())
             frozen = MegatronModel(tiny.HF[family], model.config, model.ranks, "reward_model", trains=False)
-            frozen.load(lambda param, tp, rank: shard(param, weights, tp, rank))
-            assert frozen.park() > 0 and memory(frozen) == (0, 0)
+            frozen.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
+            assert frozen.offload() > 0 and memory(frozen) == (0, 0)
             result["serving"] = float((frozen.forward(batch)["scores"] - found["scores"]).abs().max())
             assert not any(tensor.requires_grad for chunk in frozen.chunks for tensor in chunk.parameters())
             margins = truth[batch.cu_seqlens[1:] - 1].view(-1, 2) @ torch.tensor([1.0, -1.0])
@@ -210,7 +212,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     # Weights exchanged and back; a gradient that is not finite changes nothing.
     own, reference_weights = model.snapshot(), {name: tensor.clone() for name, tensor in before.items()}
-    with model.swapped(reference_weights):
+    with model.swap_weights(reference_weights):
         again = model.forward(batch)
     result["swapped"] = max(float((again[name] - found[name]).abs().max()) for name in again)
     step = model.train_step(batch, lambda output, part: spoilt(loss_fn(output, part)))
@@ -242,7 +244,7 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
     budget = {"token_budget": 26 // layout.get("cp", 1)}  # the same micro-batches in every layout
     config = tiny.config(**layout, model={"megatron": tiny.AUX_LOSSES}, train=budget)
     model = MegatronModel(tiny.HF["qwen3_moe"], config, RANKS, "actor")
-    model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+    model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
     metrics = model.train_step(tiny.batch((8, 20, 12)), lambda output, _: TokenLoss(-output.logprobs))
     return {f"aux {name}": metrics[f"actor/{name}"] for name in ("moe_load_balancing_loss", "moe_z_loss", "grad_norm")}
 
@@ -267,7 +269,7 @@ def vocabulary(real: int, cut: bool = False) -> float:
     sets[3] = (torch.arange(real) < width) == bool(targets[3] < width)
     ids = [row.nonzero()[:, 0].tolist() if i != 5 else [] for i, row in enumerate(sets)]
     sets[5] = True
-    support = Support.of(ids) if cut else None
+    support = SamplingMask.from_rows(ids) if cut else None
     found = vocab_parallel_logprobs(own, part, targets, real, group, 1.3, at_once=4, support=support)
     logits = (hidden @ whole.T)[:, :real] / 1.3
     log_p = (logits.masked_fill(~sets, -torch.inf) if cut else logits).log_softmax(-1)
@@ -311,13 +313,13 @@ def watched(model: Any) -> Iterator[list[int]]:
 def is_away(model: Any, batch: TrainBatch, found: dict[str, torch.Tensor]) -> bool:
     """Parked by and by, and back, the model says the same; in the end it is parked."""
     weights, _ = memory(model)
-    freed = [model.park(weights=False)]
+    freed = [model.offload(weights=False)]
     kept = memory(model) == (weights, 0)
-    freed.append(model.park())
+    freed.append(model.offload())
     away = memory(model) == (0, 0)
     again = model.forward(batch)
     back = memory(model) == (weights, 0)
-    freed.append(model.park())
+    freed.append(model.offload())
     same = all(torch.equal(again[name], found[name]) for name in again)
     return min(freed) > 0 and kept and away and back and same
 
@@ -376,7 +378,7 @@ def as_transformer_engine_marks(mark: Any) -> Any:
 if __name__ == "__main__":
     from megarl.models import norm_counting
 
-    norm_counting.mark = as_transformer_engine_marks(norm_counting.mark)
+    norm_counting.set_flags = as_transformer_engine_marks(norm_counting.set_flags)
     layout, WORDS = sizes(sys.argv[1]), sys.argv[1].split(",")
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}

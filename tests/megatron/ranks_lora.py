@@ -57,7 +57,7 @@ class Reference:
         result.setdefault("lm_head.weight", result["model.embed_tokens.weight"])
         return result if self.head is None else result | {reference.HEAD: self.head.detach().clone()}
 
-    def merged(self) -> Tensors:
+    def merged_params(self) -> Tensors:
         result = dict(self.base)
         for name in self.base:
             _, a, b = factor_names(name)
@@ -70,7 +70,7 @@ class Reference:
         return self._outputs(batch, adapters)[0]
 
     def _outputs(self, batch: TrainBatch, adapters: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tensors = join_experts(self.merged() if adapters else self.base)
+        tensors = join_experts(self.merged_params() if adapters else self.base)
 
         def call(tokens: torch.Tensor) -> Any:
             return torch.func.functional_call(self.model, tensors, (tokens,))
@@ -203,9 +203,9 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         if recompute or (layout.get("pp", 1) > 1 and "recompute_granularity" not in megatron):
             options["model"] = {"megatron": megatron}
         chosen = tiny.config(**layout, **sections, **options)
-        ranks = parallel_ranks.layout(chosen.parallel)
+        ranks = parallel_ranks.create_layout(chosen.parallel)
         model = MegatronModel(tiny.HF[family], chosen, ranks, role, total_updates=3)  # type: ignore[arg-type]
-        model.load(lambda param, parts, part: shard(param, weights, parts, part))
+        model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
         return model
 
     model = build()
@@ -237,7 +237,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         result["adapters matter"] = float((truth.outputs(batch) - truth.outputs(batch, adapters=False)).abs().max())
 
         # Merged weights, in shards and as whole HF tensors, against products in float64; and as a model of their own.
-        merged = dict(gather_hf(model.merged(), model.params(), model.ranks))
+        merged = dict(gather_hf(model.merged_params(), model.params(), model.ranks))
         exact = {
             name: weights[name].double() + ALPHA / RANK * factors[names[2]].double() @ factors[names[1]].double()
             for name in merged

@@ -23,8 +23,8 @@ from ranks_layout import gather, shard_of_gradient, sizes  # noqa: E402
 from megarl.algorithms.losses import positive_nll  # noqa: E402
 from megarl.algorithms.policy_losses import POLICY_LOSSES  # noqa: E402
 from megarl.config import Config  # noqa: E402
-from megarl.controllers.controller import mini_batches  # noqa: E402
-from megarl.controllers.policy_gradient import policy_loss, policy_reads  # noqa: E402
+from megarl.controllers.controller import split_mini_batches  # noqa: E402
+from megarl.controllers.policy_gradient import policy_loss, policy_loss_columns  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads  # noqa: E402
@@ -58,7 +58,7 @@ def batches(logprobs: torch.Tensor) -> dict[str, TrainBatch]:
         rollout_logprobs=logprobs + noise[1],
     )
     older = (torch.rand(len(logprobs), generator=generator) < 0.3).int()
-    return {"": batch.with_(old_logprobs=logprobs + noise[2]), "single": batch, "stale": batch.with_(lag=older)}
+    return {"": batch.with_(old_logprobs=logprobs + noise[2]), "single": batch, "stale": batch.with_(staleness=older)}
 
 
 def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
@@ -79,19 +79,19 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
         config = configured(layout, name, mean)
         whole = batches(logprobs.detach())[kind]
 
-        @reads(*policy_reads(config, whole))
+        @reads(*policy_loss_columns(config, whole))
         def loss_fn(output: ModelOutput, part: TrainBatch, config: Config = config) -> TokenLoss:
             found, good = policy_loss(output, part, config, 0.1), positive_nll(output.logprobs, part)
-            return TokenLoss(found.loss + 0.1 * good.loss, found.metrics | good.metrics, found.of_sequences)
+            return TokenLoss(found.loss + 0.1 * good.loss, found.metrics | good.metrics, found.sequence_metrics)
 
-        (mini,) = mini_batches(whole, config, seed=3)
+        (mini,) = split_mini_batches(whole, config, seed=3)
         expected = loss_fn(truth, mini)
         value = (mini.loss_weights * expected.loss).sum()
-        wanted = {key: float(figure) for key, figure in expected.figures(mini).items()}
+        wanted = {key: float(figure) for key, figure in expected.reduce_metrics(mini).items()}
         grads = dict(zip(params, torch.autograd.grad(value, list(params.values()), retain_graph=True), strict=True))
 
-        model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
-        (mine,) = mini_batches(tiny.in_shares(whole), config, seed=3)
+        model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
+        (mine,) = split_mini_batches(tiny.in_shares(whole), config, seed=3)
         metrics = model.train_step(mine, loss_fn)
         found = gather(model, shard_of_gradient(model), add=True)
         right = tiny.split_experts(grads)

@@ -21,10 +21,10 @@ torch.set_num_threads(1)
 
 from megarl.config import ParallelConfig  # noqa: E402
 from megarl.data.packing import plan_micro_batches  # noqa: E402
-from megarl.megatron.distribution import Distribution, Place, Plan  # noqa: E402
+from megarl.megatron.distribution import BatchDispatcher, MicroBatchPlan, ModelRank  # noqa: E402
 from megarl.parallel import ranks, row_exchange  # noqa: E402
-from megarl.types import Shares, TokenLoss, TrainBatch, reads  # noqa: E402
-from megarl.types.batch import read_by  # noqa: E402
+from megarl.types import BatchSharding, TokenLoss, TrainBatch, reads  # noqa: E402
+from megarl.types.batch import select_columns  # noqa: E402
 
 BUDGET = 400
 
@@ -51,47 +51,47 @@ def whole_batch(holders: list[int]) -> TrainBatch:
         loss_mask=torch.rand(total, generator=draw) < 0.5,
         group=own // 8,
         sequence_reward=torch.zeros(256),
-        shares=Shares(lengths, torch.zeros_like(lengths), home, own, row_exchange.AllRanks()),
+        sharding=BatchSharding(lengths, torch.zeros_like(lengths), home, own, row_exchange.WorldComm()),
         **column,
     )
 
 
 def in_shares(whole: TrainBatch, rank: int) -> TrainBatch:
-    assert whole.shares is not None
-    own = (whole.shares.home == rank).nonzero().squeeze(1)
-    part = replace(whole, shares=None).select(own.tolist())
-    shares = replace(whole.shares, own=own)
-    return replace(part, group=whole.group, sequence_reward=whole.sequence_reward, shares=shares)
+    assert whole.sharding is not None
+    own = (whole.sharding.home == rank).nonzero().squeeze(1)
+    part = replace(whole, sharding=None).select(own.tolist())
+    shares = replace(whole.sharding, local_indices=own)
+    return replace(part, group=whole.group, sequence_reward=whole.sequence_reward, sharding=shares)
 
 
-def crossing(batch: TrainBatch, plan: Plan, places: dict[int, Place]) -> int:
+def crossing(batch: TrainBatch, plan: MicroBatchPlan, places: dict[int, ModelRank]) -> int:
     """Tokens that another rank than their home has to read."""
-    assert batch.shares is not None
+    assert batch.sharding is not None
     wanted = {
         i: {rank for rank, at in places.items() if at.dp_rank == r} for r, own in enumerate(plan) for i in sum(own, [])
     }
-    home, lengths = batch.shares.home.tolist(), batch.lengths.tolist()
+    home, lengths = batch.sharding.home.tolist(), batch.lengths.tolist()
     return sum(lengths[i] for i, readers in wanted.items() if readers - {home[i]})
 
 
 def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     ranks.initialize(ParallelConfig(world_size=world), timeout_s=60.0)
-    rank, post = dist.get_rank(), row_exchange.post()
+    rank, post = dist.get_rank(), row_exchange.get_row_exchange()
     size = 2 if sys.argv[1] == "replicas" else 1
     members = list(range(world))[-2:] if sys.argv[1] == "apart" else list(range(world))
-    places = {member: Place(n // size, True, True, n % size == 0, ()) for n, member in enumerate(members)}
-    distribution = Distribution(places, len(members) // size, BUDGET, 0.0, 1, False, None)
+    places = {member: ModelRank(n // size, True, True, n % size == 0, ()) for n, member in enumerate(members)}
+    distribution = BatchDispatcher(places, len(members) // size, BUDGET, 0.0, 1, False, None)
     whole = whole_batch(members if size == 1 and len(members) == world else list(range(world - 2)))
     batch, here = in_shares(whole, rank), places.get(rank)
     found: dict[str, Any] = {"wrong": []}
 
     def sent() -> int:
-        return int(row_exchange.total(torch.tensor(post.sent["machine"])))
+        return int(row_exchange.sum_over_ranks(torch.tensor(post.bytes_sent["machine"])))
 
-    def right(rows: Any, plan: Plan, names: tuple[str, ...]) -> None:
+    def right(rows: Any, plan: MicroBatchPlan, names: tuple[str, ...]) -> None:
         for indices in plan[here.dp_rank] if here else ():
-            taken, expected = rows.take(indices), replace(whole, shares=None).select(indices)
+            taken, expected = rows.take(indices), replace(whole, sharding=None).select(indices)
             wrong = [name for name in names if not torch.equal(getattr(taken, name), getattr(expected, name))]
             wrong += [
                 name
@@ -105,12 +105,12 @@ def main() -> None:
     found |= {"crossing": crossing(batch, plan, places), "without homes": crossing(batch, free, places)}
     found |= {"tokens": int(batch.lengths.sum()), "as without homes": plan == free}
     before = sent()
-    rows = distribution.give(batch, plan, ("tokens",))
+    rows = distribution.dispatch(batch, plan, ("tokens",))
     right(rows, plan, ("tokens",))
     found["tokens sent"] = sent() - before
-    done = [(indices, {"x": rows.take(indices).tokens * 2.0}) for indices in (plan[here.dp_rank] if here else ())]
+    done = [(indices, {"x": rows.select(indices).tokens * 2.0}) for indices in (plan[here.dp_rank] if here else ())]
     before = sent()
-    numbers = distribution.take_back(batch, plan, done, ("x",))()
+    numbers = distribution.collect(batch, plan, done, ("x",))()
     if not torch.equal(numbers["x"], batch.tokens * 2.0):
         found["wrong"].append("numbers back")
     found["numbers sent"] = sent() - before
@@ -119,13 +119,16 @@ def main() -> None:
     plan = distribution.plan(mini, forward_only=False)
     whole = whole.select(range(0, 256, 2))
     found["crossing of an update"] = crossing(mini, plan, places)
-    for what, given in (("named", read_by(loss, mini)), ("all", read_by(lambda output, part: None, mini))):
+    for what, given in (
+        ("named", select_columns(loss, mini)),
+        ("all", select_columns(lambda output, part: None, mini)),
+    ):
         before = sent()
-        right(distribution.give(mini, plan, given), plan, given)
+        right(distribution.dispatch(mini, plan, given), plan, given)
         found[f"{what} sent"], found[what] = sent() - before, given
     print("RESULT " + json.dumps(found), flush=True)
     ranks.barrier()
-    row_exchange.close_post()
+    row_exchange.close_row_exchange()
     ranks.shutdown()
 
 

@@ -121,7 +121,7 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
     return {
         "tokens": [micro.tokens.tolist() for micro in micros],
         "positions": [micro.positions.tolist() for micro in micros],
-        "ahead": [micro.ahead.tolist() for micro in micros],
+        "ahead": [micro.next_tokens.tolist() for micro in micros],
         "cu_seqlens": micros[0].packed.cu_seqlens_q.tolist(),
         "aligned": micros[0].align(whole).tolist(),
     }
@@ -130,20 +130,22 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
 def micro_batch() -> dict[str, Any]:
     """Sequences [1 2 3], [4], [5 6] of which the first and last are taken, padded to a multiple of 4."""
     from megarl.megatron.micro_batch import make_micro_batch
-    from megarl.megatron.routing_replay import Share
+    from megarl.megatron.routing_replay import ReplayShard
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
     recorded = batch.with_(routing=tiny.records(batch, torch.arange(12).view(6, 1, 2)))
-    micro = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("cpu"), tp=4, replayed=Share((0,), 1, 0))
+    micro = make_micro_batch(
+        recorded.select([0, 2]), [0, 2], torch.device("cpu"), tp=4, replayed=ReplayShard((0,), 1, 0)
+    )
     emitted = torch.tensor([10.0, 20, 30, 50, 60, -1, -1, -1])
     empty = make_micro_batch(batch.select([]), [], torch.device("cpu"), tp=4)
     further = make_micro_batch(batch.select([0, 2]), [0, 2], torch.device("cpu"), tp=4, mtp_layers=1)
     return {
-        "two ahead": further.ahead.tolist(),
+        "two ahead": further.next_tokens.tolist(),
         "aligned by two": further.align(emitted, 2).tolist(),
         "tokens": micro.tokens.tolist(),
         "positions": micro.positions.tolist(),
-        "ahead": micro.ahead.tolist(),
+        "ahead": micro.next_tokens.tolist(),
         "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
         "aligned": micro.align(emitted).tolist(),
         "cp": context_parts(batch),
@@ -158,7 +160,7 @@ def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
     """Three layers, of which a chunk has the first and the last; over two ranks of sequence parallelism, of context
     parallelism, and for a model that does not replay."""
     from megarl.megatron.micro_batch import make_micro_batch
-    from megarl.megatron.routing_replay import Share
+    from megarl.megatron.routing_replay import ReplayShard
 
     recorded = batch.with_(routing=tiny.records(batch, torch.arange(18).view(6, 3, 1)))
 
@@ -167,10 +169,10 @@ def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
         return None if found is None else found.flatten(1).tolist()
 
     return {
-        "tp": [of(Share((0, 2), 2, rank), tp=4) for rank in (0, 1)],
-        "cp": [of(Share((1,), 1, 0), cp=2, cp_rank=rank) for rank in (0, 1)],
+        "tp": [of(ReplayShard((0, 2), 2, rank), tp=4) for rank in (0, 1)],
+        "cp": [of(ReplayShard((1,), 1, 0), cp=2, cp_rank=rank) for rank in (0, 1)],
         "none": of(None),
-        "no layers": of(Share((), 1, 0)),
+        "no layers": of(ReplayShard((), 1, 0)),
     }
 
 
@@ -180,9 +182,9 @@ def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
     from dataclasses import fields
 
     from megarl.megatron.micro_batch import make_micro_batch
-    from megarl.megatron.routing_replay import Share
+    from megarl.megatron.routing_replay import ReplayShard
 
-    micro = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("meta"), replayed=Share((0,), 1, 0))
+    micro = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("meta"), replayed=ReplayShard((0,), 1, 0))
     raw = object.__getattribute__
 
     def there() -> list[str]:
@@ -380,7 +382,7 @@ def build(family: str, role: str = "actor", updates: int = 10, **sections: Any) 
             return torch.zeros(param.hf[0].shape)
         return shard(param, weights, tp, rank)
 
-    model.load(get)
+    model.load_shards(get)
     return model
 
 
@@ -406,7 +408,7 @@ def routing() -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, kind in kinds.items():
         replay = ReplayedTopK(0)
-        replay.begin(given, training=True)
+        replay.set_recorded(given, training=True)
         mine = logits.clone().requires_grad_()
         probs, chosen = topk_routing_with_score_function(mine, k, router_replay=replay, **kind)  # type: ignore[arg-type]
         (probs * pull).sum().backward()
@@ -564,7 +566,7 @@ def half() -> dict[str, float]:
 
 
 def schedule() -> dict[str, list[float]]:
-    from megarl.megatron.optimizer import go_to
+    from megarl.megatron.optimizer import set_schedule_step
 
     batch = tiny.batch((5, 6))
     result = {}
@@ -580,7 +582,7 @@ def schedule() -> dict[str, list[float]]:
         model = build("qwen2", updates=5, actor_optimizer=optimizer)
         result[kind] = [model.train_step(batch, nll)["actor/lr"] for _ in range(5)]
         longer = build("qwen2", updates=10, actor_optimizer=optimizer | {"lr": 2.0, "min_lr": 0.5})
-        go_to(longer.scheduler, model.scheduler.num_steps)
+        set_schedule_step(longer.scheduler, model.scheduler.num_steps)
         result[f"{kind}, longer"] = [longer.train_step(batch, nll)["actor/lr"] for _ in range(2)]
     return result
 
@@ -670,9 +672,9 @@ def training() -> dict[str, Any]:
             actor.begin_step(step)
             actor.update(batch, loss)
         actor.begin_step(4)
-        in_vain = [actor.in_vain, actor.update(batch, spoilt), actor.in_vain]
-        actor.went_back()
-        in_vain += [actor.in_vain, actor.update(batch, spoilt), actor.in_vain]
+        in_vain = [actor.skip_failure, actor.update(batch, spoilt), actor.skip_failure]
+        actor.on_rollback()
+        in_vain += [actor.skip_failure, actor.update(batch, spoilt), actor.skip_failure]
         infinite = torch.full_like(batch.loss_mask, torch.inf, dtype=torch.float32)
         given = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
         given["sequence_reward"] = torch.tensor([0.0, torch.nan])
@@ -717,9 +719,11 @@ def spared() -> dict[str, Any]:
     worker = RewardWorker(context, reward_fn=reward)
     endings: list[Status] = ["stop", "aborted", "length", "aborted"]
     rollouts = [Rollout(Prompt("p", ()), (Turn((1,)),), status, seed=i) for i, status in enumerate(endings)]
-    scored = worker.score(Rollouts.of(rollouts))
-    assert worker.score(Rollouts.of(rollouts[1:2])).here == (rollouts[1],) and not len(worker.score(Rollouts.of([])))
-    return {"seen": seen, "rewards": scored.reward.tolist(), "order": [r.seed for r in scored.here]}
+    scored = worker.score(Rollouts.gather(rollouts))
+    assert worker.score(Rollouts.gather(rollouts[1:2])).local == (rollouts[1],) and not len(
+        worker.score(Rollouts.gather([]))
+    )
+    return {"seen": seen, "rewards": scored.reward.tolist(), "order": [r.seed for r in scored.local]}
 
 
 def waking() -> list[str]:
@@ -769,12 +773,16 @@ def repeating() -> list[str]:
 
     from megarl.config import from_dict
     from megarl.controllers.controller import StepResult
-    from megarl.controllers.lookup import declare
+    from megarl.controllers.lookup import load_requirements
     from megarl.flow import HybridFlow
-    from megarl.observe.metrics import Spread
+    from megarl.observe.metrics import ZeroSpreadWarning
 
     flow: Any = HybridFlow(from_dict({"algorithm": "grpo"}))
-    flow.spread, flow.workers, flow.job = Spread(declare(flow.config)), [], SimpleNamespace(world=1)
+    flow.spread, flow.workers, flow.job = (
+        ZeroSpreadWarning(load_requirements(flow.config)),
+        [],
+        SimpleNamespace(world=1),
+    )
     flow.loader = flow.clock = flow.profile = SimpleNamespace(
         epochs=dict, lap=lambda step: {"time/step": 1.0}, spans=list, end=lambda step: None
     )

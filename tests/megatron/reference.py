@@ -8,7 +8,7 @@ from typing import Any
 import tiny
 import torch
 
-from megarl.types import Support, TrainBatch
+from megarl.types import SamplingMask, TrainBatch
 
 HEAD = "score.weight"
 
@@ -24,8 +24,8 @@ def policy(model: Any, batch: TrainBatch, temperature: float = 1.0) -> tuple[tor
     for number, (start, stop) in enumerate(sequences(batch)):
         tokens = batch.tokens[start:stop]
         logits = model(tokens[None]).logits[0, :-1] / temperature
-        if batch.support is not None:
-            logits = logits.masked_fill(~allowed(batch.support[number], logits.shape[1])[1:], -torch.inf)
+        if batch.sampling_mask is not None:
+            logits = logits.masked_fill(~allowed(batch.sampling_mask[number], logits.shape[1])[1:], -torch.inf)
         log_p = logits.log_softmax(-1)
         zero = torch.zeros(1)
         logprobs.append(torch.cat([zero, log_p.gather(1, tokens[1:, None])[:, 0]]))
@@ -33,7 +33,7 @@ def policy(model: Any, batch: TrainBatch, temperature: float = 1.0) -> tuple[tor
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def allowed(support: Support, vocabulary: int) -> torch.Tensor:
+def allowed(support: SamplingMask, vocabulary: int) -> torch.Tensor:
     """[n, vocabulary] bool: what each token could have been."""
     rows = (support.counts == 0)[:, None].repeat(1, vocabulary)
     rows[torch.repeat_interleave(torch.arange(len(support)), support.counts), support.ids.long()] = True

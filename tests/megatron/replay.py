@@ -86,7 +86,7 @@ def check(
         sections = {"actor_optimizer": optimizer, "model": {"megatron": megatron | recompute}}
         config = tiny.config(**layout, **sections, train={"replay_routing": True})
         model = MegatronModel(hf, config, ranks, "actor")
-        model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+        model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         given = tiny.in_shares(batch)
         logprobs = tiny.whole(given, model.forward(given)["logprobs"])
         loss = model.train_step(given, policy_loss)["actor/loss"]
@@ -102,7 +102,7 @@ def check(
 
     shape = routing_shape(hf, {})
     generator = torch.Generator().manual_seed(7)
-    given = torch.rand(*own.shape[:2], shape.experts, generator=generator).topk(shape.topk).indices.short()
+    given = torch.rand(*own.shape[:2], shape.num_experts, generator=generator).topk(shape.topk).indices.short()
     given[batch.cu_seqlens[1:] - 1] = -1
     other = batch.with_(routing=tiny.records(batch, given))
     replayed = stepped(other)

@@ -39,10 +39,12 @@ def test_planned_is_built(found: list[dict[str, Any]], number: int) -> None:
     experts = family.num_experts(hf)
     held = {
         param.megatron: list(
-            local_shape(param, layout.cut(param.expert is not None), layout.part(rank, param.expert is not None))
+            local_shape(
+                param, layout.num_shards(param.expert is not None), layout.shard_index(rank, param.expert is not None)
+            )
         )
         for param in family.params(hf, parallel.tp, parallel.etp)
-        if layout.holds(rank, param, experts)
+        if layout.has_param(rank, param, experts)
     }
     assert built["shapes"] == held  # what a push takes, by its canonical name
     stage = layout.stages[rank // layout.stage_ranks]

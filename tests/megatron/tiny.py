@@ -10,7 +10,7 @@ import torch
 from megarl.algorithms.losses import pair_mean_weights
 from megarl.config import Config, from_dict
 from megarl.parallel import row_exchange
-from megarl.types import Shares, Support, TrainBatch
+from megarl.types import BatchSharding, SamplingMask, TrainBatch
 
 COMMON: dict[str, Any] = dict(
     vocab_size=200,  # no multiple of 128: the last ranks' vocabulary is partly padding
@@ -219,7 +219,7 @@ def records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...
     return tuple(part[:count].to(torch.uint8) for part, count in zip(parts, known, strict=True))
 
 
-def supports(batch: TrainBatch, vocab: int = 200) -> tuple[Support, ...]:
+def supports(batch: TrainBatch, vocab: int = 200) -> tuple[SamplingMask, ...]:
     """Of each token where the mask is set some ids that it could have been, and it: none but it, a few, those of a
     part of the vocabulary, or all of them. Of the others, nothing."""
     generator = torch.Generator().manual_seed(11)
@@ -229,28 +229,30 @@ def supports(batch: TrainBatch, vocab: int = 200) -> tuple[Support, ...]:
         kind = len(rows) % 4
         others = order[: (0, 7, 60, vocab)[kind]] if kind != 2 else [i for i in order if i < 100][:60]
         rows.append([token, *(i for i in others if i != token)] if chosen else [])
-    whole, at = Support.of(rows), torch.arange(len(rows))
-    return tuple(whole.pick(part) for part in at.split(batch.lengths.tolist()))
+    whole, at = SamplingMask.from_rows(rows), torch.arange(len(rows))
+    return tuple(whole.index_select(part) for part in at.split(batch.lengths.tolist()))
 
 
 def in_shares(batch: TrainBatch) -> TrainBatch:
     """The same, of which each rank has some sequences: of two ranks or more the second has none."""
-    all_ranks, world = row_exchange.AllRanks(), torch.distributed.get_world_size()
+    all_ranks, world = row_exchange.WorldComm(), torch.distributed.get_world_size()
     homes = [rank for rank in range(world) if world == 1 or rank != 1]
     home = torch.tensor([homes[number * number % len(homes)] for number in range(batch.num_sequences)])
     own = (home == all_ranks.rank).nonzero().squeeze(1)
     known = [0] * batch.num_sequences if batch.routing is None else [len(record) for record in batch.routing]
-    supported = None if batch.support is None else torch.tensor([len(record.ids) for record in batch.support])
-    shares = Shares(batch.lengths, torch.tensor(known), home, own, all_ranks, supported)
+    supported = (
+        None if batch.sampling_mask is None else torch.tensor([len(record.ids) for record in batch.sampling_mask])
+    )
+    shares = BatchSharding(batch.lengths, torch.tensor(known), home, own, all_ranks, supported)
     part = batch.select(own.tolist())
-    return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, shares=shares)
+    return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=shares)
 
 
 def whole(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
     """Numbers per token of a batch in shares, each rank's own -> [T] of all."""
     found = [torch.zeros(0)] * batch.num_sequences
-    mine = list(zip(batch.own.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True))
-    for parts in batch.everyone.objects(mine):
+    mine = list(zip(batch.local_indices.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True))
+    for parts in batch.comm.all_gather_objects(mine):
         for number, part in parts:
             found[number] = part
     return torch.cat(found)

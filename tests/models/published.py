@@ -10,11 +10,13 @@ from typing import Any
 
 from megarl.config import from_dict
 from megarl.models.registry import load_hf_config
-from megarl.models.step_time import Machine, StepTime
+from megarl.models.step_time import GPUSpec, StepTime
 
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32}
-H800 = replace(Machine(), inside=Machine().inside * 200 / 450)  # an H100 with NVLink of 200 GB/s in each direction
+H800 = replace(
+    GPUSpec(), nvlink_bandwidth=GPUSpec().nvlink_bandwidth * 200 / 450
+)  # an H100 with NVLink of 200 GB/s in each direction
 BRIDGE = "Megatron-Bridge, docs/performance-summary.md"
 ZOO = "Megatron-MoE-ModelZoo, best_practice/Qwen3"
 DEEP_EP, FP8 = {"moe_token_dispatcher_type": "flex"}, {"fp8": "e4m3"}
@@ -36,7 +38,7 @@ class Run:
     micro: int = 1
     megatron: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
-    machine: Machine = Machine()
+    machine: GPUSpec = GPUSpec()
 
     @cached_property
     def modelled(self) -> float:

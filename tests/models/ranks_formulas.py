@@ -103,7 +103,7 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
     """Largest difference of the experts' weights, zeros for those not chosen, over random tokens; and of gradients."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from megarl.megatron.router import BestOfGroups
+    from megarl.megatron.router import GroupMaxTopK
 
     torch.nn.init.normal_(router.weight)
     bias = getattr(router, "e_score_correction_bias", None)
@@ -122,7 +122,7 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
         scaling_factor=values.get("moe_router_topk_scaling_factor"),
         score_function=values.get("moe_router_score_function", "softmax"),
         expert_bias=bias if values.get("moe_router_enable_expert_bias") else None,
-        router_replay=BestOfGroups(Asked() if hf["n_group"] == 8 else None) if extras.groups_by_best else None,
+        router_replay=GroupMaxTopK(Asked() if hf["n_group"] == 8 else None) if extras.has_group_max_routing else None,
     )
     direction = torch.randn(probs.shape)
     (probs * direction).sum().backward()

@@ -14,7 +14,14 @@ import tiny  # noqa: E402
 
 from megarl.config import ConfigError, LoraConfig
 from megarl.models.layout_algebra import Param, local_shape, shard, unshard
-from megarl.models.lora_tables import adapted_weights, adapter_params, factors, merge, peft_config, peft_tensors
+from megarl.models.lora_tables import (
+    adapted_weights,
+    adapter_params,
+    factor_params,
+    merge_adapter,
+    peft_config,
+    peft_tensors,
+)
 from megarl.models.registry import family_of
 
 
@@ -62,7 +69,7 @@ def test_shards_merged_are_shards_of_the_merged(family: str) -> None:
     """W + s B A cut by the weight's own cut, against the local products, for every rank of 2."""
     generator, scale = torch.Generator().manual_seed(0), 2.5
     for param in adapted_weights(table(family, 2), ()):
-        a, b = factors(param, 3)
+        a, b = factor_params(param, 3)
         whole = {t.name: torch.randn(t.shape, generator=generator) for row in (param, a, b) for t in row.hf}
         (a_tensor,) = a.hf
         merged = {
@@ -72,7 +79,7 @@ def test_shards_merged_are_shards_of_the_merged(family: str) -> None:
         pieces = []
         for rank in range(2):
             local = [shard(row, whole, 2, rank) for row in (param, a, b)]
-            pieces.append(merge(*local, scale))
+            pieces.append(merge_adapter(*local, scale))
             assert torch.allclose(pieces[-1], shard(param, merged, 2, rank), atol=1e-5)
         for row in (a, b):
             found = unshard(row, [shard(row, whole, 2, rank) for rank in range(2)])
@@ -84,7 +91,7 @@ def test_one_factor_is_cut_as_the_weight_is() -> None:
         row.megatron.rpartition("linear_")[2]: local_shape(row, 2, 1)
         for param in adapted_weights(table("deepseek_v3", 2), ())
         if param.megatron.startswith("decoder.layers.0.")
-        for row in factors(param, 3)
+        for row in factor_params(param, 3)
     }
     assert found == {
         "q_down_proj.lora_a": (3, 32), "q_down_proj.lora_b": (24, 3),  # on all ranks, as the weight is
@@ -99,14 +106,14 @@ def test_one_factor_is_cut_as_the_weight_is() -> None:
 
 def test_merge_of_bf16_is_rounded_once() -> None:
     weight, a, b = torch.full((1, 1), 1.0), torch.full((1, 1), 0.5), torch.full((1, 1), 2**-7)
-    merged = merge(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 3.0)
+    merged = merge_adapter(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 3.0)
     assert merged.dtype == torch.bfloat16
     assert float(merged) == 1 + 2**-6  # 1 + 3 * 2^-8 lies between 1 + 2^-7 and 1 + 2^-6, as far from either: to even
 
 
 def test_peft_tensors_share_a_and_have_their_own_rows_of_b() -> None:
     params = adapted_weights(table("qwen3_moe"), ("linear_qkv", "experts.linear_fc2"))
-    tensors = {t.name: torch.randn(t.shape) for param in params for row in factors(param, 3) for t in row.hf}
+    tensors = {t.name: torch.randn(t.shape) for param in params for row in factor_params(param, 3) for t in row.hf}
     found = peft_tensors(tensors, params, 3)
     q, k, v, down = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.experts.3.down_proj"
     layer = {

@@ -109,7 +109,7 @@ def derived(hf: dict[str, Any]) -> tuple[Any, ...]:
         family.megatron_config(hf),
         family.gpt_kwargs(hf),
         family.extras(hf),
-        family.untrained(hf),
+        family.untrained_prefixes(hf),
     )
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megarl.models import norm_counting
-from megarl.models.layout_algebra import Columns, Cut, HFTensor, Param, Replicated
+from megarl.models.layout_algebra import Dim1Sharding, HFTensor, Param, Replicated, Sharding
 
 pytestmark = pytest.mark.alone
 
 
-def param(name: str, cut: Cut, expert: int | None = None) -> Param:
+def param(name: str, cut: Sharding, expert: int | None = None) -> Param:
     return Param(name, (HFTensor(name, (4, 4)),), cut, expert=expert)
 
 
@@ -19,14 +19,14 @@ def test_marks_are_the_tables_whatever_a_layer_has_set() -> None:
     tensors = {name: torch.nn.Parameter(torch.zeros(4, 4)) for name in ("expert", "down", "cut", "norm")}
     tensors["down"].tensor_model_parallel = True  # type: ignore[attr-defined]
     tensors["cut"].tensor_model_parallel = True  # type: ignore[attr-defined]
-    cut, whole = Columns(4, "columns"), Replicated()
+    cut, whole = Dim1Sharding(4, "columns"), Replicated()
     table = [param("expert", cut, 3), param("down", whole), param("cut", cut), param("norm", whole)]
     buffer = {"bias": torch.zeros(4)}
     named = {**tensors, **buffer}
-    assert norm_counting.mark(named, [*table, param("bias", whole), param("elsewhere", cut)]) == ["expert", "down"]
+    assert norm_counting.set_flags(named, [*table, param("bias", whole), param("elsewhere", cut)]) == ["expert", "down"]
     marks = {name: tensor.tensor_model_parallel for name, tensor in tensors.items()}  # type: ignore[attr-defined]
     assert marks == {"expert": True, "down": False, "cut": True, "norm": False}
-    assert norm_counting.mark(named, table) == []
+    assert norm_counting.set_flags(named, table) == []
 
 
 class Grouped(torch.nn.Module):
@@ -52,11 +52,11 @@ def test_an_expert_that_would_drop_out_of_the_norm_stops_the_build() -> None:
     model = chunk()
     weights = list(model.parameters())
     with pytest.raises(RuntimeError, match="linear_fc1.weight0 is not marked tensor_model_parallel"):
-        norm_counting.check_experts([model])
+        norm_counting.check_expert_flags([model])
     for weight in weights:
         weight.tensor_model_parallel = True  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="weight0 is marked as a dense parameter"):
-        norm_counting.check_experts([model])
+        norm_counting.check_expert_flags([model])
     weights[0].allreduce = False  # type: ignore[attr-defined]
     weights[1].requires_grad_(False)
-    norm_counting.check_experts([model])
+    norm_counting.check_expert_flags([model])

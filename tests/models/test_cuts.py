@@ -10,26 +10,26 @@ from hypothesis import strategies as st
 from megarl.config import ConfigError
 from megarl.models.layout_algebra import (
     PADDING,
-    Columns,
-    Cut,
-    GateUp,
+    Dim0Sharding,
+    Dim1Sharding,
+    GateUpSharding,
     HFTensor,
     Param,
-    Pieces,
-    Qkv,
+    QKVSharding,
     Replicated,
-    Rows,
+    Sharding,
+    ShardSpec,
     Slice,
-    Vocab,
+    VocabSharding,
     local_shape,
     padded_vocab,
-    pieces,
     shard,
+    split_param,
     unshard,
 )
 
 
-def param(cut: Cut, **tensors: tuple[int, ...]) -> Param:
+def param(cut: Sharding, **tensors: tuple[int, ...]) -> Param:
     return Param("megatron.name", tuple(HFTensor(name, shape) for name, shape in tensors.items()), cut)
 
 
@@ -45,76 +45,80 @@ def test_replicated_is_whole_on_every_rank() -> None:
 
 def test_rows_are_blocks_of_dim_0() -> None:
     # 2 heads of 3 rows each
-    heads, values = param(Rows(2, "heads"), a=(6, 1)), {"a": column(0, 1, 2, 3, 4, 5)}
+    heads, values = param(Dim0Sharding(2, "heads"), a=(6, 1)), {"a": column(0, 1, 2, 3, 4, 5)}
     assert shard(heads, values, 2, 0).flatten().tolist() == [0, 1, 2]
     assert shard(heads, values, 2, 1).flatten().tolist() == [3, 4, 5]
 
 
 def test_columns_are_blocks_of_dim_1() -> None:
-    output, values = param(Columns(4, "heads"), a=(2, 4)), {"a": torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13]])}
+    output, values = param(Dim1Sharding(4, "heads"), a=(2, 4)), {"a": torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13]])}
     assert shard(output, values, 2, 0).tolist() == [[0, 1], [10, 11]]
     assert shard(output, values, 2, 1).tolist() == [[2, 3], [12, 13]]
 
 
 def test_qkv_interleaves_by_query_group() -> None:
     # 2 groups; each has 2 query heads, one key and one value head, all of size 1
-    qkv = param(Qkv(2), q=(4, 1), k=(2, 1), v=(2, 1))
+    qkv = param(QKVSharding(2), q=(4, 1), k=(2, 1), v=(2, 1))
     values = {"q": column(0, 1, 2, 3), "k": column(10, 11), "v": column(20, 21)}
     assert shard(qkv, values, 1, 0).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     assert shard(qkv, values, 2, 0).flatten().tolist() == [0, 1, 10, 20]
     assert shard(qkv, values, 2, 1).flatten().tolist() == [2, 3, 11, 21]
-    biases = param(Qkv(2), q=(4,), k=(2,), v=(2,))
+    biases = param(QKVSharding(2), q=(4,), k=(2,), v=(2,))
     assert shard(biases, {name: x.flatten() for name, x in values.items()}, 2, 1).tolist() == [2, 3, 11, 21]
 
 
 def test_gate_and_up_are_stacked_per_rank() -> None:
-    fc1 = param(GateUp(4, "ffn"), gate=(4, 1), up=(4, 1))
+    fc1 = param(GateUpSharding(4, "ffn"), gate=(4, 1), up=(4, 1))
     values = {"gate": column(0, 1, 2, 3), "up": column(10, 11, 12, 13)}
     assert shard(fc1, values, 1, 0).flatten().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
     assert shard(fc1, values, 2, 1).flatten().tolist() == [2, 3, 12, 13]
 
 
 def test_vocabulary_is_padded_with_zeros() -> None:
-    embedding, values = param(Vocab(), a=(130, 1)), {"a": column(*range(1, 131))}
+    embedding, values = param(VocabSharding(), a=(130, 1)), {"a": column(*range(1, 131))}
     # padded to 256 over 2 ranks: 128 rows, then 2 rows and 126 of padding
     assert shard(embedding, values, 2, 0).flatten().tolist() == list(range(1, 129))
     assert shard(embedding, values, 2, 1).flatten().tolist() == [129, 130] + [0] * 126
     # padded to 512 over 4 ranks: the last two ranks hold nothing else
-    assert pieces(embedding, 4, 1) == Pieces(0, (Slice(0, 128, 130), Slice(PADDING, 0, 126)))
-    assert pieces(embedding, 4, 3) == Pieces(0, (Slice(PADDING, 0, 128),))
+    assert split_param(embedding, 4, 1) == ShardSpec(0, (Slice(0, 128, 130), Slice(PADDING, 0, 126)))
+    assert split_param(embedding, 4, 3) == ShardSpec(0, (Slice(PADDING, 0, 128),))
     assert padded_vocab(129280, 8) == 130048  # DeepSeek-V3
     assert padded_vocab(256, 2) == 256
 
 
 def test_experts_are_whole_but_their_cut_answers_for_a_grid_of_their_own() -> None:
-    fc2 = Param("e", (HFTensor("down", (2, 4)),), Columns(4, "ffn"), expert=0)
+    fc2 = Param("e", (HFTensor("down", (2, 4)),), Dim1Sharding(4, "ffn"), expert=0)
     assert local_shape(fc2, 1, 0) == (2, 4)
-    assert pieces(fc2, 4, 3) == Pieces(1, (Slice(0, 3, 4),))
+    assert split_param(fc2, 4, 3) == ShardSpec(1, (Slice(0, 3, 4),))
 
 
 @pytest.mark.parametrize(
     ("cut", "shapes", "message"),
     [
-        (Rows(6, "num_attention_heads"), {"q_b": (12, 1)}, "q_b cannot be cut: num_attention_heads=6"),
-        (Columns(6, "num_attention_heads"), {"o": (1, 12)}, "o cannot be cut: num_attention_heads=6"),
-        (GateUp(6, "intermediate_size"), {"g": (6, 1), "u": (6, 1)}, "g + u cannot be cut: intermediate_size=6"),
-        (Qkv(6), {"q": (12, 1), "k": (6, 1), "v": (6, 1)}, "q + k + v cannot be cut: num_key_value_heads=6"),
+        (Dim0Sharding(6, "num_attention_heads"), {"q_b": (12, 1)}, "q_b cannot be cut: num_attention_heads=6"),
+        (Dim1Sharding(6, "num_attention_heads"), {"o": (1, 12)}, "o cannot be cut: num_attention_heads=6"),
+        (
+            GateUpSharding(6, "intermediate_size"),
+            {"g": (6, 1), "u": (6, 1)},
+            "g + u cannot be cut: intermediate_size=6",
+        ),
+        (QKVSharding(6), {"q": (12, 1), "k": (6, 1), "v": (6, 1)}, "q + k + v cannot be cut: num_key_value_heads=6"),
     ],
 )
 def test_a_size_that_does_not_divide_is_named_with_those_that_do(
-    cut: Cut, shapes: dict[str, tuple[int, ...]], message: str
+    cut: Sharding, shapes: dict[str, tuple[int, ...]], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        pieces(param(cut, **shapes), 4, 0)
+        split_param(param(cut, **shapes), 4, 0)
     assert str(error.value) == f"{message} does not divide by tensor parallel size 4; sizes that do: 1, 2, 3, 6"
 
 
 def test_shards_of_another_layout_are_refused() -> None:
-    rows = param(Rows(4, "heads"), a=(4, 1))
+    rows = param(Dim0Sharding(4, "heads"), a=(4, 1))
     with pytest.raises(ValueError, match=r"megatron.name: the shard of rank 1 has shape \(1, 1\), not \(2, 1\)"):
         unshard(rows, [torch.zeros(2, 1), torch.zeros(1, 1)])
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        pieces(rows, 2, 2)
+        split_param(rows, 2, 2)
 
 
 @st.composite
@@ -125,12 +129,12 @@ def cases(draw: st.DrawFn) -> tuple[Param, int]:
         st.sampled_from(
             [
                 (Replicated(), [(size, hidden)]),
-                (Rows(count, "units"), [(count * size, hidden)]),
-                (Columns(count, "units"), [(hidden, count * size)]),
-                (GateUp(count, "units"), [(count * size, hidden)] * 2),
-                (Qkv(count), [(count * size * hidden, 2), (count * size, 2), (count * size, 2)]),
-                (Qkv(count), [(count * size * hidden,), (count * size,), (count * size,)]),
-                (Vocab(), [(draw(st.integers(1, 700)), hidden)]),
+                (Dim0Sharding(count, "units"), [(count * size, hidden)]),
+                (Dim1Sharding(count, "units"), [(hidden, count * size)]),
+                (GateUpSharding(count, "units"), [(count * size, hidden)] * 2),
+                (QKVSharding(count), [(count * size * hidden, 2), (count * size, 2), (count * size, 2)]),
+                (QKVSharding(count), [(count * size * hidden,), (count * size,), (count * size,)]),
+                (VocabSharding(), [(draw(st.integers(1, 700)), hidden)]),
             ]
         )
     )
@@ -152,5 +156,5 @@ def test_unshard_inverts_shard_and_nothing_is_held_twice(case: tuple[Param, int]
     assert list(back) == [tensor.name for tensor in what.hf]
     assert all(torch.equal(back[name], full[name]) for name in full)
     held = sorted(x for s in shards for x in s.flatten().tolist() if x)
-    copies = tp if isinstance(what.cut, Replicated) else 1
+    copies = tp if isinstance(what.sharding, Replicated) else 1
     assert held == sorted(list(range(1, total + 1)) * copies)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.config import LoraConfig
-from megarl.models.flops import PEAKS, Flops, model_flops, peak_flops, windowed_pairs
+from megarl.models.flops import PEAK_FLOPS, Flops, model_flops, peak_flops, windowed_pairs
 
 pytestmark = pytest.mark.alone
 
@@ -34,7 +34,11 @@ TINY = tiny()
 
 def whole_square(flops: Flops, length: int) -> float:
     """What attention costs where all pairs are computed, and half of them masked, as transformers' eager one does."""
-    return (flops.pair + flops.windowed) * length**2 - flops.forward([length]) + length * (flops.met + flops.head)
+    return (
+        (flops.attention_per_pair + flops.windowed_per_pair) * length**2
+        - flops.forward([length])
+        + length * (flops.forward_per_token + flops.head_forward)
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3", "llama", "gemma2"])
@@ -73,30 +77,30 @@ def test_adapters_alone_are_trained() -> None:
     layers = 2
     added = adapted.forward([LENGTH]) - whole.forward([LENGTH])
     assert added == layers * (forward - of_weight)
-    frozen = whole.returned / 2 + counter.get_total_flops() * layers / LENGTH - layers * of_weight / LENGTH
-    assert adapted.returned == pytest.approx(frozen)
-    assert adapted.head_back == whole.head_back / 2
+    frozen = whole.backward_per_token / 2 + counter.get_total_flops() * layers / LENGTH - layers * of_weight / LENGTH
+    assert adapted.backward_per_token == pytest.approx(frozen)
+    assert adapted.head_backward == whole.head_backward / 2
 
 
 def test_of_experts_those_chosen_and_of_a_critic_one_row() -> None:
     hf = TINY.HF["qwen3_moe"]
-    once, twice = (model_flops({**hf, "num_experts_per_tok": n}).met for n in (2, 3))
+    once, twice = (model_flops({**hf, "num_experts_per_tok": n}).forward_per_token for n in (2, 3))
     assert twice - once == 2 * 2 * 3 * 32 * 24  # layers; gate, up and down of an expert
-    assert model_flops(hf, valued=True).head == 2 * 32
+    assert model_flops(hf, valued=True).head_forward == 2 * 32
 
 
 def test_by_hand_of_a_large_one() -> None:
     """DeepSeek-V3: 37e9 active weights, of which the embedding of 0.93e9 is none that is multiplied."""
     flops = model_flops(json.loads((CONFIGS / "deepseek_v3.json").read_text()))
-    assert flops.met + flops.head == pytest.approx(2 * 36.6e9, rel=0.01)
+    assert flops.forward_per_token + flops.head_forward == pytest.approx(2 * 36.6e9, rel=0.01)
     assert flops.backward([100]) == 2 * flops.forward([100])
-    assert flops.forward([100], logits=10) == flops.forward([100]) - 90 * flops.head
+    assert flops.forward([100], logits=10) == flops.forward([100]) - 90 * flops.head_forward
 
 
 def test_pairs() -> None:
     for length, window in ((1, 4), (4, 4), (9, 4)):
         assert windowed_pairs(length, window) == sum(min(n + 1, window) for n in range(length))
-    flops = Flops(0.0, 0.0, 0.0, 0.0, pair=1.0)
+    flops = Flops(0.0, 0.0, 0.0, 0.0, attention_per_pair=1.0)
     assert flops.forward([3, 2]) == 6 + 3, "sequences do not see each other"
 
 
@@ -120,7 +124,7 @@ def test_pairs() -> None:
     ],
 )
 def test_peaks_by_the_name_that_cuda_has(name: str, known: str) -> None:
-    assert peak_flops(name) == PEAKS[known]
+    assert peak_flops(name) == PEAK_FLOPS[known]
 
 
 def test_of_an_unknown_gpu_there_is_none() -> None:

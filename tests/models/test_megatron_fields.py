@@ -14,10 +14,10 @@ from megarl.models.megatron_fields import (
     _CLASSES,
     _DDP,
     _MLA,
-    DECIDED,
-    FIXED,
-    OURS,
-    _described,
+    CONFIG_KEYS,
+    FORBIDDEN,
+    MODEL_FIELDS,
+    _parse_fields,
     check,
     check_ddp,
     known_fields,
@@ -43,8 +43,8 @@ def test_fields_are_megatrons_own() -> None:
         own = set(names)
         assert own <= known_fields(mla)
         assert not {name for name in known_fields(mla) - own if not name.startswith("_")}
-    assert (OURS.keys() | FIXED.keys()) <= known_fields(False)
-    assert known_fields(True) >= DECIDED
+    assert (CONFIG_KEYS.keys() | FORBIDDEN.keys()) <= known_fields(False)
+    assert known_fields(True) >= MODEL_FIELDS
 
 
 FREE = {
@@ -62,7 +62,7 @@ FREE = {
 def test_what_a_table_gives_config_json_decides(family: str) -> None:
     settings = family_of(tiny.HF[family]).megatron_config(tiny.HF[family])
     given = settings.keys()
-    assert given - FREE <= DECIDED | FIXED.keys()
+    assert given - FREE <= MODEL_FIELDS | FORBIDDEN.keys()
     for name in given - FREE:
         with pytest.raises(ConfigError, match=f"model.megatron.{name} cannot be set: "):
             check({name: None}, mla=True)
@@ -112,6 +112,6 @@ def test_values_of_the_gradient_buffers_fit_theirs() -> None:
 
 def test_every_default_fits_its_own_field() -> None:
     """So that what is refused is not what Megatron takes by itself."""
-    for name, field in {**_described(*_CLASSES, _MLA), **_described(_DDP)}.items():
+    for name, field in {**_parse_fields(*_CLASSES, _MLA), **_parse_fields(_DDP)}.items():
         if field.default is not ...:
-            foreign_dataclasses.check(name, field.default, field)
+            foreign_dataclasses.check_field_value(name, field.default, field)

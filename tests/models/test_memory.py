@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict, load_config
-from megarl.controllers.lookup import declare
+from megarl.controllers.lookup import load_requirements
 from megarl.models.activation_memory import (
     activation_elements,
     logits_bytes,
@@ -17,17 +17,17 @@ from megarl.models.activation_memory import (
     micro_batches_in_flight,
 )
 from megarl.models.memory import (
-    Elements,
+    ElementCounts,
     StageMemory,
+    classifier_stages,
     engine_bytes,
-    kinds,
+    inference_stages,
     kv_elements,
     plan_memory,
-    served_stages,
-    served_whole,
     stage_elements,
-    staging_bytes,
     state_bytes,
+    sync_staging_bytes,
+    unique_params,
 )
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config, param_count
@@ -61,10 +61,10 @@ def config_of(**sections: Any) -> Config:
 
 
 def planned(hf: dict[str, Any], config: Config, *others: Any) -> list[StageMemory]:
-    return plan_memory(hf, config, declare(config), *others)
+    return plan_memory(hf, config, load_requirements(config), *others)
 
 
-def held(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[Elements]:
+def held(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[ElementCounts]:
     """By each stage, its layers dealt out evenly."""
     parallel = ParallelConfig(**sizes)
     stages = stage_layers(hf["num_hidden_layers"], parallel.pp, {}, parallel.vpp)
@@ -86,7 +86,7 @@ def test_published_sizes(file: str, total: int) -> None:
     assert sum(param_count(hf).values()) == total
     # On one rank without padding (all the vocabularies are multiples of 128) the plan counts the same.
     assert sum(held(hf)[0]) == total
-    assert sum(param.size * count for param, count in kinds(hf)) == total
+    assert sum(param.size * count for param, count in unique_params(hf)) == total
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_trained_mtp_layers_are_on_the_last_stage_beside_a_copy_of_the_embedding
     """The published checkpoint has 684.5 B parameters: in the layer it repeats the embedding and the head."""
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     total, vocabulary = 682_636_487_424, 129280 * 7168
-    assert sum(param.size * count for param, count in kinds(hf, mtp=True)) == total
+    assert sum(param.size * count for param, count in unique_params(hf, mtp=True)) == total
     assert round((total + 2 * vocabulary) / 1e9, 1) == 684.5
     parallel, stages = ParallelConfig(world_size=2, pp=2), [range(31), range(31, 61)]
     plain, drafting = (stage_elements(hf, parallel, stages, mtp=mtp) for mtp in (False, True))
@@ -169,9 +169,9 @@ def test_a_vocabulary_is_padded() -> None:
 @pytest.mark.parametrize("size, dp, per_element", [(2, 1, 18.0), (2, 4, 6 + 12 / 4), (4, 1, 16.0), (4, 8, 8 + 8 / 8)])
 def test_bytes_of_the_distributed_optimizer(size: int, dp: int, per_element: float) -> None:
     """The table in Megatron-Core's guide: 6 + 12 / d in bf16 with fp32 gradients, 8 + 8 / d in fp32."""
-    assert sum(state_bytes(Elements(1000, 0), dp, 1, size).values()) == 1000 * per_element
+    assert sum(state_bytes(ElementCounts(1000, 0), dp, 1, size).values()) == 1000 * per_element
     # Experts by their own sharing.
-    assert sum(state_bytes(Elements(0, 1000), 1, dp, size).values()) == 1000 * per_element
+    assert sum(state_bytes(ElementCounts(0, 1000), 1, dp, size).values()) == 1000 * per_element
 
 
 def test_the_671b_policy_alone_takes_18_bytes_an_expert_weight() -> None:
@@ -211,7 +211,7 @@ def test_kv_cache() -> None:
     deepseek = load_hf_config(MODELS / "deepseek_v3.json")
     assert kv_elements(deepseek, 32) == 61 * 576  # 70 KB a token, on every rank
     assert kv_elements(deepseek, 32, drafts=True) == 62 * 576
-    layer = sum(param.size * count for param, count in kinds(deepseek, mtp=True)) - 671_026_419_200
+    layer = sum(param.size * count for param, count in unique_params(deepseek, mtp=True)) - 671_026_419_200
     assert engine_bytes(deepseek, 1, 2, drafts=True) - engine_bytes(deepseek, 1, 2) == 2 * layer
 
 
@@ -335,22 +335,22 @@ def test_context_parallelism_shares_a_long_sequence_and_the_optimizer() -> None:
 
 
 def test_reshard_staging() -> None:
-    assert staging_bytes(1 << 30, 10**10, 10**10) == 2 << 30
-    assert staging_bytes(1 << 30, 1000, 500) == 3000  # no more than there is
+    assert sync_staging_bytes(1 << 30, 10**10, 10**10) == 2 << 30
+    assert sync_staging_bytes(1 << 30, 1000, 500) == 3000  # no more than there is
     grpo = planned(QWEN2, config_of(algorithm="grpo", rollout={"push_bucket_mb": 1}))[0]
     assert grpo.push["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
     states, engine, cache = sum(grpo.states.values()), grpo.push["engine weights"], grpo.generation["engine KV cache"]
     assert grpo.generation == {"engine weights": engine, "engine KV cache": cache} and engine > 0 and cache > 0
     assert grpo.generation_total == states + engine + cache
-    assert grpo.push_total == states + engine + grpo.push["reshard staging"]  # the KV cache comes back after it
+    assert grpo.weight_sync_total == states + engine + grpo.push["reshard staging"]  # the KV cache comes back after it
 
 
 def test_states_can_leave_the_device_while_engines_generate() -> None:
     stay, leave = (planned(QWEN2, config_of(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
     assert leave.generation_total == sum(leave.generation.values())
     engine = leave.generation["engine weights"]
-    assert leave.push_total == leave.states["actor weights"] + engine + leave.push["reshard staging"]
-    assert stay.push_total == leave.push_total + sum(stay.states.values()) - stay.states["actor weights"]
+    assert leave.weight_sync_total == leave.states["actor weights"] + engine + leave.push["reshard staging"]
+    assert stay.weight_sync_total == leave.weight_sync_total + sum(stay.states.values()) - stay.states["actor weights"]
     states = [amount for name, amount in stay.states.items() if "gradients" not in name]
     assert leave.host["states, while generating"] == sum(states)
     assert leave.host["reference weights"] == stay.host["reference weights"]
@@ -414,7 +414,7 @@ def test_what_a_run_without_rollouts_needs() -> None:
 def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
     layout = {"parallel": {"world_size": 4, "tp": 2, "pp": 2}, "rollout": {"max_context": 128}}
     config = config_of(**layout)
-    stages = {"reward": served_stages(MOE, config, declare(config), head=True)}
+    stages = {"reward": inference_stages(MOE, config, load_requirements(config), head=True)}
     plain, served = (planned(QWEN2, config, QWEN2, others) for others in (None, stages))
     elements = held(MOE, head=True, tp=2, pp=2)
     for before, after, weights in zip(plain, served, elements, strict=True):
@@ -427,7 +427,7 @@ def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
 
 def test_a_teacher_has_weights_and_computes_while_engines_sleep() -> None:
     config = config_of(parallel={"world_size": 4, "tp": 2, "pp": 2}, rollout={"max_context": 128})
-    stages = {"teacher": served_stages(MOE, config, declare(config), head=False, dtype="bfloat16")}
+    stages = {"teacher": inference_stages(MOE, config, load_requirements(config), head=False, dtype="bfloat16")}
     plain, served = (planned(QWEN2, config, QWEN2, others) for others in (None, stages))
     elements = held(MOE, tp=2, pp=2)
     for before, after, weights in zip(plain, served, elements, strict=True):
@@ -444,7 +444,7 @@ def test_a_teacher_has_weights_and_computes_while_engines_sleep() -> None:
 
 def test_any_classifier_is_whole_on_each_of_its_ranks() -> None:
     bert = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64}
-    (stage,) = served_whole(bert, 1000, "float32", config_of())
+    (stage,) = classifier_stages(bert, 1000, "float32", config_of())
     assert stage == ((0, 1, 2), 4000, 4 * 3072 * (6 * 32 + 3 * 64), 0)
 
 

@@ -150,7 +150,7 @@ def test_deepseek_options_that_change_the_numbers() -> None:
     values = family_of(plain).megatron_config(plain)
     assert (values["rope_type"], values["rotary_base"], values["rotary_scaling_factor"]) == ("rope", 5e5, 1.0)
     assert values["moe_router_num_groups"] is None  # choosing all groups is no limit
-    bias = [p for p in family_of(hf).params(hf, 1) if p.buffer]
+    bias = [p for p in family_of(hf).params(hf, 1) if p.is_buffer]
     assert [(p.megatron, p.dtype) for p in bias] == [
         (f"decoder.layers.{layer}.mlp.router.expert_bias", torch.float32) for layer in (1, 2)
     ]
@@ -168,8 +168,8 @@ def test_rope_reads_old_and_new_spellings_alike() -> None:
 
 def test_multi_token_prediction_layers_are_listed_as_untrained() -> None:
     hf = hf_of("deepseek_v3", num_nextn_predict_layers=2)
-    assert family_of(hf).untrained(hf) == ("model.layers.3.", "model.layers.4.")
-    assert family_of(hf_of("deepseek_v3")).untrained(hf_of("deepseek_v3")) == ()
+    assert family_of(hf).untrained_prefixes(hf) == ("model.layers.3.", "model.layers.4.")
+    assert family_of(hf_of("deepseek_v3")).untrained_prefixes(hf_of("deepseek_v3")) == ()
 
 
 QWEN_25_05B = {

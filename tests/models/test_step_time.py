@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.models.flops import met_weights
+from megarl.models.flops import active_params
 from megarl.models.registry import family_of, load_hf_config
-from megarl.models.step_time import Machine, StepTime, recomputed_share, sent_on
+from megarl.models.step_time import GPUSpec, StepTime, dispatch_copies, recomputed_share
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -35,14 +35,24 @@ DENSE: dict[str, Any] = {
 MOE = DENSE | {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
 MOE |= {"moe_intermediate_size": 48, "norm_topk_prob": True}
 TOKENS = 1000
-MACHINE = Machine(1e6, 2.0, 1.0, inf, network=1e4, inside=1e5, hidden=0.0, layer=0.0, moe_layer=0.0)
+MACHINE = GPUSpec(
+    1e6,
+    2.0,
+    1.0,
+    inf,
+    network_bandwidth=1e4,
+    nvlink_bandwidth=1e5,
+    comm_overlap=0.0,
+    layer_overhead=0.0,
+    moe_layer_overhead=0.0,
+)
 
 
 def seconds(
     hf: dict[str, Any],
     megatron: dict[str, Any] | None = None,
     budget: int = 100,
-    machine: Machine = MACHINE,
+    machine: GPUSpec = MACHINE,
     **sizes: int,
 ) -> Any:
     tree = {"model": {"megatron": megatron or {}}, "parallel": sizes, "train": {"token_budget": budget}}
@@ -52,7 +62,7 @@ def seconds(
 
 def test_one_rank_only_computes() -> None:
     # Two operations a weight in the forward pass and four in the backward.
-    assert seconds(DENSE) == {"arithmetic": 6 * met_weights(DENSE) * TOKENS / 1e6}
+    assert seconds(DENSE) == {"arithmetic": 6 * active_params(DENSE) * TOKENS / 1e6}
     full = seconds(DENSE, {"recompute_granularity": "full"})
     assert full == {"arithmetic": full["arithmetic"].expected, "recomputation": full["arithmetic"].expected / 3}
 
@@ -63,7 +73,7 @@ def test_replicas_share_the_tokens_and_add_their_gradients() -> None:
     for node, rate in ((8, 1e5), (2, 1e4)):
         found = seconds(DENSE, world_size=4, ranks_per_node=node)
         assert found["data"] == weights * 6 * 3 / 4 / rate
-        assert found["arithmetic"] == 6 * met_weights(DENSE) * TOKENS / 4 / 1e6
+        assert found["arithmetic"] == 6 * active_params(DENSE) * TOKENS / 4 / 1e6
 
 
 def test_tensor_parallel_traffic() -> None:
@@ -115,7 +125,7 @@ def test_what_is_computed_twice() -> None:
 def test_experts_are_slower_and_fp8_is_faster() -> None:
     whole = seconds(MOE)["arithmetic"].expected
     assert seconds(MOE, {"fp8": "e4m3"})["arithmetic"] == whole / 2
-    half = seconds(MOE, machine=replace(MACHINE, experts=0.5))["arithmetic"].expected
+    half = seconds(MOE, machine=replace(MACHINE, expert_efficiency=0.5))["arithmetic"].expected
     routed = 4 * 2 * 3 * 64 * 48  # two experts a token in four layers
     assert half - whole == pytest.approx(6 * routed * TOKENS / 1e6)
 
@@ -123,13 +133,13 @@ def test_experts_are_slower_and_fp8_is_faster() -> None:
 def test_what_is_no_matrix_product() -> None:
     # 20 times the hidden size and three times the MLP's, in bf16, forward and twice as much backward.
     dense = (20 * 64 + 3 * 96) * 4 * 2 * 3 * TOKENS / 1e4
-    assert seconds(DENSE, machine=replace(MACHINE, memory=1e4))["memory"] == dense
+    assert seconds(DENSE, machine=replace(MACHINE, memory_bandwidth=1e4))["memory"] == dense
     moe = (20 * 64 + 2 * (6 * 64 + 3 * 48)) * 4 * 2 * 3 * TOKENS / 1e4
-    assert seconds(MOE, machine=replace(MACHINE, memory=1e4))["memory"] == moe
+    assert seconds(MOE, machine=replace(MACHINE, memory_bandwidth=1e4))["memory"] == moe
 
 
 def test_launches_are_of_each_micro_batch() -> None:
-    slow = replace(MACHINE, layer=0.5, moe_layer=2.0)
+    slow = replace(MACHINE, layer_overhead=0.5, moe_layer_overhead=2.0)
     assert seconds(DENSE, machine=slow)["launches"] == 10 * 4 * 0.5
     assert seconds(MOE, machine=slow, budget=500)["launches"] == 2 * 4 * 2.0
     assert seconds(MOE, machine=slow, world_size=2, pp=2)["launches"] == 10 * 2 * 2.0
@@ -137,19 +147,19 @@ def test_launches_are_of_each_micro_batch() -> None:
 
 def test_traffic_behind_arithmetic() -> None:
     shown = seconds(MOE, world_size=4, ep=4, ranks_per_node=2)["expert"].expected
-    hidden = seconds(MOE, machine=replace(MACHINE, hidden=0.25), world_size=4, ep=4, ranks_per_node=2)["expert"]
+    hidden = seconds(MOE, machine=replace(MACHINE, comm_overlap=0.25), world_size=4, ep=4, ranks_per_node=2)["expert"]
     assert hidden == 0.75 * shown
 
 
 def test_a_node_gets_a_token_once() -> None:
     settings = {"moe_router_topk": 8}
-    assert sent_on(settings, 32, 32, 8) == pytest.approx((8 * 31 / 32 * 3 / 4, 8 * 31 / 32 / 4))
+    assert dispatch_copies(settings, 32, 32, 8) == pytest.approx((8 * 31 / 32 * 3 / 4, 8 * 31 / 32 / 4))
     once = settings | {"moe_token_dispatcher_type": "flex"}
     # Of four nodes, eight choices meet 3.6, of which a quarter is the token's own.
-    assert sent_on(once, 32, 32, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 3 / 4)
+    assert dispatch_copies(once, 32, 32, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 3 / 4)
     # DeepSeek-V3 chooses in half of the groups: in four of eight nodes.
     few = once | {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
-    assert sent_on(few, 64, 64, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 7 / 8)
+    assert dispatch_copies(few, 64, 64, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 7 / 8)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])

@@ -10,13 +10,13 @@ import pytest
 
 import megarl.observe
 from megarl.config import ConfigError, from_dict
-from megarl.observe.health_bands import BANDS, Band, bands_of
+from megarl.observe.health_bands import BANDS, Band, load_bands
 
 PAGE = (Path(megarl.observe.__file__).parent / "README.md").read_text(encoding="utf-8")
 
 
 def bands(**guards: Any) -> dict[str, Band]:
-    return bands_of(from_dict({"guards": guards}).guards)
+    return load_bands(from_dict({"guards": guards}).guards)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,17 @@ def bands(**guards: Any) -> dict[str, Band]:
 def test_by_hand(metric: str, value: float, side: str) -> None:
     band = bands(alarms=True)[metric]
     assert band.side(value) == side
-    assert bool(band.remedy(value)) == bool(side)
+    assert bool(band.get_remedy(value)) == bool(side)
 
 
 def test_in_words() -> None:
     band = BANDS["actor/entropy"]
-    assert band.said(0.5) == "0.5, in 0.4 to 0.6"
-    assert band.said(0.31) == "0.31, below 0.4 to 0.6" and "kl.coef" in band.remedy(0.31)
-    assert band.said(nan) == "not a number, of 0.4 to 0.6"
-    assert Band("", None, 0.05).said(0.123456) == "0.1235, above at most 0.05"
-    assert Band("", 100, None).said(40) == "40, below at least 100"
-    assert "loss.value_clip" in BANDS["critic/vf_clipfrac"].remedy(0.2)
+    assert band.describe(0.5) == "0.5, in 0.4 to 0.6"
+    assert band.describe(0.31) == "0.31, below 0.4 to 0.6" and "kl.coef" in band.get_remedy(0.31)
+    assert band.describe(nan) == "not a number, of 0.4 to 0.6"
+    assert Band("", None, 0.05).describe(0.123456) == "0.1235, above at most 0.05"
+    assert Band("", 100, None).describe(40) == "40, below at least 100"
+    assert "loss.value_clip" in BANDS["critic/vf_clipfrac"].get_remedy(0.2)
 
 
 def test_bands_of_ones_own() -> None:
@@ -61,10 +61,10 @@ def test_bands_of_ones_own() -> None:
     own = {"actor/entropy": [0.1, 0.2], "perf/tokens_per_second_per_rank": [2000, None], "actor/grad_norm": None}
     found = bands(alarms=True, bands={**own, "rollout/turns_mean": [None, 4.5]})
     assert found.keys() == BANDS.keys() - {"actor/grad_norm"} | {"rollout/turns_mean"}
-    assert (found["actor/entropy"].least, found["actor/entropy"].most) == (0.1, 0.2)
-    assert found["actor/entropy"].low == BANDS["actor/entropy"].low
+    assert (found["actor/entropy"].lower, found["actor/entropy"].upper) == (0.1, 0.2)
+    assert found["actor/entropy"].low_remedy == BANDS["actor/entropy"].low_remedy
     assert found["perf/tokens_per_second_per_rank"].side(1900) == "below"
-    assert found["rollout/turns_mean"].side(5) == "above" and found["rollout/turns_mean"].remedy(5) == ""
+    assert found["rollout/turns_mean"].side(5) == "above" and found["rollout/turns_mean"].get_remedy(5) == ""
     # Without a floor of one's own there is none.
     assert bands(alarms=True).keys() == BANDS.keys() - {"perf/tokens_per_second_per_rank"}
 
@@ -90,7 +90,7 @@ def test_each_alarm_has_its_paragraph(metric: str) -> None:
     paragraph = rest.partition("\n### ")[0].partition("\n## ")[0]
     for part in ("Symptom:", "Meaning:", "Remedy:"):
         assert part in paragraph
-    for text in (BANDS[metric].low, BANDS[metric].high):
+    for text in (BANDS[metric].low_remedy, BANDS[metric].high_remedy):
         for key in (word.strip(",;") for word in text.split()):
             if "." in key and not key.endswith(".py"):
                 assert key in paragraph, key

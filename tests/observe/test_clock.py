@@ -22,7 +22,7 @@ class Time:
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
     monkeypatch.setattr(module, "time", made)
-    monkeypatch.setattr(module, "_BETWEEN", 1000.0)
+    monkeypatch.setattr(module, "_EPOCH_OFFSET_S", 1000.0)
     return made
 
 
@@ -37,16 +37,16 @@ def test_phases_are_figures_and_spans(time: Time) -> None:
     time.now += 0.5
     assert clock.lap(7) == {"time/actor_update": 5.0, "time/reward": 1.0, "time/step": 6.5}
     assert said == ["actor_update", "actor_update", "reward"]
-    assert clock.spans() == [
+    assert clock.drain_spans() == [
         Span("actor_update", "actor", "main", 1100.0, 1102.0),
         Span("actor_update", "actor", "main", 1102.0, 1105.0),
         Span("inside", WAIT, "main", 1105.0, 1106.0),
         Span("reward", "rank", "main", 1105.0, 1106.0),
         Span("step 7", "step", "main", 1100.0, 1106.5),
     ]
-    assert clock.spans() == []
+    assert clock.drain_spans() == []
     assert clock.lap() == {"time/step": 0.0}
-    assert clock.spans() == []
+    assert clock.drain_spans() == []
 
 
 def test_a_span_of_another_thread_has_its_name_and_is_in_no_figure(time: Time) -> None:
@@ -58,7 +58,7 @@ def test_a_span_of_another_thread_has_its_name_and_is_in_no_figure(time: Time) -
 
     with ThreadPoolExecutor(1, thread_name_prefix="generation") as pool:
         pool.submit(generate).result()
-    assert clock.spans() == [Span("generation of step 1", "rollout", "generation", 1100.0, 1104.0, (2, 3))]
+    assert clock.drain_spans() == [Span("generation of step 1", "rollout", "generation", 1100.0, 1104.0, (2, 3))]
     assert clock.lap() == {"time/step": 4.0}
 
 
@@ -67,7 +67,7 @@ def test_an_error_ends_a_span(time: Time) -> None:
     with pytest.raises(ValueError), clock.phase("load"):
         time.now += 1.0
         raise ValueError
-    assert clock.spans() == [Span("load", "rank", "main", 1100.0, 1101.0)]
+    assert clock.drain_spans() == [Span("load", "rank", "main", 1100.0, 1101.0)]
 
 
 def test_short_waits_are_not_kept_and_short_work_is(time: Time) -> None:
@@ -75,7 +75,7 @@ def test_short_waits_are_not_kept_and_short_work_is(time: Time) -> None:
     for who in (WAIT, DATA, "actor"):
         with clock.span("short", who):
             time.now += 0.0004
-    assert [span.who for span in clock.spans()] == ["actor"]
+    assert [span.category for span in clock.drain_spans()] == ["actor"]
 
 
 def test_spans_of_many_threads_are_all_kept() -> None:
@@ -88,4 +88,4 @@ def test_spans_of_many_threads_are_all_kept() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(some, range(4)))
-    assert len(clock.spans()) == 2000
+    assert len(clock.drain_spans()) == 2000

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.observe.control import Control
-from megarl.rewards.composite import checked_weights
+from megarl.rewards.composite import check_weights
 
 
 class Lab:
@@ -26,9 +26,9 @@ class Lab:
         self.step = 0
 
     def controls(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {"reward.weights": lambda given: checked_weights(given, self.parts)}
+        return {"reward.weights": lambda given: check_weights(given, self.parts)}
 
-    def control(self, key: str, value: Any) -> None:
+    def set_control(self, key: str, value: Any) -> None:
         self.had.append((key, value))
 
     def steps(self, count: int = 1) -> tuple[list[Any], list[str]]:
@@ -37,7 +37,7 @@ class Lab:
         self.said.clear()
         for _ in range(count):
             self.step += 1
-            self.control_of_it.take(self.step, self.control_of_it.read())
+            self.control_of_it.apply(self.step, self.control_of_it.read())
         return self.had, self.said
 
 
@@ -45,7 +45,7 @@ class Nothing:
     def controls(self) -> dict[str, Any]:
         return {}
 
-    def control(self, key: str, value: Any) -> None:
+    def set_control(self, key: str, value: Any) -> None:
         raise AssertionError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe.run_folder import afresh, last_step
+from megarl.observe.run_folder import describe_fresh_start, last_step
 
 pytestmark = pytest.mark.alone
 
@@ -25,5 +25,5 @@ def test_the_last_step_that_has_figures(tmp_path: Path, metrics: bytes | None, s
     if metrics is not None:
         (tmp_path / "metrics.jsonl").write_bytes(metrics)
     assert last_step(tmp_path) == step
-    assert afresh(tmp_path).startswith("no checkpoint in the run folder yet: starting afresh")
-    assert (f"figures of {step} steps, which are taken again" in afresh(tmp_path)) == bool(step)
+    assert describe_fresh_start(tmp_path).startswith("no checkpoint in the run folder yet: starting afresh")
+    assert (f"figures of {step} steps, which are taken again" in describe_fresh_start(tmp_path)) == bool(step)

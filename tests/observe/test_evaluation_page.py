@@ -24,7 +24,7 @@ def test_options_and_keys_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     helps = ""
     for program in (evaluation, chat):
         with pytest.raises(SystemExit):
-            program.parse(["--help"])
+            program.parse_tool_calls(["--help"])
         helps += capsys.readouterr().out
     assert set(re.findall(r"(?<![\w-])--[a-z]+", PAGE)) - {"--worst", "--help"} <= set(re.findall(r"--[a-z]+", helps))
     keys = {name for name, _ in describe_keys()}
@@ -35,7 +35,7 @@ def test_options_and_keys_are_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_each_command_parses() -> None:
     assert [command.split()[0] for command in COMMANDS] == ["tools/prepare_data.py", "-m", "-m"]
     line = COMMANDS[1].split()[2:]
-    options = evaluation.parse(line)
+    options = evaluation.parse_arguments(line)
     assert options.k == (1, 8) and len(options.data) == 2
 
 

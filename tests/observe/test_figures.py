@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from megarl.observe.eval_metrics import Answer, figures_of, scored, table
+from megarl.observe.eval_metrics import ScoredResponse, collect_scored, compute_metrics, format_table
 from megarl.types import Prompt, Rollout, Turn
 
 pytestmark = pytest.mark.alone
 
 
-def answers(source: str, *rewards: list[float]) -> list[Answer]:
+def answers(source: str, *rewards: list[float]) -> list[ScoredResponse]:
     return [
-        Answer(f"{source}-{prompt}", source, reward, cut_off=reward < 0, tokens=10 + prompt)
+        ScoredResponse(f"{source}-{prompt}", source, reward, is_truncated=reward < 0, num_tokens=10 + prompt)
         for prompt, own in enumerate(rewards)
         for reward in own
     ]
@@ -24,7 +24,7 @@ def rollout(prompt: str, reward: float, **given: object) -> Rollout:
 
 
 def test_by_hand() -> None:
-    found = figures_of(answers("a", [1, 0], [1, 1], [-1, 0]), [1, 2])["a"]
+    found = compute_metrics(answers("a", [1, 0], [1, 1], [-1, 0]), [1, 2])["a"]
     assert (found.prompts, found.answers) == (3, 6)
     assert found.reward.value == pytest.approx((0.5 + 1 - 0.5) / 3)
     assert found.reward.low <= found.reward.value <= found.reward.high
@@ -34,26 +34,26 @@ def test_by_hand() -> None:
 
 
 def test_each_source_and_all_of_them() -> None:
-    found = figures_of([*answers("a", [1.0], [0.0]), *answers("b", [1.0])], [1])
+    found = compute_metrics([*answers("a", [1.0], [0.0]), *answers("b", [1.0])], [1])
     assert list(found) == ["a", "b", "all"]
     assert [one.reward.value for one in found.values()] == pytest.approx([0.5, 1.0, 2 / 3])
-    assert list(figures_of(answers("a", [1.0]), [1])) == ["a"]
+    assert list(compute_metrics(answers("a", [1.0]), [1])) == ["a"]
 
 
 def test_prompts_with_too_few_scored_answers_are_in_no_pass_at_k() -> None:
-    found = figures_of(answers("a", [1.0, 1.0], [0.0]), [1, 2, 3])["a"]
+    found = compute_metrics(answers("a", [1.0, 1.0], [0.0]), [1, 2, 3])["a"]
     assert found.pass_prompts == {1: 2, 2: 1, 3: 0}
     assert found.pass_at[2].value == 1.0 and 3 not in found.pass_at
-    assert "-" in table({"a": found}, [1, 2, 3]).splitlines()[1].split()
+    assert "-" in format_table({"a": found}, [1, 2, 3]).splitlines()[1].split()
 
 
 def test_what_is_right_may_be_said() -> None:
-    assert figures_of(answers("a", [0.4, 0.6]), [1])["a"].pass_at[1].value == 0.5
-    assert figures_of(answers("a", [0.4, 0.6]), [1], right=0.7)["a"].pass_at[1].value == 0.0
+    assert compute_metrics(answers("a", [0.4, 0.6]), [1])["a"].pass_at[1].value == 0.5
+    assert compute_metrics(answers("a", [0.4, 0.6]), [1], right=0.7)["a"].pass_at[1].value == 0.0
 
 
 def test_aborted_and_unscored_answers_count_in_nothing() -> None:
-    found = scored(
+    found = collect_scored(
         [
             rollout("p", 1.0),
             rollout("p", 0.0, status="aborted"),
@@ -61,21 +61,21 @@ def test_aborted_and_unscored_answers_count_in_nothing() -> None:
             rollout("p", 0.5, status="max_turns"),
         ]
     )
-    assert [(one.reward, one.cut_off, one.tokens) for one in found] == [(1.0, False, 3), (0.5, True, 3)]
+    assert [(one.reward, one.is_truncated, one.num_tokens) for one in found] == [(1.0, False, 3), (0.5, True, 3)]
     assert found[0].source == "unnamed"
-    assert scored([rollout("a", 1.0)], "sums")[0].source == "sums"
+    assert collect_scored([rollout("a", 1.0)], "sums")[0].source == "sums"
 
 
 def test_an_episode_in_branches_counts_once() -> None:
     rollouts = [rollout("p", 1.0, episode=0), rollout("p", 1.0, episode=0), rollout("p", 0.0, episode=1)]
-    assert [one.reward for one in scored(rollouts)] == [1.0, 0.0]
+    assert [one.reward for one in collect_scored(rollouts)] == [1.0, 0.0]
 
 
 def test_table_and_json() -> None:
-    found = figures_of([*answers("openai/gsm8k", [1.0, 0.0]), *answers("x\x1b[31m", [0.0, 0.0])], [1, 2])
-    lines = table(found, [1, 2]).splitlines()
+    found = compute_metrics([*answers("openai/gsm8k", [1.0, 0.0]), *answers("x\x1b[31m", [0.0, 0.0])], [1, 2])
+    lines = format_table(found, [1, 2]).splitlines()
     assert lines[0].split() == "source prompts answers reward [95 %] pass@1 [95 %] pass@2 [95 %] cut off tokens".split()
     assert lines[1].startswith("openai/gsm8k") and "0.500 [0.500, 0.500]" in lines[1]
-    assert "\x1b" not in table(found, [1, 2]) and len({line.index("%") for line in lines[1:]}) == 1
+    assert "\x1b" not in format_table(found, [1, 2]) and len({line.index("%") for line in lines[1:]}) == 1
     tree = json.loads(json.dumps(found["openai/gsm8k"].as_json()))
     assert tree["pass_at"]["2"] == {"value": 1.0, "low": 1.0, "high": 1.0} and tree["pass_prompts"]["1"] == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.lookup import declare
+from megarl.controllers.lookup import load_requirements
 from megarl.observe.guards import Guards, check_guards
 
 
@@ -31,39 +31,39 @@ class Said:
 def test_guards_that_are_off_say_nothing_and_add_nothing() -> None:
     said = Said()
     metrics = {"guards/ppo_kl": 9.0, "actor/kl_to_reference": 9.0, "actor/grad_norm": 99.0}
-    assert said.guards.look(1, metrics) == {} and not said.alarms + said.lines
-    said.guards.end()
+    assert said.guards.check(1, metrics) == {} and not said.alarms + said.lines
+    said.guards.raise_if_stopped()
 
 
 def test_going_back_is_counted_and_the_third_in_a_row_ends_the_run() -> None:
     said = Said(ppo_kl=0.05)
     back = {"guards/ppo_kl": 0.31}
-    counts = [said.guards.look(step, back if step in (1, 2, 4, 5) else {}) for step in (1, 2, 3, 4, 5)]
+    counts = [said.guards.check(step, back if step in (1, 2, 4, 5) else {}) for step in (1, 2, 3, 4, 5)]
     assert [found["guards/rollbacks"] for found in counts] == [1, 2, 2, 3, 4]
-    said.guards.end()  # two in a row, twice
+    said.guards.raise_if_stopped()  # two in a row, twice
     assert len(said.alarms) == 4
     assert said.alarms[0].startswith("step 1: actor/ppo_kl 0.31 is above guards.ppo_kl=0.05: the policy is what it was")
     assert "once in this run" in said.alarms[0] and "4 times" in said.alarms[3]
     assert "lower actor_optimizer.lr" in said.alarms[0]
     resumed = said.resumed(ppo_kl=0.05)
-    assert resumed.guards.look(6, back) == {"guards/rollbacks": 5}
+    assert resumed.guards.check(6, back) == {"guards/rollbacks": 5}
     with pytest.raises(
         ConfigError, match=r"^step 6: .* 3 steps in a row have ended in going back.*actor_optimizer\.lr"
     ):
-        resumed.guards.end()
+        resumed.guards.raise_if_stopped()
 
 
 def test_a_kl_that_explodes_is_said_once() -> None:
     said = Said(kl=0.5)
     found = [
-        said.guards.look(step, {"actor/kl_to_reference": kl})["guards/kl_off"] for step, kl in ((1, 0.5), (2, 0.6))
+        said.guards.check(step, {"actor/kl_to_reference": kl})["guards/kl_off"] for step, kl in ((1, 0.5), (2, 0.6))
     ]
     assert found == [0.0, 1.0] and len(said.alarms) == 1
     assert said.alarms[0].startswith(
         "step 2: the KL to the reference, 0.6 nats a token, is above guards.kl=0.5: its coe"
     )
     resumed = said.resumed(kl=0.5)
-    assert resumed.guards.look(3, {"actor/kl_to_reference": 0.9}) == {"guards/kl_off": 1.0} and not resumed.alarms
+    assert resumed.guards.check(3, {"actor/kl_to_reference": 0.9}) == {"guards/kl_off": 1.0} and not resumed.alarms
 
 
 def test_memory_is_said_when_there_is_less_of_it() -> None:
@@ -74,19 +74,19 @@ def test_memory_is_said_when_there_is_less_of_it() -> None:
         return {f"guards/reward_model_{name}": value for name, value in names.items()}
 
     for step, given in enumerate(((0, 3072), (2, 768), (2, 768), (3, 768, 1)), 1):
-        assert said.guards.look(step, metrics(*given)) == {}
+        assert said.guards.check(step, metrics(*given)) == {}
     first, second = said.alarms
     assert first.startswith("step 2: out of memory, 2 times so far: micro-batches of the reward model have 768 tokens")
     assert "train.token_budget=768" in first and "recomputed" not in first and "all layers recomputed" in second
     resumed = said.resumed(memory=True)
-    resumed.guards.look(5, metrics(3, 768, 1))
+    resumed.guards.check(5, metrics(3, 768, 1))
     assert not resumed.alarms
 
 
 def test_a_band_is_said_once_when_it_is_left_and_once_when_it_is_reached_again() -> None:
     said = Said(alarms=True)
     entropies = (0.5, 0.3, 0.2, nan, 0.45, 0.7)
-    counts = [said.guards.look(step, {"actor/entropy": value}) for step, value in enumerate(entropies, 1)]
+    counts = [said.guards.check(step, {"actor/entropy": value}) for step, value in enumerate(entropies, 1)]
     assert [found["guards/out_of_band"] for found in counts] == [0, 1, 1, 1, 0, 1]
     low, high = said.alarms
     assert low.startswith("step 2: actor/entropy is 0.3, below 0.4 to 0.6: raise kl.coef")
@@ -96,19 +96,19 @@ def test_a_band_is_said_once_when_it_is_left_and_once_when_it_is_reached_again()
 
 def test_bands_are_counted_together_and_kept() -> None:
     said = Said(alarms=True)
-    assert said.guards.look(1, {"actor/entropy": 0.1, "actor/grad_norm": nan}) == {"guards/out_of_band": 2}
-    assert said.guards.look(2, {"rollout/reward_mean": 1.0}) == {"guards/out_of_band": 2}  # an evaluation's, or SFT's
+    assert said.guards.check(1, {"actor/entropy": 0.1, "actor/grad_norm": nan}) == {"guards/out_of_band": 2}
+    assert said.guards.check(2, {"rollout/reward_mean": 1.0}) == {"guards/out_of_band": 2}  # an evaluation's, or SFT's
     resumed = said.resumed(alarms=True, bands={"actor/grad_norm": None})
-    assert resumed.guards.look(3, {"actor/entropy": 0.1, "actor/grad_norm": nan}) == {"guards/out_of_band": 1}
+    assert resumed.guards.check(3, {"actor/entropy": 0.1, "actor/grad_norm": nan}) == {"guards/out_of_band": 1}
     assert not resumed.alarms
-    resumed.guards.look(4, {"actor/entropy": 0.5})
+    resumed.guards.check(4, {"actor/entropy": 0.5})
     assert len(resumed.lines) == 1
 
 
 def test_a_checkpoint_of_a_run_without_guards() -> None:
     said = Said(ppo_kl=0.05, kl=1.0, alarms=True)
     said.guards.load_state_dict({})
-    assert said.guards.look(1, {}) == {"guards/rollbacks": 0, "guards/kl_off": 0.0, "guards/out_of_band": 0}
+    assert said.guards.check(1, {}) == {"guards/rollbacks": 0, "guards/kl_off": 0.0, "guards/out_of_band": 0}
 
 
 def config(algorithm: str = "ppo", **sections: Any) -> Config:
@@ -118,7 +118,7 @@ def config(algorithm: str = "ppo", **sections: Any) -> Config:
 def test_guards_of_what_is_not_there() -> None:
     def check(given: Config) -> list[str]:
         warnings: list[str] = []
-        check_guards(given, declare(given), warnings)
+        check_guards(given, load_requirements(given), warnings)
         return warnings
 
     assert check(config(guards={"kl": 1.0})) == []
@@ -135,16 +135,16 @@ def test_guards_of_what_is_not_there() -> None:
 
 def test_what_was_skipped_too_often_and_whether_a_step_since_was_a_good_one() -> None:
     said = Said()
-    look = said.guards.look
-    assert look(1, {"actor/skipped": 1.0}) == {} and said.guards.in_vain == ()
+    look = said.guards.check
+    assert look(1, {"actor/skipped": 1.0}) == {} and said.guards.skip_limited_roles == ()
     assert look(2, {"actor/skipped": 1.0, "guards/actor_in_vain": 6.0}) == {}
-    assert said.guards.in_vain == ("actor",)
-    said.guards.returned(1)
-    assert said.guards.in_vain == () and said.guards.returned_to == 1
-    assert look(3, {"actor/skipped": 0.5}) == {"guards/returns": 1} and said.guards.returned_to == 1
+    assert said.guards.skip_limited_roles == ("actor",)
+    said.guards.record_restore(1)
+    assert said.guards.skip_limited_roles == () and said.guards.restored_step == 1
+    assert look(3, {"actor/skipped": 0.5}) == {"guards/returns": 1} and said.guards.restored_step == 1
     resumed = said.resumed()
-    assert resumed.guards.returned_to == 1
-    resumed.guards.look(4, {"eval/nll": 1.0})  # in which nothing was updated
-    assert resumed.guards.returned_to == 1
-    assert resumed.guards.look(4, {"actor/skipped": 0.0, "critic/skipped": 0.0}) == {"guards/returns": 1}
-    assert resumed.guards.returned_to is None and not resumed.alarms
+    assert resumed.guards.restored_step == 1
+    resumed.guards.check(4, {"eval/nll": 1.0})  # in which nothing was updated
+    assert resumed.guards.restored_step == 1
+    assert resumed.guards.check(4, {"actor/skipped": 0.0, "critic/skipped": 0.0}) == {"guards/returns": 1}
+    assert resumed.guards.restored_step is None and not resumed.alarms

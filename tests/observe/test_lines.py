@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from megarl.observe.eval_metrics import as_lines
+from megarl.observe.eval_metrics import iter_json_rows
 from megarl.types import Prompt, Rollout, Turn
 from megarl.utils import exact_json
 
@@ -23,7 +23,7 @@ def test_an_answer_without_a_reward_is_neither_right_nor_wrong() -> None:
         answer("aborted", 0.0),
         answer("stop", 1.0, unscored={"rule": "late"}),
     ]
-    lines = list(as_lines(rollouts, right=0.5, unnamed="mine"))
+    lines = list(iter_json_rows(rollouts, right=0.5, unnamed="mine"))
     assert [(line["reward"], line["right"]) for line in lines] == [
         (0.5, True),
         (0.25, False),
@@ -38,6 +38,6 @@ def test_an_answer_without_a_reward_is_neither_right_nor_wrong() -> None:
 def test_what_no_encoding_takes_can_be_written() -> None:
     said = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "\ud83d \u2028 <b>"})
     one = Rollout(PROMPT, answer("stop", 0.0).turns, "stop", float("nan"), group=0, messages=said)
-    (line,) = as_lines([one], right=0.5)
+    (line,) = iter_json_rows([one], right=0.5)
     text = exact_json.dumps(line)
     assert text.isascii() and len(text.splitlines()) == 1 and json.loads(text)["messages"][1] == said[1]

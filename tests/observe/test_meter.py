@@ -8,22 +8,27 @@ import pytest
 
 from megarl.models.flops import Flops
 from megarl.observe import mfu
-from megarl.observe.mfu import Gpu, Work, clocks_of, speed
+from megarl.observe.mfu import GpuMonitor, RoleFlops, compute_throughput, select_remote_clocks
 
 pytestmark = pytest.mark.alone
 
-FLOPS = Flops(met=8e9, returned=16e9, head=2e9, head_back=4e9, pair=0.0)
+FLOPS = Flops(
+    forward_per_token=8e9, backward_per_token=16e9, head_forward=2e9, head_backward=4e9, attention_per_pair=0.0
+)
 
 
 def test_a_step_of_two_roles() -> None:
-    actor, critic = Work("actor", FLOPS, "actor_update", 3), Work("critic", FLOPS, "critic_update", 1, first=3)
-    actor.looked([60, 40])
-    actor.learned([100])
-    critic.learned([100])
+    actor, critic = (
+        RoleFlops("actor", FLOPS, "actor_update", 3),
+        RoleFlops("critic", FLOPS, "critic_update", 1, first_rank=3),
+    )
+    actor.add_forward([60, 40])
+    actor.add_update([100])
+    critic.add_update([100])
     # The time here of the role that is elsewhere is what it takes to send it something.
     times = {"time/actor_update": 0.5, "time/critic_update": 0.001, "time/step": 2.0}
-    assert clocks_of([actor, critic]) == {3: ["time/critic_update"]}
-    found = speed([actor, critic], times, 4, 10e12, {3: {"time/critic_update": 1.5}})
+    assert select_remote_clocks([actor, critic]) == {3: ["time/critic_update"]}
+    found = compute_throughput([actor, critic], times, 4, 10e12, {3: {"time/critic_update": 1.5}})
     assert found == pytest.approx(
         {
             "perf/tflops_per_gpu": (1e12 + 3e12 + 3e12) / 2 / 4 / 1e12,
@@ -34,26 +39,26 @@ def test_a_step_of_two_roles() -> None:
             "perf/critic_mfu": 3e12 / 1.5 / 1 / 10e12,
         }
     )
-    assert speed([actor, critic], times, 4, 10e12) == {}, "each step begins anew"
+    assert compute_throughput([actor, critic], times, 4, 10e12) == {}, "each step begins anew"
 
 
 def test_a_role_that_is_not_trained_is_rated_by_what_it_was_asked() -> None:
-    teacher = Work("teacher", FLOPS, "teacher_logprobs", 2, first=1, trains=False)
-    reward = Work("reward", FLOPS, "", trains=False)
-    teacher.looked([100])
-    reward.looked([50])
-    found = speed([teacher, reward], {"time/step": 1.0}, 4, None, {1: {"time/teacher_logprobs": 0.5}})
+    teacher = RoleFlops("teacher", FLOPS, "teacher_logprobs", 2, first_rank=1, is_trained=False)
+    reward = RoleFlops("reward", FLOPS, "", is_trained=False)
+    teacher.add_forward([100])
+    reward.add_forward([50])
+    found = compute_throughput([teacher, reward], {"time/step": 1.0}, 4, None, {1: {"time/teacher_logprobs": 0.5}})
     assert found == pytest.approx({"perf/tflops_per_gpu": 1.5 / 4, "perf/teacher_tflops_per_gpu": 1.0})
 
 
 def test_without_a_gpu_there_is_no_share_of_it() -> None:
-    work = Work("actor", FLOPS, "actor_update")
-    work.learned([10])
-    assert speed([work], {"time/step": 1.0}, 1, None).keys() == {"perf/tflops_per_gpu"}
+    work = RoleFlops("actor", FLOPS, "actor_update")
+    work.add_update([10])
+    assert compute_throughput([work], {"time/step": 1.0}, 1, None).keys() == {"perf/tflops_per_gpu"}
 
 
 def test_a_gpu_is_looked_at_until_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mfu, "EVERY_S", 0.001)
+    monkeypatch.setattr(mfu, "SAMPLE_INTERVAL_S", 0.001)
     seen, asked = iter([(0.5, 2**30), (1.0, 2**31)]), threading.Event()
 
     def look() -> tuple[float, int] | None:
@@ -61,12 +66,12 @@ def test_a_gpu_is_looked_at_until_nothing_is_known(monkeypatch: pytest.MonkeyPat
             asked.set()
         return found
 
-    gpu = Gpu(look)
+    gpu = GpuMonitor(look)
     assert asked.wait(60)
-    assert gpu.figures() == {"perf/gpu_utilization": 0.75, "perf/gpu_memory_gib": 2.0}
-    assert gpu.figures() == {}
+    assert gpu.metrics() == {"perf/gpu_utilization": 0.75, "perf/gpu_memory_gib": 2.0}
+    assert gpu.metrics() == {}
     gpu.close()
 
 
 def test_without_a_gpu_nothing_is_looked_at() -> None:
-    assert Gpu(lambda: None).figures() == {}
+    assert GpuMonitor(lambda: None).metrics() == {}

@@ -10,7 +10,7 @@ from thread_ranks import Thread, as_ranks
 
 from megarl.observe import metrics as metrics_module
 from megarl.observe.metrics import SourceMeans, batch_metrics, rollout_metrics
-from megarl.types import Prompt, Rollout, Rollouts, Shares, Status, Support, TrainBatch, Turn, as_branches
+from megarl.types import BatchSharding, Prompt, Rollout, Rollouts, SamplingMask, Status, TrainBatch, Turn, as_branches
 
 
 def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, errors: int, status: Status) -> Rollout:
@@ -27,8 +27,8 @@ def test_by_hand() -> None:
         rollout(1, 0.5, (1, 1, 1), 3, 2, "max_turns"),
         rollout(1, 0.5, (8,), 0, 0, "stop"),
     ]
-    metrics = rollout_metrics(Rollouts.of(given))
-    elsewhere = as_ranks(2, lambda rank: rollout_metrics(Rollouts.of(given[2 * rank.rank :][:2], None, rank)))
+    metrics = rollout_metrics(Rollouts.gather(given))
+    elsewhere = as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(given[2 * rank.rank :][:2], None, rank)))
     assert elsewhere == [metrics, metrics]
     expected = {
         "rollout/reward_mean": 0.5,
@@ -63,10 +63,10 @@ def test_aborted_ones_count_as_that_and_nothing_else() -> None:
         rollout(1, 1.0, (4,), 1, 0, "stop"),
     ]
     aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
-    found = rollout_metrics(Rollouts.of([*whole, aborted]))
-    assert found == rollout_metrics(Rollouts.of(whole)) | {"rollout/aborted_frac": 0.25}
+    found = rollout_metrics(Rollouts.gather([*whole, aborted]))
+    assert found == rollout_metrics(Rollouts.gather(whole)) | {"rollout/aborted_frac": 0.25}
     assert found["rollout/reward_mean"] == pytest.approx(2 / 3) and found["rollout/zero_spread_frac"] == 0.5
-    assert rollout_metrics(Rollouts.of([aborted])) == {"rollout/aborted_frac": 1.0}
+    assert rollout_metrics(Rollouts.gather([aborted])) == {"rollout/aborted_frac": 1.0}
 
 
 def test_those_without_a_reward_count_in_nothing_that_is_said_of_rewards() -> None:
@@ -77,14 +77,14 @@ def test_those_without_a_reward_count_in_nothing_that_is_said_of_rewards() -> No
         replace(rollout(1, 0.0, (4,), 0, 0, "stop"), reward_parts={}, unscored={"a": "it raised", "b": "late"}),
     ]
     aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
-    found = rollout_metrics(Rollouts.of([*good, *failed, aborted]))
-    whole = rollout_metrics(Rollouts.of(good))
+    found = rollout_metrics(Rollouts.gather([*good, *failed, aborted]))
+    whole = rollout_metrics(Rollouts.gather(good))
     assert found["rollout/reward_failed_frac"] == 0.5 and found["rollout/aborted_frac"] == pytest.approx(0.2)
     assert found["reward/a_failed_frac"] == 0.25 and found["reward/b_failed_frac"] == 0.5
     for name in ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "reward/a", "reward/b"):
         assert found[name] == whole[name]
     assert "rollout/zero_spread_frac" not in found and found["rollout/response_length_mean"] == 4.0
-    nothing = rollout_metrics(Rollouts.of(failed))
+    nothing = rollout_metrics(Rollouts.gather(failed))
     assert nothing["rollout/reward_failed_frac"] == 1.0 and "rollout/reward_mean" not in nothing
 
 
@@ -96,48 +96,48 @@ def test_an_episode_counts_as_one_by_hand() -> None:
         rollout(0, 1.0, (1, 2), 2, 1, "stop"),
     ]
     alone, aborted = rollout(0, 0.0, (5,), 0, 0, "length"), rollout(0, 0.0, (9,), 9, 9, "aborted")
-    found = rollout_metrics(Rollouts.of([*as_branches(branches, 0), alone, *as_branches([aborted] * 4, 1)]))
-    whole = rollout_metrics(Rollouts.of([rollout(0, 1.0, (4, 2, 1, 2), 3, 1, "stop"), alone, aborted]))
+    found = rollout_metrics(Rollouts.gather([*as_branches(branches, 0), alone, *as_branches([aborted] * 4, 1)]))
+    whole = rollout_metrics(Rollouts.gather([rollout(0, 1.0, (4, 2, 1, 2), 3, 1, "stop"), alone, aborted]))
     lengths = {"rollout/length_max": 12.0, "rollout/branches_mean": 2.0}  # the longest sequence, with its prompt
     assert found == whole | lengths
     assert found["rollout/reward_mean"] == 0.5 and found["rollout/response_length_mean"] == 7.0
     assert found["rollout/aborted_frac"] == pytest.approx(1 / 3) and found["rollout/truncated_frac"] == 0.5
     shares = [[*as_branches(branches, 0)], [alone, *as_branches([aborted] * 4, 1)]]
-    assert as_ranks(2, lambda rank: rollout_metrics(Rollouts.of(shares[rank.rank], None, rank))) == [found] * 2
+    assert as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank))) == [found] * 2
 
 
 def test_a_reward_that_failed_failed_once_for_an_episode() -> None:
     failed = replace(rollout(0, 0.0, (2,), 0, 0, "stop"), unscored={"a": "it raised"})
     given = [*as_branches([failed] * 3, 0), rollout(0, 1.0, (2,), 0, 0, "stop")]
-    found = rollout_metrics(Rollouts.of(given))
+    found = rollout_metrics(Rollouts.gather(given))
     assert found["rollout/reward_failed_frac"] == found["reward/a_failed_frac"] == 0.5
 
 
 def test_a_part_that_is_weighed_is_said_beside_the_reward() -> None:
     plain = replace(rollout(0, 1.0, (1,), 0, 0, "stop"), reward_parts={"a": 1.0})
-    assert "reward/a" not in rollout_metrics(Rollouts.of([plain]))
+    assert "reward/a" not in rollout_metrics(Rollouts.gather([plain]))
     weighed = replace(plain, reward=0.5)
-    assert rollout_metrics(Rollouts.of([weighed, plain]))["reward/a"] == 1.0
+    assert rollout_metrics(Rollouts.gather([weighed, plain]))["reward/a"] == 1.0
 
 
 def test_share_of_drafts_that_were_accepted() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
-    assert "rollout/draft_accepted" not in rollout_metrics(Rollouts.of([plain]))
+    assert "rollout/draft_accepted" not in rollout_metrics(Rollouts.gather([plain]))
     drafted = [replace(plain, drafted=6, accepted=2), replace(plain, drafted=2, accepted=2), plain]
-    assert rollout_metrics(Rollouts.of(drafted))["rollout/draft_accepted"] == 0.5
+    assert rollout_metrics(Rollouts.gather(drafted))["rollout/draft_accepted"] == 0.5
 
 
 def test_among_how_many_tokens_the_policy_could_choose() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
-    assert "rollout/support_mean" not in rollout_metrics(Rollouts.of([plain]))
+    assert "rollout/support_mean" not in rollout_metrics(Rollouts.gather([plain]))
     chosen = plain.num_actions
-    cut = replace(plain, support=Support.of([[1, 2, 3]] * chosen))
-    assert rollout_metrics(Rollouts.of([cut, cut]))["rollout/support_mean"] == 3
+    cut = replace(plain, sampling_mask=SamplingMask.from_rows([[1, 2, 3]] * chosen))
+    assert rollout_metrics(Rollouts.gather([cut, cut]))["rollout/support_mean"] == 3
 
 
 def test_nothing_to_measure() -> None:
-    assert rollout_metrics(Rollouts.of([])) == {}
-    assert "rollout/zero_spread_frac" not in rollout_metrics(Rollouts.of([rollout(0, 1.0, (1,), 0, 0, "stop")]))
+    assert rollout_metrics(Rollouts.gather([])) == {}
+    assert "rollout/zero_spread_frac" not in rollout_metrics(Rollouts.gather([rollout(0, 1.0, (1,), 0, 0, "stop")]))
 
 
 def of(source: str, reward: float, length: int, status: Status = "stop") -> Rollout:
@@ -149,7 +149,7 @@ SOURCES = [of("b", 1.0, 2), of("openai/a", 0.5, 4), of("b", 0.0, 6), of("", 1.0,
 
 
 def test_sources_have_figures_of_their_own() -> None:
-    whole = rollout_metrics(Rollouts.of(SOURCES))
+    whole = rollout_metrics(Rollouts.gather(SOURCES))
     found = {name: value for name, value in whole.items() if name.count("/") > 1}
     assert found == {
         **{"rollout/reward_mean/b": 0.5, "rollout/response_length_mean/b": 4.0, "rollout/count/b": 2.0},
@@ -159,28 +159,28 @@ def test_sources_have_figures_of_their_own() -> None:
     }
     # A rank with none of a source, and one with nothing, say the same.
     shares = [SOURCES[:2], [], SOURCES[2:]]
-    elsewhere = as_ranks(3, lambda rank: rollout_metrics(Rollouts.of(shares[rank.rank], None, rank)))
+    elsewhere = as_ranks(3, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank)))
     assert elsewhere == [whole] * 3
 
 
 def test_one_source_needs_none_and_too_many_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     for few in (SOURCES[:1], [SOURCES[0], SOURCES[2]], [SOURCES[3]], [SOURCES[0], SOURCES[4]]):
-        assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.of(few)))
-    monkeypatch.setattr(metrics_module, "MOST_SOURCES", 2)
-    assert "rollout/count/b" in rollout_metrics(Rollouts.of(SOURCES[:3]))
-    assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.of(SOURCES[:4])))
+        assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.gather(few)))
+    monkeypatch.setattr(metrics_module, "MAX_SOURCES", 2)
+    assert "rollout/count/b" in rollout_metrics(Rollouts.gather(SOURCES[:3]))
+    assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.gather(SOURCES[:4])))
 
 
 def test_means_of_sources_over_batches_with_other_sources() -> None:
     means = SourceMeans()
     for batch in (SOURCES[:2], SOURCES[2:4]):
-        rollouts = Rollouts.of(batch)
+        rollouts = Rollouts.gather(batch)
         means.add("eval/nll", rollouts.reward * 10, rollouts.actions, rollouts)
     assert means.result() == pytest.approx(
         {"eval/nll": 25 / 13, "eval/nll/b": 10 / 8, "eval/nll/openai/a": 5 / 4, "eval/nll/other": 10.0}
     )
     alone = SourceMeans()
-    alone.add("eval/nll", torch.tensor([3.0]), torch.tensor([2]), Rollouts.of(SOURCES[:1]))
+    alone.add("eval/nll", torch.tensor([3.0]), torch.tensor([2]), Rollouts.gather(SOURCES[:1]))
     assert alone.result() == {"eval/nll": 1.5}
 
 
@@ -215,8 +215,8 @@ def test_advantages_of_all_ranks() -> None:
     lengths, routed, home = torch.tensor([2, 2]), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1])
 
     def of(rank: Thread) -> dict[str, float]:
-        shares = Shares(lengths, routed, home, torch.tensor([rank.rank]), rank)
-        return batch_metrics(replace(parts[rank.rank], shares=shares, group=routed), 2.0, 2)
+        shares = BatchSharding(lengths, routed, home, torch.tensor([rank.rank]), rank)
+        return batch_metrics(replace(parts[rank.rank], sharding=shares, group=routed), 2.0, 2)
 
     one, other = as_ranks(2, of)
     assert one == other

@@ -8,18 +8,26 @@ import math
 import numpy as np
 import pytest
 
-from megarl.observe.logprob_gap import RESTS, ROUTING, TWINS, causes_of, gaps_of, twins_of, worst_of
-from megarl.observe.rollout_table import Record, TrainerSays
-from megarl.types import Prompt, Rollout, Support, Turn
+from megarl.observe.logprob_gap import (
+    REMAINDER_CAUSES,
+    ROUTING,
+    TWIN_KINDS,
+    compare_twins,
+    compute_gaps,
+    find_worst,
+    summarize_causes,
+)
+from megarl.observe.rollout_table import Record, TrainerLogprobs
+from megarl.types import Prompt, Rollout, SamplingMask, Turn
 
 pytestmark = pytest.mark.alone
 
-STALE, CARRIED, CUT, FRESH, CACHED, FIRST, LATER = RESTS
+STALE, CARRIED, CUT, FRESH, CACHED, FIRST, LATER = REMAINDER_CAUSES
 PROMPT = Prompt("p", ())
 
 
 def record(turns: tuple[Turn, ...], logprobs: list[float], free: list[float] | None = None, **more: object) -> Record:
-    says = TrainerSays(np.array(logprobs, np.float32), None if free is None else np.array(free, np.float32))
+    says = TrainerLogprobs(np.array(logprobs, np.float32), None if free is None else np.array(free, np.float32))
     return Record(0, dataclasses.replace(Rollout(PROMPT, turns), **more), None, None, says)  # type: ignore[arg-type]
 
 
@@ -30,11 +38,11 @@ def two_turns(*versions: int) -> tuple[Turn, ...]:
 
 
 def test_one_pass_of_new_weights_is_kernels_by_turn() -> None:
-    gaps = gaps_of([record(two_turns(3), [0, 0, -1.25, -2, 0, -0.375])], 3)
+    gaps = compute_gaps([record(two_turns(3), [0, 0, -1.25, -2, 0, -0.375])], 3)
     assert gaps.gap.tolist() == [-0.25, 0, 0.125] and np.isnan(gaps.routing).all()
-    assert [RESTS[i] for i in gaps.rest_of] == [FIRST, FIRST, LATER]
-    assert gaps.at.tolist() == [[0, 2], [0, 3], [0, 5]]
-    first, later, whole = causes_of(gaps)
+    assert [REMAINDER_CAUSES[i] for i in gaps.cause_ids] == [FIRST, FIRST, LATER]
+    assert gaps.positions.tolist() == [[0, 2], [0, 3], [0, 5]]
+    first, later, whole = summarize_causes(gaps)
     assert (first.name, first.tokens, first.mean, first.p99, first.largest) == (FIRST, 2, 0.125, 0.25, 0.25)
     assert (later.name, later.tokens, later.mean) == (LATER, 1, 0.125)
     assert (first.share, later.share) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
@@ -43,25 +51,29 @@ def test_one_pass_of_new_weights_is_kernels_by_turn() -> None:
 
 def test_routing_is_what_two_passes_differ_by_and_comes_on_top() -> None:
     replayed, free = [0, 0, -1.125, -2, 0, -0.5], [0, 0, -1.125, -3, 0, -0.25]
-    gaps = gaps_of([record(two_turns(3), replayed, free)], 3)
-    assert gaps.routing.tolist() == [0, -1, 0.25] and gaps.rest.tolist() == [-0.125, 0, 0]
-    assert gaps.gap.tolist() == [-0.125, -1, 0.25] == (gaps.routing + gaps.rest).tolist()
-    found = {cause.name: cause for cause in causes_of(gaps)}
+    gaps = compute_gaps([record(two_turns(3), replayed, free)], 3)
+    assert gaps.routing.tolist() == [0, -1, 0.25] and gaps.remainder.tolist() == [-0.125, 0, 0]
+    assert gaps.gap.tolist() == [-0.125, -1, 0.25] == (gaps.routing + gaps.remainder).tolist()
+    found = {cause.name: cause for cause in summarize_causes(gaps)}
     assert (found[ROUTING].tokens, found[ROUTING].largest) == (3, 1)
     assert found[ROUTING].share == pytest.approx(1.25 / 1.375) and found[FIRST].share == pytest.approx(0.125 / 1.375)
-    assert [one["cause"] for one in worst_of(gaps, 3)] == [ROUTING, ROUTING, FIRST]
+    assert [one["cause"] for one in find_worst(gaps, 3)] == [ROUTING, ROUTING, FIRST]
 
 
 def test_older_weights_and_what_stands_behind_their_tokens() -> None:
     said = [0, 0, -1.5, -2, 0, -0.5]
-    fresh = gaps_of([record(two_turns(2, 3), said)], 3)
-    assert [RESTS[i] for i in fresh.rest_of] == [STALE, STALE, CARRIED] and fresh.lag.tolist() == [1, 1, 0]
-    replayed = gaps_of([record(two_turns(2, 3), said, said)], 3)
-    assert [RESTS[i] for i in replayed.rest_of] == [STALE, STALE, CARRIED]
+    fresh = compute_gaps([record(two_turns(2, 3), said)], 3)
+    assert [REMAINDER_CAUSES[i] for i in fresh.cause_ids] == [STALE, STALE, CARRIED] and fresh.staleness.tolist() == [
+        1,
+        1,
+        0,
+    ]
+    replayed = compute_gaps([record(two_turns(2, 3), said, said)], 3)
+    assert [REMAINDER_CAUSES[i] for i in replayed.cause_ids] == [STALE, STALE, CARRIED]
     mixed = Turn((7, 8), (-1.0, -2.0), is_action=True, weight_version=3, versions=((1, 1), (3, 1)))
-    gaps = gaps_of([record((Turn((1,)), mixed), [0, -1.5, -2])], 3)
-    assert [RESTS[i] for i in gaps.rest_of] == [STALE, CARRIED] and gaps.lag.tolist() == [2, 0]
-    assert worst_of(gaps, 1) == [
+    gaps = compute_gaps([record((Turn((1,)), mixed), [0, -1.5, -2])], 3)
+    assert [REMAINDER_CAUSES[i] for i in gaps.cause_ids] == [STALE, CARRIED] and gaps.staleness.tolist() == [2, 0]
+    assert find_worst(gaps, 1) == [
         {
             "record": 0,
             "token": 1,
@@ -78,23 +90,39 @@ def test_older_weights_and_what_stands_behind_their_tokens() -> None:
 
 
 def test_tokens_that_could_be_few_words_are_apart() -> None:
-    gaps = gaps_of([record(two_turns(3), [0, 0, -1.5, -2, 0, -0.5], support=Support.of([[7, 3], [], [9]]))], 3)
-    assert [RESTS[i] for i in gaps.rest_of] == [CUT, FIRST, CUT] and gaps.choices.tolist() == [2, 0, 1]
+    gaps = compute_gaps(
+        [record(two_turns(3), [0, 0, -1.5, -2, 0, -0.5], support=SamplingMask.from_rows([[7, 3], [], [9]]))], 3
+    )
+    assert [REMAINDER_CAUSES[i] for i in gaps.cause_ids] == [CUT, FIRST, CUT] and gaps.mask_sizes.tolist() == [2, 0, 1]
 
 
 def served(*cached: int) -> tuple[Turn, ...]:
     """`two_turns`, where so many tokens before each of the policy's turns were cached."""
-    first, *rest = (dataclasses.replace(turn, cached=n) for turn, n in zip(two_turns(3)[1::2], cached, strict=True))
+    first, *rest = (
+        dataclasses.replace(turn, cached_tokens=n) for turn, n in zip(two_turns(3)[1::2], cached, strict=True)
+    )
     return Turn((1, 2)), first, Turn((4,)), *rest
 
 
 def test_turns_with_something_in_the_cache_are_apart_from_those_with_nothing() -> None:
     said = [0, 0, -1.5, -2, 0, -0.5]
-    gaps = gaps_of([record(served(0, 4), said), record(served(1, 0), said), record(served(-1, -1), said)], 3)
-    assert [RESTS[i] for i in gaps.rest_of] == [FRESH, FRESH, CACHED, CACHED, CACHED, FRESH, FIRST, FIRST, LATER]
-    assert gaps.cached.tolist() == [0, 0, 4, 1, 1, 0, -1, -1, -1]
-    stale = gaps_of([record(served(0, 4), said)], 4)
-    assert {RESTS[i] for i in stale.rest_of} == {STALE}, "what older weights chose says nothing of the cache"
+    gaps = compute_gaps([record(served(0, 4), said), record(served(1, 0), said), record(served(-1, -1), said)], 3)
+    assert [REMAINDER_CAUSES[i] for i in gaps.cause_ids] == [
+        FRESH,
+        FRESH,
+        CACHED,
+        CACHED,
+        CACHED,
+        FRESH,
+        FIRST,
+        FIRST,
+        LATER,
+    ]
+    assert gaps.cached_tokens.tolist() == [0, 0, 4, 1, 1, 0, -1, -1, -1]
+    stale = compute_gaps([record(served(0, 4), said)], 4)
+    assert {REMAINDER_CAUSES[i] for i in stale.cause_ids} == {STALE}, (
+        "what older weights chose says nothing of the cache"
+    )
 
 
 def moved(turns: tuple[Turn, ...], by: float) -> tuple[Turn, ...]:
@@ -108,33 +136,33 @@ def silent(turns: tuple[Turn, ...], **more: object) -> Record:
 
 def test_the_engine_against_itself_with_and_without_a_cache() -> None:
     first, second, third = served(0, 0), moved(served(0, 3), 0.25), moved(served(2, 3), 0.5)
-    found = {cause.name: cause for cause in twins_of([silent(turns) for turns in (third, second, first)], 3)}
-    mixed, both, neither = (found.get(name) for name in TWINS)
+    found = {cause.name: cause for cause in compare_twins([silent(turns) for turns in (third, second, first)], 3)}
+    mixed, both, neither = (found.get(name) for name in TWIN_KINDS)
     # Against `second`, which comes first of those without: turn 1. Against `first`: turn 2, where only it has nothing.
     assert mixed is not None and (mixed.tokens, mixed.mean, mixed.largest) == (4, 0.3125, 0.5)
     assert neither is not None and (neither.tokens, neither.largest) == (2, 0.25) and both is None
-    (only,) = twins_of([silent(third), silent(second[:2] + third[2:])], 3)[1:]
-    assert (only.name, only.tokens, only.largest) == (TWINS[1], 1, 0.0)
+    (only,) = compare_twins([silent(third), silent(second[:2] + third[2:])], 3)[1:]
+    assert (only.name, only.tokens, only.largest) == (TWIN_KINDS[1], 1, 0.0)
 
 
 def test_only_what_is_the_same_in_all_but_the_cache_is_held_against_each_other() -> None:
     turns = served(0, 3)
     other = (Turn((2, 1)), *turns[1:])  # the same tokens in another order before it
-    assert twins_of([silent(turns), silent(other)], 3) == []
-    assert twins_of([silent(turns), silent(served(-1, -1))], 3) == [], "nobody knows what was cached"
-    assert twins_of([silent(turns), silent(turns)], 4) == [], "older weights"
-    cut = Support.of([[7], [8, 1], []])
-    (last,) = twins_of([silent(turns), silent(turns, support=cut)], 3)
-    assert (last.name, last.tokens) == (TWINS[1], 1), "of one of them only the last token is out of all words"
-    assert twins_of([], 3) == [] == twins_of([silent((Turn((1,)),))], 3)
+    assert compare_twins([silent(turns), silent(other)], 3) == []
+    assert compare_twins([silent(turns), silent(served(-1, -1))], 3) == [], "nobody knows what was cached"
+    assert compare_twins([silent(turns), silent(turns)], 4) == [], "older weights"
+    cut = SamplingMask.from_rows([[7], [8, 1], []])
+    (last,) = compare_twins([silent(turns), silent(turns, support=cut)], 3)
+    assert (last.name, last.tokens) == (TWIN_KINDS[1], 1), "of one of them only the last token is out of all words"
+    assert compare_twins([], 3) == [] == compare_twins([silent((Turn((1,)),))], 3)
 
 
 def test_what_is_not_there_or_no_number_is_counted_and_left_out() -> None:
     said = [0, 0, math.nan, -math.inf, 0, -0.5]
     silent = Record(1, Rollout(PROMPT, two_turns(3)), None, None)
-    gaps = gaps_of([record(two_turns(3), said), silent, record((Turn((1,)),), [0])], 3)
-    assert (len(gaps), gaps.unseen, gaps.not_finite) == (1, 1, 2) and causes_of(gaps)[-1].tokens == 1
-    nothing = gaps_of([silent], 3)
-    assert len(nothing) == 0 and causes_of(nothing) == [] == worst_of(nothing, 3)
-    equal = gaps_of([record(two_turns(3), [0, 0, -1, -2, 0, -0.5])], 3)
-    assert [cause.share for cause in causes_of(equal)] == [0, 0, 1]
+    gaps = compute_gaps([record(two_turns(3), said), silent, record((Turn((1,)),), [0])], 3)
+    assert (len(gaps), gaps.num_missing, gaps.num_nonfinite) == (1, 1, 2) and summarize_causes(gaps)[-1].tokens == 1
+    nothing = compute_gaps([silent], 3)
+    assert len(nothing) == 0 and summarize_causes(nothing) == [] == find_worst(nothing, 3)
+    equal = compute_gaps([record(two_turns(3), [0, 0, -1, -2, 0, -0.5])], 3)
+    assert [cause.share for cause in summarize_causes(equal)] == [0, 0, 1]

@@ -11,7 +11,7 @@ import torch
 
 from megarl.config import ConfigError, from_dict
 from megarl.observe.clock import WAIT, Clock
-from megarl.observe.profiler import CudaWindow, Profile, check_profile
+from megarl.observe.profiler import CudaWindow, StepProfiler, check_profile
 from megarl.parallel import device
 
 pytestmark = pytest.mark.alone
@@ -22,16 +22,16 @@ class Played:
         self.said = said
         said.append("start")
 
-    def mark(self, name: str) -> AbstractContextManager[None]:
+    def annotate(self, name: str) -> AbstractContextManager[None]:
         self.said.append(name)
         return nullcontext()
 
-    def end(self, file: Path) -> str:
+    def stop(self, file: Path) -> str:
         self.said.append(file.name)
         return "here"
 
 
-def take(profile: Profile, clock: Clock, steps: range) -> None:
+def take(profile: StepProfiler, clock: Clock, steps: range) -> None:
     for step in steps:
         profile.begin(step)
         with clock.phase(f"update_{step}", "actor"), clock.span("inside", WAIT), clock.span("own"):
@@ -43,7 +43,7 @@ def test_windows_of_some_steps(tmp_path: Path) -> None:
     said: list[str] = []
     lines: list[str] = []
     clock = Clock()
-    profile = Profile((2, 3, 5, 9), clock, tmp_path, 1, lines.append, lambda: Played(said))
+    profile = StepProfiler((2, 3, 5, 9), clock, tmp_path, 1, lines.append, lambda: Played(said))
     take(profile, clock, range(1, 7))
     profile.begin(9)
     profile.close()  # the run ends in the middle
@@ -55,13 +55,13 @@ def test_windows_of_some_steps(tmp_path: Path) -> None:
         *("start", "rank_00001_steps_9.json"),
     ]
     assert lines == ["profile of steps 2-3: here", "profile of steps 5: here", "profile of steps 9: here"]
-    assert clock.mark is None
+    assert clock.profiler_range is None
 
 
 @pytest.mark.skipif(device.has_cuda(), reason="with CUDA nsys writes")
 def test_on_the_host_the_trace_opens_and_has_phases_and_operations(tmp_path: Path) -> None:
     clock, lines = Clock(), []
-    profile = Profile((1,), clock, tmp_path / "profile", 0, lines.append)
+    profile = StepProfiler((1,), clock, tmp_path / "profile", 0, lines.append)
     profile.begin(1)
     with clock.phase("actor_update", "actor"):
         torch.ones(8, 8) @ torch.ones(8, 8)
@@ -78,7 +78,7 @@ def test_on_a_gpu_it_is_a_window_of_nsys(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(device, "profiler_stop", lambda: said.append("stop"))
     monkeypatch.setattr(device, "profiler_range", lambda name: nullcontext(said.append(name)))
     clock, lines = Clock(), []
-    profile = Profile((1,), clock, tmp_path, 0, lines.append, CudaWindow)
+    profile = StepProfiler((1,), clock, tmp_path, 0, lines.append, CudaWindow)
     take(profile, clock, range(1, 3))
     assert said == ["start", "update_1 (actor)", "inside (wait)", "own", "stop"]
     assert "nsys profile -c cudaProfilerApi" in lines[0]
@@ -89,7 +89,7 @@ def test_a_profiler_that_fails_is_said_once(tmp_path: Path) -> None:
         raise RuntimeError("another one is at work")
 
     clock, lines = Clock(), []
-    profile = Profile((1, 2), clock, tmp_path, 0, lines.append, refuses)
+    profile = StepProfiler((1, 2), clock, tmp_path, 0, lines.append, refuses)
     take(profile, clock, range(1, 4))
     assert lines == ["could not profile: another one is at work; training goes on without it"]
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megarl.observe.health_bands import Band
-from megarl.observe.progress import Progress, clock, dominating
+from megarl.observe.progress import Progress, format_dominant_phases, format_duration
 
 METRICS = {"rollout/reward_mean": 0.5, "actor/kl_to_reference": 0.0123, "time/step": 2.0, "other": 1.0}
 
@@ -16,14 +16,16 @@ METRICS = {"rollout/reward_mean": 0.5, "actor/kl_to_reference": 0.0123, "time/st
 def test_one_line_per_step_where_the_output_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("PPO", 3)
     progress.begin_step(1)
-    progress.phase("generate")
-    progress.step(1, METRICS)
-    progress.evaluation(1, {"eval/reward_greedy": 0.25, "eval/turns_mean_greedy": 2.0})
-    progress.evaluation(1, {"eval/loss": 0.7, "eval/accuracy": 0.5, "eval/margin": -0.125})
-    progress.evaluation(1, {"eval/reward_greedy": 0.5, "eval/weight_version": 1.0, "eval/weight_version_last": 2.0})
+    progress.begin_phase("generate")
+    progress.end_step(1, METRICS)
+    progress.report_evaluation(1, {"eval/reward_greedy": 0.25, "eval/turns_mean_greedy": 2.0})
+    progress.report_evaluation(1, {"eval/loss": 0.7, "eval/accuracy": 0.5, "eval/margin": -0.125})
+    progress.report_evaluation(
+        1, {"eval/reward_greedy": 0.5, "eval/weight_version": 1.0, "eval/weight_version_last": 2.0}
+    )
     progress.begin_step(2)
     progress.begin_step(3)
-    progress.step(3, METRICS)
+    progress.end_step(3, METRICS)
     progress.close()
     first, second, third, fourth, last = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1/3  reward 0.500  KL to reference 0.0123  s/step 2.0")
@@ -36,16 +38,16 @@ def test_one_line_per_step_where_the_output_is_no_terminal(capsys: pytest.Captur
 
 def test_skipped_updates_are_shown_where_there_are_any() -> None:
     progress = Progress("PPO", 3, live=False)
-    assert "skipped" not in progress.line(1, METRICS | {"actor/skipped": 0.0, "critic/skipped": 0.0})
-    line = progress.line(1, METRICS | {"actor/skipped": 0.5, "critic/skipped": 1.0})
+    assert "skipped" not in progress.format_step(1, METRICS | {"actor/skipped": 0.0, "critic/skipped": 0.0})
+    line = progress.format_step(1, METRICS | {"actor/skipped": 0.5, "critic/skipped": 1.0})
     assert "  skipped updates 50%  skipped updates of the critic 100%" in line
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("PPO", 3, enabled=False)
     progress.begin_step(1)
-    progress.step(1, METRICS)
-    progress.say("hello")
+    progress.end_step(1, METRICS)
+    progress.log("hello")
     progress.close()
     assert capsys.readouterr().out == ""
 
@@ -53,11 +55,11 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_display_shows_phase_step_and_figures() -> None:
     progress = Progress("PPO", 10, live=False)
     progress.begin_step(1)
-    progress.step(1, METRICS)
+    progress.end_step(1, METRICS)
     progress.begin_step(2)
-    progress.phase("actor_update")
+    progress.begin_phase("actor_update")
     progress._values["eval/reward_greedy"] = 0.75
-    progress.seconds_left = lambda: 7.0  # type: ignore[method-assign]
+    progress.estimate_remaining = lambda: 7.0  # type: ignore[method-assign]
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     console.print(progress._render())
     shown = console.export_text()
@@ -68,8 +70,8 @@ def test_the_display_shows_phase_step_and_figures() -> None:
 def test_an_evaluation_alone_counts_no_steps() -> None:
     progress = Progress("GENERATE", 1, live=False, counts=False)
     progress.begin_step(1)
-    progress.step(1, METRICS)
-    assert progress.line(1, METRICS).startswith("all answered:  reward 0.500")
+    progress.end_step(1, METRICS)
+    assert progress.format_step(1, METRICS).startswith("all answered:  reward 0.500")
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     console.print(progress._render())
     shown = console.export_text()
@@ -80,13 +82,13 @@ def test_time_left_is_the_mean_step_times_the_steps_left(monkeypatch: pytest.Mon
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     progress = Progress("PPO", 10, live=False)
-    assert progress.seconds_left() is None
+    assert progress.estimate_remaining() is None
     for step in (1, 2, 3):
         progress.begin_step(step)
         now[0] += 4.0
-        progress.step(step, {})
-    assert progress.seconds_left() == pytest.approx(4.0 * 7, abs=4.0)
-    assert [clock(seconds) for seconds in (7.4, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
+        progress.end_step(step, {})
+    assert progress.estimate_remaining() == pytest.approx(4.0 * 7, abs=4.0)
+    assert [format_duration(seconds) for seconds in (7.4, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
 
 
 BANDED = {"actor/entropy": Band("entropy", 0.4, 0.6), "actor/grad_norm": Band("gradient norm", None, 2.0)}
@@ -94,16 +96,16 @@ BANDED = {"actor/entropy": Band("entropy", 0.4, 0.6), "actor/grad_norm": Band("g
 
 def test_a_line_says_what_is_out_of_its_band() -> None:
     progress = Progress("PPO", 3, live=False, bands=BANDED)
-    assert "band" not in progress.line(1, METRICS | {"actor/entropy": 0.5})
-    line = progress.line(1, METRICS | {"actor/entropy": 0.3, "actor/grad_norm": float("nan")})
+    assert "band" not in progress.format_step(1, METRICS | {"actor/entropy": 0.5})
+    line = progress.format_step(1, METRICS | {"actor/entropy": 0.3, "actor/grad_norm": float("nan")})
     assert line.endswith("  out of band: entropy, gradient norm")
-    assert "band" not in Progress("PPO", 3, live=False).line(1, {"actor/entropy": 0.3})
+    assert "band" not in Progress("PPO", 3, live=False).format_step(1, {"actor/entropy": 0.3})
 
 
 def test_the_display_shows_each_figure_in_its_band_or_out_of_it() -> None:
     progress = Progress("PPO", 10, live=False, bands=BANDED)
     progress.begin_step(1)
-    progress.step(1, METRICS | {"actor/entropy": 0.3, "actor/grad_norm": 1.5})
+    progress.end_step(1, METRICS | {"actor/entropy": 0.3, "actor/grad_norm": 1.5})
     console = Console(width=120, record=True, file=open("/dev/null", "w"), force_terminal=True)
     console.print(progress._render())
     shown = console.export_text(styles=True)
@@ -126,38 +128,38 @@ def shown_of(progress: Progress) -> str:
 
 def test_a_wait_that_counts_has_a_bar_with_the_time_left(now: list[float]) -> None:
     progress = Progress("PPO", 10, enabled=False)
-    progress.phase("load")
+    progress.begin_phase("load")
     now[0] += 30.0
-    assert progress.phase_left() is None and "━" in shown_of(progress), "nobody knows for how long"
-    progress.share(25, 100)
-    assert progress.phase_left() == (0.25, pytest.approx(90.0))
+    assert progress.estimate_phase() is None and "━" in shown_of(progress), "nobody knows for how long"
+    progress.update_phase(25, 100)
+    assert progress.estimate_phase() == (0.25, pytest.approx(90.0))
     assert "now: load 0:30, 25%, 1:30 left" in shown_of(progress)
-    progress.phase("export")
-    assert progress.phase_left() is None
+    progress.begin_phase("export")
+    assert progress.estimate_phase() is None
 
 
 def test_others_take_as_long_as_the_last_time(now: list[float]) -> None:
     progress = Progress("PPO", 10, enabled=False)
     for name in ("generate", "actor_update", "generate"):
-        progress.phase(name)
+        progress.begin_phase(name)
         now[0] += 40.0
-        progress.phase("between")
-    progress.phase("generate")
+        progress.begin_phase("between")
+    progress.begin_phase("generate")
     now[0] += 10.0
-    assert progress.now() == "generate 0:10, 25%, 0:30 left"
+    assert progress.describe_phase() == "generate 0:10, 25%, 0:30 left"
     now[0] += 40.0
-    assert progress.now() == "generate 0:50", "longer than the last time"
+    assert progress.describe_phase() == "generate 0:50", "longer than the last time"
 
 
 def test_a_phase_that_lasts_says_so_where_the_output_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megarl.observe.progress.EVERY_S", 0.01)
+    monkeypatch.setattr("megarl.observe.progress.REPORT_INTERVAL_S", 0.01)
     said = threading.Event()
-    monkeypatch.setattr(Progress, "say", lambda self, text: (lines.append(text), said.set()))
+    monkeypatch.setattr(Progress, "log", lambda self, text: (lines.append(text), said.set()))
     lines: list[str] = []
     progress = Progress("PPO", 10, live=False)
-    progress.phase("engine_start")
+    progress.begin_phase("engine_start")
     assert said.wait(60)
     progress.close()
     assert lines[0].startswith("now: ")
@@ -165,10 +167,10 @@ def test_a_phase_that_lasts_says_so_where_the_output_is_no_terminal(
 
 def test_the_phases_that_dominate_a_step() -> None:
     times = {"time/step": 10.0, "time/generate": 6.2, "time/actor_update": 3.1, "time/reward": 0.5}
-    assert dominating(times) == "generate 62%, actor update 31%"
-    assert dominating({"time/step": 0.0}) == dominating({}) == ""
+    assert format_dominant_phases(times) == "generate 62%, actor update 31%"
+    assert format_dominant_phases({"time/step": 0.0}) == format_dominant_phases({}) == ""
     progress = Progress("PPO", 10, enabled=False)
-    assert "  generate 62%, actor update 31%" in progress.line(1, times)
-    progress.step(1, times | {"time/save": 9.0})
-    progress.step(2, times)
+    assert "  generate 62%, actor update 31%" in progress.format_step(1, times)
+    progress.end_step(1, times | {"time/save": 9.0})
+    progress.end_step(2, times)
     assert "last step: generate 62%, actor update 31%" in shown_of(progress), "of this step alone"

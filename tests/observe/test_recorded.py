@@ -11,9 +11,9 @@ import torch
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.models.registry import load_hf_config
-from megarl.observe.replayed_rollouts import Recorded, check_replay, needs_records
+from megarl.observe.replayed_rollouts import ReplaySource, check_replay, needs_trainer_columns
 from megarl.observe.rollout_log import part_file, write_part
-from megarl.types import Prompt, Rollout, Support, Turn
+from megarl.types import Prompt, Rollout, SamplingMask, Turn
 
 HF = load_hf_config(Path(__file__).resolve().parents[2] / "configs/models/qwen3_30b_a3b.json")
 """48 layers with experts, 8 of 128 for a token."""
@@ -37,16 +37,19 @@ def config(run_dir: Path, replay: str = "", **sections: Any) -> Config:
 
 
 def test_a_run_and_the_step_that_is_the_first() -> None:
-    assert [Recorded.of("a/run").step(step) for step in (1, 2)] == [1, 2]
-    assert Recorded.of("a/run@7") == Recorded(Path("a/run"), 7) and Recorded.of("a/run@7").step(3) == 9
-    assert Recorded.of("a@b/run") == Recorded(Path("a@b/run"))
+    assert [ReplaySource.parse("a/run").recorded_step(step) for step in (1, 2)] == [1, 2]
+    assert (
+        ReplaySource.parse("a/run@7") == ReplaySource(Path("a/run"), 7)
+        and ReplaySource.parse("a/run@7").recorded_step(3) == 9
+    )
+    assert ReplaySource.parse("a@b/run") == ReplaySource(Path("a@b/run"))
     with pytest.raises(ConfigError, match="rollout.replay=run@0: steps count from 1"):
-        Recorded.of("run@0")
+        ReplaySource.parse("run@0")
 
 
 def test_a_folder_may_have_such_a_name_itself(tmp_path: Path) -> None:
     (tmp_path / "run@7").mkdir()
-    assert Recorded.of(f"{tmp_path}/run@7") == Recorded(tmp_path / "run@7")
+    assert ReplaySource.parse(f"{tmp_path}/run@7") == ReplaySource(tmp_path / "run@7")
 
 
 def test_only_the_steps_that_are_taken_must_be_there(tmp_path: Path) -> None:
@@ -72,7 +75,7 @@ def test_another_tokenizer_or_a_larger_vocabulary(tmp_path: Path) -> None:
 def test_routing_is_asked_for_where_it_is_replayed(tmp_path: Path) -> None:
     """By as many layers and experts as the model has; not of what was aborted."""
     replays = {"train": {"replay_routing": True}}
-    assert needs_records(config(tmp_path, **replays)) and not needs_records(config(tmp_path))
+    assert needs_trainer_columns(config(tmp_path, **replays)) and not needs_trainer_columns(config(tmp_path))
     written(tmp_path, [example(routing=torch.zeros((4, 48, 8), dtype=torch.uint8))])
     check_replay(config(tmp_path, **replays), HF)
     written(tmp_path, [example(routing=torch.zeros((4, 47, 8), dtype=torch.uint8))])
@@ -88,8 +91,8 @@ def test_routing_is_asked_for_where_it_is_replayed(tmp_path: Path) -> None:
 
 def test_what_could_have_been_sampled_is_asked_for_where_that_is_cut_off(tmp_path: Path) -> None:
     cut_off = {"rollout": {"top_k": 20}}
-    assert needs_records(config(tmp_path, **cut_off))
-    written(tmp_path, [example(support=Support.of([[7, 9], [8]]))])
+    assert needs_trainer_columns(config(tmp_path, **cut_off))
+    written(tmp_path, [example(support=SamplingMask.from_rows([[7, 9], [8]]))])
     check_replay(config(tmp_path, **cut_off), HF)
     written(tmp_path, [example()])
     with pytest.raises(ConfigError, match="row 0, does not say what could have been sampled"):

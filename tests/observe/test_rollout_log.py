@@ -19,21 +19,21 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.observe import rollout_log
-from megarl.observe.rollout_columns import LATER, SCHEMA
+from megarl.observe.rollout_columns import COLUMNS_SINCE_FORMAT, SCHEMA
 from megarl.observe.rollout_log import (
     RolloutLog,
-    is_whole,
+    is_complete,
     part_file,
     read_records,
     read_rollouts,
+    read_vocabulary_hash,
     recorded_steps,
     remove_after,
-    vocabulary_of,
     write_part,
 )
-from megarl.observe.rollout_table import TrainerSays
-from megarl.observe.run_log import advantages_of, trainer_of
-from megarl.types import Branch, Prompt, Rollout, Rollouts, Support, TrainBatch, Turn
+from megarl.observe.rollout_table import TrainerLogprobs
+from megarl.observe.run_log import split_advantages, split_trainer_logprobs
+from megarl.types import Branch, Prompt, Rollout, Rollouts, SamplingMask, TrainBatch, Turn
 from megarl.utils import exact_json
 
 NAN = math.nan
@@ -100,18 +100,18 @@ def test_records_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(1)
     shapes = ((7, 3, 2, torch.uint8, 256), (8, 3, 2, torch.int16, 300), (0, 3, 2, torch.uint8, 1))
     records = [torch.randint(0, most, of, generator=draw).to(kind) for *of, kind, most in shapes]
-    support = Support.of([[7, 1], [8], [9, 2, 3]])
+    support = SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]])
     rollouts = [example(routing=record) for record in records] + [example(support=support), example()]
     file = written(tmp_path, rollouts)
     light, whole = read_rollouts(tmp_path, 12), read_rollouts(tmp_path, 12, whole=True)
     assert light == whole == rollouts  # which are not compared by their records
-    assert all(one.routing is None and one.support is None for one in light)
+    assert all(one.routing is None and one.sampling_mask is None for one in light)
     for one, record in zip(whole, [*records, None, None], strict=True):
         assert (one.routing is None) == (record is None)
         if record is not None and one.routing is not None:
             assert one.routing.dtype == record.dtype and torch.equal(one.routing, record)
-    assert [one.support is None for one in whole] == [True] * 3 + [False, True]
-    found = whole[3].support
+    assert [one.sampling_mask is None for one in whole] == [True] * 3 + [False, True]
+    found = whole[3].sampling_mask
     assert found is not None and found.counts.tolist() == [2, 1, 3] and found.ids.tolist() == [7, 1, 8, 9, 2, 3]
     table = pq.read_table(file, columns=["routing", "routing_shape"], partitioning=None)
     assert table["routing"].null_count == 2 and len(table["routing"][0].as_py()) == 42
@@ -119,14 +119,14 @@ def test_records_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_records_can_be_left_out_and_fill_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_log, "SHARE", 20)
+    monkeypatch.setattr(rollout_log, "ROW_GROUP_TOKENS", 20)
     rollouts = [example(routing=torch.zeros((8, 3, 6), dtype=torch.uint8)) for _ in range(4)]  # 144 bytes, as 12 tokens
     assert pq.ParquetFile(written(tmp_path, rollouts)).num_row_groups == 4
     log = RolloutLog(tmp_path, 0, pytest.fail, records=False, vocabulary="words")
     log.write(1, 4, range(4), rollouts)
     log.close()
     assert [one.routing for one in read_rollouts(tmp_path, 1, whole=True)] == [None] * 4
-    assert vocabulary_of(pq.ParquetFile(part_file(tmp_path, 1, 0))) == "words"
+    assert read_vocabulary_hash(pq.ParquetFile(part_file(tmp_path, 1, 0))) == "words"
 
 
 RECORDS: dict[str, tuple[str, Any, str]] = {
@@ -143,7 +143,7 @@ RECORDS: dict[str, tuple[str, Any, str]] = {
 def test_records_that_are_none(tmp_path: Path, name: str) -> None:
     column, value, says = RECORDS[name]
     routing = torch.zeros((7, 3, 2), dtype=torch.uint8)
-    file = written(tmp_path, [example(routing=routing, support=Support.of([[7, 1], [8], [9, 2, 3]]))] * 2)
+    file = written(tmp_path, [example(routing=routing, support=SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]]))] * 2)
     cell(file, column, value)
     with pytest.raises(ConfigError) as error:
         read_rollouts(tmp_path, 12, whole=True)
@@ -160,26 +160,26 @@ def test_the_weights_may_change_within_a_turn(tmp_path: Path) -> None:
 def test_what_was_cached_is_on_record_and_makes_no_difference(tmp_path: Path) -> None:
     """Which of two equal requests came first is chance: turns are equal all the same."""
     turns = example().turns
-    served = (*turns[:3], dataclasses.replace(turns[3], cached=5))
+    served = (*turns[:3], dataclasses.replace(turns[3], cached_tokens=5))
     written(tmp_path, [example(turns=served), example()])
     found = read_rollouts(tmp_path, 12)
     assert found == [example(), example()]
-    assert [[turn.cached for turn in one.turns] for one in found] == [[-1, -1, -1, 5], [-1] * 4]
+    assert [[turn.cached_tokens for turn in one.turns] for one in found] == [[-1, -1, -1, 5], [-1] * 4]
     with pytest.raises(ValueError, match="tokens that were cached"):
-        Turn((1,), cached=0)
+        Turn((1,), cached_tokens=0)
 
 
 def test_parts_of_several_ranks_and_row_groups_are_put_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_log, "SHARE", 20)  # three rollouts of eight tokens
+    monkeypatch.setattr(rollout_log, "ROW_GROUP_TOKENS", 20)  # three rollouts of eight tokens
     rollouts = [example(group=number, seed=number) for number in range(11)]
     for rank, numbers in ((0, [0, 10]), (3, [7, 1, 2, 3, 9]), (12, [4, 5, 6, 8])):
         own = [np.full(8, number, np.float32) for number in numbers]
-        assert not is_whole(tmp_path, 2)
+        assert not is_complete(tmp_path, 2)
         write_part(part_file(tmp_path, 2, rank), 2, 11, numbers, [rollouts[number] for number in numbers], own)
     assert pq.ParquetFile(part_file(tmp_path, 2, 3)).num_row_groups == 2
-    assert is_whole(tmp_path, 2) and read_rollouts(tmp_path, 2) == rollouts
+    assert is_complete(tmp_path, 2) and read_rollouts(tmp_path, 2) == rollouts
     assert [(record.number, record.advantage) for record in read_records(tmp_path, 2)] == [(i, i) for i in range(11)]
     # Each rank of as many as there were, and of fewer, by number of the rank that wrote them.
     had = [[rollout.seed for rollout in read_rollouts(tmp_path, 2, rank, 13)] for rank in (0, 1, 3, 12)]
@@ -231,7 +231,7 @@ def test_advantages_stand_beside_the_rollouts_that_were_trained_on(tmp_path: Pat
     batch = TrainBatch.from_rollouts([first, last])
     batch = batch.with_(advantages=torch.arange(16, dtype=torch.float32))
     rollouts = [first, aborted, last]
-    written(tmp_path, rollouts, advantages_of(Rollouts.of(rollouts), batch, Rollouts.of([first, last])))
+    written(tmp_path, rollouts, split_advantages(Rollouts.gather(rollouts), batch, Rollouts.gather([first, last])))
     records = read_records(tmp_path, 12)
     assert [record.rollout.status for record in records] == ["length", "aborted", "length"]
     assert [None if r.advantages is None else r.advantages.tolist() for r in records] == [
@@ -244,45 +244,52 @@ def test_advantages_stand_beside_the_rollouts_that_were_trained_on(tmp_path: Pat
         None,
         pytest.approx((11 + 12 + 15) / 3),
     ]
-    assert advantages_of(Rollouts.of(rollouts), None, Rollouts.of(rollouts)) == [None] * 3
-    assert advantages_of(Rollouts.of(rollouts), batch.with_(advantages=None), Rollouts.of(rollouts)) == [None] * 3
+    assert split_advantages(Rollouts.gather(rollouts), None, Rollouts.gather(rollouts)) == [None] * 3
+    assert (
+        split_advantages(Rollouts.gather(rollouts), batch.with_(advantages=None), Rollouts.gather(rollouts))
+        == [None] * 3
+    )
 
 
 def test_what_the_trainer_says_stands_beside_what_the_engine_said(tmp_path: Path) -> None:
     """Of the tokens that the policy wrote, of the rollouts that were trained on, where the trainer has looked."""
     first, last = example(), example(group=1)
     aborted = dataclasses.replace(first, status="aborted")
-    rollouts, trained = Rollouts.of([first, aborted, last]), Rollouts.of([first, last])
+    rollouts, trained = Rollouts.gather([first, aborted, last]), Rollouts.gather([first, last])
     batch = TrainBatch.from_rollouts([first, last])
-    assert trainer_of(rollouts, None, trained) == trainer_of(rollouts, batch, trained) == [None] * 3
+    assert (
+        split_trainer_logprobs(rollouts, None, trained)
+        == split_trainer_logprobs(rollouts, batch, trained)
+        == [None] * 3
+    )
     batch = batch.with_(trainer_logprobs=-torch.arange(1.0, 17))
-    says = trainer_of(rollouts, batch, trained)
+    says = split_trainer_logprobs(rollouts, batch, trained)
     assert says[0] is not None and says[0].unreplayed is None
-    says = trainer_of(rollouts, batch.with_(unreplayed_logprobs=-torch.arange(16.0)), trained)
-    write_part(part_file(tmp_path, 12, 0), 12, 3, range(3), rollouts.here, None, "", says)
-    found = [record.trainer for record in read_records(tmp_path, 12)]
+    says = split_trainer_logprobs(rollouts, batch.with_(unreplayed_logprobs=-torch.arange(16.0)), trained)
+    write_part(part_file(tmp_path, 12, 0), 12, 3, range(3), rollouts.local, None, "", says)
+    found = [record.trainer_logprobs for record in read_records(tmp_path, 12)]
     assert found[0] is not None and found[1] is None and found[2] is not None
     assert found[0].logprobs.tolist() == [0, 0, 0, -4, -5, 0, 0, -8]
     assert found[2].unreplayed is not None and found[2].unreplayed.tolist() == [0, 0, 0, -11, -12, 0, 0, -15]
-    short = [TrainerSays(np.zeros(7, np.float32)), None, None]
+    short = [TrainerLogprobs(np.zeros(7, np.float32)), None, None]
     with pytest.raises(ValueError, match="7 log-probs for a rollout of 8 tokens"):
-        write_part(part_file(tmp_path, 13, 0), 13, 3, range(3), rollouts.here, None, "", short)
+        write_part(part_file(tmp_path, 13, 0), 13, 3, range(3), rollouts.local, None, "", short)
 
 
 def test_files_of_earlier_formats_are_read_without_what_came_later(tmp_path: Path) -> None:
-    rollouts = [example(branch=Branch(1, 1, True), support=Support.of([[7], [8], [9]])), example()]
+    rollouts = [example(branch=Branch(1, 1, True), support=SamplingMask.from_rows([[7], [8], [9]])), example()]
     file = written(tmp_path, rollouts)
     table, about = pq.read_table(file, partitioning=None), pq.read_schema(file).metadata
     for format in (5, 4, 3):
-        table = table.drop_columns(list(LATER[format + 1]))
+        table = table.drop_columns(list(COLUMNS_SINCE_FORMAT[format + 1]))
         pq.write_table(
             table.replace_schema_metadata({**about, b"megarl.format": str(format).encode()}), file, compression="zstd"
         )
         found = read_rollouts(tmp_path, 12, whole=True)
         known = [one if format > 4 else dataclasses.replace(one, branch=None) for one in rollouts]
-        assert found == known and is_whole(tmp_path, 12)
-        assert {turn.cached for one in found for turn in one.turns} == {-1}
-        assert [one.support is None for one in found] == [format < 4, True]
+        assert found == known and is_complete(tmp_path, 12)
+        assert {turn.cached_tokens for one in found for turn in one.turns} == {-1}
+        assert [one.sampling_mask is None for one in found] == [format < 4, True]
 
 
 def test_arrays_and_objects_that_json_does_not_know_are_written_somehow() -> None:

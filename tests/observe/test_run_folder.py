@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict, load_config
-from megarl.observe.run_folder import claim, differing_keys, prepare
+from megarl.observe.run_folder import claim, claim_and_begin, diff_configs
 
 CONFIG = from_dict({"actor_optimizer": {"lr": 1e-4}, "rollout": {"tools": ["a:b"], "sglang": {"mem": 1}}})
 
@@ -23,7 +23,7 @@ def with_seed(seed: int) -> Config:
 
 
 def test_new_folder_explains_itself_and_repeats(tmp_path: Path) -> None:
-    folder = prepare(tmp_path / "a/b", CONFIG, resume=False)
+    folder = claim_and_begin(tmp_path / "a/b", CONFIG, resume=False)
     assert load_config(folder.path / "config.yaml") == CONFIG
     readme = (folder.path / "README.txt").read_text()
     for name in ("config.yaml", "log.txt", "metrics.jsonl", "logs", "rollouts", "checkpoints", "export", "tensorboard"):
@@ -32,21 +32,21 @@ def test_new_folder_explains_itself_and_repeats(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_results_is_kept_from_other_runs(tmp_path: Path) -> None:
-    prepare(tmp_path, CONFIG, resume=False).release()
-    prepare(tmp_path, with_seed(5), resume=False).release()  # a start that came to nothing holds nobody up
-    prepare(tmp_path, CONFIG, resume=False).release()
+    claim_and_begin(tmp_path, CONFIG, resume=False).release()
+    claim_and_begin(tmp_path, with_seed(5), resume=False).release()  # a start that came to nothing holds nobody up
+    claim_and_begin(tmp_path, CONFIG, resume=False).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     before = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(ConfigError, match="without a checkpoint from which run.resume=auto could"):
-        prepare(tmp_path, CONFIG, resume=False)
+        claim_and_begin(tmp_path, CONFIG, resume=False)
     (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match="set run.resume=auto to continue it"):
-        prepare(tmp_path, CONFIG, resume=False)
+        claim_and_begin(tmp_path, CONFIG, resume=False)
     for resume in (False, True):
         with pytest.raises(ConfigError, match=r"run\.seed: 1 -> 5.*set run\.dir"):
-            prepare(tmp_path, with_seed(5), resume)
+            claim_and_begin(tmp_path, with_seed(5), resume)
     assert (tmp_path / "config.yaml").read_bytes() == before
-    prepare(tmp_path, CONFIG, resume=True).release()
+    claim_and_begin(tmp_path, CONFIG, resume=True).release()
 
 
 def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_in_its_folder(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_in_its_folder(tmp
         config = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, num_rollout=2, export=export))
         resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, num_rollout=9, resume="auto"))
         folder = tmp_path / name
-        prepare(folder, config, resume=False).release()
+        claim_and_begin(folder, config, resume=False).release()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         claim(folder, resumed, resume=True).release()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
@@ -77,9 +77,9 @@ def test_keys_that_do_not_matter_are_not_spoken_of() -> None:
         run=dataclasses.replace(CONFIG.run, resume="auto", dir="elsewhere"),
         track=dataclasses.replace(CONFIG.track, progress=False),
     )
-    assert differing_keys(CONFIG, other) == []
+    assert diff_configs(CONFIG, other) == []
     changed = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, sglang={}))
-    assert list(map(str, differing_keys(CONFIG, changed))) == [
+    assert list(map(str, diff_configs(CONFIG, changed))) == [
         "rollout.sglang: None -> {}",
         "rollout.sglang.mem: 1 -> None",
     ]
@@ -90,11 +90,11 @@ def with_mtp(weight: float) -> Config:
 
 
 def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path) -> None:
-    prepare(tmp_path, with_mtp(0.1), resume=False).release()
+    claim_and_begin(tmp_path, with_mtp(0.1), resume=False).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
     before = (tmp_path / "config.yaml").read_bytes()
     folder = claim(tmp_path, with_mtp(0.3), resume=True)
-    assert folder.resumes and (tmp_path / "config.yaml").read_bytes() == before
+    assert folder.is_resumed and (tmp_path / "config.yaml").read_bytes() == before
     (change,) = folder.begin(20)
     folder.release()
     assert str(change) == "train.mtp: 0.1 -> 0.3"
@@ -106,13 +106,13 @@ def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path)
 
 
 def test_another_run_is_gone_on_with_where_that_is_forced_and_what_changed_is_recorded(tmp_path: Path) -> None:
-    prepare(tmp_path, CONFIG, resume=False).release()
+    claim_and_begin(tmp_path, CONFIG, resume=False).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
     other = with_seed(5)
     with pytest.raises(ConfigError, match="belongs to another run .*run.seed: 1 -> 5.* or set run.resume=forced"):
         claim(tmp_path, other, resume=True)
     forced = dataclasses.replace(other, run=dataclasses.replace(other.run, resume="forced"))
-    assert forced.run.goes_on
+    assert forced.run.resumes
     folder = claim(tmp_path, forced, resume=True)
     assert [str(change) for change in folder.begin(20)] == ["run.seed: 1 -> 5"]
     folder.release()
@@ -133,22 +133,22 @@ def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=f"in use by process {other.pid} on "):
-            prepare(tmp_path, Config(), resume=True)
+            claim_and_begin(tmp_path, Config(), resume=True)
     finally:
         other.kill()  # as a lost machine would: the claim must go with the process
         other.wait()
-    prepare(tmp_path, Config(), resume=True).release()
+    claim_and_begin(tmp_path, Config(), resume=True).release()
 
 
 def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run folder .*file/run.*set run.dir"):
-        prepare(tmp_path / "file/run", CONFIG, resume=False)
+        claim_and_begin(tmp_path / "file/run", CONFIG, resume=False)
     full = tmp_path / "full"
     full.mkdir()
     (full / "config.tmp").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match="No space left"):
-        prepare(full, CONFIG, resume=False)
+        claim_and_begin(full, CONFIG, resume=False)
     assert not (full / "config.yaml").exists()
 
 
@@ -156,7 +156,7 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
 def test_others_cannot_enter_a_run_folder_whatever_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        folder = prepare(tmp_path / f"runs{umask}" / "a", CONFIG, resume=False)
+        folder = claim_and_begin(tmp_path / f"runs{umask}" / "a", CONFIG, resume=False)
         (folder.path / "rollouts").mkdir()
     finally:
         os.umask(before)
@@ -166,18 +166,18 @@ def test_others_cannot_enter_a_run_folder_whatever_the_umask(tmp_path: Path, uma
 
 def test_a_folder_that_was_there_is_closed_and_one_that_was_opened_stays_open(tmp_path: Path) -> None:
     tmp_path.chmod(0o775)
-    folder = prepare(tmp_path, CONFIG, resume=False)
+    folder = claim_and_begin(tmp_path, CONFIG, resume=False)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     folder.release()
     tmp_path.chmod(0o750)  # by its owner, for the group
-    prepare(tmp_path, CONFIG, resume=True).release()
+    claim_and_begin(tmp_path, CONFIG, resume=True).release()
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o750
 
 
 def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_first(tmp_path: Path) -> None:
     saves = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, save_every=1))
-    prepare(tmp_path, saves, resume=False).release()
+    claim_and_begin(tmp_path, saves, resume=False).release()
     (tmp_path / "checkpoints" / ".probe").mkdir(parents=True)  # what is in the way of everybody, root too
     with pytest.raises(ConfigError, match=r"cannot write to run folder \S+/checkpoints: Is a directory; make room"):
         claim(tmp_path, saves, resume=True)

@@ -38,13 +38,13 @@ def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(
     span = Span("step 1", "step", "main", 1.0, 2.0)
     logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
     for log in logs:
-        log.spans([span])
+        log.write_spans([span])
     assert all(timeline_file(tmp_path, rank).is_file() for rank in (0, 1))
     shutil.rmtree(tmp_path / "timeline")
     (tmp_path / "timeline").write_text("no folder")
     with pytest.warns(UserWarning, match="could not write the timeline") as said:
-        logs[1].spans([span])
-        logs[1].spans([span])
+        logs[1].write_spans([span])
+        logs[1].write_spans([span])
     assert len(said) == 1
     for log in logs:
         log.close()
@@ -53,12 +53,12 @@ def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(
 def test_a_step_that_fails_leaves_what_it_has_sampled(tmp_path: Path) -> None:
     """So that it can be replayed; of one that came to its end there is what that has left."""
     log = RunLog(config(tmp_path), place(0), "words")
-    made = [Rollouts.of([ROLLOUT])]
-    log.step(1, {}, made[0])
+    made = [Rollouts.gather([ROLLOUT])]
+    log.end_step(1, {}, made[0])
     for step in (0, 1):  # nothing has begun, or an evaluation failed
-        log.failed(step, made * 2)
-    log.failed(2, [])
-    log.failed(3, made * 2)
+        log.record_failed_step(step, made * 2)
+    log.record_failed_step(2, [])
+    log.record_failed_step(3, made * 2)
     log.close()
     assert recorded_steps(tmp_path) == [1, 3]
     assert read_rollouts(tmp_path, 1) == [ROLLOUT] and read_rollouts(tmp_path, 3) == [ROLLOUT] * 2
@@ -66,11 +66,11 @@ def test_a_step_that_fails_leaves_what_it_has_sampled(tmp_path: Path) -> None:
 
 def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(config(tmp_path), place(0))
-    log.metrics(0, {"eval/reward_greedy": 0.5})
+    log.log_evaluation(0, {"eval/reward_greedy": 0.5})
     for step in (1, 2):
         log.begin_step(step)
-        log.phase("generate")
-        log.step(step, {"rollout/reward_mean": step / 2}, Rollouts.of([ROLLOUT]))
+        log.begin_phase("generate")
+        log.end_step(step, {"rollout/reward_mean": step / 2}, Rollouts.gather([ROLLOUT]))
     log.close()
     assert list(read_metrics(tmp_path)) == [0, 1, 2]
     assert recorded_steps(tmp_path) == [1, 2] and read_rollouts(tmp_path, 2) == [ROLLOUT]
@@ -85,10 +85,10 @@ def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_another_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(config(tmp_path / "run"), place(1))
     log.begin_step(1)
-    log.phase("generate")
-    log.metrics(0, {"eval/reward_greedy": 0.5})
-    log.step(1, {"rollout/reward_mean": 0.5}, Rollouts.of([]))
-    log.say("hello")
+    log.begin_phase("generate")
+    log.log_evaluation(0, {"eval/reward_greedy": 0.5})
+    log.end_step(1, {"rollout/reward_mean": 0.5}, Rollouts.gather([]))
+    log.log("hello")
     log.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
 
@@ -103,7 +103,7 @@ def test_a_full_disk_does_not_stop_a_run(tmp_path: Path) -> None:
         file.with_name(f".{file.name}").symlink_to("/dev/full")
     with pytest.warns(UserWarning) as said:
         for step in (1, 2):
-            log.step(step, {"rollout/reward_mean": 0.5}, Rollouts.of([ROLLOUT]))
+            log.end_step(step, {"rollout/reward_mean": 0.5}, Rollouts.gather([ROLLOUT]))
         log.close()
     texts = [str(warning.message) for warning in said]
     assert sum("log.txt" in text for text in texts) == 1 and sum("record rollouts" in text for text in texts) == 1
@@ -116,7 +116,7 @@ def test_each_rank_records_what_it_has(tmp_path: Path) -> None:
 
     def take_step(rank: Thread) -> None:
         own = ([1], [0, 2])[rank.rank]
-        logs[rank.rank].step(4, {}, Rollouts.of([rollouts[i] for i in own], own, rank))
+        logs[rank.rank].end_step(4, {}, Rollouts.gather([rollouts[i] for i in own], own, rank))
 
     as_ranks(2, take_step)
     for log in reversed(logs):
@@ -127,7 +127,7 @@ def test_each_rank_records_what_it_has(tmp_path: Path) -> None:
 def test_steps_that_are_taken_again_are_forgotten(tmp_path: Path) -> None:
     log = RunLog(config(tmp_path), place(0))
     for step in (1, 2, 3):
-        log.step(step, {}, Rollouts.of([ROLLOUT]))
+        log.end_step(step, {}, Rollouts.gather([ROLLOUT]))
     log.close()
     for step in (2, 3):  # of a run of two ranks
         write_part(part_file(tmp_path, step, 1), step, 1, [0], [ROLLOUT])
@@ -135,7 +135,7 @@ def test_steps_that_are_taken_again_are_forgotten(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path) == [1, 2, 3]
     log.begin(1)
     assert recorded_steps(tmp_path) == [1]
-    log.step(2, {}, Rollouts.of([ROLLOUT]))
+    log.end_step(2, {}, Rollouts.gather([ROLLOUT]))
     log.close()
     assert read_rollouts(tmp_path, 2) == [ROLLOUT]
 
@@ -149,9 +149,9 @@ def test_what_ends_a_run_is_written_down(tmp_path: Path) -> None:
 
     logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
     fault, mistake = fail(ZeroDivisionError("no \udcff")), fail(ConfigError("run.dir is wrong"))
-    logs[1].ended(fault, orderly=False)
-    logs[0].ended(mistake, orderly=False)
-    logs[0].ended(fail(SystemExit("ended by SIGTERM")), orderly=True)
+    logs[1].log_end(fault, orderly=False)
+    logs[0].log_end(mistake, orderly=False)
+    logs[0].log_end(fail(SystemExit("ended by SIGTERM")), orderly=True)
     for log in logs:
         log.close()
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank_1.log"]
@@ -172,11 +172,11 @@ def test_guards_are_said_counted_and_kept(tmp_path: Path) -> None:
 
     logs = [RunLog(guarded(tmp_path), place(rank)) for rank in (0, 1)]
     for step in (1, 2):
-        found = [log.step(step, {"actor/grad_norm": 0.1, "guards/ppo_kl": 0.5}) for log in logs]
+        found = [log.end_step(step, {"actor/grad_norm": 0.1, "guards/ppo_kl": 0.5}) for log in logs]
         assert found[0] == found[1]
     for log in logs:
         with pytest.raises(ConfigError, match="3 steps in a row"):
-            log.step(3, {"actor/grad_norm": 1.0, "guards/ppo_kl": 0.5})
+            log.end_step(3, {"actor/grad_norm": 1.0, "guards/ppo_kl": 0.5})
     assert logs[0].guards.state_dict() == logs[1].guards.state_dict()
     for log in logs:
         log.close()

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.controllers.lookup import declare
-from megarl.observe.metrics import Spread
+from megarl.controllers.lookup import load_requirements
+from megarl.observe.metrics import ZeroSpreadWarning
 
 pytestmark = pytest.mark.alone
 
 
 def lines(shares: list[float | None], **config: Any) -> dict[int, str]:
     """What is said, by step. shares: of prompts whose samples all have the same reward; None where none has any."""
-    spread = Spread(declare(from_dict({"algorithm": "grpo", **config})))
+    spread = ZeroSpreadWarning(load_requirements(from_dict({"algorithm": "grpo", **config})))
     steps = [
         {} if share is None else {"rollout/zero_spread_frac": share, "rollout/reward_mean": 0.25} for share in shares
     ]
-    said = {step: spread.look(step, metrics) for step, metrics in enumerate(steps, 1)}
+    said = {step: spread.check(step, metrics) for step, metrics in enumerate(steps, 1)}
     return {step: line for step, line in said.items() if line}
 
 

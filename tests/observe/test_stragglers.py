@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.observe.hang_watchdog import Stragglers, slowest
+from megarl.observe.hang_watchdog import StragglerDetector, find_slowest
 
 
 def test_the_slowest_is_compared_with_the_median_of_the_others_in_the_same_phase() -> None:
     worked = [{"actor_update": 1.0}, {"actor_update": 4.0, "critic_update": 9.0}, {"actor_update": 1.2}]
-    assert slowest(worked) == (1, "actor_update", 4.0, 1.1)
-    assert slowest([{"a": 1.0, "b": 2.0}, {"a": 1.5, "b": 8.0}]) == (1, "b", 8.0, 2.0)
+    assert find_slowest(worked) == (1, "actor_update", 4.0, 1.1)
+    assert find_slowest([{"a": 1.0, "b": 2.0}, {"a": 1.5, "b": 8.0}]) == (1, "b", 8.0, 2.0)
 
 
 @pytest.mark.parametrize("worked", [[], [{}], [{"a": 5.0}, {"b": 1.0}], [{}, {}]])
 def test_nothing_is_compared_where_nobody_shares_a_phase(worked: list[dict[str, float]]) -> None:
-    assert slowest(worked) is None
-    assert Stragglers(["n"] * len(worked)).look(1, worked) == ({}, "")
+    assert find_slowest(worked) is None
+    assert StragglerDetector(["n"] * len(worked)).check(1, worked) == ({}, "")
 
 
 def test_a_rank_that_is_slow_for_two_steps_is_named_once_and_when_it_no_longer_is() -> None:
-    stragglers, slow, even = Stragglers(["n1", "n1", "n2"]), [{"u": 1.0}, {"u": 1.0}, {"u": 10.0}], [{"u": 1.0}] * 3
-    said = [stragglers.look(step, worked) for step, worked in enumerate([even, slow, slow, slow, even, even, slow])]
+    stragglers, slow, even = (
+        StragglerDetector(["n1", "n1", "n2"]),
+        [{"u": 1.0}, {"u": 1.0}, {"u": 10.0}],
+        [{"u": 1.0}] * 3,
+    )
+    said = [stragglers.check(step, worked) for step, worked in enumerate([even, slow, slow, slow, even, even, slow])]
     lines = [line for _, line in said]
     assert [bool(line) for line in lines] == [False, False, True, False, True, False, False]
     assert lines[2] == (
@@ -34,5 +38,5 @@ def test_a_rank_that_is_slow_for_two_steps_is_named_once_and_when_it_no_longer_i
 
 
 def test_a_little_time_is_not_worth_a_line() -> None:
-    stragglers = Stragglers(["n", "n"])
-    assert [stragglers.look(step, [{"u": 0.01}, {"u": 0.2}])[1] for step in (1, 2, 3)] == ["", "", ""]
+    stragglers = StragglerDetector(["n", "n"])
+    assert [stragglers.check(step, [{"u": 0.01}, {"u": 0.2}])[1] for step in (1, 2, 3)] == ["", "", ""]

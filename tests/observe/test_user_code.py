@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.observe import user_code
-from megarl.observe.run_folder import claim, prepare
+from megarl.observe.run_folder import claim, claim_and_begin
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -46,7 +46,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def test_what_is_named_and_what_that_imports_is_copied(config: Config, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    prepare(run, config, resume=False).release()
+    claim_and_begin(run, config, resume=False).release()
     copied = files(run / "code")
     expected = {f"lab/{name}.py" for name in ("__init__", "words", "letters", "sign", "deep/numbers")}
     assert expected | {"right_reward.py", "count_tool.py", "shared_by_both.py"} <= set(copied)
@@ -57,7 +57,7 @@ def test_what_is_named_and_what_that_imports_is_copied(config: Config, tmp_path:
 
 def test_a_resume_says_what_changed_and_keeps_what_it_was(config: Config, tmp_path: Path) -> None:
     run, source = tmp_path / "run", tmp_path / "source"
-    prepare(run, config, resume=False).release()
+    claim_and_begin(run, config, resume=False).release()
     (run / "metrics.jsonl").write_text('{"step": 20}\n')
     (run / "checkpoints").mkdir()
 
@@ -98,7 +98,7 @@ def test_a_folder_of_that_name_that_is_somebody_elses_is_left_alone(config: Conf
     mine.parent.mkdir(parents=True)
     mine.write_text("x = 1\n")
     with pytest.raises(ConfigError, match="has a code that is not of a run"):
-        prepare(tmp_path / "run", config, resume=False)
+        claim_and_begin(tmp_path / "run", config, resume=False)
     assert mine.read_text() == "x = 1\n"
 
 

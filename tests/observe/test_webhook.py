@@ -15,9 +15,9 @@ import pytest
 
 from megarl.config import Config, ConfigError, from_dict, load_config
 from megarl.observe import webhook as module
-from megarl.observe.run_folder import prepare
+from megarl.observe.run_folder import claim_and_begin
 from megarl.observe.run_log import RunLog
-from megarl.observe.webhook import Webhook, check_webhook, url_of
+from megarl.observe.webhook import Webhook, check_webhook, resolve_url
 from megarl.parallel.ranks import Job
 
 SECRET = "T0/marked-secret"
@@ -54,7 +54,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv(module.PRIVATE, "1")
+    monkeypatch.setenv(module.PRIVATE_ENV, "1")
     found = Server()
     yield found
     found.close()
@@ -83,14 +83,14 @@ def test_an_alarm_is_posted_as_others_take_it(server: Server) -> None:
         "alarm": "actor/entropy is low",
         "host": host,
     }
-    assert server.bodies[1]["step"] == 13 and hook.failure() == ""
+    assert server.bodies[1]["step"] == 13 and hook.pop_failure() == ""
 
 
 def test_alarms_of_a_run_reach_it_and_the_log_never_has_the_url(server: Server, tmp_path: Path) -> None:
     log = RunLog(config(tmp_path, server.url), Job(0, 1, 0))
     log.begin_step(3)
     log.alarm("the disk is full")
-    log.ended(RuntimeError("all is lost"), orderly=False)
+    log.log_end(RuntimeError("all is lost"), orderly=False)
     log.close()
     assert [(body["step"], body["alarm"]) for body in server.bodies] == [
         (3, "the disk is full"),
@@ -132,18 +132,22 @@ def test_a_failure_is_said_once_without_the_url_and_later_ones_are_tried(
 def test_nobody_there_and_somebody_who_never_answers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: Server
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_TIMEOUT_S", 0.2)
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         closed = Webhook(f"http://127.0.0.1:{deaf.getsockname()[1]}/{SECRET}", "r")
         closed.post("one", 1)
         closed.close()
-        assert "Connection refused" in (said := closed.failure()) and "marked" not in said and closed.failure() == ""
+        assert (
+            "Connection refused" in (said := closed.pop_failure())
+            and "marked" not in said
+            and closed.pop_failure() == ""
+        )
         deaf.listen()
         silent = Webhook(f"http://127.0.0.1:{deaf.getsockname()[1]}/{SECRET}", "r")
         silent.post("one", 1)
         silent.close()
-        assert "TimeoutError" in silent.failure()
+        assert "TimeoutError" in silent.pop_failure()
 
 
 def test_a_flood_is_bounded_and_says_how_many_it_left_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,20 +160,20 @@ def test_a_flood_is_bounded_and_says_how_many_it_left_out(server: Server, monkey
     assert time.monotonic() - began < 60  # nothing waits for what is not posted
     go.set()
     hook.close()
-    assert len(server.bodies) <= module._WAITING + 2
+    assert len(server.bodies) <= module._QUEUE_SIZE + 2
     assert any("further alarms were left out" in body["text"] for body in server.bodies)
 
 
 def test_private_addresses_are_refused_unless_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(module.PRIVATE, raising=False)
+    monkeypatch.delenv(module.PRIVATE_ENV, raising=False)
     for url in ("http://127.0.0.1:8000/x", "http://localhost/x", "http://10.0.0.3/x", "http://[::1]/x"):
         with pytest.raises(ConfigError, match="private network: export MEGARL_WEBHOOK_PRIVATE=1"):
             check_webhook(url)
     hook = Webhook(f"http://localhost:9/{SECRET}", "r")  # a name may come to mean another address later
     hook.post("one", 1)
     hook.close()
-    assert "private network" in hook.failure()
-    monkeypatch.setenv(module.PRIVATE, "1")
+    assert "private network" in hook.pop_failure()
+    monkeypatch.setenv(module.PRIVATE_ENV, "1")
     check_webhook("http://127.0.0.1:8000/x")
 
 
@@ -186,14 +190,16 @@ def test_it_may_be_named_by_a_variable_and_not_given_on_the_command_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOOK", " https://hooks.example.com/T0/x\n")
-    assert url_of("env:HOOK") == "https://hooks.example.com/T0/x"
+    assert resolve_url("env:HOOK") == "https://hooks.example.com/T0/x"
     with pytest.raises(ConfigError, match="variable NO_HOOK is not set"):
-        url_of("env:NO_HOOK")
+        resolve_url("env:NO_HOOK")
     with pytest.raises(ConfigError, match="must be the name of an environment variable"):
-        url_of("env:https://marked")
+        resolve_url("env:https://marked")
     (tmp_path / "c.yaml").write_text("track: {webhook: https://hooks.example.com/T0/x}")
     assert load_config(tmp_path / "c.yaml").track.webhook
     with pytest.raises(ConfigError, match="is read by everybody on this machine"):
         load_config(tmp_path / "c.yaml", ["track.webhook=https://hooks.example.com/T0/x"])
-    prepare(tmp_path / "run", load_config(tmp_path / "c.yaml", ["track.webhook=env:HOOK"]), resume=False).release()
+    claim_and_begin(
+        tmp_path / "run", load_config(tmp_path / "c.yaml", ["track.webhook=env:HOOK"]), resume=False
+    ).release()
     assert load_config(tmp_path / "run/config.yaml").track.webhook == "env:HOOK"

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 from megarl.config import ParallelConfig  # noqa: E402
 from megarl.parallel import ranks, row_exchange, shared_memory  # noqa: E402
-from megarl.parallel.row_exchange import Delivery, Post  # noqa: E402
+from megarl.parallel.row_exchange import Delivery, RowExchange  # noqa: E402
 
 KINDS: dict[str, Any] = {
     "flags": (torch.bool, ()),
@@ -64,7 +64,7 @@ class Case:
             ]
             for name, (dtype, tail) in self.kinds.items()
         }
-        self.given = by_name if "routing" in self.kinds or chance.random() < 0.3 else self.lengths
+        self.argument = by_name if "routing" in self.kinds or chance.random() < 0.3 else self.lengths
         self.columns, own_chance = {}, random.Random(chance.randrange(1 << 30) + rank)
         for name, rows in self.rows.items():
             dtype, tail = self.kinds[name]
@@ -75,8 +75,8 @@ class Case:
             if own or own_chance.random() < 0.5:
                 self.columns[name] = column
 
-    def deliver(self, post: Post) -> Delivery:
-        return post.deliver(self.columns, self.kinds, self.given, self.homes, self.wants, self.parts)
+    def deliver(self, post: RowExchange) -> Delivery:
+        return post.deliver(self.columns, self.kinds, self.argument, self.homes, self.wants, self.parts)
 
     def wrong(self, delivery: Delivery, rank: int) -> list[str]:
         found = []
@@ -94,7 +94,7 @@ class Case:
         return found
 
 
-def cases(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
+def cases(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
     chance, wrong, waiting = random.Random(seed), [], []
     for number in range(60):
         case = Case(chance, world, rank)
@@ -109,10 +109,10 @@ def cases(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
             del dropped
     del case, waiting
     gc.collect()
-    return {"wrong": wrong, "sent": post.sent, "machines": post.machines}
+    return {"wrong": wrong, "sent": post.bytes_sent, "machines": post.machines}
 
 
-def gathers(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
+def gathers(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
     """Values of all ranks: small, of one size, of one speaker; rows; sums. And objects to some ranks."""
     sizes = {
         "none": [0] * world,
@@ -136,9 +136,9 @@ def gathers(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
         for part in parts[1:]:
             expected += part
         given = parts[rank].clone()
-        if not torch.equal(row_exchange.total(given), expected) or not torch.equal(given, parts[rank]):
+        if not torch.equal(row_exchange.sum_over_ranks(given), expected) or not torch.equal(given, parts[rank]):
             wrong.append(f"total of {dtype}")
-    if row_exchange.total(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
+    if row_exchange.sum_over_ranks(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
         wrong.append("total of a number")
     chance = random.Random(seed)
     for _ in range(20):
@@ -154,7 +154,7 @@ def gathers(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
     return {"wrong": wrong}
 
 
-def lasting(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
+def lasting(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
     """What a rank holds of another stays as it was sent, whatever becomes of the sender's, and goes with its last."""
     homes = torch.arange(world)
     lengths = torch.full((world,), 50_000)
@@ -162,12 +162,12 @@ def lasting(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
     kinds: dict[str, Any] = {"copied": (torch.int64, ()), "shared": (torch.int64, ())}
     columns = {"copied": torch.arange(50_000) + rank, "shared": shared_memory.empty((50_000,), torch.int64)}
     columns["shared"].copy_(columns["copied"] * 2)
-    found: dict[str, Any] = {"made": shared_memory.held()}
+    found: dict[str, Any] = {"made": shared_memory.allocated_bytes()}
     delivery = post.deliver(columns, kinds, lengths, homes, wants)
     copied, shared = delivery.rows("copied"), delivery.rows("shared")
     own = columns["copied"].data_ptr(), columns["shared"].data_ptr()
     found["own rows are views"] = (copied[1].data_ptr(), shared[1].data_ptr()) == own
-    found["wrote"] = dict(post.sent)
+    found["wrote"] = dict(post.bytes_sent)
     ranks.barrier()
     keep = shared[0][7:9]
     shared[0][0] = -1  # the reader's own from here on
@@ -178,11 +178,11 @@ def lasting(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
     gc.collect()
     ranks.barrier()
     found["theirs"] = [copied[0][:2].tolist(), keep.tolist()]
-    found["given back"] = [shared_memory.held(), len(memories())]
+    found["given back"] = [shared_memory.allocated_bytes(), len(memories())]
     return found
 
 
-def killed(post: Post, rank: int, world: int, seed: int) -> dict[str, Any]:
+def killed(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
     """A rank is gone after the first of two deliveries, in which everybody wants everything."""
     kinds: dict[str, Any] = {"tokens": (torch.int64, ())}
     homes, lengths, wants = torch.arange(world), torch.full((world,), 9), [list(range(world))] * world
@@ -204,12 +204,12 @@ def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     ranks.initialize(ParallelConfig(world_size=world), timeout_s=60.0)
     rank = dist.get_rank()
-    post = Post(per_machine=int(rest[0]) if rest else None)
+    post = RowExchange(per_machine=int(rest[0]) if rest else None)
     result = globals()[what](post, rank, world, int(seed))
     gc.collect()
     ranks.barrier()
     post.close()
-    result["held"], result["descriptors"] = shared_memory.held(), len(memories())
+    result["held"], result["descriptors"] = shared_memory.allocated_bytes(), len(memories())
     print("RESULT " + json.dumps(result), flush=True)
     ranks.barrier()
     ranks.shutdown()

@@ -29,10 +29,13 @@ def main() -> dict[str, bool]:
         for length in (1, 7, 100_000):
             mine = torch.arange(length) * (rank + 1)
             expected = torch.arange(length) * torch.arange(1, n + 1)[:, None]
-            for name, exchange in (("doubling", collectives.doubling), ("around", collectives.around)):
+            for name, exchange in (
+                ("doubling", collectives.bruck_all_gather),
+                ("around", collectives.all_gather_small),
+            ):
                 right[f"{name} {n} {length}"] = torch.equal(exchange(mine, group, 60.0), expected)
         given = [bytes([source]) * (source * 300) for source in range(n)]
-        found = collectives.all_gather(
+        found = collectives.ragged_all_gather(
             torch.frombuffer(bytearray(given[rank]), dtype=torch.uint8) if rank else torch.empty(0, dtype=torch.uint8),
             group,
             60.0,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megarl.config import ParallelConfig
 from megarl.parallel import last_words, ranks
 from megarl.parallel.job_secret import ForgedError
-from megarl.parallel.kv_store import Board
-from megarl.rollout.group_queue import Tickets
+from megarl.parallel.kv_store import KVStore
+from megarl.rollout.group_queue import GroupQueue
 
 harm = Path(sys.argv[1], "harm")
 SOMEBODY = """
@@ -53,17 +53,17 @@ if dist.get_rank() == 0:
     note = pickle.dumps(Harm()).hex()
     subprocess.run([sys.executable, "-c", SOMEBODY, os.environ["MASTER_PORT"], note], env=environment, check=True)
 ranks.barrier()
-tickets = Tickets(4, 2, Board(), "groups")
+tickets = GroupQueue(4, 2, KVStore(), "groups")
 result = {
     "prefix": dist.distributed_c10d._get_default_store().check(["groups/back", "megarl/last words"]),
-    "notes": [refused(tickets.take_back) for _ in range(3)] if dist.get_rank() == 0 else [],
-    "last words": last_words.exchanged(RuntimeError("gloo"), "lost"),
+    "notes": [refused(tickets.claim_returned) for _ in range(3)] if dist.get_rank() == 0 else [],
+    "last words": last_words.exchange_root_cause(RuntimeError("gloo"), "lost"),
 }
 ranks.barrier()
 if dist.get_rank() == 0:
-    tickets.give_back({"group": (1, 2)})
+    tickets.return_group({"group": (1, 2)})
 ranks.barrier()
-result["back"] = tickets.take_back() if dist.get_rank() == 1 else None
+result["back"] = tickets.claim_returned() if dist.get_rank() == 1 else None
 result["harm"] = harm.exists()
 ranks.barrier()
 print("RESULT", json.dumps(result))

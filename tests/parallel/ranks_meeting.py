@@ -24,7 +24,7 @@ def spoken() -> list[list[int]]:
 
     dist.all_reduce = record
     ranks.initialize(ParallelConfig(world_size=4, pp=2))
-    ranks.layout(ParallelConfig(world_size=4, pp=4))  # as a critic's own
+    ranks.create_layout(ParallelConfig(world_size=4, pp=4))  # as a critic's own
     return found
 
 

@@ -37,7 +37,7 @@ def main() -> dict[str, object]:
     ranks._timeout_s = 1.0
     ranks._set_timeouts(list(dist.distributed_c10d._world.pg_map), 1.0)
     inside = []
-    with ranks.patient(60.0):
+    with ranks.with_timeout(60.0):
         inside += timeouts()
         if place.job.rank:
             time.sleep(2.5)
@@ -45,26 +45,30 @@ def main() -> dict[str, object]:
         dist.barrier(group=own)
     after = timeouts()
     try:
-        with ranks.patient(30.0):
+        with ranks.with_timeout(30.0):
             raise KeyError
     except KeyError:
         after += timeouts()
     heard = []
-    ranks.raise_alarm("first") if place.job.rank else None
+    ranks.set_flag("first") if place.job.rank else None
     ranks.barrier()
-    heard += [ranks.alarm_raised("first"), ranks.alarm_raised("second"), last_words.exchanged(OSError("x"), "lost")]
+    heard += [
+        ranks.is_flag_set("first"),
+        ranks.is_flag_set("second"),
+        last_words.exchange_root_cause(OSError("x"), "lost"),
+    ]
     ranks.barrier()  # the other's last words come after both have asked
     result: dict[str, object] = {"made": made, "inside": inside, "after": after, "heard": heard}
     if place.job.rank:
         for text in ("the first thing", "another"):
-            last_words.exchanged(ValueError(text), "fault")
+            last_words.exchange_root_cause(ValueError(text), "fault")
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)  # as the kernel ends a process that is killed: without a word to anybody
     try:
-        with ranks.patient(3600.0):
+        with ranks.with_timeout(3600.0):
             ranks.barrier()
     except RuntimeError as error:
-        result["gone"] = [type(error).__name__, last_words.exchanged(error, "lost")]
+        result["gone"] = [type(error).__name__, last_words.exchange_root_cause(error, "lost")]
     print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)
 

@@ -49,7 +49,7 @@ def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
     config = tiny.config(world=place.role_world, **layout, **sections, model={"megatron": megatron})
     weights = {name: tensor.clone() for name, tensor in reference.Trainer(family, role).tensors().items()}
     model = MegatronModel(tiny.HF[family], config, place, role, total_updates=9)
-    model.load(lambda param, tp, rank: shard(param, weights, tp, rank))
+    model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
     return model
 
 
@@ -66,7 +66,7 @@ def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
     found = {"figures": [model.train_step(batch, LOSSES[part["role"]]) for _ in range(part["steps"])]}
     found["forward"] = digest(model.forward(batch).values())
     found["states"] = digest([*model.local_params().values(), *state_tensors(model.optimizer)])
-    found["export"] = digest(tensor for _, tensor in gather_hf(model.merged(), model.params(), place))
+    found["export"] = digest(tensor for _, tensor in gather_hf(model.merged_params(), model.params(), place))
     save_model(model, FOLDER / part["name"])
     if place.role_rank == 0:
         (FOLDER / part["name"] / "done").touch()
@@ -75,9 +75,9 @@ def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
 
 def main() -> None:
     parts = [json.loads(text) for text in sys.argv[2:]]
-    job = ranks.join(rendezvous.place().world, timeout_s=60)
+    job = ranks.join(rendezvous.read_launch_env().world, timeout_s=60)
     places = [
-        ranks.layout(tiny.config(world=len(part["members"]), **part["layout"]).parallel, 60, part["members"])
+        ranks.create_layout(tiny.config(world=len(part["members"]), **part["layout"]).parallel, 60, part["members"])
         for part in parts
     ]
     assert [place is not None for place in places] == [job.rank in part["members"] for part in parts]

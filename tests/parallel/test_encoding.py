@@ -25,7 +25,7 @@ from megarl.types import Prompt, Rollout, Turn
 class Point:
     x: int
     y: Any = None
-    called: list[str] = field(default_factory=list)
+    num_calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         CALLED.append("__post_init__")

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.parallel.host_copy import LEAST, HostCopy
+from megarl.parallel.host_copy import MIN_PIECE_BYTES, HostCopy
 
 
 def given_by_torch(size: int) -> int:
@@ -14,7 +14,7 @@ def given_by_torch(size: int) -> int:
 def test_page_locked_memory_is_no_more_than_it_has_to_be(size: int) -> None:
     with torch.device("meta"):
         taken = sum(given_by_torch(piece.nbytes) for piece in HostCopy(size).pieces)
-    assert size <= taken < size + LEAST
+    assert size <= taken < size + MIN_PIECE_BYTES
 
 
 def test_one_piece_would_take_nearly_twice_as_much() -> None:
@@ -24,21 +24,21 @@ def test_one_piece_would_take_nearly_twice_as_much() -> None:
         assert len(HostCopy(size).pieces) == 3
 
 
-@given(st.lists(st.integers(0, 3 * LEAST // 2), max_size=5))
+@given(st.lists(st.integers(0, 3 * MIN_PIECE_BYTES // 2), max_size=5))
 def test_all_of_it_comes_back(sizes: list[int]) -> None:
     there = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     before = [one.clone() for one in there]
     copy = HostCopy(sum(sizes))
-    copy.take([one.untyped_storage() for one in there])
+    copy.copy_from([one.untyped_storage() for one in there])
     for one in there:
         one.zero_()
-    copy.put_back([one.untyped_storage() for one in there])
+    copy.copy_back([one.untyped_storage() for one in there])
     assert all(torch.equal(one, old) for one, old in zip(there, before, strict=True))
 
 
 def test_what_was_taken_before_is_replaced() -> None:
     there, copy = torch.zeros(7), HostCopy(28)
     for value in (1.0, 2.0):
-        copy.take([there.fill_(value).untyped_storage()])
-    copy.put_back([there.zero_().untyped_storage()])
+        copy.copy_from([there.fill_(value).untyped_storage()])
+    copy.copy_back([there.zero_().untyped_storage()])
     assert there.tolist() == [2.0] * 7

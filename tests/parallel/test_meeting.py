@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.parallel.rendezvous import check_meeting, place
+from megarl.parallel.rendezvous import check_rendezvous, read_launch_env
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -43,9 +43,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_place(environment: Callable[..., None]) -> None:
     environment()
-    assert (place().rank, place().world, place().launched) == (0, 1, False)
+    assert (read_launch_env().rank, read_launch_env().world, read_launch_env().is_launched) == (0, 1, False)
     environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1234")
-    assert (place().rank, place().world, place().launched) == (1, 2, True)
+    assert (read_launch_env().rank, read_launch_env().world, read_launch_env().is_launched) == (1, 2, True)
 
 
 def test_a_meeting_is_checked_before_anything_starts() -> None:
@@ -53,12 +53,12 @@ def test_a_meeting_is_checked_before_anything_starts() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        check_meeting(2, "1", "127.0.0.1", port)
+        check_rendezvous(2, "1", "127.0.0.1", port)
         with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use"):
-            check_meeting(2, "0", "127.0.0.1", port)
+            check_rendezvous(2, "0", "127.0.0.1", port)
     with pytest.raises(ConfigError, match="NODE_RANK=2 must be .* from 0 to NNODES - 1 = 1"):
-        check_meeting(2, "2", "127.0.0.1", "29500")
+        check_rendezvous(2, "2", "127.0.0.1", "29500")
     with pytest.raises(ConfigError, match="MASTER_ADDR=no.such.host.invalid cannot be resolved"):
-        check_meeting(2, "1", "no.such.host.invalid", "29500")
+        check_rendezvous(2, "1", "no.such.host.invalid", "29500")
     with pytest.raises(ConfigError, match="MASTER_PORT=x must be a free port"):
-        check_meeting(2, "1", "127.0.0.1", "x")
+        check_rendezvous(2, "1", "127.0.0.1", "x")

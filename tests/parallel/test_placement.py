@@ -10,12 +10,12 @@ from megarl.config import Config, ConfigError, from_dict
 from megarl.parallel.placement import (
     Placement,
     check_placement,
+    describe_rank_roles,
     engine_ranks,
+    format_ranges,
     placement_of,
     role_config,
     role_parallel,
-    roles_of_ranks,
-    spans,
 )
 
 PPO = ("rollout", "actor", "reference", "critic", "reward")
@@ -40,28 +40,28 @@ def config(placement: dict[str, Any], world: int = 8, **sections: Any) -> Config
     ],
 )
 def test_sets_are_read(text: str | int, ranks: tuple[int, ...]) -> None:
-    placement = Placement.read({"critic": text}, 8)
-    assert placement.of("critic") == ranks
-    assert Placement.read({"critic": placement.text("critic")}, 8).of("critic") == ranks
+    placement = Placement.parse({"critic": text}, 8)
+    assert placement.ranks_of("critic") == ranks
+    assert Placement.parse({"critic": placement.format_ranks("critic")}, 8).ranks_of("critic") == ranks
 
 
 def test_spans_are_read_back() -> None:
     for number in range(1, 2**8):
         ranks = tuple(rank for rank in range(8) if number >> rank & 1)
-        assert Placement.read({"actor": spans(ranks)}, 8).of("actor") == ranks
+        assert Placement.parse({"actor": format_ranges(ranks)}, 8).ranks_of("actor") == ranks
 
 
 def test_roles_that_are_not_placed() -> None:
     """With the actor, but for the engines."""
-    placement = Placement.read({"actor": "0-3", "critic": "4-7", "reward": "cpu"}, 8)
-    assert placement.of("reference") == placement.of("actor") == (0, 1, 2, 3)
-    assert placement.of("rollout") == tuple(range(8)) and placement.of("reward") == ()
+    placement = Placement.parse({"actor": "0-3", "critic": "4-7", "reward": "cpu"}, 8)
+    assert placement.ranks_of("reference") == placement.ranks_of("actor") == (0, 1, 2, 3)
+    assert placement.ranks_of("rollout") == tuple(range(8)) and placement.ranks_of("reward") == ()
     assert placement.describe(PPO) == "all: rollout; 0-3: actor, reference; 4-7: critic; cpu: reward"
-    assert not placement.colocated
-    nothing = Placement.read({}, 2)
-    assert nothing.colocated and {nothing.of(role) for role in (*PPO, "reward_model", "teacher")} == {(0, 1)}
+    assert not placement.is_colocated
+    nothing = Placement.parse({}, 2)
+    assert nothing.is_colocated and {nothing.ranks_of(role) for role in (*PPO, "reward_model", "teacher")} == {(0, 1)}
     assert nothing.describe(PPO) == "all: rollout, actor, reference, critic, reward"
-    assert Placement.read({"actor": "0-1", "reward": "cpu"}, 2).colocated
+    assert Placement.parse({"actor": "0-1", "reward": "cpu"}, 2).is_colocated
 
 
 def test_a_role_has_a_world_of_its_own() -> None:
@@ -75,7 +75,7 @@ def test_a_role_has_a_world_of_its_own() -> None:
     assert (actor.world_size, actor.tp, actor.pp, actor.ep) == (4, 2, 1, 2) == (reward.world_size, 2, 1, 2)
     assert (critic.world_size, critic.tp, critic.pp, critic.ep) == (2, 1, 2, 1)
     own = role_config(split, "critic")
-    assert own.parallel == critic and placement_of(own).of("actor") == (0, 1)
+    assert own.parallel == critic and placement_of(own).ranks_of("actor") == (0, 1)
     assert engine_ranks(split) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     apart = config({"actor": "0-3", "rollout": "4-7"}, rollout={"tp": 4})
     assert engine_ranks(apart) == [(4, 5, 6, 7)]
@@ -169,15 +169,15 @@ def test_what_does_not_fit(placement: dict[str, Any], sections: dict[str, Any], 
     ],
 )
 def test_engines_fit_their_ranks(rollout: str, tp: int, here: int, message: str) -> None:
-    from megarl.controllers.lookup import declare
+    from megarl.controllers.lookup import load_requirements
     from megarl.dry_run.settings import check_nodes
 
     chosen = config({"rollout": rollout}, parallel={"ranks_per_node": here}, rollout={"tp": tp})
     if not message:
-        check_nodes(chosen, declare(chosen))
+        check_nodes(chosen, load_requirements(chosen))
         return
     with pytest.raises(ConfigError) as caught:
-        check_nodes(chosen, declare(chosen))
+        check_nodes(chosen, load_requirements(chosen))
     assert message in str(caught.value)
 
 
@@ -195,10 +195,10 @@ def test_roles_that_are_read_before_the_run(units: dict[str, Any]) -> None:
 
 def test_ranks_that_have_roles_of_their_own_are_named_by_them() -> None:
     placed = {"actor": "0-1", "critic": 2, "rollout": "2-3"}
-    assert roles_of_ranks(config(placed, world=5), ("rollout", "reward", "actor", "reference", "critic")) == {
+    assert describe_rank_roles(config(placed, world=5), ("rollout", "reward", "actor", "reference", "critic")) == {
         **dict.fromkeys((0, 1), "actor, reference"),
         2: "rollout, critic",
         3: "rollout",
         4: "no role",
     }
-    assert roles_of_ranks(config({"rollout": "all"}, world=5), ("rollout", "actor")) == {}
+    assert describe_rank_roles(config({"rollout": "all"}, world=5), ("rollout", "actor")) == {}

@@ -23,11 +23,11 @@ KEY = bytes(32)
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for name in (job_secret.VARIABLE, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED"):
+    for name in (job_secret.SECRET_ENV, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED"):
         monkeypatch.delenv(name, raising=False)
-    job_secret.of_job.cache_clear()
+    job_secret.job_key.cache_clear()
     yield
-    job_secret.of_job.cache_clear()
+    job_secret.job_key.cache_clear()
 
 
 class Harm:
@@ -87,37 +87,37 @@ def test_collectives_of_objects_are_sealed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_secret_is_that_of_the_environment_and_another_in_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv(job_secret.VARIABLE, "a" * 32)
-    keys = [job_secret.of_job()]
-    for name, text in (("MEGARL_RESTARTED", "1"), ("MASTER_PORT", "5"), (job_secret.VARIABLE, "b" * 32)):
+    monkeypatch.setenv(job_secret.SECRET_ENV, "a" * 32)
+    keys = [job_secret.job_key()]
+    for name, text in (("MEGARL_RESTARTED", "1"), ("MASTER_PORT", "5"), (job_secret.SECRET_ENV, "b" * 32)):
         monkeypatch.setenv(name, text)
-        job_secret.of_job.cache_clear()
-        keys.append(job_secret.of_job())
-    assert len({*keys, job_secret.of_launchers()}) == 5 and all(len(key) == 32 for key in keys)
-    monkeypatch.setenv(job_secret.VARIABLE, "short")
-    job_secret.of_job.cache_clear()
+        job_secret.job_key.cache_clear()
+        keys.append(job_secret.job_key())
+    assert len({*keys, job_secret.launcher_key()}) == 5 and all(len(key) == 32 for key in keys)
+    monkeypatch.setenv(job_secret.SECRET_ENV, "short")
+    job_secret.job_key.cache_clear()
     with pytest.raises(ConfigError, match="MEGARL_SECRET has 5 characters: set it to 16"):
-        job_secret.of_job()
+        job_secret.job_key()
 
 
 def test_without_one_it_is_this_users_and_nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     file = tmp_path / "state/megarl/secret"
-    key = job_secret.of_job()
+    key = job_secret.job_key()
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in file.parent.iterdir()] == ["secret"]
-    job_secret.of_job.cache_clear()
-    assert job_secret.of_job() == key
+    job_secret.job_key.cache_clear()
+    assert job_secret.job_key() == key
     file.chmod(0o644)
-    job_secret.of_job.cache_clear()
+    job_secret.job_key.cache_clear()
     with pytest.raises(ConfigError, match="secret can be read by others, or is not yours: remove it"):
-        job_secret.of_job()
+        job_secret.job_key()
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
     with pytest.raises(ConfigError, match="cannot be read or written .*: set MEGARL_SECRET to the same"):
-        job_secret.of_job()
+        job_secret.job_key()
 
 
 def test_a_rank_that_is_alone_needs_none(tmp_path: Path) -> None:
-    assert len(job_secret.of_job()) == 32
+    assert len(job_secret.job_key()) == 32
     assert not (tmp_path / "state").exists()
     assert sys.modules["megarl.parallel.job_secret"] is job_secret

@@ -26,7 +26,7 @@ def test_another_process_reads_and_writes_it_and_no_further_one_is_started() -> 
     before = {path.name for path in Path("/dev/shm").iterdir()}
     whole = shared_memory.empty((8,), torch.uint8)
     whole[2:5] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    numbers = json.dumps(shared_memory.share(whole[2:5]))
+    numbers = json.dumps(shared_memory.export_handle(whole[2:5]))
     assert not [one for one in psutil.Process().children() if "torch_shm" in one.name()]
     assert not [name for name in {path.name for path in Path("/dev/shm").iterdir()} - before if "torch" in name]
     done = subprocess.run([sys.executable, "-c", WRITES, numbers], capture_output=True, text=True)
@@ -39,5 +39,5 @@ def test_another_process_reads_and_writes_it_and_no_further_one_is_started() -> 
 
 def test_only_what_lies_there_can_be_shared() -> None:
     with pytest.raises(ValueError, match="does not lie in shared memory"):
-        shared_memory.share(torch.zeros(3))
-    assert shared_memory.mapped(*shared_memory.share(torch.zeros(0, dtype=torch.uint8))).numel() == 0
+        shared_memory.export_handle(torch.zeros(3))
+    assert shared_memory.map_handle(*shared_memory.export_handle(torch.zeros(0, dtype=torch.uint8))).numel() == 0

@@ -15,7 +15,7 @@ WORLD = 3
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
-    """What each rank gets of `shared_out`, errors as text: first each says what it has found, then all hear it."""
+    """What each rank gets of `split_work`, errors as text: first each says what it has found, then all hear it."""
 
     def call(count: int, work: Callable[[int], Any]) -> list[Any]:
         said: list[Any] = []
@@ -32,7 +32,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int]
         for turn in range(2 * WORLD):
             monkeypatch.setattr(ranks.dist, "get_rank", lambda rank=turn % WORLD: rank)
             try:
-                results.append(ranks.shared_out(count, work))
+                results.append(ranks.split_work(count, work))
             except InterruptedError:
                 pass
             except ConfigError as error:

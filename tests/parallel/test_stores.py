@@ -15,7 +15,13 @@ from other_user import as_other_user, needs_root
 
 from megarl.config import ConfigError
 from megarl.parallel import rendezvous
-from megarl.parallel.rendezvous import FILE, Place, further_connection, keep_store, store
+from megarl.parallel.rendezvous import (
+    STORE_FILE_ENV,
+    LaunchEnv,
+    connect_store,
+    open_store_connection,
+    serve_local_store,
+)
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -36,21 +42,21 @@ LOOPBACK = ["0100007F"]
 
 def test_a_store_for_this_machine_has_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     sockets = os.listdir("/proc/self/fd")
-    with keep_store() as tells:
+    with serve_local_store() as tells:
         assert len(os.listdir("/proc/self/fd")) == len(sockets) + 1  # the file
-        monkeypatch.setenv(FILE, tells[FILE])
-        first, second = further_connection(), further_connection()
+        monkeypatch.setenv(STORE_FILE_ENV, tells[STORE_FILE_ENV])
+        first, second = open_store_connection(), open_store_connection()
         first.set("a", "b")
         assert second.get("a") == b"b"
-        assert [store.add("count", 2) for store in (first, second)] == [2, 4]
+        assert [connect_store.add("count", 2) for connect_store in (first, second)] == [2, 4]
         assert second.compare_set("c", "", b"\xff") == b"\xff" and first.compare_set("c", "", "x") == b"\xff"  # type: ignore[arg-type]
         assert first.delete_key("a") and not second.check(["a"])
-        alone = store(Place(0, 1, False), timedelta(seconds=5))
+        alone = connect_store(LaunchEnv(0, 1, False), timedelta(seconds=5))
         alone.set("a", "b")
         assert not second.check(["a"])
     assert len(os.listdir("/proc/self/fd")) == len(sockets)
     with pytest.raises(OSError, match="No such file|is not"):
-        further_connection()
+        open_store_connection()
 
 
 @needs_root
@@ -64,8 +70,8 @@ for flags in (os.O_RDONLY, os.O_RDWR):
     except PermissionError:
         print("refused")
 """
-    with keep_store() as tells:
-        assert as_other_user(code, tells[FILE]) == "refused\n" * 2
+    with serve_local_store() as tells:
+        assert as_other_user(code, tells[STORE_FILE_ENV]) == "refused\n" * 2
 
 
 def test_what_somebody_else_puts_into_a_store_is_refused(run_ranks: Run, tmp_path: Path) -> None:
@@ -82,12 +88,12 @@ def test_a_port_that_is_taken_is_an_error_as_ever() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(dist.DistNetworkError, match="EADDRINUSE|in use"):
-            rendezvous.keep("127.0.0.1", taken.getsockname()[1], 1, timedelta(seconds=5))
+            rendezvous.serve_store("127.0.0.1", taken.getsockname()[1], 1, timedelta(seconds=5))
 
 
 def test_what_meets_by_an_address_keeps_its_store_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous._rendezvous, "TCPStore", dist.TCPStore)
-    rendezvous.keep_near()
+    rendezvous.bind_store_addresses()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -99,11 +105,13 @@ def test_what_meets_by_an_address_keeps_its_store_there(monkeypatch: pytest.Monk
 
 
 def test_public_addresses_are_refused_unless_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(rendezvous.ALLOWS, raising=False)
+    monkeypatch.delenv(rendezvous.PUBLIC_NETWORK_ENV, raising=False)
     for address in ("127.0.0.1", "localhost", "10.1.2.3", "192.168.1.1", "172.20.0.1", "fd00::1", "100.64.0.1"):
         rendezvous.check_private("MASTER_ADDR", address)
     for address in ("8.8.8.8", "2001:4860:4860::8888"):
-        with pytest.raises(ConfigError, match=f"MASTER_ADDR={address} is .*public internet.*{rendezvous.ALLOWS}=1"):
+        with pytest.raises(
+            ConfigError, match=f"MASTER_ADDR={address} is .*public internet.*{rendezvous.PUBLIC_NETWORK_ENV}=1"
+        ):
             rendezvous.check_private("MASTER_ADDR", address)
-    monkeypatch.setenv(rendezvous.ALLOWS, "1")
+    monkeypatch.setenv(rendezvous.PUBLIC_NETWORK_ENV, "1")
     rendezvous.check_private("MASTER_ADDR", "8.8.8.8")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from megarl.parallel import wait_listeners
-from megarl.parallel.wait_listeners import watch, watched
+from megarl.parallel.wait_listeners import set_wait_listener, traced
 
 told: list[str] = []
 
@@ -20,14 +20,14 @@ def observer(name: str, what: str) -> Iterator[None]:
     told.append(f"end {name}")
 
 
-@watched("wait")
+@traced("wait")
 def inner(value: int) -> int:
     if value < 0:
         raise ValueError
     return value + 1
 
 
-@watched("data")
+@traced("data")
 def outer(value: int) -> int:
     return inner(value) * 2
 
@@ -36,7 +36,7 @@ def outer(value: int) -> int:
 def clean() -> Iterator[None]:
     told.clear()
     yield
-    watch(None)
+    set_wait_listener(None)
 
 
 def test_nobody_is_told_without_an_observer() -> None:
@@ -44,13 +44,13 @@ def test_nobody_is_told_without_an_observer() -> None:
 
 
 def test_the_outer_one_only() -> None:
-    watch(observer)
+    set_wait_listener(observer)
     assert outer(1) == 4 and inner(1) == 2
     assert told == ["outer data", "end outer", "inner wait", "end inner"]
 
 
 def test_an_error_ends_it() -> None:
-    watch(observer)
+    set_wait_listener(observer)
     with pytest.raises(ValueError):
         outer(-1)
     told.clear()
@@ -60,10 +60,10 @@ def test_an_error_ends_it() -> None:
 
 def test_how_far_work_is_goes_to_whoever_is_told() -> None:
     told: list[tuple[int, int]] = []
-    assert list(wait_listeners.counted("ab", 2)) == ["a", "b"], "nobody is told"
-    wait_listeners.tell_share(lambda done, total: told.append((done, total)))
+    assert list(wait_listeners.track_progress("ab", 2)) == ["a", "b"], "nobody is told"
+    wait_listeners.set_progress_listener(lambda done, total: told.append((done, total)))
     try:
-        assert list(wait_listeners.counted("ab", 2)) == ["a", "b"]
+        assert list(wait_listeners.track_progress("ab", 2)) == ["a", "b"]
     finally:
-        wait_listeners.tell_share(None)
+        wait_listeners.set_progress_listener(None)
     assert told == [(0, 2), (1, 2)]

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from megarl.processes.messages import frame, order_frame, orders, read_frame, read_order
+from megarl.processes.messages import encode_frame, encode_order, iter_orders, read_frame, read_order
 
 
 def read(sent: bytes, most: int | None = None) -> bytes:
@@ -21,26 +21,26 @@ def read(sent: bytes, most: int | None = None) -> bytes:
 
 
 def test_what_is_sent_comes_out() -> None:
-    assert read(frame({"a": "ä"}) + b"more") == b'{"a": "\\u00e4"}'
-    assert read(frame({}), most=2) == b"{}"
+    assert read(encode_frame({"a": "ä"}) + b"more") == b'{"a": "\\u00e4"}'
+    assert read(encode_frame({}), most=2) == b"{}"
 
 
 def test_what_is_cut_off_or_too_long() -> None:
     with pytest.raises(asyncio.IncompleteReadError):
-        read(frame({"a": 1})[:-1])
+        read(encode_frame({"a": 1})[:-1])
     with pytest.raises(ValueError, match="a frame of 4294967295 bytes"):
         read(b"\xff" * 8, most=1 << 24)
 
 
 def test_orders_have_numbers() -> None:
     ours, theirs = socket.socketpair()
-    ours.sendall(order_frame(7, b"do") + order_frame(8, b""))
+    ours.sendall(encode_order(7, b"do") + encode_order(8, b""))
     ours.close()
-    assert [(number, bytes(content)) for number, content in orders(theirs)] == [(7, b"do"), (8, b"")]
+    assert [(number, bytes(content)) for number, content in iter_orders(theirs)] == [(7, b"do"), (8, b"")]
 
     async def one() -> tuple[int, bytes]:
         reader = asyncio.StreamReader()
-        reader.feed_data(order_frame(-1, b"x"))
+        reader.feed_data(encode_order(-1, b"x"))
         number, content = await read_order(reader)
         return number, bytes(content)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.processes import temp_folders
-from megarl.processes.temp_folders import Scratch
+from megarl.processes.temp_folders import TempFolder
 
 MAKES = """
 import os, sys, time
@@ -26,7 +26,7 @@ time.sleep(600)
 def test_what_nobody_holds_is_removed_by_the_next_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(temp_folders, "_LONGEST", 1000)
+    monkeypatch.setattr(temp_folders, "_MAX_PATH_CHARS", 1000)
     monkeypatch.setattr(temp_folders.tempfile, "gettempdir", lambda: str(tmp_path))
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
@@ -46,19 +46,19 @@ def test_what_nobody_holds_is_removed_by_the_next_and_nothing_else(
         others = tmp_path / "megarl-test-public"
         others.mkdir(mode=0o755)
         (tmp_path / "megarl-test-link").symlink_to(theirs)
-        Scratch("megarl-test-").close()
-        monkeypatch.setattr(temp_folders, "_YOUNG_S", -1.0)
+        TempFolder("megarl-test-").close()
+        monkeypatch.setattr(temp_folders, "_MIN_AGE_S", -1.0)
         os.kill(maker.pid, signal.SIGKILL)
         maker.wait()
-        Scratch("megarl-test-").close()
+        TempFolder("megarl-test-").close()
         assert theirs.exists(), "a process that it has forked holds it"
         os.killpg(maker.pid, signal.SIGKILL)
     cleared: list[str] = []
     for _ in range(100):
-        Scratch("megarl-test-", cleared.append)
+        TempFolder("megarl-test-", cleared.append)
         if cleared:
             break
     assert cleared == [str(theirs)]
-    with Scratch("megarl-test-") as path:
+    with TempFolder("megarl-test-") as path:
         assert not theirs.exists() and Path(path).stat().st_mode & 0o777 == 0o700
     assert not Path(path).exists() and others.exists() and (tmp_path / "megarl-test-link").is_symlink()

@@ -8,7 +8,7 @@ import time
 from other_user import needs_root, start_as_other_user
 
 from megarl.launch import exit_status
-from megarl.processes.children import connected_users
+from megarl.processes.children import list_connected_users
 
 
 def test_this_user_is_no_stranger() -> None:
@@ -16,7 +16,7 @@ def test_this_user_is_no_stranger() -> None:
         near, _ = server.accept()
         with near:
             to.sendall(b"x")
-            assert connected_users() == []
+            assert list_connected_users() == []
 
 
 @needs_root
@@ -33,14 +33,14 @@ sys.stdin.read()
             near, _ = server.accept()
             with near:
                 assert other.stdout is not None and other.stdout.readline() == "connected\n"
-                assert connected_users() == [65534]
-                _, _, line = exit_status.describe(lost)
+                assert list_connected_users() == [65534]
+                _, _, line = exit_status.classify_error(lost)
                 assert (
                     "; user 65534 of this machine is connected to its ports (SECURITY.md, What is not closed)" in line
                 )
                 other.communicate("")
                 time.sleep(0.1)
-                assert connected_users() == []
-                assert "65534" not in exit_status.describe(lost)[2]
+                assert list_connected_users() == []
+                assert "65534" not in exit_status.classify_error(lost)[2]
         finally:
             other.kill()

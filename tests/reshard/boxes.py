@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from megarl.models.fp8 import BLOCK, block_amax, grid_shape, scales
-from megarl.reshard.run.copies import Box, Scaled
+from megarl.models.fp8 import BLOCK, block_amax, compute_scales, grid_shape
+from megarl.reshard.run.copies import BlockScales, Box
 
 TYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8)
 
@@ -51,15 +51,15 @@ def weights(rng: random.Random, rows: int, columns: int, dtype: torch.dtype = to
     return found.to(dtype)
 
 
-def random_fp8(rng: random.Random, device: str = "cpu") -> tuple[list[Box], list[Scaled], int]:
+def random_fp8(rng: random.Random, device: str = "cpu") -> tuple[list[Box], list[BlockScales], int]:
     """Boxes of matrices with the scales of these, some of which are still to be made: those are NaN."""
     boxes: list[Box] = []
-    scaled: list[Scaled] = []
+    scaled: list[BlockScales] = []
     end = 0
     for _ in range(rng.randint(1, 3)):
         rows, columns = (rng.choice((1, 40, 128, 200, 256, 300)) for _ in range(2))
         whole = weights(rng, rows, columns, rng.choice((torch.bfloat16, torch.bfloat16, torch.float32)))
-        grid = scales(block_amax(whole, 0, 0, grid_shape(whole.shape)))
+        grid = compute_scales(block_amax(whole, 0, 0, grid_shape(whole.shape)))
         if make := rng.random() < 0.5:
             r0, c0 = (rng.randrange(0, n, BLOCK) for n in (rows, columns))
             r1, c1 = (rng.choice((end, min(start + BLOCK, end))) for start, end in ((r0, rows), (c0, columns)))
@@ -68,6 +68,6 @@ def random_fp8(rng: random.Random, device: str = "cpu") -> tuple[list[Box], list
             (r0, r1), (c0, c1) = (sorted((rng.randint(0, n), rng.randint(0, n))) for n in (rows, columns))
         end = -(-end // 16) * 16 + rng.choice((0, 0, 5))
         boxes.append((whole.to(device)[r0:r1, c0:c1], end))
-        scaled.append(Scaled(grid.to(device), r0, c0, make))
+        scaled.append(BlockScales(grid.to(device), r0, c0, make))
         end += (r1 - r0) * (c1 - c0)
     return boxes, scaled, end + rng.randrange(40)

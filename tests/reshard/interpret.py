@@ -11,7 +11,7 @@ from boxes import noise, random_boxes, random_fp8
 from megarl.models.fp8 import FP8
 from megarl.reshard.run import copies, copy_kernels, hash_kernel
 from megarl.reshard.run.checksum import slice_hash
-from megarl.reshard.run.copies import Scaled
+from megarl.reshard.run.copies import BlockScales
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -41,7 +41,7 @@ def check_fp8(seed: int) -> None:
     boxes, scaled, size = random_fp8(rng)
     before = noise(rng, size)
     expected, found = before.clone(), before.clone()
-    ours = [Scaled(at.grid.clone(), *at[1:]) for at in scaled]
+    ours = [BlockScales(at.grid.clone(), *at[1:]) for at in scaled]
     copies.pack_fp8(boxes, scaled, expected)
     copy_kernels.pack_fp8(boxes, ours, found)
     assert same(found, expected), f"pack_fp8, seed {seed}"
@@ -55,8 +55,8 @@ def check_no_numbers() -> None:
     weight[3, 5], weight[7, 130], weight[9, 300] = torch.nan, torch.inf, -torch.inf
     grids = torch.zeros(1, 4), torch.zeros(1, 4)
     buffers = torch.empty(weight.numel(), dtype=torch.uint8), torch.empty(weight.numel(), dtype=torch.uint8)
-    copies.pack_fp8([(weight, 0)], [Scaled(grids[0], 0, 0, True)], buffers[0])
-    copy_kernels.pack_fp8([(weight, 0)], [Scaled(grids[1], 0, 0, True)], buffers[1])
+    copies.pack_fp8([(weight, 0)], [BlockScales(grids[0], 0, 0, True)], buffers[0])
+    copy_kernels.pack_fp8([(weight, 0)], [BlockScales(grids[1], 0, 0, True)], buffers[1])
     assert torch.equal(grids[0].nan_to_num(-1), grids[1].nan_to_num(-1))
     expected, found = (buffer.view(FP8).float() for buffer in buffers)
     assert torch.equal(expected.isnan(), found.isnan())
@@ -73,8 +73,8 @@ def check_every_rounding() -> None:
     values = torch.cat([values, -values])[None]
     grid = torch.ones(1, -(-values.numel() // 128))
     buffers = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(values.numel(), dtype=torch.uint8)
-    copies.pack_fp8([(values, 0)], [Scaled(grid, 0, 0)], buffers[0])
-    copy_kernels.pack_fp8([(values, 0)], [Scaled(grid, 0, 0)], buffers[1])
+    copies.pack_fp8([(values, 0)], [BlockScales(grid, 0, 0)], buffers[0])
+    copy_kernels.pack_fp8([(values, 0)], [BlockScales(grid, 0, 0)], buffers[1])
     expected, found = (buffer.view(FP8).float() for buffer in buffers)
     assert torch.equal(expected.isnan(), found.isnan())
     assert same(expected.nan_to_num(0), found.nan_to_num(0))

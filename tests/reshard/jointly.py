@@ -11,8 +11,8 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from megarl.models.layout_algebra import HFConfig
-from megarl.reshard.plan.bound import Bools, Ints, members, whole
-from megarl.reshard.plan.layout import EngineLayout, TrainLayout, sides_of
+from megarl.reshard.plan.bound import Bools, Ints, expand_to_ranks, list_layer_columns
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, build_rank_map
 
 
 def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int, within: float) -> float:
@@ -28,10 +28,10 @@ def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int
                 job = far, tuple((row[0] + np.flatnonzero(row[1:])).tolist())
                 found[job] = found.get(job, 0.0) + bytes_
 
-    sides = sides_of(train, engine, here)
-    here = sides.here
-    for member in members(hf, train, engine, "bf16"):
-        holds, needs = whole(member.columns, member.stage, train, engine, sides)
+    sides = build_rank_map(train, engine, here)
+    here = sides.ranks_per_node
+    for member in list_layer_columns(hf, train, engine, "bf16"):
+        holds, needs = expand_to_ranks(member.columns, member.stage, train, engine, sides)
         weight = member.columns.weight
         held, lacks = (m.reshape(sides.world // here, here, len(weight)) for m in (holds, needs & ~holds))
         copies, there = lacks.sum(1), held.any(1)

@@ -71,7 +71,7 @@ class LateRun(ranks_executor.Run):
     def push(self, number: int) -> ranks_executor.Tensors:
         full = ranks_executor.full_weights(self.params, self.dtype, self.seed + number)
         local = ranks_executor.shards(self.case, self.params, full, self.rank)
-        self.executor.push(local, self.hand_over, number, self.settle)
+        self.executor.sync(local, self.hand_over, number, self.settle)
         self.settle()
         return full
 

@@ -3,7 +3,7 @@
 python post_load.py BACKEND,... for the experts
 
 For each kind of layer, type and choice of backend a line of JSON: whether the tensors hold the bits that they were
-given, and what the layer says of itself, see `engine.weight_loader.oddities`. What needs a GPU's kernel says which
+given, and what the layer says of itself, see `engine.weight_loader.find_layout_oddities`. What needs a GPU's kernel says which
 error.
 """
 
@@ -29,7 +29,7 @@ from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend, get_fla
 from sglang.srt.layers.quantization import fp8, fp8_utils, unquant  # noqa: E402
 from sglang.srt.model_loader import utils as loading  # noqa: E402
 
-from megarl.engine.weight_loader import oddities  # noqa: E402
+from megarl.engine.weight_loader import find_layout_oddities  # noqa: E402
 
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 256, 128
 
@@ -112,7 +112,7 @@ def loaded(make: Callable[[str, bool], torch.nn.Module], choice: str, is_fp8: bo
         held[name].dtype == one.dtype and torch.equal(held[name].view(torch.uint8), one.view(torch.uint8))
         for name, one in given.items()
     )
-    return {"same": same, "odd": oddities(layer), "error": error}
+    return {"same": same, "odd": find_layout_oddities(layer), "error": error}
 
 
 def main() -> None:

@@ -16,14 +16,14 @@ from random_layouts import Case, random_case
 from megarl.config import ConfigError
 from megarl.engine import weight_loader
 from megarl.models import blocks
-from megarl.models.fp8 import BLOCK, SCALE, is_quantised
+from megarl.models.fp8 import BLOCK, SCALE_SUFFIX, is_quantised
 from megarl.models.layout_algebra import Param
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
-from megarl.reshard.plan.layout import Held, engine_shapes
-from megarl.reshard.plan.planner import Plan
-from megarl.reshard.run.executor import Executor, PushError
-from megarl.reshard.run.scale_grids import straddles
+from megarl.reshard.plan.layout import ShardSlice, engine_shapes
+from megarl.reshard.plan.planner import ReshardPlan
+from megarl.reshard.run.executor import Executor, WeightSyncError
+from megarl.reshard.run.scale_grids import has_split_blocks
 
 Tensors = dict[str, torch.Tensor]
 
@@ -41,10 +41,10 @@ class Stand(torch.nn.Module):
 
 def table(case: Any) -> list[Param]:
     family = family_of(case.hf)
-    layers = case.hf["num_hidden_layers"] + (family.mtp_layers(case.hf) if case.engine.draft else 0)
+    layers = case.hf["num_hidden_layers"] + (family.num_mtp_layers(case.hf) if case.engine.draft else 0)
     experts = range(family.num_experts(case.hf))
     rows = [row for layer in range(layers) for row in family.layer(case.hf, layer, experts)]
-    return blocks.embedding(case.hf) + rows + blocks.final(case.hf)
+    return blocks.embedding(case.hf) + rows + blocks.final_params(case.hf)
 
 
 def full_weights(params: list[Param], dtype: torch.dtype, seed: int) -> Tensors:
@@ -56,7 +56,7 @@ def full_weights(params: list[Param], dtype: torch.dtype, seed: int) -> Tensors:
     }
 
 
-def fill(target: torch.Tensor, param: Param, held: list[Held], full: Tensors, of: str = "") -> None:
+def fill(target: torch.Tensor, param: Param, held: list[ShardSlice], full: Tensors, of: str = "") -> None:
     for source, dim, start, stop, offset in held:
         whole = full[param.hf[source].name + of]
         target.narrow(dim, offset, stop - start).copy_(whole.narrow(dim, start, stop - start))
@@ -118,7 +118,7 @@ def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int
     return found
 
 
-def of_scales(held: list[Held]) -> list[Held]:
+def of_scales(held: list[ShardSlice]) -> list[ShardSlice]:
     edges = ((h, h.start // BLOCK, -(-h.stop // BLOCK), h.offset // BLOCK) for h in held)
     return [h._replace(start=start, stop=stop, offset=offset) for h, start, stop, offset in edges]
 
@@ -146,12 +146,12 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def smallest_plan(case: Any) -> Plan:
+def smallest_plan(case: Any) -> ReshardPlan:
     """With the buckets of the case, or as small ones as will do."""
     hf, train, engine, node, bucket, wire, piece = case.arguments
     while True:
         try:
-            return Plan(hf, train, engine, node, bucket, wire, piece)
+            return ReshardPlan(hf, train, engine, node, bucket, wire, piece)
         except ConfigError as error:
             assert "too small" in str(error)
             bucket *= 2
@@ -182,10 +182,14 @@ class Run:
         self.params = table(self.case)
         self.empty = engine_tensors(self.case, self.params, self.dtype, rank)
         self.held = {name: tensor.clone() for name, tensor in self.empty.items()}
-        drafts = {slot.name for slot in map(self.case.engine.slot, self.params) if slot and slot.draft}
+        drafts = {slot.name for slot in map(self.case.engine.slot_of, self.params) if slot and slot.is_draft}
         self.models = {
             draft: Stand(
-                {name: tensor for name, tensor in self.held.items() if (name.removesuffix(SCALE) in drafts) == draft}
+                {
+                    name: tensor
+                    for name, tensor in self.held.items()
+                    if (name.removesuffix(SCALE_SUFFIX) in drafts) == draft
+                }
             )
             for draft in (False, True)
         }
@@ -201,12 +205,12 @@ class Run:
         self.drafts.append(draft)
         if os.environ.get("FLIP") and self.rank == 0 and order["slices"]:
             buffer[order["slices"][0][6]] ^= 1
-        self.answers.append(weight_loader._obey(self.models[draft], order, buffer))
+        self.answers.append(weight_loader._run_order(self.models[draft], order, buffer))
 
     def push(self, number: int) -> Tensors:
         """The weights that were pushed."""
         full = full_weights(self.params, self.dtype, self.seed + number)
-        self.executor.push(shards(self.case, self.params, full, self.rank), self.hand_over, number)
+        self.executor.sync(shards(self.case, self.params, full, self.rank), self.hand_over, number)
         return full
 
     def result(self) -> dict[str, Any]:
@@ -227,17 +231,17 @@ class Run:
             "drafts": self.drafts,
             "wire": self.case.wire,
             "trains": bool(shards(self.case, self.params, full, self.rank)),
-            "straddling": sum(straddles(param, self.case.train) for param in self.executor.quantised),
+            "straddling": sum(has_split_blocks(param, self.case.train) for param in self.executor.quantised_params),
         }
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    ranks.meet()  # as those of a job do
+    ranks.warm_up_group()  # as those of a job do
     rank, results = dist.get_rank(), {}
     for text in sys.argv[1:]:
         run = Run(text, rank)
-        if rank in run.executor.plan.sides.taking_part:  # the others have nothing to do
+        if rank in run.executor.plan.rank_map.participants:  # the others have nothing to do
             results[text] = run.result()
     if not os.environ.get("DIE"):
         print("RESULT " + json.dumps(results), flush=True)
@@ -246,7 +250,7 @@ def main() -> None:
     try:
         if rank != 1:
             run.push(9)
-    except PushError as error:
+    except WeightSyncError as error:
         results["died"] = str(error)
     print("RESULT " + json.dumps(results), flush=True)
     os._exit(0)  # the group cannot be left in order

@@ -15,10 +15,10 @@ import numpy as np
 
 from megarl.models import blocks
 from megarl.models.fp8 import is_quantised
-from megarl.models.layout_algebra import PADDING, Cut, HFConfig, Param, cut_pieces
+from megarl.models.layout_algebra import PADDING, HFConfig, Param, Sharding, split_with
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, Held, TrainLayout
-from megarl.reshard.plan.planner import ALIGN, Message, Piece, Plan, Round
+from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout
+from megarl.reshard.plan.planner import ALIGN, PeerMessage, ReshardPlan, Round, TensorPiece
 
 EMPTY = -1  # of the engine's tensors: padding, or not written yet
 BLOCK = 128
@@ -41,9 +41,9 @@ class Model:
         self.train, self.engine, self.fp8 = train, engine, fp8
         self.ours = train.ranks or tuple(range(train.world))
         self.experts = family.num_experts(hf)
-        count = int(hf["num_hidden_layers"]) + family.mtp_layers(hf)
+        count = int(hf["num_hidden_layers"]) + family.num_mtp_layers(hf)
         rows = [row for layer in range(count) for row in family.layer(hf, layer, range(self.experts))]
-        self.params = {row.megatron: row for row in blocks.embedding(hf) + rows + blocks.final(hf)}
+        self.params = {row.megatron: row for row in blocks.embedding(hf) + rows + blocks.final_params(hf)}
         self.full: dict[str, np.ndarray] = {}
         self.grid: dict[str, np.ndarray] = {}
         number = 0
@@ -61,9 +61,9 @@ class Model:
         self.packed: dict[tuple[int, Key], np.ndarray] = {}
         self.places: dict[tuple[int, Key], list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]] = {}
 
-    def assembled(self, param: Param, cut: Cut, size: int, part: int) -> np.ndarray:
+    def assembled(self, param: Param, cut: Sharding, size: int, part: int) -> np.ndarray:
         """A gather and slice: the shard that a cut makes of the whole tensors."""
-        dim, slices = cut_pieces(param, cut, size, part)
+        dim, slices = split_with(param, cut, size, part)
         found = []
         for source, start, stop in slices:
             if source == PADDING:
@@ -74,23 +74,23 @@ class Model:
                 found.append(self.full[param.hf[source].name].take(range(start, stop), axis=dim))
         return np.concatenate(found, axis=dim)
 
-    def pack(self, rank: int, piece: Piece) -> np.ndarray:
+    def pack(self, rank: int, piece: TensorPiece) -> np.ndarray:
         """Out of the shard of a rank of the job."""
         assert rank in self.ours, f"rank {rank} sends and does not train"
         rank = self.ours.index(rank)
-        part = self.train.part(rank, piece.param.expert is not None)
-        assert self.train.holds(rank, piece.param, self.experts), f"rank {rank} sends what it has not: {piece}"
+        part = self.train.shard_index(rank, piece.param.expert is not None)
+        assert self.train.has_param(rank, piece.param, self.experts), f"rank {rank} sends what it has not: {piece}"
         key = part, key_of(piece)
         if key not in self.packed:
-            held = [h for h in self.train.held(rank, piece.param) if h.source == piece.source]
-            self.packed[key] = self._scales(held, piece) if piece.scale else self._weights(part, held, piece)
+            held = [h for h in self.train.slices_of_rank(rank, piece.param) if h.source == piece.source]
+            self.packed[key] = self._scales(held, piece) if piece.is_scale else self._weights(part, held, piece)
         return self.packed[key]
 
-    def _weights(self, part: int, held: Sequence[Held], piece: Piece) -> np.ndarray:
+    def _weights(self, part: int, held: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
         name = piece.param.megatron
         if (name, part) not in self.shards:
-            size = self.train.cut(piece.param.expert is not None)
-            self.shards[name, part] = self.assembled(piece.param, piece.param.cut, size, part)
+            size = self.train.num_shards(piece.param.expert is not None)
+            self.shards[name, part] = self.assembled(piece.param, piece.param.sharding, size, part)
         common = [(h, both) for h in held if (both := overlap(h.start, h.stop, h.dim, piece))]
         assert len(common) == 1, f"a piece in {len(common)} intervals of part {part}: {piece}"
         (h, both), *_ = common
@@ -99,7 +99,7 @@ class Model:
         assert found.shape == tuple(stop - start for start, stop in box(piece)), f"part {part} has not all of {piece}"
         return found
 
-    def _scales(self, held: Sequence[Held], piece: Piece) -> np.ndarray:
+    def _scales(self, held: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
         """A rank knows the scale of each block that it has any of."""
         found = np.full([stop - start for start, stop in box(piece)], EMPTY)
         grid = self.grid[piece.param.hf[piece.source].name]
@@ -109,7 +109,7 @@ class Model:
         assert (found != EMPTY).all(), f"no block of some scales: {piece}"
         return found
 
-    def unpack(self, position: int, tensors: dict[str, np.ndarray], piece: Piece, values: np.ndarray) -> None:
+    def unpack(self, position: int, tensors: dict[str, np.ndarray], piece: TensorPiece, values: np.ndarray) -> None:
         """Into an engine rank's tensors; what is written must be needed, and be written once."""
         key = position, key_of(piece)
         if key not in self.places:
@@ -119,23 +119,23 @@ class Model:
             assert (tensors[name][target] == EMPTY).all(), f"{name} is written twice by {piece}"
             tensors[name][target] = values[inner]
             written += values[inner].size
-        copies = len(self.engine.indices(position, piece.param, self.experts))
-        assert len(self.places[key]) == copies or piece.scale, f"a piece in several intervals: {piece}"
+        copies = len(self.engine.expert_indices(position, piece.param, self.experts))
+        assert len(self.places[key]) == copies or piece.is_scale, f"a piece in several intervals: {piece}"
         assert written == copies * values.size > 0, f"engine rank {position} does not need all of {piece}"
 
-    def _places(self, position: int, piece: Piece) -> list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]:
-        slot = self.engine.slot(piece.param)
+    def _places(self, position: int, piece: TensorPiece) -> list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]:
+        slot = self.engine.slot_of(piece.param)
         assert slot is not None
-        unit = BLOCK if piece.scale else 1
+        unit = BLOCK if piece.is_scale else 1
         found = []
-        for h in self.engine.held(position, piece.param):
+        for h in self.engine.slices_of_rank(position, piece.param):
             assert h.offset % unit == 0 and h.start % unit == 0
             if h.source != piece.source:
                 continue
             if common := overlap(h.start // unit, -(-h.stop // unit), h.dim, piece):
                 target = common.moved(h.offset // unit - h.start // unit)
-                for index in self.engine.indices(position, piece.param, self.experts):
-                    name = slot.name + (".scale" if piece.scale else "")
+                for index in self.engine.expert_indices(position, piece.param, self.experts):
+                    name = slot.name + (".scale" if piece.is_scale else "")
                     found.append((name, (index, *target), common.inner))
         return found
 
@@ -143,15 +143,15 @@ class Model:
         """What an engine rank must have in the end; every tensor has a first dimension, of stacked experts or 1."""
         parts: dict[str, list[tuple[int, int, int, np.ndarray]]] = {}
         for param in self.params.values():
-            slot = self.engine.slot(param)
-            indices = self.engine.indices(position, param, self.experts)
+            slot = self.engine.slot_of(param)
+            indices = self.engine.expert_indices(position, param, self.experts)
             if slot is None or not indices:
                 continue
-            size, part = self.engine.cut(slot.grid), self.engine.part(position, slot.grid)
-            shard = self.assembled(param, slot.cut, size, part)
-            dim = cut_pieces(param, slot.cut, size, part).dim
+            size, part = self.engine.num_shards(slot.grid), self.engine.shard_index(position, slot.grid)
+            shard = self.assembled(param, slot.sharding, size, part)
+            dim = split_with(param, slot.sharding, size, part).dim
             for index in indices:
-                parts.setdefault(slot.name, []).append((index, dim, slot.at, shard))
+                parts.setdefault(slot.name, []).append((index, dim, slot.offset, shard))
             if self.fp8 and is_quantised(param):
                 # By the block that each 128th element is of.
                 scales = np.full([-(-n // BLOCK) for n in shard.shape], EMPTY)
@@ -161,7 +161,7 @@ class Model:
                     row, column = np.divmod(place, self.full[name].shape[1])
                     scales[inside] = self.grid[name][row // BLOCK, column // BLOCK]
                 for index in indices:
-                    parts.setdefault(slot.name + ".scale", []).append((index, dim, slot.at // BLOCK, scales))
+                    parts.setdefault(slot.name + ".scale", []).append((index, dim, slot.offset // BLOCK, scales))
         found = {}
         for name, entries in parts.items():
             shape = [max(e[0] for e in entries) + 1, *entries[0][3].shape]
@@ -190,7 +190,7 @@ class Overlap(NamedTuple):
         return rows, columns
 
 
-def overlap(start: int, stop: int, dim: int, piece: Piece) -> Overlap | None:
+def overlap(start: int, stop: int, dim: int, piece: TensorPiece) -> Overlap | None:
     edges = [list(interval) for interval in box(piece)]
     first = [interval[0] for interval in edges]
     edges[dim] = [max(start, edges[dim][0]), min(stop, edges[dim][1])]
@@ -201,24 +201,24 @@ def overlap(start: int, stop: int, dim: int, piece: Piece) -> Overlap | None:
     return Overlap(inner, (rows, columns), dim)
 
 
-def box(piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
+def box(piece: TensorPiece) -> tuple[tuple[int, int], tuple[int, int]]:
     return piece.rows, piece.columns
 
 
-def key_of(piece: Piece) -> Key:
-    return piece.param.megatron, piece.source, piece.rows, piece.columns, piece.scale
+def key_of(piece: TensorPiece) -> Key:
+    return piece.param.megatron, piece.source, piece.rows, piece.columns, piece.is_scale
 
 
-def keys(message: Message) -> tuple[list[Key], list[Key]]:
+def keys(message: PeerMessage) -> tuple[list[Key], list[Key]]:
     return [key_of(piece) for piece in message.direct], [key_of(piece) for piece in message.forward]
 
 
-def staged(pieces: Sequence[Piece]) -> int:
+def staged(pieces: Sequence[TensorPiece]) -> int:
     """Bytes of a message in a buffer: each piece begins at a multiple of `ALIGN`; hashes of 8 bytes each follow."""
     return sum(-(-nbytes // ALIGN) * ALIGN for nbytes in (*(piece.nbytes for piece in pieces), 8 * len(pieces)))
 
 
-def simulate(plan: Plan, hf: HFConfig, wire: str, ranks_per_node: int) -> Result:
+def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) -> Result:
     """Raises AssertionError, with what and where, if a rank waits for what nobody sends, sends what it has not, stages
     too much, or an engine's tensor differs from a gather and slice in the end."""
     train, engine = plan.train, plan.engine
@@ -228,7 +228,7 @@ def simulate(plan: Plan, hf: HFConfig, wire: str, ranks_per_node: int) -> Result
     world = max(*model.ours, *theirs) + 3  # some behind the last that takes part
     position = {rank: number % engine.tp for number, rank in enumerate(theirs)}
     tensors = {rank: {name: np.full_like(w, EMPTY) for name, w in wanted[at].items()} for rank, at in position.items()}
-    ranks = [plan.for_rank(rank) for rank in range(world)]
+    ranks = [plan.plan_rank(rank) for rank in range(world)]
     received: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
     total: Counter[tuple[int, int]] = Counter()
     fullest = 0.0

@@ -15,9 +15,9 @@ from random_layouts import Case, apart, random_case
 from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.fp8 import is_quantised
-from megarl.models.layout_algebra import PADDING, Cut, Param, cut_pieces
+from megarl.models.layout_algebra import PADDING, Param, Sharding, split_with
 from megarl.models.registry import family_of
-from megarl.reshard.plan.bound import BLOCK, SLACK, Bound, Jobs, bound
+from megarl.reshard.plan.bound import BLOCK, NETWORK_SLACK, Bound, TransferJobs, compute_bound
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
 
 Element = tuple[str, int, int]
@@ -42,14 +42,14 @@ CUT, NORMS = 8 * 4 + 3 * (8 * 4 + 8) + 4 * 8 + 3 * 8 * 4, 3 * 4
 
 def test_by_hand_the_same_parts_on_both_sides() -> None:
     # Megatron's vocabulary is padded to 256 rows and SGLang's to 64: all of it is on rank 0, of either. Else, no byte.
-    found = bound(TINY, TrainLayout(2, 2, 1, ((0,),)), EngineLayout(2), ranks_per_node=2)
+    found = compute_bound(TINY, TrainLayout(2, 2, 1, ((0,),)), EngineLayout(2), ranks_per_node=2)
     assert found.needed.tolist() == [2 * (32 + (CUT - 32) // 2 + NORMS), 2 * ((CUT - 32) // 2 + NORMS)]
     assert found.cross_bytes == found.internode_bytes == found.send == found.recv == found.nic_send == 0
 
 
 def test_by_hand_one_rank_has_all() -> None:
     # Two stages of two: the layer on stage 0 on both ranks whole, and the final norm (16 bytes in fp32) on stage 1.
-    found = bound(TINY, TrainLayout(4, 1, 1, ((0,), ())), EngineLayout(1), ranks_per_node=2, wire="fp32")
+    found = compute_bound(TINY, TrainLayout(4, 1, 1, ((0,), ())), EngineLayout(1), ranks_per_node=2, wire="fp32")
     model, last = 4 * (CUT + NORMS), 16
     assert found.needed.tolist() == [model] * 4
     assert found.local.tolist() == [model - last] * 2 + [last] * 2
@@ -63,16 +63,16 @@ def test_by_hand_one_rank_has_all() -> None:
 
 
 def test_by_hand_sharing() -> None:
-    jobs = Jobs()
+    jobs = TransferJobs()
     able = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]], bool)
     jobs.add(np.zeros(3, np.int64), able, np.array([6, 6, 4]), network=True)
     classes = [np.arange(4), np.zeros(4, np.int64)]
-    lowest, found, ranks, _ = jobs.busiest(4, classes)
+    lowest, found, ranks, _ = jobs.bound_busiest(4, classes)
     assert (
         ranks == (0,) and lowest == 6 and found == pytest.approx(6, rel=0.01)
     )  # rank 0 alone 6, ranks 0 and 1 together 12, all 16
     jobs.add(np.array([1]), np.array([[1, 1]], bool), np.array([8]), network=True)  # on ranks 1 and 2
-    lowest, found, ranks, _ = jobs.busiest(4, classes)
+    lowest, found, ranks, _ = jobs.bound_busiest(4, classes)
     assert (
         ranks == (0, 1, 2) and lowest == pytest.approx(20 / 3) and found == pytest.approx(20 / 3, rel=0.01)
     )  # ranks 0, 1, 2: no class
@@ -80,23 +80,25 @@ def test_by_hand_sharing() -> None:
 
 def test_by_hand_the_network_is_shared_first() -> None:
     """Ranks 0 and 1 can each send 12 bytes over the network, and rank 0 alone 6 inside of its node."""
-    network, all_links = Jobs(), Jobs()
+    network, all_links = TransferJobs(), TransferJobs()
     for jobs in (network, all_links):
         jobs.add(np.array([0]), np.array([[1, 1]], bool), np.array([12]), network=True)
     all_links.add(np.array([0]), np.array([[1, 0]], bool), np.array([6]), network=False)
     classes = [np.arange(2), np.zeros(2, np.int64)]
-    over_network = network.busiest(2, classes)
-    assert over_network.least == 6
-    assert all_links.busiest(2, classes).least == 9  # 9 and 9: rank 0 sends 3 over the network, rank 1 does 9
-    within = all_links.busiest(2, classes, over_network)
-    assert SLACK == 1.05  # of 6: rank 1 sends 6.3 and rank 0 the rest, 5.7 and 6
-    assert within.least == pytest.approx(11.7)
+    over_network = network.bound_busiest(2, classes)
+    assert over_network.lower_bound == 6
+    assert (
+        all_links.bound_busiest(2, classes).lower_bound == 9
+    )  # 9 and 9: rank 0 sends 3 over the network, rank 1 does 9
+    within = all_links.bound_busiest(2, classes, over_network)
+    assert NETWORK_SLACK == 1.05  # of 6: rank 1 sends 6.3 and rank 0 the rest, 5.7 and 6
+    assert within.lower_bound == pytest.approx(11.7)
     assert within.attainable == pytest.approx(11.7, rel=0.01)
 
 
 def test_fp8_counts_blocks_and_scales() -> None:
     hf = TINY | {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
-    found = bound(hf, TrainLayout(2, 1, 1, ((), (0,))), EngineLayout(1), ranks_per_node=1, wire="fp8")
+    found = compute_bound(hf, TrainLayout(2, 1, 1, ((), (0,))), EngineLayout(1), ranks_per_node=1, wire="fp8")
     weights, grids = 4 * 256 * 192 + 3 * 256 * 192, 7 * 2 * 2  # q, k, v, o, gate, up, down; 256 x 192 is 2 x 2 blocks
     rest = 8 * 192 + 3 * 256 + 3 * 192  # the embedding is on stage 0 and goes to rank 1
     assert found.needed.tolist() == [weights + 4 * grids + 2 * rest] * 2
@@ -121,7 +123,7 @@ TABLE = {
 @pytest.mark.parametrize("row", TABLE)
 def test_the_published_table(row: str) -> None:
     world, pp, ep, engine, published = TABLE[row]
-    found = bound(DEEPSEEK, TrainLayout(world, 8, ep, even_stages(61, pp)), engine, ranks_per_node=8)
+    found = compute_bound(DEEPSEEK, TrainLayout(world, 8, ep, even_stages(61, pp)), engine, ranks_per_node=8)
     totals = (found.needed_bytes, found.local_bytes, found.cross_bytes, found.internode_bytes)
     assert tuple(round(total / world / 1e9, 1) for total in totals) == published
     check_tight(found)
@@ -131,7 +133,7 @@ def test_the_published_table(row: str) -> None:
 def test_the_published_balance(world: int, ep: int, sends: float, receives: float) -> None:
     """Of 62 layers over 16 stages with three on the first and on the last two, where that of MTP comes on top."""
     train = TrainLayout(world, 8, ep, even_stages(61, 16, [3] + [4] * 13 + [3] * 2))
-    found = bound(DEEPSEEK, train, EngineLayout(32, 32, draft=True), ranks_per_node=8)
+    found = compute_bound(DEEPSEEK, train, EngineLayout(32, 32, draft=True), ranks_per_node=8)
     mean = found.internode_bytes / world
     assert found.nic_send / mean == pytest.approx(sends, abs=5e-4)
     assert found.nic_recv / mean == pytest.approx(receives, abs=5e-4)
@@ -139,7 +141,9 @@ def test_the_published_balance(world: int, ep: int, sends: float, receives: floa
 
 
 def test_the_whole_model() -> None:
-    one = bound(DEEPSEEK, TrainLayout(1, 1, 1, even_stages(61, 1)), EngineLayout(1, draft=True), ranks_per_node=8)
+    one = compute_bound(
+        DEEPSEEK, TrainLayout(1, 1, 1, even_stages(61, 1)), EngineLayout(1, draft=True), ranks_per_node=8
+    )
     assert one.needed_bytes / 1e9 == pytest.approx(1365, abs=0.5)
     assert one.local_bytes == one.needed_bytes
 
@@ -152,9 +156,9 @@ def check_tight(found: Bound) -> None:
 
 def whole_table(hf: dict[str, Any]) -> list[Param]:
     family = family_of(hf)
-    layers = range(hf["num_hidden_layers"] + family.mtp_layers(hf))
+    layers = range(hf["num_hidden_layers"] + family.num_mtp_layers(hf))
     rows = [row for layer in layers for row in family.layer(hf, layer, range(family.num_experts(hf)))]
-    return blocks.embedding(hf) + rows + blocks.final(hf)
+    return blocks.embedding(hf) + rows + blocks.final_params(hf)
 
 
 def small_case(seed: int) -> Case:
@@ -172,7 +176,7 @@ SEEDS = [seed for seed in range(150) if elements_of_all_ranks(small_case(seed)) 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_against_sets_of_elements(seed: int) -> None:
     case = small_case(seed)
-    found = bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
+    found = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
     brute_force(case, whole_table(case.hf), found)
     check_tight(found)
 
@@ -183,7 +187,7 @@ APART = [seed for seed in range(300) if elements_of_all_ranks(apart(seed, (1, 2,
 @pytest.mark.parametrize("seed", APART)
 def test_against_sets_of_elements_on_other_ranks(seed: int) -> None:
     case = apart(seed, (1, 2, 3, 4), 7)
-    found = bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
+    found = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
     brute_force(case, whole_table(case.hf), found)
     check_tight(found)
 
@@ -200,21 +204,24 @@ def brute_force(case: Case, table: list[Param], found: Bound) -> None:
     needs: list[set[Element]] = [set() for _ in range(world)]
     size: dict[Element, int] = {}
     for param in table:
-        slot = engine.slot(param)
+        slot = engine.slot_of(param)
         if slot is None:
             continue
         expert = param.expert is not None
-        shards = [elements(param, param.cut, train.cut(expert), part, case.wire) for part in range(train.cut(expert))]
-        parts = engine.cut(slot.grid)
-        theirs = [elements(param, slot.cut, parts, part, case.wire) for part in range(parts)]
+        shards = [
+            elements(param, param.sharding, train.num_shards(expert), part, case.wire)
+            for part in range(train.num_shards(expert))
+        ]
+        parts = engine.num_shards(slot.grid)
+        theirs = [elements(param, slot.sharding, parts, part, case.wire) for part in range(parts)]
         for shard in shards:
             size |= shard
         for number, rank in enumerate(ours):
-            if train.holds(number, param, experts):
-                holds[rank].update(shards[train.part(number, expert)])
+            if train.has_param(number, param, experts):
+                holds[rank].update(shards[train.shard_index(number, expert)])
         for rank, position in engines.items():
-            if engine.indices(position, param, experts):
-                needs[rank].update(theirs[engine.part(position, slot.grid)])
+            if engine.expert_indices(position, param, experts):
+                needs[rank].update(theirs[engine.shard_index(position, slot.grid)])
     cross = [sum(size[e] for e in needs[rank] - holds[rank]) for rank in range(world)]
     assert found.cross.tolist() == cross
     assert found.needed.tolist() == [sum(size[e] for e in need) for need in needs]
@@ -242,13 +249,13 @@ def brute_force(case: Case, table: list[Param], found: Bound) -> None:
     for name, least in (("nic_send", found.nic_send), ("nic_recv", found.nic_recv), ("send", found.send)):
         check_best_set(least, jobs[name], Counter(), 0.0, world, name)
     inside = jobs["send"] - jobs["nic_send"]  # `send` counts those over the network, too
-    check_best_set(found.send_beside, inside, jobs["nic_send"], SLACK * found.nic_send, world, "send")
+    check_best_set(found.send_beside, inside, jobs["nic_send"], NETWORK_SLACK * found.nic_send, world, "send")
 
 
 def check_best_set(
     found: float, own: Counter[frozenset[int]], capped: Counter[frozenset[int]], cap: float, world: int, name: str
 ) -> None:
-    """Every way to choose a set U, and where jobs are `capped` a set V besides: see `reshard/plan/bound.py`."""
+    """Every way to choose a set U, and where jobs are `cap_logits` a set V besides: see `reshard/plan/bound.py`."""
     best = 0.0
     for part in itertools.product((0, 1, 2) if capped else (0, 1), repeat=world):
         u = frozenset(rank for rank in range(world) if part[rank] == 1)
@@ -261,11 +268,11 @@ def check_best_set(
     assert 0.99 * best <= found <= best * (1 + 1e-9), name
 
 
-def elements(param: Param, cut: Cut, parts: int, part: int, wire: str) -> dict[Element, int]:
+def elements(param: Param, cut: Sharding, parts: int, part: int, wire: str) -> dict[Element, int]:
     """The elements of a shard, one by one, with their bytes."""
     quantised = wire == "fp8" and is_quantised(param)
     bytes_ = 1 if quantised else 4 if wire == "fp32" or param.dtype is not None else 2
-    dim, slices = cut_pieces(param, cut, parts, part)
+    dim, slices = split_with(param, cut, parts, part)
     found: dict[Element, int] = {}
     for source, start, stop in slices:
         if source == PADDING:
@@ -282,8 +289,8 @@ def elements(param: Param, cut: Cut, parts: int, part: int, wire: str) -> dict[E
 
 def test_what_does_not_divide() -> None:
     with pytest.raises(ConfigError, match="engine's tp=3 does not divide the 4 ranks"):
-        bound(TINY, TrainLayout(4, 2, 1, ((0,),)), EngineLayout(3), 4)
+        compute_bound(TINY, TrainLayout(4, 2, 1, ((0,),)), EngineLayout(3), 4)
     with pytest.raises(ConfigError, match="4 ranks are not whole nodes of 3"):
-        bound(TINY, TrainLayout(4, 2, 1, ((0,),)), EngineLayout(2), 3)
+        compute_bound(TINY, TrainLayout(4, 2, 1, ((0,),)), EngineLayout(2), 3)
     with pytest.raises(ConfigError, match="ep=3 does not divide the 256 experts of a layer; sizes that do: 1, 2, 4"):
-        bound(DEEPSEEK, TrainLayout(96, 1, 3, even_stages(61, 16)), EngineLayout(32), 8)
+        compute_bound(DEEPSEEK, TrainLayout(96, 1, 3, even_stages(61, 16)), EngineLayout(32), 8)

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from megarl.models.registry import family_of
-from megarl.reshard.plan.checks import digest, digest_problem, engine_problems, layout_problems, shard_problems
+from megarl.reshard.plan.checks import (
+    find_digest_mismatch,
+    find_engine_problems,
+    find_layout_problems,
+    find_shard_problems,
+    plan_digest,
+)
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, engine_shapes
 
 HF: dict[str, Any] = {
@@ -35,8 +41,8 @@ def local() -> dict[str, torch.Tensor]:
     """The shards of the last rank: second half of the vocabulary, second stage, experts 2 and 3."""
     found = {}
     for param in PARAMS:
-        if TRAIN.holds(3, param, 4):
-            held = TRAIN.held(3, param)
+        if TRAIN.has_param(3, param, 4):
+            held = TRAIN.slices_of_rank(3, param)
             shape = list(param.hf[0].shape)
             shape[held[0].dim if held else 0] = max((h.offset + h.stop - h.start for h in held), default=0)
             found[param.megatron] = torch.zeros(shape)
@@ -47,19 +53,19 @@ def local() -> dict[str, torch.Tensor]:
 def test_whole_shards_are_fine(local: dict[str, torch.Tensor]) -> None:
     assert "decoder.layers.1.mlp.experts.2.linear_fc1.weight" in local
     assert "decoder.layers.0.input_layernorm.weight" not in local
-    assert shard_problems(local, PARAMS, TRAIN, 3, 4) == []
+    assert find_shard_problems(local, PARAMS, TRAIN, 3, 4) == []
 
 
 def test_a_tied_head_is_a_copy_of_the_embedding_on_the_last_stage(local: dict[str, torch.Tensor]) -> None:
     """By the name that `megatron.parameter_names` gives it."""
     tied = family_of(HF).params(HF | {"tie_word_embeddings": True}, 1)
     local["embedding.word_embeddings.weight"] = local.pop("output_layer.weight")
-    assert shard_problems(local, tied, TRAIN, 3, 4) == []
+    assert find_shard_problems(local, tied, TRAIN, 3, 4) == []
 
 
 def test_each_fault_names_tensor_and_rank(local: dict[str, torch.Tensor]) -> None:
     def problems(**changed: Any) -> list[str]:
-        return shard_problems({**local, **changed}, PARAMS, TRAIN, 3, 4)
+        return find_shard_problems({**local, **changed}, PARAMS, TRAIN, 3, 4)
 
     assert problems(**{EXPERT: torch.zeros(2, 4)}) == [f"{EXPERT} on rank 3 has shape (2, 4), not (8, 4)"]
     assert problems(value_head=torch.zeros(1)) == ["rank 3 has value_head, which the table does not know"]
@@ -69,7 +75,7 @@ def test_each_fault_names_tensor_and_rank(local: dict[str, torch.Tensor]) -> Non
         assert problems(**{EXPERT: broken}) == [f"{EXPERT} on rank 3 is not finite"]
     assert problems(**{EXPERT: torch.full((8, 4), 3e38)}) == []  # whose sum is not finite
     del local[EXPERT]
-    assert shard_problems(local, PARAMS, TRAIN, 3, 4) == [f"rank 3 lacks {EXPERT}"]
+    assert find_shard_problems(local, PARAMS, TRAIN, 3, 4) == [f"rank 3 lacks {EXPERT}"]
 
 
 def test_an_engine_of_another_model_is_found_out() -> None:
@@ -77,21 +83,21 @@ def test_an_engine_of_another_model_is_found_out() -> None:
     held: dict[str, Any] = {n: ("float32", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
     w2 = "model.layers.0.mlp.experts.w2_weight"
     assert held[w2] == ("float32", (2, 8, 4))
-    assert engine_problems(held, PARAMS, engine, 1, 4, "fp32") == []
-    shape = engine_problems({**held, w2: ("float32", (4, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
+    assert find_engine_problems(held, PARAMS, engine, 1, 4, "fp32") == []
+    shape = find_engine_problems({**held, w2: ("float32", (4, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
     assert shape == [f"{w2} has shape (4, 8, 4) in the engine, not (2, 8, 4)"]
-    kind = engine_problems({**held, w2: ("int8", (2, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
+    kind = find_engine_problems({**held, w2: ("int8", (2, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
     assert kind == [f"{w2} is int8 in the engine, but it is sent as float32"]
     del held[w2]
-    assert engine_problems(held, PARAMS, engine, 1, 4, "fp32") == [f"the engine has no tensor {w2}"]
+    assert find_engine_problems(held, PARAMS, engine, 1, 4, "fp32") == [f"the engine has no tensor {w2}"]
 
 
 def test_an_fp8_engine_has_scales_beside_its_matrices() -> None:
     engine = EngineLayout(2, ep=2)
     qkv, w2 = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.experts.w2_weight"
     held: dict[str, Any] = {n: ("bfloat16", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
-    assert engine_problems(held, PARAMS, engine, 1, 4, "bf16") == []
-    told = engine_problems(held, PARAMS, engine, 1, 4, "fp8")
+    assert find_engine_problems(held, PARAMS, engine, 1, 4, "bf16") == []
+    told = find_engine_problems(held, PARAMS, engine, 1, 4, "fp8")
     assert f"{qkv} is bfloat16 in the engine, but it is sent as float8_e4m3fn" in told
     assert f"the engine has no tensor {w2}_scale_inv" in told
     assert not any("embed_tokens" in problem or "norm" in problem for problem in told)
@@ -99,17 +105,17 @@ def test_an_fp8_engine_has_scales_beside_its_matrices() -> None:
         shape = held[name][1]
         held[name] = "float8_e4m3fn", shape
         held[f"{name}_scale_inv"] = "float32", (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-    assert engine_problems(held, PARAMS, engine, 1, 4, "fp8") == []
+    assert find_engine_problems(held, PARAMS, engine, 1, 4, "fp8") == []
     assert held[f"{w2}_scale_inv"][1] == (2, 1, 1)
     held[f"{w2}_scale_inv"] = "float32", (2, 1, 2)
-    assert "has shape (2, 1, 2)" in engine_problems(held, PARAMS, engine, 1, 4, "fp8")[0]
+    assert "has shape (2, 1, 2)" in find_engine_problems(held, PARAMS, engine, 1, 4, "fp8")[0]
 
 
 def test_ranks_with_another_configuration_are_named() -> None:
-    same, other = digest(HF, TRAIN, 8), digest({**HF, "num_experts": 8}, TRAIN, 8)
-    assert same != other != digest(HF, TrainLayout(4, 2, 2, ((1,), (0,))), 8)
-    assert digest_problem(dict.fromkeys(range(4), same)) == ""
-    differs = digest_problem({4: same, 5: same, 2: other, 3: other})
+    same, other = plan_digest(HF, TRAIN, 8), plan_digest({**HF, "num_experts": 8}, TRAIN, 8)
+    assert same != other != plan_digest(HF, TrainLayout(4, 2, 2, ((1,), (0,))), 8)
+    assert find_digest_mismatch(dict.fromkeys(range(4), same)) == ""
+    differs = find_digest_mismatch({4: same, 5: same, 2: other, 3: other})
     assert "rank(s) 2, 3 have another model or layout than rank 4" in differs
 
 
@@ -135,7 +141,7 @@ def test_dense_and_shared_mlps_are_divided_each_by_its_own_switch() -> None:
 
 
 def test_what_an_engine_says_of_its_layers_is_named_with_the_remedy() -> None:
-    assert layout_problems([]) == []
-    (line,) = layout_problems(["model.layers.0.mlp.experts has its experts transposed (use_triton_kernels)"])
+    assert find_layout_problems([]) == []
+    (line,) = find_layout_problems(["model.layers.0.mlp.experts has its experts transposed (use_triton_kernels)"])
     assert "in the engine, model.layers.0.mlp.experts has its experts transposed" in line
     assert "leave moe_runner_backend" in line

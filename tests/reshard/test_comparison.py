@@ -9,12 +9,12 @@ import torch
 
 from megarl.config import from_dict
 from megarl.engine import weight_loader
-from megarl.models.fp8 import SCALE, grid_shape, is_quantised
+from megarl.models.fp8 import SCALE_SUFFIX, grid_shape, is_quantised
 from megarl.models.layout_algebra import shard
 from megarl.models.registry import family_of
-from megarl.reshard.plan.from_config import engine_layout, push_plan
+from megarl.reshard.plan.from_config import build_plan, engine_layout
 from megarl.reshard.plan.layout import engine_shapes
-from megarl.reshard.run.executor import Executor, is_full
+from megarl.reshard.run.executor import Executor, is_fully_verified
 
 pytestmark = pytest.mark.alone
 
@@ -51,27 +51,32 @@ def test_a_flipped_bit_after_a_push_is_named_and_nothing_is_written(hf: dict[str
     generator = torch.Generator().manual_seed(0)
     whole = {one.name: torch.randn(one.shape, generator=generator).bfloat16() for row in params for one in row.hf}
     local = {row.megatron: shard(row, whole, 1, 0) for row in params}
-    slots = [layout.slot(row) for row in params if hf is not HF and is_quantised(row)]
+    slots = [layout.slot_of(row) for row in params if hf is not HF and is_quantised(row)]
     quantised = {slot.name for slot in slots if slot is not None}
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in engine_shapes(params, layout, 0, 4).items():
         tensors[name] = torch.zeros(shape, dtype=torch.float8_e4m3fn if name in quantised else torch.bfloat16)
         if name in quantised:
-            tensors[name + SCALE] = torch.zeros((*shape[:-2], *grid_shape(shape[-2:])))
+            tensors[name + SCALE_SUFFIX] = torch.zeros((*shape[:-2], *grid_shape(shape[-2:])))
     seen: list[tuple[str, bool, list[str]]] = []
 
     def hand_over(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         found = weight_loader._write(tensors, order, buffer, writes=order["do"] == "write")
         seen.append((order["do"], all(entry[-1] != -1 for entry in order["slices"]), found))
 
-    executor = Executor(push_plan(hf, config, layout), 0, 3, lambda size: torch.empty(size, dtype=torch.uint8))
+    executor = Executor(build_plan(hf, config, layout), 0, 3, lambda size: torch.empty(size, dtype=torch.uint8))
     for version in (1, 2):
-        executor.push(local, hand_over, version)
-    executor.push(local, hand_over, 2, compares=True)
+        executor.sync(local, hand_over, version)
+    executor.sync(local, hand_over, 2, compares=True)
     lost = "model.layers.1.self_attn.o_proj.weight"
     tensors[lost].view(torch.uint8)[0, 0] ^= 1
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    executor.push(local, hand_over, 2, compares=True)
+    executor.sync(local, hand_over, 2, compares=True)
     assert seen == [("write", True, []), ("write", False, []), ("compare", True, []), ("compare", True, [lost])]
-    assert executor.pushes == 2 and [is_full(push, 3) for push in range(1, 5)] == [True, False, False, True]
+    assert executor.num_syncs == 2 and [is_fully_verified(push, 3) for push in range(1, 5)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
     assert all(torch.equal(before[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.reshard.plan.from_config import engine_layout, push_plan, train_layout
+from megarl.reshard.plan.from_config import build_plan, engine_layout, train_layout
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 
 MODEL = {
@@ -34,24 +34,29 @@ def test_the_wire() -> None:
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     hf = {**MODEL, "model_type": "qwen2"}
     wires = [
-        push_plan(model, from_dict({"model": {"dtype": dtype}}), EngineLayout(1)).assignment.wire
+        build_plan(model, from_dict({"model": {"dtype": dtype}}), EngineLayout(1)).assignment.wire
         for model, dtype in ((hf, "float32"), (hf, "bfloat16"), (hf | fp8, "bfloat16"))
     ]
     assert wires == ["fp32", "bf16", "fp8"]
     with pytest.raises(ConfigError, match="set model.dtype=bfloat16"):
-        push_plan(hf | fp8, from_dict({"model": {"dtype": "float32"}}), EngineLayout(1))
+        build_plan(hf | fp8, from_dict({"model": {"dtype": "float32"}}), EngineLayout(1))
 
 
 def test_ranks_of_their_own() -> None:
     hf, settings = {**MODEL, "model_type": "qwen2"}, config({"world_size": 8, "tp": 2}, tp=2)
     engine = engine_layout(settings)
-    plan = push_plan(hf, settings, engine, train_ranks=range(4), engine_ranks=(6, 7, 4, 5))
+    plan = build_plan(hf, settings, engine, train_ranks=range(4), engine_ranks=(6, 7, 4, 5))
     assert (plan.train.world, plan.train.ranks, plan.engine.ranks) == (4, (0, 1, 2, 3), (6, 7, 4, 5))
-    assert set(plan.transfers().src.tolist()) <= set(range(8)) and set(plan.transfers().dst.tolist()) == {4, 5, 6, 7}
-    assert (plan.sides.taking_part, plan.sides.alike) == (list(range(8)), False)
-    assert push_plan(hf, settings, engine, train_ranks=range(4)).engine.ranks == tuple(range(8))
-    everywhere = push_plan(hf, settings, engine)
-    assert (everywhere.train.ranks, everywhere.engine.ranks, everywhere.sides.alike) == ((), (), True)
+    assert set(plan.list_transfers().src.tolist()) <= set(range(8)) and set(plan.list_transfers().dst.tolist()) == {
+        4,
+        5,
+        6,
+        7,
+    }
+    assert (plan.rank_map.participants, plan.rank_map.is_colocated) == (list(range(8)), False)
+    assert build_plan(hf, settings, engine, train_ranks=range(4)).engine.ranks == tuple(range(8))
+    everywhere = build_plan(hf, settings, engine)
+    assert (everywhere.train.ranks, everywhere.engine.ranks, everywhere.rank_map.is_colocated) == ((), (), True)
     for train, engines, message in (
         (range(4, 9), None, "the ranks of the trainer name rank 8: the job has ranks 0 to 7"),
         ((), None, "the trainer's ranks: none are given"),
@@ -59,7 +64,7 @@ def test_ranks_of_their_own() -> None:
         (None, (0, 1, 2), "tp=2 does not divide the 3 ranks of the engines"),
     ):
         with pytest.raises(ConfigError, match=message):
-            push_plan(hf, settings, engine, train, engines)
+            build_plan(hf, settings, engine, train, engines)
 
 
 def test_engines() -> None:

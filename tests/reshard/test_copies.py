@@ -12,8 +12,8 @@ import pytest
 import torch
 from boxes import noise, random_boxes, random_fp8, weights
 
-from megarl.models.fp8 import block_amax, grid_shape, quantise, scales
-from megarl.reshard.run.copies import Scaled, pack, pack_fp8, unpack
+from megarl.models.fp8 import block_amax, compute_scales, grid_shape, quantise
+from megarl.reshard.run.copies import BlockScales, pack, pack_fp8, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,8 +60,10 @@ def test_scales_that_are_made_are_the_whole_tensors() -> None:
     weight = weights(random.Random(1), 300, 200)
     grid = torch.full((3, 2), torch.nan)
     buffer = torch.empty(300 * 200, dtype=torch.uint8)
-    pack_fp8([(weight[:256], 0), (weight[256:], 256 * 200)], [Scaled(grid, r0, 0, True) for r0 in (0, 256)], buffer)
-    assert torch.equal(grid, scales(block_amax(weight, 0, 0, grid_shape(weight.shape))))
+    pack_fp8(
+        [(weight[:256], 0), (weight[256:], 256 * 200)], [BlockScales(grid, r0, 0, True) for r0 in (0, 256)], buffer
+    )
+    assert torch.equal(grid, compute_scales(block_amax(weight, 0, 0, grid_shape(weight.shape))))
     assert data(buffer) == data(quantise(weight, grid, 0, 0))
 
 
@@ -80,15 +82,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
             unpack(buffer, [fits, box])
     weight = torch.ones(4, 4)
     for at, message in (
-        (Scaled(torch.ones(1, 1), 125, 0), "outside of the grid"),
-        (Scaled(torch.ones(2, 1), 1, 0, True), "cuts a block"),
-        (Scaled(torch.ones(2, 1), 0, 0, True), "cuts a block"),
-        (Scaled(torch.ones(1), 0, 0), "scales are FP32"),
+        (BlockScales(torch.ones(1, 1), 125, 0), "outside of the grid"),
+        (BlockScales(torch.ones(2, 1), 1, 0, True), "cuts a block"),
+        (BlockScales(torch.ones(2, 1), 0, 0, True), "cuts a block"),
+        (BlockScales(torch.ones(1), 0, 0), "scales are FP32"),
     ):
         with pytest.raises(ValueError, match=message):
             pack_fp8([(weight, 0)], [at], buffer)
     with pytest.raises(ValueError, match="BF16 or FP32"):
-        pack_fp8([(weight.half(), 0)], [Scaled(torch.ones(1, 1), 0, 0)], buffer)
+        pack_fp8([(weight.half(), 0)], [BlockScales(torch.ones(1, 1), 0, 0)], buffer)
     assert not buffer.any()
 
 
@@ -134,7 +136,7 @@ def test_the_kernel_quantises_as_the_loop_does(seed: int) -> None:
     buffer = noise(rng, size)
     found = buffer.cuda()
     theirs = [(_on_gpu(view), offset) for view, offset in boxes]
-    grids = [Scaled(at.grid.cuda(), *at[1:]) for at in scaled]
+    grids = [BlockScales(at.grid.cuda(), *at[1:]) for at in scaled]
     pack_fp8(theirs, grids, found)
     pack_fp8(boxes, scaled, buffer)
     assert data(found) == data(buffer)
@@ -146,9 +148,9 @@ def test_the_definition_gives_the_same_bits_on_a_gpu() -> None:
     weight = weights(random.Random(2), 1000, 1000)
     amax = block_amax(weight, 0, 0, grid_shape(weight.shape))
     assert data(block_amax(weight.cuda(), 0, 0, grid_shape(weight.shape))) == data(amax)
-    assert data(scales(amax.cuda())) == data(scales(amax))
-    expected = quantise(weight, scales(amax), 0, 0)
-    assert data(quantise(weight.cuda(), scales(amax).cuda(), 0, 0)) == data(expected)
+    assert data(compute_scales(amax.cuda())) == data(compute_scales(amax))
+    expected = quantise(weight, compute_scales(amax), 0, 0)
+    assert data(quantise(weight.cuda(), compute_scales(amax).cuda(), 0, 0)) == data(expected)
 
 
 def _on_gpu(view: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ import pytest
 
 from megarl.config import ConfigError, server_args
 from megarl.reshard.plan import engine_settings
-from megarl.reshard.plan.engine_settings import check, safe_runner
+from megarl.reshard.plan.engine_settings import check, choose_runner
 
-RUNNERS = server_args.fields()["moe_runner_backend"].choices
-A2A = server_args.fields()["moe_a2a_backend"].choices
+RUNNERS = server_args.load_fields()["moe_runner_backend"].choices
+A2A = server_args.load_fields()["moe_a2a_backend"].choices
 
 
 def refused(**settings: Any) -> str:
@@ -39,12 +39,12 @@ def test_ways_to_send_tokens_to_experts() -> None:
 
 def test_every_choice_that_is_allowed_is_one_of_sglangs() -> None:
     for name, allowed in engine_settings._ALLOWED.items():
-        field = server_args.fields()[name]
-        assert field.group not in engine_settings._FREE, name
+        field = server_args.load_fields()[name]
+        assert field.group not in engine_settings._UNRESTRICTED_GROUPS, name
         if isinstance(allowed, tuple) and field.choices:
             assert set(allowed) <= set(field.choices), name
-    assert {field.group for field in server_args.fields().values()} >= engine_settings._FREE
-    assert engine_settings._WHY.keys() <= server_args.fields().keys()
+    assert {field.group for field in server_args.load_fields().values()} >= engine_settings._UNRESTRICTED_GROUPS
+    assert engine_settings._REMEDIES.keys() <= server_args.load_fields().keys()
 
 
 @pytest.mark.parametrize(
@@ -121,17 +121,17 @@ def test_what_knows_nothing_of_weights_may_be_set() -> None:
 
 
 def test_a_gpus_engine_is_told_what_to_compute_experts_with() -> None:
-    assert safe_runner({}, blackwell=False) == {"moe_runner_backend": "triton"}
-    assert safe_runner({"moe_a2a_backend": "deepep"}, blackwell=False) == {"moe_runner_backend": "deep_gemm"}
-    told = safe_runner({}, blackwell=True)
+    assert choose_runner({}, blackwell=False) == {"moe_runner_backend": "triton"}
+    assert choose_runner({"moe_a2a_backend": "deepep"}, blackwell=False) == {"moe_runner_backend": "deep_gemm"}
+    told = choose_runner({}, blackwell=True)
     assert told == {"moe_runner_backend": "triton", "fp8_gemm_runner_backend": "triton"}
     assert refused(**told) == ""
 
 
 def test_environment_variables_that_move_weights_are_sglangs() -> None:
-    tree = ast.parse((server_args._source() / "environ.py").read_text())
+    tree = ast.parse((server_args._sglang_folder() / "environ.py").read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     own = {name for name in engine_settings.ENVIRONMENT if name not in names}
     # Not declared where the others are: read straight from the environment.
-    source = (server_args._source() / "layers/quantization/fp8.py").read_text()
+    source = (server_args._sglang_folder() / "layers/quantization/fp8.py").read_text()
     assert all(name in source for name in own) and len(own) <= 1, own

@@ -14,7 +14,7 @@ import torch
 from late_wire import push_as_threads
 
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout
-from megarl.reshard.plan.planner import Plan
+from megarl.reshard.plan.planner import ReshardPlan
 from megarl.reshard.run.executor import Executor
 
 SEEDS = (*(str(seed) for seed in range(20)), "40", "43", "50", "58")
@@ -122,9 +122,9 @@ def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monk
     params = ranks_executor.table(case)
     full = ranks_executor.full_weights(params, torch.float32, 0)
     executor = Executor(
-        Plan(hf, case.train, case.engine, 1, 17 << 10, "fp32"), 0, 3, partial(torch.empty, dtype=torch.uint8)
+        ReshardPlan(hf, case.train, case.engine, 1, 17 << 10, "fp32"), 0, 3, partial(torch.empty, dtype=torch.uint8)
     )
-    rounds, seen, given = len(executor.steps), [], []
+    rounds, seen, given = len(executor.prepared_rounds), [], []
     wire = executor._exchange
 
     def exchange(*arguments: Any) -> Any:
@@ -136,12 +136,12 @@ def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monk
         given.append((buffer, order["push"]))
 
     monkeypatch.setattr(executor, "_exchange", exchange)
-    executor.push(ranks_executor.shards(case, params, full, 0), hand_over, 1, lambda: seen.append("settle"))
+    executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 1, lambda: seen.append("settle"))
     assert rounds > 4 and len(given) == rounds
     assert seen == ["wire", "settle", *["wire", "give", "settle"] * (rounds - 1), "give"]
     assert all(one[0] is not other[0] for one, other in zip(given, given[1:], strict=False))
     assert len({push for _, push in given}) == 1
-    executor.push(ranks_executor.shards(case, params, full, 0), hand_over, 2)
+    executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 2)
     assert given[-1][1] != given[0][1]
 
 

@@ -16,10 +16,10 @@ from random_layouts import Case, apart, random_case
 from simulate import simulate, staged
 
 from megarl.config import ConfigError
-from megarl.reshard.plan.bound import SLACK, Bound, bound
-from megarl.reshard.plan.cost_report import Messages, messages_of
+from megarl.reshard.plan.bound import NETWORK_SLACK, Bound, compute_bound
+from megarl.reshard.plan.cost_report import Messages, tabulate_messages
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
-from megarl.reshard.plan.planner import Plan
+from megarl.reshard.plan.planner import ReshardPlan
 
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 DEEPSEEK = json.loads((MODELS / "deepseek_v3.json").read_text())
@@ -28,12 +28,12 @@ QWEN_30B = json.loads((MODELS / "qwen3_30b_a3b.json").read_text())
 SEEDS = 520
 
 
-def plan_of(case: Case) -> Plan:
+def plan_of(case: Case) -> ReshardPlan:
     """With twice the bucket as often as the plan says that it is too small."""
     arguments = list(case.arguments)
     while True:
         try:
-            return Plan(*arguments)
+            return ReshardPlan(*arguments)
         except ConfigError as error:
             assert "too small" in str(error)
             arguments[4] *= 2
@@ -54,19 +54,19 @@ def test_every_byte_arrives_once_on_other_ranks_too(seed: int) -> None:
 def check(case: Case, seed: int) -> None:
     plan = plan_of(case)
     result = simulate(plan, case.hf, case.wire, case.ranks_per_node)
-    transfers = plan.transfers()
+    transfers = plan.list_transfers()
     planned: Counter[tuple[int, int]] = Counter()
     for src, dst, nbytes in zip(*(column.tolist() for column in transfers), strict=True):
         planned[src, dst] += nbytes
     assert +planned == +result.bytes, f"seed {seed}"
-    least = bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
+    least = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
     check_bytes_and_bounds(plan, least, f"seed {seed}: ")
 
 
-def check_bytes_and_bounds(plan: Plan, least: Bound, where: str) -> dict[str, float]:
+def check_bytes_and_bounds(plan: ReshardPlan, least: Bound, where: str) -> dict[str, float]:
     """Bytes as few as can be, and bounds that hold; returns how far each busiest rank is from them. `send_beside` is of
     plans that keep to SLACK over the network."""
-    sent, here = plan.transfers(), plan.assignment.ranks_per_node
+    sent, here = plan.list_transfers(), plan.assignment.ranks_per_node
     far = sent.src // here != sent.dst // here
     assert sent.nbytes.sum() == least.cross_bytes, where
     assert sent.nbytes[far].sum() == least.internode_bytes, where
@@ -78,7 +78,7 @@ def check_bytes_and_bounds(plan: Plan, least: Bound, where: str) -> dict[str, fl
         ("recv", sent.dst, far | True),
     ):
         busiest = float(np.bincount(ranks[chosen], sent.nbytes[chosen], 1).max())
-        bounds = [name, "send_beside"] if name == "send" and found["nic_send"] <= SLACK else [name]
+        bounds = [name, "send_beside"] if name == "send" and found["nic_send"] <= NETWORK_SLACK else [name]
         for which in bounds:
             found[which] = busiest / max(getattr(least, which), 1.0)
             assert busiest >= getattr(least, which) * (1 - 1e-9), f"{where}{which} is more than was sent"
@@ -90,7 +90,7 @@ def test_a_plan_is_the_same_each_time_and_adds_up(seed: int) -> None:
     case = random_case(seed) if seed % 2 else apart(seed)
     plan, again = plan_of(case), plan_of(case)
     for rank in {0, plan.world // 2, plan.world - 1}:
-        mine, other = plan.for_rank(rank), again.for_rank(rank)
+        mine, other = plan.plan_rank(rank), again.plan_rank(rank)
         rounds = [mine.round(number) for number in range(plan.rounds)]
         assert rounds == [other.round(number) for number in range(again.rounds)], f"seed {seed}"
         expected = set()
@@ -103,7 +103,7 @@ def test_a_plan_is_the_same_each_time_and_adds_up(seed: int) -> None:
             if now.local:
                 size = sum(piece.nbytes for piece in now.local)
                 expected.add((number, False, rank, size, 0, staged(now.local)))
-        found = messages_of(mine)
+        found = tabulate_messages(mine)
         assert set(zip(*(column.tolist() for column in found), strict=True)) == expected, f"seed {seed}"
 
 
@@ -134,16 +134,16 @@ def overlapping(world: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module", params=["the same ranks", "other ranks"])
-def all_ranks(request: pytest.FixtureRequest) -> tuple[Plan, list[Messages]]:
+def all_ranks(request: pytest.FixtureRequest) -> tuple[ReshardPlan, list[Messages]]:
     """DeepSeek-V3 on 512 GPUs."""
     arguments = deepseek(512, 32)
     if request.param == "other ranks":
         arguments = (DEEPSEEK, *placed(TrainLayout(256, 8, 32, even_stages(61, 8)), arguments[2], halves(512)), 8)
-    plan = Plan(*arguments)
-    return plan, [messages_of(plan.for_rank(rank)) for rank in range(512)]
+    plan = ReshardPlan(*arguments)
+    return plan, [tabulate_messages(plan.plan_rank(rank)) for rank in range(512)]
 
 
-def test_the_ends_of_all_messages_agree_and_fit_the_buckets(all_ranks: tuple[Plan, list[Messages]]) -> None:
+def test_the_ends_of_all_messages_agree_and_fit_the_buckets(all_ranks: tuple[ReshardPlan, list[Messages]]) -> None:
     plan, ranks = all_ranks
     ends: dict[bool, list[np.ndarray]] = {True: [], False: []}
     for rank, own in enumerate(ranks):
@@ -173,12 +173,12 @@ def test_the_ends_of_all_messages_agree_and_fit_the_buckets(all_ranks: tuple[Pla
     assert (passed[1:] <= 7 * came[:-1]).all()
 
 
-def test_nobody_waits_for_ever(all_ranks: tuple[Plan, list[Messages]]) -> None:
+def test_nobody_waits_for_ever(all_ranks: tuple[ReshardPlan, list[Messages]]) -> None:
     """Each rank starts all of a round at once, and the next when its peers of the round have started theirs, and the
     ranks of its engine, who hand over together."""
     plan, ranks = all_ranks
     peers = []
-    engines = plan.sides.engine.reshape(-1, 32).tolist()
+    engines = plan.rank_map.engine.reshape(-1, 32).tolist()
     for rank, own in enumerate(ranks):
         mates = {mate for engine in engines for mate in engine if rank in engine}
         edges = np.searchsorted(own.round, np.arange(plan.rounds + 1))
@@ -236,7 +236,7 @@ for name, ranks in (("apart", halves), ("beside", beside), ("overlapping", overl
 @pytest.mark.parametrize("row", BALANCE)
 def test_bytes_and_balance_of_real_models(row: str) -> None:
     hf, train, engine = BALANCE[row]
-    ratios = check_bytes_and_bounds(Plan(hf, train, engine, 8), bound(hf, train, engine, 8), "")
+    ratios = check_bytes_and_bounds(ReshardPlan(hf, train, engine, 8), compute_bound(hf, train, engine, 8), "")
     assert max(ratios.values()) <= 1.05, ratios
 
 
@@ -267,18 +267,18 @@ CHOSEN = [
 def test_balance_of_layouts_that_nobody_chose(layout: tuple[dict[str, Any], TrainLayout, EngineLayout]) -> None:
     """Each of the busiest ranks; and the bounds of what one sends in all, beside a linear program. Where they differ,
     nobody can meet that of plans that spare the network and the other."""
-    least = bound(*layout, 8)
-    ratios = check_bytes_and_bounds(Plan(*layout, 8), least, "")
+    least = compute_bound(*layout, 8)
+    ratios = check_bytes_and_bounds(ReshardPlan(*layout, 8), least, "")
     assert ratios.pop("send") <= 1.05 * least.send_beside / least.send
     assert len(ratios) == 4 and max(ratios.values()) <= 1.05, ratios
-    for value, within in ((least.send_beside, SLACK * least.nic_send), (least.send, np.inf)):
+    for value, within in ((least.send_beside, NETWORK_SLACK * least.nic_send), (least.send, np.inf)):
         assert value == pytest.approx(least_sent(*layout, 8, within), rel=1e-3)
 
 
 def test_fp8_halves_the_bytes() -> None:
     train, engine = TrainLayout(512, 8, 8, even_stages(61, 16)), EngineLayout(16, draft=True)
-    half, whole = (Plan(DEEPSEEK, train, engine, 8, wire=wire).transfers() for wire in ("fp8", "bf16"))
-    assert half.nbytes.sum() == bound(DEEPSEEK, train, engine, 8, "fp8").cross_bytes
+    half, whole = (ReshardPlan(DEEPSEEK, train, engine, 8, wire=wire).list_transfers() for wire in ("fp8", "bf16"))
+    assert half.nbytes.sum() == compute_bound(DEEPSEEK, train, engine, 8, "fp8").cross_bytes
     assert half.nbytes.sum() / whole.nbytes.sum() == pytest.approx(0.5, abs=0.01)
 
 
@@ -302,5 +302,5 @@ def test_what_cannot_be_planned_is_said_in_one_line() -> None:
         ((hf, train, replace(engine, ranks=tuple(range(500))), here), "tp=32 does not divide the 500 ranks of the eng"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
-            Plan(*arguments)
+            ReshardPlan(*arguments)
         assert "\n" not in str(caught.value)

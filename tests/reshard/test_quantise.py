@@ -13,10 +13,10 @@ import pytest
 import torch
 from boxes import weights
 
-from megarl.models.fp8 import FP8, block_amax, dequantise, grid_shape, is_quantised, quantise, scales
+from megarl.models.fp8 import FP8, block_amax, compute_scales, dequantise, grid_shape, is_quantised, quantise
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import TrainLayout
-from megarl.reshard.run.scale_grids import scale_grids, straddles
+from megarl.reshard.run.scale_grids import compute_scale_grids, has_split_blocks
 
 SHAPES = ((128, 128), (1, 1), (127, 129), (256, 384), (300, 200), (576, 130), (64, 1000))
 
@@ -44,7 +44,7 @@ SGLANG = theirs("per_block_cast_to_fp8", "block_quant_dequant")
 
 
 def whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    grid = scales(block_amax(weight, 0, 0, grid_shape(weight.shape)))
+    grid = compute_scales(block_amax(weight, 0, 0, grid_shape(weight.shape)))
     return quantise(weight, grid, 0, 0), grid
 
 
@@ -109,7 +109,7 @@ def test_any_cut_of_a_tensor_gives_the_whole_tensors_bits(seed: int) -> None:
     amax = torch.zeros(grid.shape)
     for r0, r1, c0, c1 in boxes:
         amax = torch.maximum(amax, block_amax(weight[r0:r1, c0:c1], r0, c0, grid.shape))
-    assert same(scales(amax), grid)
+    assert same(compute_scales(amax), grid)
     for r0, r1, c0, c1 in boxes:
         assert same(quantise(weight[r0:r1, c0:c1], grid, r0, c0), expected[r0:r1, c0:c1].contiguous())
         back = dequantise(expected[r0:r1, c0:c1], grid, r0, c0)
@@ -156,7 +156,7 @@ def test_ranks_agree_on_the_scales_of_blocks_that_they_share(tp: int, etp: int) 
         found = {}
         for param in params:
             parts = []
-            for held in sorted(train.held(rank, param), key=lambda held: held.offset):
+            for held in sorted(train.slices_of_rank(rank, param), key=lambda held: held.offset):
                 parts.append(full[param.hf[held.source].name].narrow(held.dim, held.start, held.stop - held.start))
             found[param.megatron] = torch.cat(parts, dim=held.dim)
         return found
@@ -169,9 +169,9 @@ def test_ranks_agree_on_the_scales_of_blocks_that_they_share(tp: int, etp: int) 
             asked[rank].append((tuple(ranks), tensors))
             return tensors
 
-        scale_grids(shards(rank), params, train, rank, note)
+        compute_scale_grids(shards(rank), params, train, rank, note)
     assert len({len(calls) for calls in asked.values()}) == 1
-    assert bool(asked[0]) == any(straddles(param, train) for param in params) == (tp > 1 or etp > 1)
+    assert bool(asked[0]) == any(has_split_blocks(param, train) for param in params) == (tp > 1 or etp > 1)
     for rank in range(4):
         calls = iter(range(2))
 
@@ -179,9 +179,9 @@ def test_ranks_agree_on_the_scales_of_blocks_that_they_share(tp: int, etp: int) 
             call = next(calls)
             return [torch.stack(every).amax(0) for every in zip(*(asked[r][call][1] for r in ranks), strict=True)]
 
-        grids = scale_grids(shards(rank), params, train, rank, maximum)
+        grids = compute_scale_grids(shards(rank), params, train, rank, maximum)
         for param in params:
-            for held in train.held(rank, param):
+            for held in train.slices_of_rank(rank, param):
                 grid = grids[param.megatron, held.source]
                 weight = full[param.hf[held.source].name]
                 shard = shards(rank)[param.megatron].narrow(held.dim, held.offset, held.stop - held.start)
@@ -197,7 +197,7 @@ def test_what_every_rank_has_whole_is_not_exchanged() -> None:
     hf |= dict(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=1)
     hf |= dict(n_routed_experts=2, n_shared_experts=1, num_nextn_predict_layers=0)
     train = TrainLayout(4, 4, 1, ((0,),))
-    named = {p.megatron: straddles(p, train) for p in family_of(hf).layer(hf, 0, range(2)) if is_quantised(p)}
+    named = {p.megatron: has_split_blocks(p, train) for p in family_of(hf).layer(hf, 0, range(2)) if is_quantised(p)}
     down = {name for name in named if "_down_proj" in name}
     assert down and not any(named[name] for name in down)
     assert any(named.values())

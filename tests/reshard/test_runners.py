@@ -18,12 +18,14 @@ from megarl.reshard.plan import engine_settings as runners
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
-CHOICES = foreign_dataclasses.constants(ast.parse((server_args._source() / "arg_groups/choices.py").read_text()))
+CHOICES = foreign_dataclasses.parse_constants(
+    ast.parse((server_args._sglang_folder() / "arg_groups/choices.py").read_text())
+)
 
 
 def members(file: str, name: str) -> set[str]:
     """The values of an enumeration in SGLang's source."""
-    tree = ast.parse((server_args._source() / file).read_text())
+    tree = ast.parse((server_args._sglang_folder() / file).read_text())
     (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
     values = [node.value for node in found.body if isinstance(node, ast.Assign)]
     return {str(value.value) for value in values if isinstance(value, ast.Constant)}
@@ -49,7 +51,7 @@ def test_every_choice_that_sglang_lists_is_decided(setting: str, constant: str) 
 
 def test_every_way_to_send_tokens_is_decided() -> None:
     assert not undecided(members("layers/moe/utils.py", "MoeA2ABackend"), "moe_a2a_backend")
-    assert set(server_args.fields()["moe_a2a_backend"].choices or ()) <= runners.A2A.keys()
+    assert set(server_args.load_fields()["moe_a2a_backend"].choices or ()) <= runners.A2A.keys()
 
 
 def test_what_the_layers_know_beside_the_settings_is_decided() -> None:
@@ -59,20 +61,22 @@ def test_what_the_layers_know_beside_the_settings_is_decided() -> None:
 
 def test_where_experts_are_is_refused() -> None:
     for name in runners.PLACEMENTS:
-        assert name in server_args.fields() and name not in engine_settings._ALLOWED
+        assert name in server_args.load_fields() and name not in engine_settings._ALLOWED
 
 
 @pytest.mark.parametrize("setting", runners.TABLES)
 def test_the_start_check_reads_the_table(setting: str) -> None:
     for choice, verdict in runners.TABLES[setting].items():
-        if choice not in (server_args.fields()[setting].choices or (choice,)):
+        if choice not in (server_args.load_fields()[setting].choices or (choice,)):
             continue
         if verdict.bf16:
             engine_settings.check({setting: choice})
         else:
             with pytest.raises(ConfigError, match=f"rollout.sglang.{setting}={choice} is not known"):
                 engine_settings.check({setting: choice})
-    assert runners.carried(setting) == tuple(name for name, verdict in runners.TABLES[setting].items() if verdict.bf16)
+    assert runners.supported_choices(setting) == tuple(
+        name for name, verdict in runners.TABLES[setting].items() if verdict.bf16
+    )
 
 
 def test_a_refusal_says_why() -> None:
@@ -82,18 +86,18 @@ def test_a_refusal_says_why() -> None:
 
 def test_on_blackwell_scales_that_are_repacked_are_refused() -> None:
     sent = {"moe_a2a_backend": "deepep"}
-    started = {**sent, **engine_settings.safe_runner(sent, blackwell=True)}
+    started = {**sent, **engine_settings.choose_runner(sent, blackwell=True)}
     with pytest.raises(ConfigError, match="moe_runner_backend=deep_gemm, which rollout.sglang.moe_a2a_backend=deepep"):
         runners.check_blackwell(started, fp8=True)
     with pytest.raises(ConfigError, match="fp8_gemm_runner_backend=deep_gemm: with an FP8 checkpoint"):
         runners.check_blackwell({"fp8_gemm_runner_backend": "deep_gemm"}, fp8=True)
     runners.check_blackwell(started, fp8=False)
-    runners.check_blackwell(engine_settings.safe_runner({}, blackwell=True), fp8=True)
+    runners.check_blackwell(engine_settings.choose_runner({}, blackwell=True), fp8=True)
 
 
 def test_sglang_repacks_scales_there_and_marks_them() -> None:
     """What the refusal rests on, and what an engine that did it by itself would say of its layers."""
-    source = (server_args._source() / "layers/quantization/fp8_utils.py").read_text()
+    source = (server_args._sglang_folder() / "layers/quantization/fp8_utils.py").read_text()
     body = source[source.index("def requant_block_scale_ue8m0_for_deepgemm(") :]
     assert "weight_scale.format_ue8m0 = True" in body[: body.index("\ndef ", 1)]
 
@@ -109,7 +113,7 @@ HIDDEN_BY = {
 
 def test_sglang_leaves_in_place_what_is_carried_and_marks_the_rest() -> None:
     """Its own code, that runs when weights are loaded, as on Hopper and on Blackwell; see `post_load.py`."""
-    choices = [*runners.carried("moe_runner_backend"), *(choice for choice, _ in HIDDEN_BY)]
+    choices = [*runners.supported_choices("moe_runner_backend"), *(choice for choice, _ in HIDDEN_BY)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "megarl/cpu/stubs"), str(ROOT / "tests")])
     command = [sys.executable, "-W", "ignore", "tests/reshard/post_load.py", ",".join(choices)]
     environment = {**os.environ, "PYTHONPATH": path, **engine_settings.ENVIRONMENT}
@@ -130,7 +134,7 @@ def test_sglang_leaves_in_place_what_is_carried_and_marks_the_rest() -> None:
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v2", "glm4_moe"])
 def test_the_experts_of_every_family_are_the_same_kind_of_layer(model: str) -> None:
     """So what is true of one of these is true of all; GLM-4.5's file is its own, Kimi K2 is DeepSeek-V3 by name."""
-    tree = ast.parse((server_args._source() / f"models/{model}.py").read_text())
+    tree = ast.parse((server_args._sglang_folder() / f"models/{model}.py").read_text())
     calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert any("get_moe_impl_class" in call for call in calls)
 

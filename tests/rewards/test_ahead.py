@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from megarl.types import Prompt, Rollout, Turn
-from megarl.workers.reward import Ahead
+from megarl.workers.reward import RewardPrefetch
 
 
 def test_found_by_the_conversation_whatever_became_of_it() -> None:
@@ -20,20 +20,20 @@ def test_found_by_the_conversation_whatever_became_of_it() -> None:
         return result
 
     def taken(rollout: Rollout) -> tuple[int, bool]:
-        said, there = ahead.take(rollout)
+        said, there = ahead.pop(rollout)
         return said.result(), there
 
-    ahead = Ahead(begin)
+    ahead = RewardPrefetch(begin)
     first, second, third = (Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (0.0,), True)), seed=5) for _ in range(3))
-    ahead.ended(first)
-    ahead.ended(second)
+    ahead.on_rollout_finished(first)
+    ahead.on_rollout_finished(second)
     assert taken(replace(second, group=7, routing=None)) == (2, True)
     assert taken(first) == (1, True) and len(begun) == 2
     assert taken(third) == (3, False), "nobody had begun it"
     assert taken(first) == (4, False), "it is asked for again"
-    ahead.ended(third)
+    ahead.on_rollout_finished(third)
     begun.clear()
-    assert len(ahead._begun) == 1
+    assert len(ahead._pending) == 1
     del third
     gc.collect()
-    assert not ahead._begun
+    assert not ahead._pending

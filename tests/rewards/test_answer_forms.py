@@ -9,7 +9,7 @@ import pytest
 
 from megarl.rewards.arithmetic import arithmetic
 from megarl.rewards.choice import choice
-from megarl.rewards.code.scorer import code_of
+from megarl.rewards.code.scorer import extract_code
 from megarl.rewards.gsm8k import gsm8k, gsm8k_strict
 from megarl.rewards.math_dapo import math_dapo
 from megarl.rewards.math_verify import math_verify, math_verify_strict
@@ -179,5 +179,5 @@ def test_what_needs_no_change():
         assert exact_match(said(answer, "Paris")) == 1.0
     for answer in ("It is **72**.", r"It is \(72\).", "It is $72$.", "It is\n72."):
         assert arithmetic(said(answer, "72")) == 1.0
-    assert code_of("<think>x</think><answer>\nx = 1\n</answer>") == "x = 1"
-    assert code_of("<answer>```python\nx = 1\n```</answer>").strip() == "x = 1"
+    assert extract_code("<think>x</think><answer>\nx = 1\n</answer>") == "x = 1"
+    assert extract_code("<answer>```python\nx = 1\n```</answer>").strip() == "x = 1"

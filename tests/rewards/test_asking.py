@@ -13,8 +13,8 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.rewards import http_requests as module
-from megarl.rewards.http_requests import Answer, Asker, AskingOptions, shown
-from megarl.types.reward_values import Failed
+from megarl.rewards.http_requests import HttpClient, HttpOptions, HttpResponse, preview
+from megarl.types.reward_values import RewardFailure
 from megarl.utils.addresses import is_public
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,8 +29,8 @@ def server() -> Iterator[Judging]:
         yield judging
 
 
-def asker(url: Any, **options: Any) -> Asker:
-    return Asker(AskingOptions.read({"url": url, "pause": 0, "tries": 2, **options}), "service")
+def asker(url: Any, **options: Any) -> HttpClient:
+    return HttpClient(HttpOptions.read({"url": url, "pause": 0, "tries": 2, **options}), "service")
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,17 @@ def test_private_ones_are_refused_before_anything_starts(url: str) -> None:
     with pytest.raises(
         ConfigError, match="in a private network: set roles.reward.options.private=true if it is one of"
     ):
-        AskingOptions.read({"url": url})
-    assert AskingOptions.read({"url": url, "private": True}).url == (url,)
+        HttpOptions.read({"url": url})
+    assert HttpOptions.read({"url": url, "private": True}).url == (url,)
 
 
 @pytest.mark.parametrize("host", ["2130706433", "127.1", "0x7f000001"])
 def test_other_ways_to_write_an_address(server: Judging, host: str) -> None:
     """They are no addresses to look at, but systems make 127.0.0.1 of them."""
     url = server.url.replace("127.0.0.1", host)
-    (failed,) = asker(url).ask([b"1"])
-    assert isinstance(failed, Failed) and "tries" not in failed.why
-    assert "is at 127.0.0.1, on this machine" in failed.why or "is not a canonical IPv4 address" in failed.why
+    (failed,) = asker(url).post_all([b"1"])
+    assert isinstance(failed, RewardFailure) and "tries" not in failed.reason
+    assert "is at 127.0.0.1, on this machine" in failed.reason or "is not a canonical IPv4 address" in failed.reason
     assert server.requests == []
 
 
@@ -110,12 +110,12 @@ def test_a_name_that_means_a_private_address_is_refused_where_it_connects(
 ) -> None:
     rebound.append(address)
     url = server.url.replace("127.0.0.1", "judge.example")
-    (failed,) = asker(url).ask([b"1"])
-    assert isinstance(failed, Failed) and f"is at {address}, on this machine" in failed.why
-    assert "tries" not in failed.why and server.requests == []
+    (failed,) = asker(url).post_all([b"1"])
+    assert isinstance(failed, RewardFailure) and f"is at {address}, on this machine" in failed.reason
+    assert "tries" not in failed.reason and server.requests == []
     with pytest.raises(ConfigError, match="in a private network"):
-        asker(url).look()
-    assert asker(url, private=True).ask([b"1"]) == [Answer(url, b"1")]
+        asker(url).check_reachable()
+    assert asker(url, private=True).post_all([b"1"]) == [HttpResponse(url, b"1")]
 
 
 def test_a_name_that_comes_to_mean_another_address_is_refused_then(
@@ -126,24 +126,26 @@ def test_a_name_that_comes_to_mean_another_address_is_refused_then(
     url = server.url.replace("127.0.0.1", "judge.example")
     one = asker(url)
     monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.2")
-    first, second = (one.ask([b"1"])[0] for _ in range(2))
-    assert isinstance(first, Failed) and "(2 tries)" in first.why
-    assert isinstance(second, Failed) and "is at 127.0.0.1, on this machine" in second.why
+    first, second = (one.post_all([b"1"])[0] for _ in range(2))
+    assert isinstance(first, RewardFailure) and "(2 tries)" in first.reason
+    assert isinstance(second, RewardFailure) and "is at 127.0.0.1, on this machine" in second.reason
     assert server.requests == []
 
 
 def test_no_redirect_is_followed(server: Judging) -> None:
     with Judging(reply=lambda body: body) as other:
         server.answers = [(302, b"", {"Location": other.url})]
-        (failed,) = asker(server.url, private=True).ask([b"1"])
-        assert isinstance(failed, Failed) and f"it redirects to {other.url}, which is not followed" in failed.why
+        (failed,) = asker(server.url, private=True).post_all([b"1"])
+        assert (
+            isinstance(failed, RewardFailure) and f"it redirects to {other.url}, which is not followed" in failed.reason
+        )
         assert other.requests == [] and len(server.requests) == 1
 
 
 def test_no_proxy_is_used(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, server.gone)
-    assert asker(server.url, private=True).ask([b"1"]) == [Answer(server.url, b"1")]
+        monkeypatch.setenv(name, server.num_interrupted)
+    assert asker(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
 
 
 @pytest.mark.parametrize(
@@ -154,34 +156,34 @@ def test_what_is_secret_is_sent_and_never_said(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", held)
     one = asker(server.url, private=True, auth_env="JUDGE_KEY")
-    one.check_here()
-    assert one.ask([b"1"]) == [Answer(server.url, b"1")]
-    one.look()
+    one.check_credentials()
+    assert one.post_all([b"1"]) == [HttpResponse(server.url, b"1")]
+    one.check_reachable()
     assert [headers["Authorization"] for headers in server.headers] == [sent] * 2
     server.answers = [(401, f"no such key: {sent}".encode())]
-    (failed,) = one.ask([b"1"])
-    assert isinstance(failed, Failed) and "status 401: no such key: " in failed.why and "***" in failed.why
-    assert held.split()[-1] not in failed.why + repr(one.options)
+    (failed,) = one.post_all([b"1"])
+    assert isinstance(failed, RewardFailure) and "status 401: no such key: " in failed.reason and "***" in failed.reason
+    assert held.split()[-1] not in failed.reason + repr(one.options)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70])
 def test_hosts_that_no_name_can_be_are_asked_once(host: str) -> None:
-    (failed,) = asker(f"http://{host}:1/x").ask([b"1"])
-    assert isinstance(failed, Failed) and failed.why.endswith("; set roles.reward.options.url")
-    assert failed.why.startswith(f"the service http://{host}:1/x: UnicodeError: ") and "tries" not in failed.why
+    (failed,) = asker(f"http://{host}:1/x").post_all([b"1"])
+    assert isinstance(failed, RewardFailure) and failed.reason.endswith("; set roles.reward.options.url")
+    assert failed.reason.startswith(f"the service http://{host}:1/x: UnicodeError: ") and "tries" not in failed.reason
 
 
 def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    assert asker(server.url, private=True).ask([b"1"]) == [Answer(server.url, b"1")]
+    assert asker(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
     assert "Authorization" not in server.headers[0] and server.headers[0]["Accept-Encoding"] == "identity"
     one = asker(server.url, private=True, auth_env="JUDGE_KEY")
-    for use in (one.check_here, one.look, lambda: one.ask([b"1"])):
+    for use in (one.check_credentials, one.check_reachable, lambda: one.post_all([b"1"])):
         with pytest.raises(ConfigError, match="environment variable JUDGE_KEY is not set on this machine; export it"):
             use()
     monkeypatch.setenv("JUDGE_KEY", "a\nb")
     with pytest.raises(ConfigError, match="holds characters that no header may have") as caught:
-        one.check_here()
+        one.check_credentials()
     assert "a\nb" not in str(caught.value)
 
 
@@ -200,7 +202,7 @@ def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyP
 )
 def test_what_is_in_the_wrong_place(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        AskingOptions.read({"url": "http://a/b", **options})
+        HttpOptions.read({"url": "http://a/b", **options})
     assert complaint in str(caught.value) and SECRET not in str(caught.value)
 
 
@@ -208,21 +210,21 @@ def test_an_answer_has_a_largest_size(server: Judging) -> None:
     """Also one that says nothing of its size, or is packed."""
     one = asker(server.url, private=True, answer_mb=0.01)
     server.answers = [(200, b"1" * 10_000), (200, b"1" * 10_001), (500, b"1" * 10_001)]
-    good, *large = one.ask([b"1"]) + one.ask([b"1"]) + one.ask([b"1"])
-    assert good == Answer(server.url, b"1" * 10_000)
-    assert all(isinstance(failed, Failed) and "more than 0.01 MB" in failed.why for failed in large)
+    good, *large = one.post_all([b"1"]) + one.post_all([b"1"]) + one.post_all([b"1"])
+    assert good == HttpResponse(server.url, b"1" * 10_000)
+    assert all(isinstance(failed, RewardFailure) and "more than 0.01 MB" in failed.reason for failed in large)
     server.answers = [(200, b"\x1f\x8b", {"Content-Encoding": "gzip"})]
-    assert one.ask([b"1"]) == [Answer(server.url, b"\x1f\x8b")]  # as it came: no archive is opened
+    assert one.post_all([b"1"]) == [HttpResponse(server.url, b"\x1f\x8b")]  # as it came: no archive is opened
 
 
 def test_pauses_double_and_end(server: Judging) -> None:
-    one = Asker(AskingOptions.read({"url": server.url, "private": True, "pause": 1}), "service")
+    one = HttpClient(HttpOptions.read({"url": server.url, "private": True, "pause": 1}), "service")
     state: Any = type("State", (), {})()
     for attempt, most in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 10), (400, 10)):
         state.attempt_number = attempt
-        assert all(most / 2 <= one._pause(state) <= most for _ in range(20))
+        assert all(most / 2 <= one._retry_delay(state) <= most for _ in range(20))
 
 
 @pytest.mark.parametrize(("data", "said"), [(b"", "nothing"), (b" a\n\tb ", "a b"), (b"a\x1b[31m\x00b", "a [31m b")])
 def test_what_is_shown(data: bytes, said: str) -> None:
-    assert shown(data) == said and len(shown(data * 10_000)) <= 200
+    assert preview(data) == said and len(preview(data * 10_000)) <= 200

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.rewards.by_source import SOURCES, BySource, by_source
 from megarl.rewards.code import hidden_tests
-from megarl.rewards.functions import checked, load_functions
+from megarl.rewards.functions import check_function, load_functions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
@@ -47,13 +47,13 @@ def test_an_unknown_one_is_named(source):
 def test_as_a_reward_function():
     functions = load_functions(["megarl.rewards.by_source:by_source"])
     assert functions == {"by_source": by_source}
-    assert checked(by_source, "by_source")(said("#### 72", "72", "openai/gsm8k")) == 1.0
+    assert check_function(by_source, "by_source")(said("#### 72", "72", "openai/gsm8k")) == 1.0
 
 
 def test_sources_of_ones_own():
     mine = BySource({**SOURCES, "lab/*": len_of, "lab/maths*": one, "lab/x": zero})
     assert [mine(said("abc", None, source)) for source in ("lab/a", "lab/maths-2", "lab/x", "lab/xy")] == [3, 1, 0, 3]
-    assert mine.of("openai/gsm8k") is SOURCES["openai/gsm8k"]
+    assert mine.function_for("openai/gsm8k") is SOURCES["openai/gsm8k"]
 
 
 async def later(rollout):
@@ -63,7 +63,9 @@ async def later(rollout):
 def test_a_coroutine_function_is_awaited():
     mine = BySource({"lab/a": later, "lab/b": one})
     assert [mine(said("abc", None, source)) for source in ("lab/a", "lab/b", "lab/a")] == [3, 1, 3]
-    assert by_source.of("livecodebench/code_generation_lite") is hidden_tests is by_source.of("taco")
+    assert (
+        by_source.function_for("livecodebench/code_generation_lite") is hidden_tests is by_source.function_for("taco")
+    )
 
 
 def len_of(rollout):

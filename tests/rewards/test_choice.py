@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.choice import choice, letter_of
+from megarl.rewards.choice import choice, extract_letter
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
@@ -74,7 +74,7 @@ from said import said  # noqa: E402
     ],
 )
 def test_the_letter(answer, letter):
-    assert letter_of(answer) == letter
+    assert extract_letter(answer) == letter
     for truth in "ABCDE":
         assert choice(said(answer, truth)) == float(truth == letter)
 
@@ -96,9 +96,9 @@ FORMS = ["Answer: {}", "the answer is ({})", r"\boxed{{{}}}", "({})", "**{}**", 
 @given(st.lists(st.tuples(st.sampled_from(FORMS[:3]), st.sampled_from("ABCDE")), min_size=1, max_size=5))
 def test_the_last_that_is_marked_counts(stated):
     text = " and then. ".join(form.format(letter) for form, letter in stated)
-    assert letter_of(text) == stated[-1][1]
+    assert extract_letter(text) == stated[-1][1]
 
 
 @given(st.sampled_from(FORMS), st.sampled_from("ABCDE"), st.text("xyz ,\n", max_size=30))
 def test_what_is_said_before_makes_no_difference(form, letter, before):
-    assert letter_of(f"{before}\n{form.format(letter)}") == letter
+    assert extract_letter(f"{before}\n{form.format(letter)}") == letter

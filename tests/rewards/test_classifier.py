@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.sequence_classifier import ClassifierOptions, batches, label_of, positions
+from megarl.rewards.sequence_classifier import ClassifierOptions, batches, get_context_length, resolve_label
 
 ONE = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 THREE = ONE | {"id2label": {"0": "bad", "1": "good", "2": "0"}}
 
 
 def label(hf: dict[str, Any], **options: Any) -> int:
-    return label_of(hf, ClassifierOptions.read(options), "/judge")
+    return resolve_label(hf, ClassifierOptions.read(options), "/judge")
 
 
 def test_the_label_that_is_the_score() -> None:
@@ -45,9 +45,9 @@ def test_what_is_no_score(hf: dict[str, Any], options: dict[str, Any], complaint
 
 
 def test_tokens_that_it_takes() -> None:
-    assert positions({"max_position_embeddings": 514}, 512) == 512
-    assert positions({"n_positions": 1024}, 10**30) == 1024
-    assert positions({}, 77) == 77
+    assert get_context_length({"max_position_embeddings": 514}, 512) == 512
+    assert get_context_length({"n_positions": 1024}, 10**30) == 1024
+    assert get_context_length({}, 77) == 77
 
 
 def test_batches_by_hand() -> None:

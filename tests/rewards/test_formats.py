@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rewards.format_reward import format_reward, format_reward_opened, in_tags
-from megarl.rewards.functions import checked
+from megarl.rewards.functions import check_function
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
@@ -60,7 +60,7 @@ def test_bad(answer):
 
 
 def test_tags_of_ones_own():
-    form = checked(partial(in_tags, tags=("plan", "code", "check")), "mine:form")
+    form = check_function(partial(in_tags, tags=("plan", "code", "check")), "mine:form")
     assert form(said("<plan>1</plan><code>2</code><check>3</check>", None)) == 1.0
     assert form(said("<plan>1</plan><check>3</check><code>2</code>", None)) == 0.0
 

@@ -9,9 +9,9 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.config.plugins import is_async
-from megarl.rewards.functions import checked, load_functions
+from megarl.rewards.functions import check_function, load_functions
 from megarl.rewards.gsm8k import gsm8k
-from megarl.types.reward_values import Failed, Reward, RewardError, of_model, reward_of, worth
+from megarl.types.reward_values import Reward, RewardError, RewardFailure, parse_model_score, parse_reward, sum_reward
 
 
 class Unshown:
@@ -24,7 +24,7 @@ class Unshown:
 
 @pytest.mark.parametrize("value", [True, 2, 0.5, numpy.float32(0.5), numpy.bool_(True), torch.tensor(0.25)])
 def test_numbers(value):
-    found = reward_of(value, 2)
+    found = parse_reward(value, 2)
     assert found == Reward(float(value)) and type(found.reward) is float
 
 
@@ -65,15 +65,15 @@ def test_numbers(value):
 )
 def test_anything_else_is_no_reward(value, message):
     with pytest.raises(RewardError, match=f"^it,? ?{message}"):
-        reward_of(value, 2)
+        parse_reward(value, 2)
 
 
 def test_what_is_said_of_turns_and_besides():
     said = {"reward": numpy.float64(0.5), "parts": {"style": True}, "turns": numpy.array([0.25, 0])}
-    found = reward_of(said, 2)
-    assert found == Reward(0.5, {"style": 1.0}, (0.25, 0.0)) and worth(found) == 0.75
-    assert reward_of({"turns": (1, 2)}, 2) == Reward(0.0, {}, (1.0, 2.0))
-    assert reward_of({"reward": 1, "parts": None, "turns": None}, 2) == reward_of(Reward(1), 2) == Reward(1.0)
+    found = parse_reward(said, 2)
+    assert found == Reward(0.5, {"style": 1.0}, (0.25, 0.0)) and sum_reward(found) == 0.75
+    assert parse_reward({"turns": (1, 2)}, 2) == Reward(0.0, {}, (1.0, 2.0))
+    assert parse_reward({"reward": 1, "parts": None, "turns": None}, 2) == parse_reward(Reward(1), 2) == Reward(1.0)
 
 
 def test_a_coroutine_that_nobody_awaits_is_named():
@@ -82,15 +82,15 @@ def test_a_coroutine_that_nobody_awaits_is_named():
 
     coroutine = later()
     with pytest.raises(RewardError, match="returned a coroutine, which nobody awaits: make it a function by `async"):
-        reward_of(coroutine, 0)
+        parse_reward(coroutine, 0)
     coroutine.close()
 
 
 def test_a_models_score():
-    assert of_model(-2.5) == Reward(-2.5)
+    assert parse_model_score(-2.5) == Reward(-2.5)
     for odd in (float("nan"), float("inf"), 2e6):
-        found = of_model(odd)
-        assert isinstance(found, Failed) and "reward.model" in found.why
+        found = parse_model_score(odd)
+        assert isinstance(found, RewardFailure) and "reward.model" in found.reason
 
 
 def test_load(tmp_path, monkeypatch):
@@ -151,7 +151,7 @@ def test_what_cannot_be_a_reward_is_named_before_anything_starts(tmp_path, monke
     "function", [functools.partial(lambda scale, rollout: scale, 0.5), Unshown(), lambda rollout, scale=1: 0.5, max]
 )
 def test_whatever_can_be_called_with_a_rollout_is_a_function(function):
-    assert checked(function, "it") is function
+    assert check_function(function, "it") is function
 
 
 def test_coroutine_functions_are_known_as_such():
@@ -163,5 +163,5 @@ def test_coroutine_functions_are_known_as_such():
             return 1.0
 
     for function in (later, functools.partial(later, scale=2.0), Later()):
-        assert checked(function, "it") is function and is_async(function)
+        assert check_function(function, "it") is function and is_async(function)
     assert not is_async(gsm8k) and not is_async(Unshown())

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.composite import checked_weights, fused, fused_episodes, unfused
+from megarl.rewards.composite import check_weights, clear_reward, combine_episode_rewards, combine_reward
 from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
-from megarl.types.reward_values import Failed, Reward, Verdict
+from megarl.types.reward_values import Reward, RewardFailure, RewardResult
 
 ROLLOUT = Rollout(
     Prompt("p", ()),
@@ -24,33 +24,33 @@ ROLLOUT = Rollout(
 
 def test_the_sum_by_weights_and_what_is_not_named_counts_as_it_is() -> None:
     said = {"gsm8k": Reward(1.0), "model": Reward(-2.0, {"margin": 0.5}), "service": Reward(3.0)}
-    found = fused(ROLLOUT, said, {"gsm8k": 0.4, "model": 0.5})
+    found = combine_reward(ROLLOUT, said, {"gsm8k": 0.4, "model": 0.5})
     assert found.reward == pytest.approx(0.4 - 1.0 + 3.0)
     assert found.reward_parts == {"gsm8k": 1.0, "model": -2.0, "model/margin": 0.5, "service": 3.0}
     assert found.unscored == {} and found.turns is ROLLOUT.turns
-    assert fused(ROLLOUT, said, {}).reward == 2.0
-    assert fused(ROLLOUT, {}, {}).reward == 0.0
+    assert combine_reward(ROLLOUT, said, {}).reward == 2.0
+    assert combine_reward(ROLLOUT, {}, {}).reward == 0.0
 
 
 def test_turns_have_their_share_in_it() -> None:
     """0.5 * (1 + 0.25 + 0.5) + 2 * (0 - 0.25 + 0)."""
     said = {"a": Reward(1.0, turns=(0.25, 0.5)), "b": Reward(0.0, turns=(-0.25, 0.0)), "c": Reward(1.0)}
-    found = fused(ROLLOUT, said, {"a": 0.5, "b": 2.0, "c": 0.0})
+    found = combine_reward(ROLLOUT, said, {"a": 0.5, "b": 2.0, "c": 0.0})
     assert [turn.reward for turn in found.turns] == [0.0, 0.125 - 0.5, 0.0, 0.25]
     assert found.reward == 0.875 - 0.5 and found.reward_parts == {"a": 1.75, "b": -0.25, "c": 1.0}
     assert tuple(replace(turn, reward=0.0) for turn in found.turns) == ROLLOUT.turns
-    again = fused(found, {"c": Reward(1.0)}, {})
+    again = combine_reward(found, {"c": Reward(1.0)}, {})
     assert again.turns == ROLLOUT.turns and again.reward == 1.0
-    assert unfused(found) == replace(ROLLOUT, reward=0.0, reward_parts={}, unscored={})
+    assert clear_reward(found) == replace(ROLLOUT, reward=0.0, reward_parts={}, unscored={})
 
 
-@pytest.mark.parametrize("other", [Failed("it raised"), Reward(8e5, turns=(1e5, 0.0))])
-def test_where_a_part_fails_there_is_no_reward(other: Verdict) -> None:
-    said: dict[str, Verdict] = {"good": Reward(2e5, turns=(1.0, 1.0)), "other": other}
-    found = fused(ROLLOUT, said, {})
+@pytest.mark.parametrize("other", [RewardFailure("it raised"), Reward(8e5, turns=(1e5, 0.0))])
+def test_where_a_part_fails_there_is_no_reward(other: RewardResult) -> None:
+    said: dict[str, RewardResult] = {"good": Reward(2e5, turns=(1.0, 1.0)), "other": other}
+    found = combine_reward(ROLLOUT, said, {})
     assert found.reward == 0.0 and not any(turn.reward for turn in found.turns)
     assert found.reward_parts["good"] == 200002.0
-    if isinstance(other, Failed):
+    if isinstance(other, RewardFailure):
         assert found.unscored == {"other": "it raised"}
     else:
         assert list(found.unscored) == ["sum"] and "returned 1.1e+06; beyond 1e+06" in found.unscored["sum"]
@@ -75,13 +75,13 @@ def test_where_a_part_fails_there_is_no_reward(other: Verdict) -> None:
 )
 def test_weights_that_are_none(given: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as error:
-        checked_weights(given, ("gsm8k", "model"))
+        check_weights(given, ("gsm8k", "model"))
     assert "\n" not in str(error.value)
 
 
 def test_weights() -> None:
-    assert checked_weights({"model": 2, "gsm8k": -0.5}, ("gsm8k", "model")) == {"model": 2.0, "gsm8k": -0.5}
-    assert checked_weights({}, ()) == {}
+    assert check_weights({"model": 2, "gsm8k": -0.5}, ("gsm8k", "model")) == {"model": 2.0, "gsm8k": -0.5}
+    assert check_weights({}, ()) == {}
 
 
 def test_the_last_branch_is_judged_and_the_reward_is_of_all() -> None:
@@ -89,17 +89,22 @@ def test_the_last_branch_is_judged_and_the_reward_is_of_all() -> None:
     turn = Turn((7,), (0.0,), True, reward=3.0)
     branches = as_branches([replace(ROLLOUT, turns=(Turn((1,)), turn)), ROLLOUT], 0)
     aborted = as_branches([ROLLOUT, replace(ROLLOUT, status="aborted", failure="late")], 1)
-    given = Rollouts.of([*branches, *aborted, ROLLOUT, *as_branches([ROLLOUT] * 3, 2)])
-    said: list[dict[str, Verdict]] = [
+    given = Rollouts.gather([*branches, *aborted, ROLLOUT, *as_branches([ROLLOUT] * 3, 2)])
+    said: list[dict[str, RewardResult]] = [
         {"a": Reward(1.0, {"b": 2.0}, (0.25, 0.5))},
         {"a": Reward(5.0)},
-        {"a": Failed("x")},
+        {"a": RewardFailure("x")},
     ]
-    first, last, *gone, alone, one, two, three = fused_episodes(given, said, {"a": 2.0})
-    assert last == fused(branches[1], said[0], {"a": 2.0}) and [turn.reward for turn in last.turns] == [0, 0.5, 0, 1.0]
+    first, last, *gone, alone, one, two, three = combine_episode_rewards(given, said, {"a": 2.0})
+    assert last == combine_reward(branches[1], said[0], {"a": 2.0}) and [turn.reward for turn in last.turns] == [
+        0,
+        0.5,
+        0,
+        1.0,
+    ]
     assert first.turns == (Turn((1,)), replace(turn, reward=0.0)) and first.messages == branches[0].messages
     assert first.reward == last.reward == 3.5 and first.reward_parts == last.reward_parts == {"a": 1.75, "a/b": 2.0}
-    assert gone == [unfused(rollout) for rollout in aborted]
-    assert alone == fused(ROLLOUT, said[1], {"a": 2.0}) and alone.reward == 10.0
+    assert gone == [clear_reward(rollout) for rollout in aborted]
+    assert alone == combine_reward(ROLLOUT, said[1], {"a": 2.0}) and alone.reward == 10.0
     assert one.unscored == two.unscored == three.unscored == {"a": "x"} and one.reward == 0.0
     assert [rollout.episode for rollout in (first, last, *gone, alone, one)] == [0, 0, 1, 1, -1, 2]

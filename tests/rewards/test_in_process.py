@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megarl.rewards import reward_process
-from megarl.rewards.failed_rewards import NOT_JUDGED
+from megarl.rewards.failed_rewards import NOT_SCORED
 from megarl.rewards.reward_process import score
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.reward_values import Failed, Reward
+from megarl.types.reward_values import Reward, RewardFailure
 
 ROOT = Path(__file__).parents[2]
 ROLLOUTS = [
@@ -27,8 +27,8 @@ ROLLOUTS = [
 def failed(function, timeout=float("inf"), rollouts=ROLLOUTS[:1]):
     """Why each of them has no reward."""
     found = [verdicts["f"] for verdicts in score(rollouts, {"f": function}, timeout)]
-    assert all(isinstance(one, Failed) and "\n" not in one.why for one in found)
-    return [one.why for one in found]
+    assert all(isinstance(one, RewardFailure) and "\n" not in one.reason for one in found)
+    return [one.reason for one in found]
 
 
 def length(rollout):
@@ -56,7 +56,7 @@ def test_what_each_function_says_of_each_rollout():
 def test_one_that_fails_is_one_of_them():
     found = score(ROLLOUTS, {"inverse": lambda rollout: 1 / len(rollout.answer)})
     assert [one["inverse"] for one in found][1:] == [Reward(1.0), Reward(0.5)]
-    assert isinstance(found[0]["inverse"], Failed)
+    assert isinstance(found[0]["inverse"], RewardFailure)
 
 
 def test_a_function_that_raises_is_named_in_one_line():
@@ -163,10 +163,10 @@ def renames(rollout):
 
 @pytest.mark.parametrize("function", [sleeps, spins, swallows, renames, waits])
 def test_a_function_that_hangs_is_interrupted(function):
-    before = signal.getsignal(reward_process.LATE)
+    before = signal.getsignal(reward_process.TIMEOUT_SIGNAL)
     (why,) = failed(function, timeout=0.2)
     assert why == "it took longer than reward.timeout=0.2 s; make it faster or raise that"
-    assert signal.getsignal(reward_process.LATE) == before
+    assert signal.getsignal(reward_process.TIMEOUT_SIGNAL) == before
     assert not [thread for thread in threading.enumerate() if thread.name == "reward deadline"]
 
 
@@ -240,5 +240,5 @@ def test_nothing_is_called_any_more_once_too_many_have_failed():
         assert time.monotonic() - began < 30.0
         assert [verdicts["good"] for verdicts in found] == [Reward(float(i)) for i in range(3)] * 20
         said = [verdicts["f"] for verdicts in found]
-        assert sum(one is NOT_JUDGED for one in said) == 57 and all(isinstance(one, Failed) for one in said)
+        assert sum(one is NOT_SCORED for one in said) == 57 and all(isinstance(one, RewardFailure) for one in said)
         assert len(called) == (3 if function is fails else 60)

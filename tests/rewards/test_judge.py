@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError
-from megarl.rewards.judge import PROMPT, Judge, JudgeOptions, filled, question
+from megarl.rewards.judge import PROMPT, Judge, JudgeOptions, fill_template, format_question
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.reward_values import Failed
+from megarl.types.reward_values import RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging, says  # noqa: E402
@@ -47,7 +47,7 @@ def judge(server: Judging, **options: Any) -> Judge:
 def test_what_is_sent(server: Judging) -> None:
     prompt = 'Q {question}\nA {answer}\nT {ground_truth} {"json": 1} {0} {}'
     one = judge(server, prompt=prompt, pattern=r"\d+", request={"max_tokens": 7, "seed": 3}, most=100)
-    assert one.scores([rollout("five")]) == [(36.0, {})]
+    assert one.score([rollout("five")]) == [(36.0, {})]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/v1/chat/completions")
     content = 'Q 2+3?\nA five\nT 5 {"json": 1} {0} {}'
@@ -66,16 +66,16 @@ def test_what_is_sent(server: Judging) -> None:
 )
 def test_where_it_is(server: Judging, end: str, path: str) -> None:
     one = judge(server, url=server.address + end)
-    one.look()
-    one.scores([rollout("five")])
+    one.check_reachable()
+    one.score([rollout("five")])
     assert [asked for _, asked, _ in server.requests] == [f"{path}/models", f"{path}/chat/completions"]
 
 
 def test_scores_are_in_their_order(server: Judging) -> None:
     server.answers = [0.2, 0.0, 0.1]
     rollouts = [rollout("x" * number, number=number) for number in (3, 1, 4, 1, 5)]
-    assert judge(server, concurrency=3).scores(rollouts) == [(3, {}), (1, {}), (4, {}), (1, {}), (5, {})]
-    assert judge(server).scores([]) == [] and server.most == 3
+    assert judge(server, concurrency=3).score(rollouts) == [(3, {}), (1, {}), (4, {}), (1, {}), (5, {})]
+    assert judge(server).score([]) == [] and server.most == 3
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_scores_are_in_their_order(server: Judging) -> None:
 )
 def test_the_last_score_counts(server: Judging, text: str, score: float) -> None:
     server.answers = [(200, json.dumps(says(text)).encode())]
-    assert judge(server).scores([rollout("five")]) == [(score, {})]
+    assert judge(server).score([rollout("five")]) == [(score, {})]
 
 
 def said(text: Any, **about: Any) -> tuple[int, bytes]:
@@ -134,35 +134,37 @@ def said(text: Any, **about: Any) -> tuple[int, bytes]:
 )
 def test_what_gives_no_score(server: Judging, answer: Any, complaint: str | None) -> None:
     server.answers = [answer, answer]
-    (found,) = judge(server, tries=2).scores([rollout("five")])
+    (found,) = judge(server, tries=2).score([rollout("five")])
     if complaint is None:
         assert found == (5.0, {})
     else:
-        assert isinstance(found, Failed) and complaint in found.why and found.why.isprintable()
-        assert found.why.startswith(f"the judge {server.address}/v1: ")
+        assert isinstance(found, RewardFailure) and complaint in found.reason and found.reason.isprintable()
+        assert found.reason.startswith(f"the judge {server.address}/v1: ")
 
 
 def test_one_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [said("no")]
-    first, second, third = judge(server, concurrency=1).scores([rollout("a"), rollout("\ud800"), rollout("abc")])
-    assert isinstance(first, Failed) and third == (3.0, {})
-    assert isinstance(second, Failed) and second.why.startswith("the sample cannot be sent to a judge as JSON: ")
+    first, second, third = judge(server, concurrency=1).score([rollout("a"), rollout("\ud800"), rollout("abc")])
+    assert isinstance(first, RewardFailure) and third == (3.0, {})
+    assert isinstance(second, RewardFailure) and second.reason.startswith(
+        "the sample cannot be sent to a judge as JSON: "
+    )
 
 
 def test_patterns_of_ones_own(server: Judging) -> None:
     server.answers = [said("A [[7]] b"), said("verdict 9 of 10"), said("grade: B"), said("5" * 30 + "x")]
     rated = judge(server, pattern=r"\[\[(\d+)\]\]")
-    assert rated.scores([rollout("x")]) == [(7.0, {})]
-    assert judge(server, pattern=r"\d(?= of)").scores([rollout("x")]) == [(9.0, {})]
-    (odd,) = judge(server, pattern=r"grade: (.)").scores([rollout("x")])
-    assert isinstance(odd, Failed) and "found 'B', which is no number" in odd.why
+    assert rated.score([rollout("x")]) == [(7.0, {})]
+    assert judge(server, pattern=r"\d(?= of)").score([rollout("x")]) == [(9.0, {})]
+    (odd,) = judge(server, pattern=r"grade: (.)").score([rollout("x")])
+    assert isinstance(odd, RewardFailure) and "found 'B', which is no number" in odd.reason
 
 
 def test_a_pattern_that_never_ends_is_a_failure(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rewards.judge._SEARCH_S", 0.02)
     server.answers = [said("a" * 3000)]
-    (failed,) = judge(server, pattern=r"(?:(?:a|aa)+)+b(\d)").scores([rollout("x")])
-    assert isinstance(failed, Failed) and "pattern looked for a score for more than 0.02 s" in failed.why
+    (failed,) = judge(server, pattern=r"(?:(?:a|aa)+)+b(\d)").score([rollout("x")])
+    assert isinstance(failed, RewardFailure) and "pattern looked for a score for more than 0.02 s" in failed.reason
 
 
 INJECTED = [
@@ -177,7 +179,7 @@ INJECTED = [
 
 @pytest.mark.parametrize("answer", INJECTED)
 def test_what_the_policy_says_is_data(answer: str) -> None:
-    text = filled(PROMPT, rollout(answer, truth="the secret truth"))
+    text = fill_template(PROMPT, rollout(answer, truth="the secret truth"))
     assert answer in text and text.count("the secret truth") == 1
     fence = text.partition("[answer ")[2][:16]
     assert text.count(f"[end of answer {fence}]") == 1 and fence not in answer
@@ -188,8 +190,8 @@ def test_what_the_policy_says_is_data(answer: str) -> None:
 @given(st.text(max_size=300))
 def test_the_fence_is_the_same_for_the_same_and_never_inside(answer: str) -> None:
     template = "{fence}{answer}{fence}"
-    text = filled(template, rollout(answer))
-    assert text == filled(template, rollout(answer))
+    text = fill_template(template, rollout(answer))
+    assert text == fill_template(template, rollout(answer))
     assert text[16:-16] == answer and text[:16] == text[-16:] and text[:16] not in answer
 
 
@@ -199,11 +201,11 @@ def test_questions() -> None:
         "role": "user",
         "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}],
     }
-    assert question((USER,)) == "2+3?"
-    assert question((system, USER)) == "system: Be short.\n\nuser: 2+3?"
-    assert question((parts,)) == "a\n\nb"
-    assert filled("{answer}|{ground_truth}", rollout("x", None)) == "x|"
-    assert filled("{answer}|{ground_truth}", rollout("x", [1, 2])) == "x|[1, 2]"
+    assert format_question((USER,)) == "2+3?"
+    assert format_question((system, USER)) == "system: Be short.\n\nuser: 2+3?"
+    assert format_question((parts,)) == "a\n\nb"
+    assert fill_template("{answer}|{ground_truth}", rollout("x", None)) == "x|"
+    assert fill_template("{answer}|{ground_truth}", rollout("x", [1, 2])) == "x|[1, 2]"
 
 
 @pytest.mark.parametrize(
@@ -232,4 +234,4 @@ def test_options_that_are_none(options: dict[str, Any], complaint: str) -> None:
 
 def test_how_long_it_may_take() -> None:
     known = {"url": "http://a", "model": "m", "concurrency": 4, "timeout": 6, "tries": 3}
-    assert Judge(JudgeOptions.read(known)).longest(9) == 3 * 3 * (6 + 10)
+    assert Judge(JudgeOptions.read(known)).max_duration(9) == 3 * 3 * (6 + 10)

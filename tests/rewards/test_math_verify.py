@@ -17,8 +17,16 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards.math_verify import LONGEST, MOST_BITS, differ, math_verify, math_verify_strict, small, tame
-from megarl.rewards.stated_answer import boxed
+from megarl.rewards.math_verify import (
+    LONGEST,
+    MOST_BITS,
+    is_different,
+    is_safe_to_evaluate,
+    is_safe_to_parse,
+    math_verify,
+    math_verify_strict,
+)
+from megarl.rewards.stated_answer import extract_boxed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
@@ -153,7 +161,7 @@ def test_the_parser_sees_so_many_characters_and_no_more(monkeypatch):
     + [r"\binom{\binom{9}{4}}{2}", r"\operatorname{rank} A", r"\begin{vmatrix}1\end{vmatrix}"],
 )
 def test_what_is_not_parsed(text):
-    assert not small(text)
+    assert not is_safe_to_parse(text)
     assert math_verify(said(f"\\boxed{{{text}}}", "1")) == 0.0
     assert math_verify(said(f"\\boxed{{{text}}}", text)) == 1.0 or len(text) > LONGEST or "(" * 7 in text
 
@@ -163,7 +171,7 @@ def test_what_is_not_parsed(text):
     ["x \\in (0,\\infty)", "x \\ne 3", "100!", "n!", r"\binom{n}{2}", "((((((1))))))", "I choose 5!", "by binomials"],
 )
 def test_what_is(text):
-    assert small(text)
+    assert is_safe_to_parse(text)
 
 
 x, y = sympy.symbols("x y")
@@ -202,12 +210,14 @@ def power(base, exponent):
     ],
 )
 def test_what_may_be_evaluated(expression, may_be):
-    assert tame(expression) is may_be
+    assert is_safe_to_evaluate(expression) is may_be
 
 
 def test_the_bound_is_one():
     """A power as large as is allowed has no more bits than are allowed."""
-    assert (3 ** (2**19)).bit_length() <= MOST_BITS and tame(power(sympy.Integer(3), sympy.Integer(2**19)))
+    assert (3 ** (2**19)).bit_length() <= MOST_BITS and is_safe_to_evaluate(
+        power(sympy.Integer(3), sympy.Integer(2**19))
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +243,7 @@ def test_the_bound_is_one():
     ],
 )
 def test_what_needs_no_thought(one, other, may):
-    assert differ(one, other) is may and differ(other, one) is may
+    assert is_different(one, other) is may and is_different(other, one) is may
 
 
 SLOW = [
@@ -281,7 +291,7 @@ def test_in_threads_and_in_a_process_and_no_signal_is_touched():
     ],
 )
 def test_what_a_box_holds(text, inside):
-    assert boxed(text) == inside
+    assert extract_boxed(text) == inside
 
 
 def test_gsm8k_by_mathematics():

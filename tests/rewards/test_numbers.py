@@ -2,7 +2,7 @@ from decimal import Decimal
 
 import pytest
 
-from megarl.rewards.stated_answer import as_number, numbers_in
+from megarl.rewards.stated_answer import find_numbers, parse_number
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from megarl.rewards.stated_answer import as_number, numbers_in
     ],
 )
 def test_numbers_in(text, expected):
-    assert numbers_in(text) == [Decimal(number) for number in expected]
+    assert find_numbers(text) == [Decimal(number) for number in expected]
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ def test_numbers_in(text, expected):
     [(72, 72), (72.5, 72.5), ("72", 72), (" $1,080. ", 1080), (-3, -3), ("\u22123", -3)],
 )
 def test_as_number(value, expected):
-    assert as_number(value) == Decimal(str(expected))
+    assert parse_number(value) == Decimal(str(expected))
 
 
 @pytest.mark.parametrize("value", [None, "", "seven", "7 apples", "7 8", True])
 def test_not_a_number(value):
-    assert as_number(value) is None
+    assert parse_number(value) is None

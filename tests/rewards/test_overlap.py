@@ -15,15 +15,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from scripted import CHAT, CONFIG, PROMPT, Script, parse  # noqa: E402
 
 from megarl.engine.generation import Generation  # noqa: E402
-from megarl.environments.process_sessions import Sessions  # noqa: E402
+from megarl.environments.process_sessions import EnvironmentPool  # noqa: E402
 from megarl.rewards.functions import load_functions  # noqa: E402
-from megarl.rewards.reward_pool import Pool  # noqa: E402
-from megarl.rollout.conversation import Surroundings  # noqa: E402
-from megarl.rollout.group_queue import Tickets  # noqa: E402
-from megarl.rollout.scheduler import Gathered, gather_rollouts  # noqa: E402
+from megarl.rewards.reward_pool import RewardPool  # noqa: E402
+from megarl.rollout.conversation import RolloutContext  # noqa: E402
+from megarl.rollout.group_queue import GroupQueue  # noqa: E402
+from megarl.rollout.scheduler import GenerationResult, gather_rollouts  # noqa: E402
 from megarl.types import Prompt  # noqa: E402
 from megarl.types.reward_values import Reward  # noqa: E402
-from megarl.workers.reward import Ahead  # noqa: E402
+from megarl.workers.reward import RewardPrefetch  # noqa: E402
 
 
 class AfterTheReward(Script):
@@ -45,15 +45,15 @@ class AfterTheReward(Script):
 def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     mark, specs = tmp_path / "scored", ["odd_rewards:odd"]
-    pool = Pool(load_functions(specs), specs, 60.0, 1, tmp_path / "rewards.log")
-    ahead = Ahead(pool.begin)
+    pool = RewardPool(load_functions(specs), specs, 60.0, 1, tmp_path / "rewards.log")
+    ahead = RewardPrefetch(pool.submit)
     prompts = [Prompt(f"touch/{mark}", PROMPT.messages), Prompt("routing", PROMPT.messages)]
-    policy, sessions = AfterTheReward(mark), Sessions(CHAT.known, 60.0, 1)
+    policy, sessions = AfterTheReward(mark), EnvironmentPool(CHAT.known, 60.0, 1)
 
-    async def run() -> Gathered:
-        around = Surroundings(CHAT, sessions, parse, CONFIG, ended=ahead.ended)
+    async def run() -> GenerationResult:
+        around = RolloutContext(CHAT, sessions, parse, CONFIG, on_rollout_finished=ahead.on_rollout_finished)
         ends = asyncio.get_running_loop().time() + 300
-        tickets = Tickets(len(prompts))
+        tickets = GroupQueue(len(prompts))
         return await gather_rollouts(
             prompts, tickets, policy, around, samples=1, greedy=False, seed=1, first_group=4, deadline=ends
         )
@@ -61,9 +61,9 @@ def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypat
     try:
         rollouts = asyncio.run(run()).rollouts
         assert [rollout.status for rollout in rollouts] == ["stop", "stop"], "the second has waited in vain"
-        found = [ahead.take(rollout)[0] for rollout in rollouts]
+        found = [ahead.pop(rollout)[0] for rollout in rollouts]
         assert [one.result(60) for one in found] == [{"odd": Reward(1.0)}] * 2
-        assert not ahead._begun
+        assert not ahead._pending
     finally:
         pool.close()
 
@@ -78,13 +78,15 @@ def test_what_failed_is_not_shown_to_anybody() -> None:
                 await asyncio.sleep(600)
             return await super().generate(context, params, routed)
 
-    sessions = Sessions(CHAT.known, 60.0, 1)
+    sessions = EnvironmentPool(CHAT.known, 60.0, 1)
 
-    async def run() -> Gathered:
-        around = Surroundings(CHAT, sessions, parse, CONFIG, ended=lambda rollout: told.append(rollout.status))
+    async def run() -> GenerationResult:
+        around = RolloutContext(
+            CHAT, sessions, parse, CONFIG, on_rollout_finished=lambda rollout: told.append(rollout.status)
+        )
         ends = asyncio.get_running_loop().time() + 3.0
         return await gather_rollouts(
-            [PROMPT], Tickets(1), Late("3"), around, samples=2, greedy=False, seed=1, deadline=ends
+            [PROMPT], GroupQueue(1), Late("3"), around, samples=2, greedy=False, seed=1, deadline=ends
         )
 
     rollouts = asyncio.run(run()).rollouts

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.processes.process_limits import NO_LIMITS, Limits
+from megarl.processes.process_limits import NO_LIMITS, ProcessLimits
 from megarl.rewards.functions import load_functions
-from megarl.rewards.reward_pool import Pool
+from megarl.rewards.reward_pool import RewardPool
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.reward_values import Failed, Reward, Verdict
+from megarl.types.reward_values import Reward, RewardFailure, RewardResult
 
 HERE = Path(__file__).parent
-Made = Callable[..., Pool]
+Made = Callable[..., RewardPool]
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     monkeypatch.syspath_prepend(HERE)
     pools = []
 
-    def make(*names: str, limit: float = 60.0, size: int = 1, limits: Limits = NO_LIMITS) -> Pool:
+    def make(*names: str, limit: float = 60.0, size: int = 1, limits: ProcessLimits = NO_LIMITS) -> RewardPool:
         specs = [f"odd_rewards:{name}" for name in names]
-        pools.append(Pool(load_functions(specs), specs, limit, size, tmp_path / "logs/rewards_0.log", limits))
+        pools.append(RewardPool(load_functions(specs), specs, limit, size, tmp_path / "logs/rewards_0.log", limits))
         return pools[-1]
 
     yield make
@@ -44,8 +44,8 @@ def rollout(sample: str) -> Rollout:
     return Rollout(Prompt(sample, ()), turns, group=3, reward=2.0)
 
 
-def verdicts(pool: Pool, *samples: str, name: str = "odd") -> list[Verdict]:
-    begun = [pool.begin(rollout(sample)) for sample in samples]
+def verdicts(pool: RewardPool, *samples: str, name: str = "odd") -> list[RewardResult]:
+    begun = [pool.submit(rollout(sample)) for sample in samples]
     return [one.result(120)[name] for one in begun]
 
 
@@ -69,12 +69,12 @@ def test_each_way_to_fail_fails_alone(made: Made, tmp_path: Path) -> None:
     }
     for how, complaint in complaints.items():
         found = said[how]
-        assert isinstance(found, Failed) and complaint in found.why and "\n" not in found.why, (how, found)
-    assert (HERE / "odd_rewards.py").name in said["raise"].why  # type: ignore[union-attr]
+        assert isinstance(found, RewardFailure) and complaint in found.reason and "\n" not in found.reason, (how, found)
+    assert (HERE / "odd_rewards.py").name in said["raise"].reason  # type: ignore[union-attr]
     log = (tmp_path / "logs/rewards_0.log").read_text()
     assert "Bad file descriptor" in log
     for how in complaints:  # beside what it has printed, also where that is nothing
-        assert f"  odd of prompt '{how}': {said[how].why}\n" in log  # type: ignore[union-attr]
+        assert f"  odd of prompt '{how}': {said[how].reason}\n" in log  # type: ignore[union-attr]
     assert "'fine'" not in log
 
 
@@ -84,7 +84,7 @@ def test_what_a_function_may_do(made: Made, tmp_path: Path) -> None:
     assert said[:4] == [Reward(0.5), Reward(0.75), Reward(0.0, {"style": 2.0}, (0.25, 0.5))] + [
         Reward(1.0, {"style": 2.0}, (0.5, 0.25))
     ]
-    assert isinstance(said[4], Failed) and "3 `turns` for 2 turns of the policy's" in said[4].why
+    assert isinstance(said[4], RewardFailure) and "3 `turns` for 2 turns of the policy's" in said[4].reason
     assert said[5] == Reward(1.0)
     assert eventually(lambda: "said by a function" in (tmp_path / "logs/rewards_0.log").read_text())
 
@@ -100,17 +100,21 @@ def test_a_process_is_kept_until_it_dies_and_all_are_used(made: Made) -> None:
 
 def test_functions_have_no_secrets_and_so_much_memory(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    short = verdicts(made("odd", limits=Limits(memory_mb=2048)), "memory", "fine", "secret")
-    assert isinstance(short[0], Failed) and "it raised MemoryError" in short[0].why
+    short = verdicts(made("odd", limits=ProcessLimits(memory_mb=2048)), "memory", "fine", "secret")
+    assert isinstance(short[0], RewardFailure) and "it raised MemoryError" in short[0].reason
     assert short[1:] == [Reward(1.0), Reward(0.0)]
-    assert verdicts(made("odd", limits=Limits(("HF_TOKEN",), 0)), "secret") == [Reward(1.0)]
+    assert verdicts(made("odd", limits=ProcessLimits(("HF_TOKEN",), 0)), "secret") == [Reward(1.0)]
 
 
 def test_several_functions_are_told_apart(made: Made) -> None:
     pool = made("odd", "one", "aodd", size=3)
-    said = pool.begin(rollout("raise")).result(60)
+    said = pool.submit(rollout("raise")).result(60)
     assert list(said) == ["odd", "one", "aodd"]
-    assert said["one"] == Reward(1.0) and isinstance(said["odd"], Failed) and isinstance(said["aodd"], Failed)
+    assert (
+        said["one"] == Reward(1.0)
+        and isinstance(said["odd"], RewardFailure)
+        and isinstance(said["aodd"], RewardFailure)
+    )
 
 
 def test_coroutine_functions_are_awaited_many_at_once_in_a_process(made: Made) -> None:
@@ -121,7 +125,9 @@ def test_coroutine_functions_are_awaited_many_at_once_in_a_process(made: Made) -
 def test_a_coroutine_that_waits_for_ever_is_cancelled(made: Made) -> None:
     said = verdicts(made("aodd", limit=0.5), "wait", "fine", "swallow", name="aodd")
     assert said[1] == Reward(1.0)
-    assert all(isinstance(one, Failed) and "took longer than reward.timeout=0.5 s" in one.why for one in said[::2])
+    assert all(
+        isinstance(one, RewardFailure) and "took longer than reward.timeout=0.5 s" in one.reason for one in said[::2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_a_coroutine_that_takes_its_process_with_it_fails_alone(
     monkeypatch.setattr("megarl.rewards.reward_pool.GRACE_S", 1.0)
     said = verdicts(made("aodd", limit=1.0), "fine", how, "fine", "turns", "fine", name="aodd")
     assert [one == Reward(1.0) for one in said] == [True, False, True, False, True]
-    assert isinstance(said[1], Failed) and complaint in said[1].why
+    assert isinstance(said[1], RewardFailure) and complaint in said[1].reason
     assert said[3] == Reward(0.0, {"style": 2.0}, (0.25, 0.5))
 
 
@@ -143,15 +149,15 @@ def test_all_is_waited_for_or_nothing_is_left(made: Made, tmp_path: Path) -> Non
     """A function that hangs is killed with what it has started, in sessions of their own, too; so it is by `close`."""
     mark = tmp_path / "pids"
     (said,) = verdicts(made("odd", limit=4.0), f"leave/{mark}")
-    assert isinstance(said, Failed) and "took longer" in said.why
+    assert isinstance(said, RewardFailure) and "took longer" in said.reason
     assert len(left(mark)) == 2 and gone(left(mark))
     mark.unlink()
     pool = made("odd")
-    pool.begin(rollout(f"leave/{mark}"))
+    pool.submit(rollout(f"leave/{mark}"))
     assert eventually(lambda: mark.exists() and len(left(mark)) == 2)
     pool.close()
     assert gone(left(mark))
-    assert pool.begin(rollout("fine")).future.cancelled()
+    assert pool.submit(rollout("fine")).future.cancelled()
     pool.close()
 
 
@@ -159,7 +165,7 @@ def test_semaphores_of_what_is_killed_do_not_stay_in_shared_memory(made: Made, t
     hows = ("hang", "killed", "die", "fault")
     samples = [f"semaphores/{how}{tmp_path}/{how}" for how in hows]
     for how, said in zip(hows, verdicts(made("odd", limit=4.0), *samples), strict=True):
-        assert isinstance(said, Failed), (how, said)
+        assert isinstance(said, RewardFailure), (how, said)
         names = (tmp_path / how).read_text().split()
         assert len(names) == 3 and names[0].startswith("/mp-")
         assert eventually(lambda names=names: not any(Path(f"/dev/shm/sem.{name[1:]}").exists() for name in names)), how
@@ -199,33 +205,33 @@ time.sleep(600)
 def test_a_nursery_that_is_lost_is_replaced(made: Made) -> None:
     pool = made("odd")
     assert verdicts(pool, "fine") == [Reward(1.0)]
-    process: Any = pool._nursery._process
+    process: Any = pool._fork_server._process
     process.kill()
     process.wait()
     said = verdicts(pool, "die", "fine")
-    assert isinstance(said[0], Failed) and said[1] == Reward(1.0)
-    assert pool._nursery._process is not process
+    assert isinstance(said[0], RewardFailure) and said[1] == Reward(1.0)
+    assert pool._fork_server._process is not process
 
 
 def test_functions_that_another_process_cannot_have(
     made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pool = made("odd", limits=Limits(pass_env=("REWARDS_BREAK",)))
+    pool = made("odd", limits=ProcessLimits(pass_env=("REWARDS_BREAK",)))
     monkeypatch.setenv("REWARDS_BREAK", "1")
     pool.start()
     complaint = "another process could not load it: reward.functions: cannot import odd_rewards .*no licence"
     with pytest.raises(ConfigError, match=complaint) as error:
-        pool.ready()
+        pool.wait_ready()
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
     (said,) = verdicts(pool, "fine")
-    assert isinstance(said, Failed) and "no licence in another process" in said.why
+    assert isinstance(said, RewardFailure) and "no licence in another process" in said.reason
 
 
 def test_a_conversation_that_cannot_be_sent(made: Made) -> None:
     pool = made("odd")
     odd = Rollout(Prompt("fine", (), extra={"lock": lambda: 0}), (Turn((1,)),))
-    said = pool.begin(odd).result(60)["odd"]
-    assert isinstance(said, Failed) and "cannot be sent to its process" in said.why
+    said = pool.submit(odd).result(60)["odd"]
+    assert isinstance(said, RewardFailure) and "cannot be sent to its process" in said.reason
     assert verdicts(pool, "fine") == [Reward(1.0)]
 
 

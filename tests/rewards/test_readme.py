@@ -18,12 +18,12 @@ import yaml
 
 from megarl.config import Config, from_dict
 from megarl.observe.control import Control
-from megarl.rewards.composite import checked_weights, fused
+from megarl.rewards.composite import check_weights, combine_reward
 from megarl.rewards.functions import load_functions
-from megarl.rewards.reward_pool import Pool
+from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_settings import check_reward
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 from megarl.types.reward_values import Reward
 
 README = Path(__file__).parents[2] / "megarl/rewards/README.md"
@@ -58,13 +58,13 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # another test's
     reward = config(0).reward
-    pool = Pool(load_functions(reward.functions), reward.functions, reward.timeout, 2, tmp_path / "rewards.log")
+    pool = RewardPool(load_functions(reward.functions), reward.functions, reward.timeout, 2, tmp_path / "rewards.log")
     try:
-        said = pool.begin(ROLLOUT).result(60)
+        said = pool.submit(ROLLOUT).result(60)
     finally:
         pool.close()
     assert said == {"brief": Reward(1.0), "polite": Reward(0.0, {"words": 3.0}, (1.0, 0.0))}
-    scored = fused(ROLLOUT, said, {})
+    scored = combine_reward(ROLLOUT, said, {})
     assert scored.reward == 2.0 and [turn.reward for turn in scored.turns] == [0.0, 1.0, 0.0, 0.0]
 
 
@@ -72,7 +72,7 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_configurations_are_accepted(number: int) -> None:
     found = config(number)
     options = dict(found.roles.get("reward", {}).get("options", {}))
-    check_reward(found, Declared("grpo", "prompts", ("rollout", "actor", "reward"), ("actor",)), options)
+    check_reward(found, Requirements("grpo", "prompts", ("rollout", "actor", "reward"), ("actor",)), options)
 
 
 def test_a_service() -> None:
@@ -97,18 +97,18 @@ class Parts:
         self.weights = weights
 
     def controls(self) -> Any:
-        return {"reward.weights": lambda given: checked_weights(given, PARTS)}
+        return {"reward.weights": lambda given: check_weights(given, PARTS)}
 
-    def control(self, key: str, value: Any) -> None:
+    def set_control(self, key: str, value: Any) -> None:
         self.weights = value
 
 
 def test_weights_and_the_control_file(tmp_path: Path) -> None:
-    reward = Parts(checked_weights(config(3).reward.weights, PARTS))
+    reward = Parts(check_weights(config(3).reward.weights, PARTS))
     said = {"gsm8k": Reward(1.0), "model": Reward(-0.5), "service": Reward(2.0)}
-    assert fused(ROLLOUT, said, reward.weights).reward == pytest.approx(0.4 - 0.25 + 0.2)
+    assert combine_reward(ROLLOUT, said, reward.weights).reward == pytest.approx(0.4 - 0.25 + 0.2)
     control = Control(tmp_path, [reward], lambda line: None)
     (tmp_path / "control.yaml").write_text(example("control"))
-    control.take(2, control.read())
-    assert fused(ROLLOUT, said, reward.weights).reward == pytest.approx(0.8 - 0.05 + 0.2)
-    assert replace(fused(ROLLOUT, said, reward.weights), reward=0.0, reward_parts={}) == ROLLOUT
+    control.apply(2, control.read())
+    assert combine_reward(ROLLOUT, said, reward.weights).reward == pytest.approx(0.8 - 0.05 + 0.2)
+    assert replace(combine_reward(ROLLOUT, said, reward.weights), reward=0.0, reward_parts={}) == ROLLOUT

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.failed_rewards import NOT_JUDGED
+from megarl.rewards.failed_rewards import NOT_SCORED
 from megarl.rewards.service import Service, ServiceOptions
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.reward_values import Failed
+from megarl.types.reward_values import RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging  # noqa: E402
@@ -42,7 +42,7 @@ def service(server: Judging, **options: Any) -> Service:
 
 def test_what_is_sent(server: Judging) -> None:
     one = rollout(3, "a b", ground_truth=np.int64(2), extra={"level": [1, 2]})
-    assert service(server).scores([one]) == [(2.0, {"style": 0.5})]
+    assert service(server).score([one]) == [(2.0, {"style": 0.5})]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/score")
     user, said = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": "a b"})
@@ -52,39 +52,39 @@ def test_what_is_sent(server: Judging) -> None:
 
 def test_answers_are_in_their_order_however_long_they_take(server: Judging) -> None:
     server.answers = [0.3, 0.0, 0.1]
-    found = service(server, batch=2, concurrency=3).scores(ROLLOUTS)
+    found = service(server, batch=2, concurrency=3).score(ROLLOUTS)
     assert found == [(number, {"style": 0.5}) for number in range(1, 8)]
     assert sorted(len(batch) for batch in server.batches()) == [1, 2, 2, 2]
-    assert service(server).scores([]) == []
+    assert service(server).score([]) == []
 
 
 def test_so_many_requests_at_once() -> None:
     with Judging() as slow:
         slow.answers = [0.05] * 7
-        service(slow, batch=1, concurrency=2).scores(ROLLOUTS)
+        service(slow, batch=1, concurrency=2).score(ROLLOUTS)
         assert slow.most == 2
 
 
 def test_plain_numbers_will_do() -> None:
     with Judging(lambda conversation: len(conversation["answer"]) > 4) as judging:
-        assert service(judging).scores(ROLLOUTS[:2]) == [(0.0, {}), (1.0, {})]
+        assert service(judging).score(ROLLOUTS[:2]) == [(0.0, {}), (1.0, {})]
 
 
 def test_several_addresses_in_turn(server: Judging) -> None:
     with Judging() as second:
-        service(server, url=[server.url, second.url], batch=1).scores(ROLLOUTS)
+        service(server, url=[server.url, second.url], batch=1).score(ROLLOUTS)
         assert (len(server.batches()), len(second.batches())) == (4, 3)
 
 
 def test_what_may_pass_is_tried_again(server: Judging) -> None:
     """A lost connection, a time-out, an overload, a failure."""
     server.answers = [None, 5.0, (429, b"slowly"), (503, b"not yet")]
-    assert service(server, timeout=0.5).scores(ROLLOUTS[:1]) == [(1.0, {"style": 0.5})]
+    assert service(server, timeout=0.5).score(ROLLOUTS[:1]) == [(1.0, {"style": 0.5})]
     assert len(server.requests) == 5
 
 
 def test_another_address_answers_for_one_that_is_lost(server: Judging) -> None:
-    found = service(server, url=[server.gone, server.url], batch=1).scores(ROLLOUTS)
+    found = service(server, url=[server.num_interrupted, server.url], batch=1).score(ROLLOUTS)
     assert len(found) == 7 and len(server.requests) == 7
 
 
@@ -125,44 +125,46 @@ LARGE = b"[" + b"1" * 300 + b"]"
 )
 def test_what_comes_back_is_named_with_its_address(server: Judging, answer: Any, complaint: str) -> None:
     server.answers = [answer, answer]
-    (failed,) = service(server, timeout=0.5, tries=2, answer_mb=0.001).scores(ROLLOUTS[:1])
-    assert isinstance(failed, Failed) and failed.why.isprintable()
-    assert failed.why.startswith(f"the reward service {server.url}: ") and complaint in failed.why
+    (failed,) = service(server, timeout=0.5, tries=2, answer_mb=0.001).score(ROLLOUTS[:1])
+    assert isinstance(failed, RewardFailure) and failed.reason.isprintable()
+    assert failed.reason.startswith(f"the reward service {server.url}: ") and complaint in failed.reason
 
 
 def test_one_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [(200, b'[1, null, {"reward": 3, "parts": {"a": 1}}]')]
-    first, second, third = service(server, batch=3).scores(ROLLOUTS[:3])
+    first, second, third = service(server, batch=3).score(ROLLOUTS[:3])
     assert (first, third) == ((1.0, {}), (3.0, {"a": 1.0}))
-    assert isinstance(second, Failed) and "it returned a NoneType" in second.why
+    assert isinstance(second, RewardFailure) and "it returned a NoneType" in second.reason
 
 
 def test_a_request_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [(400, b"no")]
-    found = service(server, batch=3, concurrency=1).scores(ROLLOUTS)
-    assert [isinstance(one, Failed) for one in found] == [True] * 3 + [False] * 4
+    found = service(server, batch=3, concurrency=1).score(ROLLOUTS)
+    assert [isinstance(one, RewardFailure) for one in found] == [True] * 3 + [False] * 4
 
 
 def test_what_cannot_be_sent_is_not(server: Judging) -> None:
     odd = [rollout(1, "x", extra={"a": {1}}), ROLLOUTS[1], rollout(2, "\ud800")]
-    first, second, third = service(server).scores(odd)
+    first, second, third = service(server).score(odd)
     assert second == (2.0, {"style": 0.5})
     for failed in (first, third):
-        assert isinstance(failed, Failed)
-        assert failed.why.startswith("the sample cannot be sent to a reward service as JSON: ")
+        assert isinstance(failed, RewardFailure)
+        assert failed.reason.startswith("the sample cannot be sent to a reward service as JSON: ")
     assert [len(batch) for batch in server.batches()] == [1]
 
 
 def test_a_look_takes_any_answer(server: Judging) -> None:
-    service(server).look()
+    service(server).check_reachable()
     assert server.requests == [("GET", "/score", None)]
-    with pytest.raises(ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); see that it runs"):
-        service(server, url=[server.url, server.gone], tries=2).look()
+    with pytest.raises(
+        ConfigError, match=rf"the reward service {server.num_interrupted}: Client.* \(2 tries\); see that it runs"
+    ):
+        service(server, url=[server.url, server.num_interrupted], tries=2).check_reachable()
 
 
 def test_how_long_it_may_take() -> None:
     one = Service(ServiceOptions.read({"url": "http://a/b", "batch": 4, "concurrency": 2, "timeout": 6, "tries": 3}))
-    assert one.longest(9) == 2 * 3 * (6 + 10)
+    assert one.max_duration(9) == 2 * 3 * (6 + 10)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_nobody_is_asked_any_more_once_too_many_have_failed(server: Judging) -> 
     """Two requests at once, of which the first three are refused and the others would take minutes."""
     server.answers = [(400, b"no")] * 3 + [600.0] * 4
     began = time.monotonic()
-    found = service(server, batch=1, concurrency=2, timeout=700.0).scores(ROLLOUTS, most_failed=2.0)
+    found = service(server, batch=1, concurrency=2, timeout=700.0).score(ROLLOUTS, most_failed=2.0)
     assert time.monotonic() - began < 30.0
-    assert [one is NOT_JUDGED for one in found] == [False] * 3 + [True] * 4
+    assert [one is NOT_SCORED for one in found] == [False] * 3 + [True] * 4
     assert len(server.batches()) <= 5

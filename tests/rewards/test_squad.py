@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.squad import exact_match, f1, normalised
+from megarl.rewards.squad import exact_match, f1, normalize
 
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
@@ -29,7 +29,7 @@ from said import said  # noqa: E402
     ],
 )
 def test_what_makes_no_difference(text, plain):
-    assert normalised(text) == plain == normalised(plain)
+    assert normalize(text) == plain == normalize(plain)
 
 
 @pytest.mark.parametrize(

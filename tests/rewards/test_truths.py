@@ -13,7 +13,7 @@ from megarl.config import ConfigError, from_dict
 from megarl.rewards.by_source import by_source
 from megarl.rewards.choice import choice
 from megarl.rewards.code import hidden_tests
-from megarl.rewards.ground_truths import check_truths, look_at_truths
+from megarl.rewards.ground_truths import check_truth_file, check_truths
 from megarl.rewards.gsm8k import gsm8k
 from megarl.rewards.math_dapo import math_dapo
 from megarl.rewards.math_verify import math_verify
@@ -57,12 +57,12 @@ def test_the_first_bad_rows_are_named_by_file_and_row(tmp_path: Path) -> None:
     truths = ["1"] * 20 + ["ten", "11", "no", "none", "many"]
     file.write_text("".join(json.dumps({"prompt": "x", "ground_truth": truth}) + "\n" for truth in truths))
     config = from_dict({"reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]}})
-    (line,) = look_at_truths(config, str(file))
+    (line,) = check_truth_file(config, str(file))
     assert "4 of 25 rows have no ground truth that gsm8k can use" in line and "many" not in line
     assert all(f"{file}:{number}" in line for number in (21, 23, 24)) and "'ten' is not a number" in line
     config = from_dict({"reward": {"functions": ["megarl.rewards.choice:choice"]}})
     with pytest.raises(ConfigError, match="25 of 25 rows have no ground truth that choice can use"):
-        look_at_truths(config, str(file))
+        check_truth_file(config, str(file))
 
 
 def test_of_a_file_without_end_a_part_is_looked_at() -> None:

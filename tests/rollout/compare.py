@@ -41,7 +41,7 @@ def assert_equals(engine: Engine, model: PreTrainedModel, version: int) -> None:
     for prompt, out in zip(PROMPTS, greedy, strict=True):
         assert list(out.token_ids) == tiny_models.greedy(model, prompt, TOKENS)
     for prompt, out in zip(PROMPTS * 2, greedy + sampled, strict=True):
-        assert out.finish == "length" and out.weight_version == version
+        assert out.finish_reason == "length" and out.weight_version == version
         with tiny_models.watched_experts(model) as experts:
             expected = tiny_models.logprobs(model, [*prompt, *out.token_ids])[len(prompt) - 1 : -1]
         if recorded(engine) is not None:

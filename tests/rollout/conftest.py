@@ -18,7 +18,7 @@ from engine_config import make_config  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from megarl.config import Config  # noqa: E402
-from megarl.engine.engine_host_client import SHARED  # noqa: E402
+from megarl.engine.engine_host_client import HOST_VARIABLE  # noqa: E402
 from megarl.engine.sglang_engine import Engine  # noqa: E402
 
 
@@ -40,7 +40,7 @@ def start(host: str, model: PreTrainedModel, folder: Path, **rollout: Any) -> It
     config = replace(config, train=records)
     engine = Engine(config, threads=1)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(SHARED, host)
+        patched.setenv(HOST_VARIABLE, host)
         engine.start()
     try:
         engine.wait_ready()

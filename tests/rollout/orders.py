@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from megarl.engine.sglang_engine import Engine, allocate
-from megarl.engine.weight_sender import Mailbox
+from megarl.engine.weight_sender import OrderBuffer
 from megarl.models.layout_algebra import Param
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.plan.layout import EngineLayout, engine_shapes
@@ -48,19 +48,19 @@ def _write(
     experts: int,
     draft: bool = False,
 ) -> None:
-    boxes = [Mailbox() for _ in range(layout.tp)]
-    engine.order([box.payload({"do": "describe"}) for box in boxes], draft)
-    held = [box.answer()["tensors"] for box in boxes]
+    boxes = [OrderBuffer() for _ in range(layout.tp)]
+    engine.call_loader([box.make_payload({"do": "describe"}) for box in boxes], draft)
+    held = [box.read_answer()["tensors"] for box in boxes]
     shared = {"model.embed_tokens.weight", "lm_head.weight"} if draft else set()  # the policy's own
     for position, described in enumerate(held):
         assert shared <= described.keys()
         shapes = {name: tuple(shape) for name, (_, shape) in described.items() if name not in shared}
         assert shapes == engine_shapes(params, layout, position, experts)
     writes = [write_order(params, layout, p, tensors, held[p], experts) for p in range(layout.tp)]
-    engine.order([box.payload(*write) for box, write in zip(boxes, writes, strict=True)], draft)
-    assert [box.answer() for box in boxes] == [{"wrong": []}] * layout.tp
-    engine.order([box.payload({"do": "finish"}) for box in boxes], draft)
-    assert [box.answer() for box in boxes] == [{}] * layout.tp
+    engine.call_loader([box.make_payload(*write) for box, write in zip(boxes, writes, strict=True)], draft)
+    assert [box.read_answer() for box in boxes] == [{"wrong": []}] * layout.tp
+    engine.call_loader([box.make_payload({"do": "finish"}) for box in boxes], draft)
+    assert [box.read_answer() for box in boxes] == [{}] * layout.tp
 
 
 def write_order(
@@ -88,11 +88,11 @@ def write_order(
 
     dtypes = {}
     for param in params:
-        slot = engine.slot(param)
+        slot = engine.slot_of(param)
         assert slot is not None
         dtypes[slot.name] = held[slot.name][0]
-        for index in engine.indices(position, param, num_experts):
-            for source, dim, start, stop, offset in engine.held(position, param):
+        for index in engine.expert_indices(position, param, num_experts):
+            for source, dim, start, stop, offset in engine.slices_of_rank(position, param):
                 box = tensors[param.hf[source].name].narrow(dim, start, stop - start)
                 box = box.to(getattr(torch, dtypes[slot.name]))
                 r0, c0 = (offset, 0) if dim == 0 else (0, offset)

@@ -7,22 +7,28 @@ import json
 
 from megarl.config import ParallelConfig
 from megarl.parallel import ranks
-from megarl.parallel.kv_store import Board
-from megarl.rollout.group_queue import Tickets
+from megarl.parallel.kv_store import KVStore
+from megarl.rollout.group_queue import GroupQueue
 
 
 def main() -> None:
     job = ranks.initialize(ParallelConfig(world_size=2)).job
-    tickets = Tickets(200, job.world, Board(), "step")
+    tickets = GroupQueue(200, job.world, KVStore(), "step")
     got, places = [], []
-    while (number := tickets.take()) is not None:
+    while (number := tickets.claim()) is not None:
         got.append(number)
-        places.append(tickets.finish())
-    tickets.give_back(b"abc" if job.rank else bytes(9 << 20))
+        places.append(tickets.mark_complete())
+    tickets.return_group(b"abc" if job.rank else bytes(9 << 20))
     ranks.barrier()
-    back = tickets.take_back()
+    back = tickets.claim_returned()
     ranks.barrier()
-    found = {"got": got, "places": places, "finished": tickets.finished(), "left": tickets.left(), "back": [len(back)]}
+    found = {
+        "got": got,
+        "places": places,
+        "finished": tickets.count_complete(),
+        "left": tickets.count_unclaimed(),
+        "back": [len(back)],
+    }
     print("RESULT", json.dumps(found), flush=True)
     ranks.shutdown()
 

@@ -14,17 +14,17 @@ import numpy as np
 import tiny_models
 import torch
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
 from megarl.engine.engine_loss import EngineLost
 from megarl.engine.generation import Generation
-from megarl.engine.tool_calls import Call, Reply
+from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
-from megarl.rollout.partial_rollouts import Partial
-from megarl.types import Ids, Prompt, Turn, ids_of
+from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.types import Ids, Prompt, Turn, as_token_ids
 
 TOKENIZER = tiny_models.tokenizer()
-CHAT = Chat(TOKENIZER, load_tools(["megarl.environments.ready.calculator:calculator"]))
+CHAT = ChatTemplate(TOKENIZER, load_tools(["megarl.environments.ready.calculator:calculator"]))
 END = CHAT.end_of_turn
 CONFIG = RolloutConfig(max_turns=3, max_new_tokens=100, max_context=1000, concurrency=4, tool_timeout=60.0)
 PROMPT = Prompt(id="p", messages=({"role": "user", "content": "What is 1+2?"},))
@@ -68,15 +68,15 @@ def turn_of(out: Generation) -> Turn:
     return Turn(out.token_ids, out.logprobs, True, out.weight_version)
 
 
-async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
+async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
     """As SGLang's qwen25 parser does it, for one call."""
     if "<tool_call>" not in text or not schemas:
-        return Reply(text)
+        return ParsedResponse(text)
     try:
         found = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
-        return Reply("", (Call(found["name"], found["arguments"]),))
+        return ParsedResponse("", (ToolCall(found["name"], found["arguments"]),))
     except ValueError:
-        return Reply(text, error="malformed")
+        return ParsedResponse(text, error="malformed")
 
 
 class Fails(Script):
@@ -92,8 +92,8 @@ class Fails(Script):
         return said(line)
 
 
-def begun(prompt: Prompt = PROMPT, seed: int = 0, chat: Chat = CHAT) -> Partial:
-    return Partial.begin(replace(prompt, token_ids=ids_of(chat.render(prompt))), seed)
+def begun(prompt: Prompt = PROMPT, seed: int = 0, chat: ChatTemplate = CHAT) -> PartialRollout:
+    return PartialRollout.begin(replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt))), seed)
 
 
 HEAD = list(ids("<|im_start|>assistant\n"))
@@ -136,7 +136,7 @@ class Writer:
         all_of_them = [*known, *tokens]
         logprobs = [-digest(all_of_them[: len(known) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
         routing = torch.arange(routed, len(all_of_them) - 1, dtype=torch.int16).view(-1, 1, 1)
-        return Generation(ids_of(tokens), np.array(logprobs, np.float32), finish, self.version, routing=routing)  # type: ignore[arg-type]
+        return Generation(as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.version, routing=routing)  # type: ignore[arg-type]
 
     async def stop(self) -> None:
         self.stops += 1

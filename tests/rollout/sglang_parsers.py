@@ -13,12 +13,12 @@ from typing import Any
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-from megarl.engine.engine_server import tool_call_marker
-from megarl.engine.tool_calls import guard
+from megarl.engine.engine_server import find_tool_call_marker
+from megarl.engine.tool_calls import escape_text
 
 
 def answer(parser: str, text: str, schemas: list[dict[str, Any]]) -> Any:
-    guarded = guard(text, schemas, parser, markers[parser])
+    guarded = escape_text(text, schemas, parser, markers[parser])
     try:
         found = FunctionCallParser([Tool(**schema) for schema in guarded.schemas], parser).parse_non_stream(
             guarded.text
@@ -30,5 +30,5 @@ def answer(parser: str, text: str, schemas: list[dict[str, Any]]) -> Any:
 
 if __name__ == "__main__":
     orders = json.load(sys.stdin)
-    markers = {name: tool_call_marker(name) for name in {order[0] for order in orders}}
+    markers = {name: find_tool_call_marker(name) for name in {order[0] for order in orders}}
     print(json.dumps({"answers": [answer(*order) for order in orders], "markers": markers}))

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 from scripted import CONFIG, PROMPT, TOKENIZER, Script, call, parse
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.environments.catalog import known_of
-from megarl.environments.process_sessions import Sessions
-from megarl.rollout.conversation import Surroundings
-from megarl.rollout.group_queue import Tickets
+from megarl.environments.catalog import load_catalog
+from megarl.environments.process_sessions import EnvironmentPool
+from megarl.rollout.conversation import RolloutContext
+from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.scheduler import gather_rollouts
 from megarl.rollout.session_server import SessionServer
-from megarl.types import Failed, Prompt, Reward, Rollout, Rollouts
+from megarl.types import Prompt, Reward, RewardFailure, Rollout, Rollouts
 
 BLACK_BOX = f"{sys.executable} {Path(__file__).parent.parent / 'black_box.py'}"
 AGENTS = ("calculating", "branching", "odd")
 SPECS = (*(f"agents_of_tests:{name}" for name in AGENTS), f"program:{BLACK_BOX}")
-KNOWN = known_of(RolloutConfig(environments=SPECS))
-CHAT = Chat(TOKENIZER, environments=KNOWN.environments)
+KNOWN = load_catalog(RolloutConfig(environments=SPECS))
+CHAT = ChatTemplate(TOKENIZER, environments=KNOWN.environments)
 
 
 def task(environment: str, truth: Any = 3) -> Prompt:
@@ -41,11 +41,11 @@ def gathered(prompts: list[Prompt], policy: Any, samples: int = 1, seconds: floa
         async def listening() -> SessionServer:
             return server
 
-        async with aclosing(Sessions(KNOWN, 60.0, 2)) as sessions, aclosing(server):
-            around = Surroundings(CHAT, sessions, parse, CONFIG, agents=listening)
+        async with aclosing(EnvironmentPool(KNOWN, 60.0, 2)) as sessions, aclosing(server):
+            around = RolloutContext(CHAT, sessions, parse, CONFIG, get_session_server=listening)
             deadline = asyncio.get_running_loop().time() + seconds
             kinds: dict[str, Any] = {"samples": samples, "greedy": False, "seed": 0, "deadline": deadline}
-            found = await gather_rollouts(prompts, Tickets(len(prompts)), policy, around, **kinds)
+            found = await gather_rollouts(prompts, GroupQueue(len(prompts)), policy, around, **kinds)
             return found.rollouts
 
     return asyncio.run(run())
@@ -57,7 +57,7 @@ def test_an_agent_calls_its_own_tool_and_says_what_it_was_worth(agent: str) -> N
     (rollout,) = gathered([task(agent)], script)
     assert rollout.status == "stop" and rollout.episode == -1
     parts = {"right": 1.0} if agent == BLACK_BOX else {}
-    assert rollout.verdict == Reward(1.0, parts)
+    assert rollout.env_reward == Reward(1.0, parts)
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
     assert rollout.messages[2]["content"] == "3"
     first, second = (asked for asked, _ in script.asked)
@@ -69,10 +69,12 @@ def test_what_it_branches_into_is_one_episode() -> None:
     found = gathered([task("branching")], Script("one", "two", "three"), samples=2)
     assert [rollout.episode for rollout in found] == [0, 0, 1, 1]
     for first, last in (found[:2], found[2:]):
-        assert first.verdict is None and isinstance(last.verdict, Reward) and last.verdict.parts == {"said": 3.0}
+        assert (
+            first.env_reward is None and isinstance(last.env_reward, Reward) and last.env_reward.parts == {"said": 3.0}
+        )
         assert [turn.is_action for turn in first.turns] == [False, True, False, True]
         assert [turn.is_action for turn in last.turns] == [False, True]
-    assert len(Rollouts.of(found, [0] * 4).episodes) == 2
+    assert len(Rollouts.gather(found, [0] * 4).episodes) == 2
 
 
 @pytest.mark.parametrize(
@@ -85,15 +87,15 @@ def test_what_it_branches_into_is_one_episode() -> None:
 )
 def test_one_that_fails_is_aborted_and_nobody_else(how: str, failure: str) -> None:
     bad, good = gathered([task("odd", how), task("odd", "fine")], Script("x"))
-    assert bad.status == "aborted" and failure in bad.failure and bad.verdict is None
-    assert good.status == "stop" and good.verdict == Reward(0.5)
+    assert bad.status == "aborted" and failure in bad.failure and bad.env_reward is None
+    assert good.status == "stop" and good.env_reward == Reward(0.5)
     assert bool(bad.num_actions) == (how != "asks nothing")
 
 
 def test_one_that_hangs_is_aborted_at_the_deadline() -> None:
     bad, good = gathered([task("odd", "hangs"), task("odd", "fine")], Script("x"), seconds=8.0)
     assert bad.status == "aborted" and "odd was stopped after" in bad.failure and bad.num_actions
-    assert good.verdict == Reward(0.5)
+    assert good.env_reward == Reward(0.5)
 
 
 @pytest.mark.parametrize(("how", "verdict"), [("nothing", None), ("text", "text"), ("nan", "nan")])
@@ -101,6 +103,6 @@ def test_what_is_no_reward_is_none(how: str, verdict: str | None) -> None:
     (rollout,) = gathered([task("odd", how)], Script("x"))
     assert rollout.status == "stop"
     if verdict is None:
-        assert rollout.verdict is None
+        assert rollout.env_reward is None
     else:
-        assert isinstance(rollout.verdict, Failed) and "it must return a" in rollout.verdict.why
+        assert isinstance(rollout.env_reward, RewardFailure) and "it must return a" in rollout.env_reward.reason

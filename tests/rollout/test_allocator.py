@@ -4,12 +4,12 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.engine import engine_cuda
-from megarl.engine.engine_cuda import VARIABLES, check_allocator
+from megarl.engine.engine_cuda import ALLOCATOR_VARIABLES, check_allocator
 
 pytestmark = pytest.mark.alone
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: true"])
 def test_an_allocator_that_cannot_share_its_memory_is_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value}: with expandable_segments weights cannot be handed"):
@@ -18,10 +18,10 @@ def test_an_allocator_that_cannot_share_its_memory_is_refused(name: str, value: 
 
 def test_others_are_not() -> None:
     check_allocator({})
-    check_allocator(dict.fromkeys(VARIABLES, "expandable_segments:False,max_split_size_mb:64"))
+    check_allocator(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:False,max_split_size_mb:64"))
 
 
 def test_it_is_asked_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLES[0], "expandable_segments:True")
-    with pytest.raises(ConfigError, match=VARIABLES[0]):
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[0], "expandable_segments:True")
+    with pytest.raises(ConfigError, match=ALLOCATOR_VARIABLES[0]):
         engine_cuda.check({})

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.lookup import declare
+from megarl.controllers.lookup import load_requirements
 from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,
     check_oversampling,
     check_replayed_prefixes,
 )
-from megarl.types.requirements import Declared
+from megarl.types.requirements import Requirements
 
 
-def uncorrected(config: Config) -> Declared:
-    return replace(declare(config), corrects_lag=False)
+def uncorrected(config: Config) -> Requirements:
+    return replace(load_requirements(config), is_off_policy=False)
 
 
 def oversampled(**rollout: Any) -> Config:
@@ -44,15 +44,15 @@ def test_what_over_sampling_does_to_the_data_is_said(rollout: dict[str, Any], sa
 
 def test_a_controller_that_corrects_for_lag_is_not_warned_of() -> None:
     config, warnings = oversampled(oversample=2), list[str]()
-    check_oversampling(config, declare(config), warnings)
+    check_oversampling(config, load_requirements(config), warnings)
     assert warnings == []
 
 
 def test_a_replayed_run_has_nothing_to_over_sample() -> None:
     config = oversampled(oversample=1.5, replay="runs/other")
     with pytest.raises(ConfigError, match="rollout.oversample=1.5 with rollout.replay: .* set the first to 1"):
-        check_oversampling(config, declare(config), [])
-    check_oversampling(oversampled(replay="runs/other"), declare(config), [])
+        check_oversampling(config, load_requirements(config), [])
+    check_oversampling(oversampled(replay="runs/other"), load_requirements(config), [])
 
 
 def test_no_prompt_is_under_way_twice() -> None:
@@ -66,7 +66,7 @@ def test_generation_beside_training_needs_ranks_of_its_own_and_is_warned_of_wher
     apart = {"placement": {"actor": "0", "rollout": "1"}, "parallel": {"world_size": 2}}
     tree: dict[str, Any] = {"algorithm": "grpo", "rollout": {"asynchronous": True}, **apart}
     config, warnings = from_dict(tree), list[str]()
-    check_asynchronous(config, declare(config), warnings)
+    check_asynchronous(config, load_requirements(config), warnings)
     assert warnings == []
     check_asynchronous(config, uncorrected(config), warnings)
     assert len(warnings) == 1 and "algorithm=grpo does not correct" in warnings[0]
@@ -74,11 +74,11 @@ def test_generation_beside_training_needs_ranks_of_its_own_and_is_warned_of_wher
     check_asynchronous(on_policy, uncorrected(on_policy), warnings)
     assert len(warnings) == 1
     with pytest.raises(ConfigError, match="rank 0 is the actor's, too"):
-        check_asynchronous(replace(config, placement={}), declare(config), [])
+        check_asynchronous(replace(config, placement={}), load_requirements(config), [])
     for key, value, what in (("oversample", 1.5, "set one of them only"), ("replay", "runs/x", "are there at once")):
         odd = replace(config, rollout=replace(config.rollout, **{key: value}))
         with pytest.raises(ConfigError, match=what):
-            check_asynchronous(odd, declare(odd), [])
+            check_asynchronous(odd, load_requirements(odd), [])
 
 
 TOOLS = {"tools": ["a:b"], "max_turns": 2}
@@ -109,10 +109,10 @@ def test_replayed_routing_is_of_conversations_that_one_version_reads(rollout: di
     config = from_dict(tree | {"rollout": rollout})
     if said:
         with pytest.raises(ConfigError, match=f"^train.replay_routing with .*{said}"):
-            check_replayed_prefixes(config, declare(config))
+            check_replayed_prefixes(config, load_requirements(config))
     else:
-        check_replayed_prefixes(config, declare(config))
+        check_replayed_prefixes(config, load_requirements(config))
     free = from_dict({"algorithm": "grpo", "rollout": rollout})
-    check_replayed_prefixes(free, declare(free))
+    check_replayed_prefixes(free, load_requirements(free))
     nothing_trained = from_dict({**tree, "algorithm": "generate", "rollout": rollout})
-    check_replayed_prefixes(nothing_trained, declare(nothing_trained))
+    check_replayed_prefixes(nothing_trained, load_requirements(nothing_trained))

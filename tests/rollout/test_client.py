@@ -15,12 +15,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megarl.engine import client as module
-from megarl.engine.client import Client, cuts, decode_routing
+from megarl.engine.client import Client, decode_routing, is_truncated_sampling
 from megarl.engine.engine_loss import EngineLost
 from megarl.engine.generation import Generation, RequestFailed
 from megarl.models.routing import RoutingShape
 
-SHAPE = RoutingShape(layers=3, moe_layers=(1, 2), topk=2, experts=400)
+SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=400)
 
 
 def sent(*shape: int) -> str:
@@ -29,7 +29,7 @@ def sent(*shape: int) -> str:
 
 @pytest.mark.parametrize(("experts", "dtype"), [(12, torch.uint8), (256, torch.uint8), (257, torch.int16)])
 def test_only_layers_with_experts_are_kept_in_the_smallest_type(experts: int, dtype: torch.dtype) -> None:
-    shape = replace(SHAPE, experts=experts)
+    shape = replace(SHAPE, num_experts=experts)
     found = decode_routing(sent(2, 3, 2), 2, shape)
     assert found.dtype == dtype and found.tolist() == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
     others = decode_routing(sent(2, 3, 2), 2, replace(shape, moe_layers=(0, 2)))
@@ -43,9 +43,9 @@ def test_an_expert_that_the_model_has_not_is_one_error(odd: int) -> None:
     record[-1] = odd
     text = base64.b64encode(record.tobytes()).decode()
     with pytest.raises(RequestFailed, match=rf"experts from {min(odd, 2)} to {max(odd, 10)}, but config.json has 12"):
-        decode_routing(text, 2, replace(SHAPE, experts=12))
+        decode_routing(text, 2, replace(SHAPE, num_experts=12))
     record[-1], record[0] = 11, odd  # of a layer without experts nothing is read
-    decode_routing(base64.b64encode(record.tobytes()).decode(), 2, replace(SHAPE, experts=12))
+    decode_routing(base64.b64encode(record.tobytes()).decode(), 2, replace(SHAPE, num_experts=12))
 
 
 def test_a_record_of_another_size_is_one_error() -> None:
@@ -104,7 +104,7 @@ def ask(
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         try:
             async with Client(f"http://127.0.0.1:{port}", "key", timeout, version=version) as client:
-                client.has_masks = has_masks
+                client.should_request_masks = has_masks
                 return await client.generate([5, 6], params or {})
         finally:
             await runner.cleanup()
@@ -115,13 +115,13 @@ def ask(
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked for again is so at once."""
-    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(module, "_GONE_S", 0.1)
+    monkeypatch.setattr(module, "_RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(module, "_DEATH_CHECK_S", 0.1)
 
 
 def test_a_good_answer() -> None:
     out = ask(answer())
-    assert (out.token_ids.tolist(), out.logprobs.tolist(), out.finish) == ([8], [-0.5], "stop")
+    assert (out.token_ids.tolist(), out.logprobs.tolist(), out.finish_reason) == ([8], [-0.5], "stop")
     assert (out.token_ids.dtype, out.logprobs.dtype) == (np.int32, np.float32)
     assert (out.weight_version, out.versions) == (3, ())
 
@@ -145,7 +145,7 @@ def test_what_the_engine_had_cached_is_a_number_of_what_it_was_asked_for_or_noth
         ({}, 200, "cannot be one: KeyError.'meta_info'"),
         ({"output_ids": [8], "meta_info": None}, 200, "cannot be one"),
         (answer(output_token_logprobs=...), 200, "cannot be one: KeyError.'output_token_logprobs'"),
-        (answer(weight_version=...), 200, "cannot be one: KeyError.'weight_version'"),
+        (answer(version=...), 200, "cannot be one: KeyError.'weight_version'"),
         (answer(output_token_logprobs=[]), 200, "wrote 1 tokens and gave 0 log-probs"),
         (answer(output_token_logprobs=[[-0.5, 9, None]]), 200, "wrote 1 tokens and gave 1 log-probs of others"),
         (answer(output_token_logprobs=[[None, 8, None]]), 200, "a log-prob that is not finite"),
@@ -173,11 +173,15 @@ def test_no_answer_at_all() -> None:
 def test_of_an_answer_that_was_cut_off_only_what_is_whole_is_kept() -> None:
     cut = {"type": "abort", "message": "Aborted"}
     out = ask(answer(finish_reason=cut))
-    assert (out.token_ids.tolist(), out.finish, out.reason) == ([8], "abort", "the engine cut the answer off: Aborted")
+    assert (out.token_ids.tolist(), out.finish_reason, out.abort_reason) == (
+        [8],
+        "abort",
+        "the engine cut the answer off: Aborted",
+    )
     for odd in ({"output_token_logprobs": ...}, {"output_token_logprobs": [[None, 8, None]]}):
         out = ask(answer(finish_reason=cut, **odd))
-        assert (len(out.token_ids), len(out.logprobs), out.finish) == (0, 0, "abort")
-    assert ask(answer(finish_reason=None)).reason.endswith("it does not say why")
+        assert (len(out.token_ids), len(out.logprobs), out.finish_reason) == (0, 0, "abort")
+    assert ask(answer(finish_reason=None)).abort_reason.endswith("it does not say why")
 
 
 CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
@@ -194,12 +198,12 @@ def test_an_engine_whose_sampling_is_cut_off_is_asked_what_it_could_have_sampled
     bodies: list[dict[str, Any]] = []
     out = ask(masked(), params=CUT, bodies=bodies)
     assert (out.token_ids.tolist(), out.logprobs.tolist()) == ([8, 9], [-0.25, 0.0])
-    assert out.support is not None
-    assert (out.support.counts.tolist(), out.support.ids.tolist()) == ([2, 1], [3, 8, 9])
+    assert out.sampling_mask is not None
+    assert (out.sampling_mask.counts.tolist(), out.sampling_mask.ids.tolist()) == ([2, 1], [3, 8, 9])
     assert bodies[0]["return_sampling_mask"] is True and bodies[0]["return_logprob"] is False
-    assert ask(answer(), params={"temperature": 0.7}, bodies=bodies).support is None
+    assert ask(answer(), params={"temperature": 0.7}, bodies=bodies).sampling_mask is None
     assert "return_sampling_mask" not in bodies[1] and bodies[1]["return_logprob"] is True
-    assert ask(answer(), params=CUT, bodies=bodies, has_masks=False).support is None  # of an evaluation
+    assert ask(answer(), params=CUT, bodies=bodies, has_masks=False).sampling_mask is None  # of an evaluation
     assert "return_sampling_mask" not in bodies[2] and bodies[2]["return_logprob"] is True
 
 
@@ -215,7 +219,7 @@ def test_an_engine_whose_sampling_is_cut_off_is_asked_what_it_could_have_sampled
     ],
 )
 def test_when_sampling_is_cut_off(params: dict[str, Any], cut: bool) -> None:
-    assert cuts(params) is cut
+    assert is_truncated_sampling(params) is cut
 
 
 @pytest.mark.parametrize(
@@ -243,7 +247,7 @@ def test_a_record_that_cannot_be_one_fails_the_request_or_what_was_cut_off(
         ask(masked(**changes), params=CUT)
     if "cannot be one" not in complaint:
         out = ask(masked(**changes, finish_reason={"type": "abort"}), params=CUT)
-        assert len(out.token_ids) == 0 and out.support is None
+        assert len(out.token_ids) == 0 and out.sampling_mask is None
 
 
 @pytest.mark.parametrize("changes", [{"weight_version": "2"}, {"weight_version": "default"}], ids=str)
@@ -267,7 +271,7 @@ def spans(*ends: int) -> list[dict[str, Any]]:
 
 def test_an_answer_during_which_weights_changed_is_by_the_oldest() -> None:
     wrote: dict[str, Any] = {"output_ids": [8, 9, 8], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9, 8)]}
-    out = ask(answer(**wrote, weight_version="2", weight_versions=spans(1, 3)), version=None)
+    out = ask(answer(**wrote, version="2", weight_versions=spans(1, 3)), version=None)
     assert (out.weight_version, out.versions) == (1, ())  # what follows has keys and values of older weights
     assert ask(answer(**wrote, weight_versions=spans(3)), version=None).versions == ()
     cut = answer(finish_reason=None, output_ids=[], output_token_logprobs=[], weight_versions=spans(0))
@@ -283,12 +287,12 @@ def test_weights_may_change_while_an_answer_is_under_way_and_each_version_has_it
     async def run() -> list[int]:
         async def respond(request: web.Request) -> web.StreamResponse:
             salts.append((await request.json())["extra_key"])
-            client.version = 4  # a push, while the engine is at work
+            client.weight_version = 4  # a push, while the engine is at work
             both = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
             new = [{"version": "4", "start": 0, "end": 2}]
             two: dict[str, Any] = {"output_ids": [8, 9], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9)]}
             spans = new if len(salts) > 1 else both
-            return web.json_response(answer(**two, weight_version="4", weight_versions=spans))
+            return web.json_response(answer(**two, version="4", weight_versions=spans))
 
         app = web.Application()
         app.router.add_post("/generate", respond)
@@ -316,7 +320,7 @@ def test_a_lost_connection_is_one_requests_fault_unless_the_engine_is_gone(gone:
             try:
                 await client.generate([5], {})
             finally:
-                assert client.asking == 0
+                assert client.num_pending == 0
 
     with pytest.raises(EngineLost if gone else RequestFailed, match="is not running" if gone else "cannot be reached"):
         asyncio.run(run())

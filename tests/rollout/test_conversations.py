@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from scripted import CHAT, CONFIG, PROMPT, TOKENIZER, Fails, Script, Writer, parse
 
-from megarl.chat_format.chat_template import Chat
-from megarl.config import OnPush
+from megarl.chat_format.chat_template import ChatTemplate
+from megarl.config import OnWeightSync
 from megarl.engine.engine_loss import EngineLost
 from megarl.engine.generation import RequestFailed
 from megarl.environments.catalog import load_tools
 from megarl.rollout import rollout_context
-from megarl.rollout.conversation import Surroundings, sampling_params
-from megarl.rollout.group_queue import Tickets
-from megarl.rollout.rollout_context import Conversations
-from megarl.rollout.scheduler import Gathered
+from megarl.rollout.conversation import RolloutContext, build_sampling_params
+from megarl.rollout.group_queue import GroupQueue
+from megarl.rollout.rollout_context import RolloutRunner
+from megarl.rollout.scheduler import GenerationResult
 from megarl.types import Rollout, Status
 
 
@@ -36,17 +36,17 @@ def test_the_engine_lets_go_of_what_was_aborted_and_others_are_looked_at_meanwhi
 ) -> None:
     said_to: list[str] = []
     engine = some_engine(tmp_path)
-    engine.drop_requests = lambda: said_to.append("drop")
+    engine.abort_requests = lambda: said_to.append("drop")
     endings: list[Status] = ["stop", "aborted"]
 
-    async def gathered(*_: Any, **__: Any) -> Gathered:
+    async def gathered(*_: Any, **__: Any) -> GenerationResult:
         if not endings:
             await asyncio.sleep(3600)
-        return Gathered([Rollout(PROMPT, (), endings.pop(0))], [])
+        return GenerationResult([Rollout(PROMPT, (), endings.pop(0))], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", gathered)
-    monkeypatch.setattr(rollout_context, "_LOOK_S", 0.01)
-    talks = Conversations(engine, CHAT, CONFIG)
+    monkeypatch.setattr(rollout_context, "_POLL_S", 0.01)
+    talks = RolloutRunner(engine, CHAT, CONFIG)
     talks.generate([])
     assert said_to == []
     talks.generate([])
@@ -66,13 +66,13 @@ def test_an_engine_that_is_lost_is_told_of_at_once_and_is_asked_for_nothing_more
     def check_runs(start: int) -> None:
         raise EngineLost("died", "engine 0 is not running")
 
-    engine.check_runs, tickets = check_runs, Tickets(2)
-    talks = Conversations(engine, CHAT, CONFIG, lost=told.append)
+    engine.check_running, tickets = check_runs, GroupQueue(2)
+    talks = RolloutRunner(engine, CHAT, CONFIG, lost=told.append)
     found = talks.generate([PROMPT, PROMPT], tickets=tickets, samples=2)
     talks.close()
-    assert found.rollouts == [] and found.lost is not None and found.lost.fault == "died"
+    assert found.rollouts == [] and found.engine_loss is not None and found.engine_loss.fault == "died"
     assert told and {str(one) for one in told} == {"engine 0 is not running"}
-    assert tickets.left() == 2
+    assert tickets.count_unclaimed() == 2
 
 
 def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
@@ -80,13 +80,15 @@ def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
 ) -> None:
     engine = some_engine(tmp_path)
 
-    async def only_call(prompts: Any, tickets: Any, policy: Any, around: Surroundings, **_: Any) -> Gathered:
-        assert around.sessions.size == 2 * CONFIG.concurrency  # no conversation's call waits for another's
-        text = (await around.sessions.call_tool("pid", {})).text
-        return Gathered([Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))], [])
+    async def only_call(prompts: Any, tickets: Any, policy: Any, around: RolloutContext, **_: Any) -> GenerationResult:
+        assert (
+            around.environments.max_tool_processes == 2 * CONFIG.concurrency
+        )  # no conversation's call waits for another's
+        text = (await around.environments.call_tool("pid", {})).text
+        return GenerationResult([Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_call)
-    talks = Conversations(engine, Chat(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
+    talks = RolloutRunner(engine, ChatTemplate(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
     first, second = talks.generate([]).rollouts, talks.generate([]).rollouts
     assert first == second
     talks.close()
@@ -98,13 +100,13 @@ def test_an_evaluation_is_sampled_by_keys_of_its_own(monkeypatch: pytest.MonkeyP
     """And the engine is not asked what could have been drawn, which it says of a bounded number of tokens alone."""
     asked: list[tuple[dict[str, Any], bool]] = []
 
-    async def only_look(prompts: Any, tickets: Any, policy: Any, around: Surroundings, **_: Any) -> Gathered:
-        asked.append((sampling_params(around.config, around.chat, False, 3), policy.has_masks))
-        return Gathered([], [])
+    async def only_look(prompts: Any, tickets: Any, policy: Any, around: RolloutContext, **_: Any) -> GenerationResult:
+        asked.append((build_sampling_params(around.config, around.chat, False, 3), policy.should_request_masks))
+        return GenerationResult([], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_look)
     for own in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):
-        talks = Conversations(some_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **own))
+        talks = RolloutRunner(some_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **own))
         for held_out in (False, True):
             talks.generate([], held_out=held_out)
         talks.close()
@@ -127,10 +129,10 @@ class Asked:
         return None
 
 
-def asking(patched: pytest.MonkeyPatch, talks: Conversations, *policies: Any) -> Conversations:
+def asking(patched: pytest.MonkeyPatch, talks: RolloutRunner, *policies: Any) -> RolloutRunner:
     """One policy after the other, for each generation; that of the first stays for others."""
     left = list(policies)
-    patched.setattr(rollout_context, "parser", lambda *_: parse)
+    patched.setattr(rollout_context, "make_parser", lambda *_: parse)
     talks._new_client = lambda: Asked(left.pop(0))  # type: ignore[method-assign, assignment, return-value]
     talks._watch = lambda client, start: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
     return talks
@@ -146,14 +148,14 @@ PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"An
 
 @pytest.mark.parametrize("how", ["retract", "wait", "in_place"])
 def test_a_generation_goes_on_through_a_push_and_says_by_which_weights(
-    how: OnPush, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    how: OnWeightSync, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     engine, writer, said_to = some_engine(tmp_path), Writer(pause=0.002), []
     engine.hold, engine.go_on = lambda: said_to.append("hold"), lambda: said_to.append("go on")
     config = replace(CONFIG, concurrency=2, max_turns=1)
-    talks = asking(monkeypatch, Conversations(engine, CHAT, config), Writer(pause=0), writer)
+    talks = asking(monkeypatch, RolloutRunner(engine, CHAT, config), Writer(pause=0), writer)
     alone = talks.generate(PROMPTS, samples=1).rollouts
-    under_way = talks.begin(PROMPTS, samples=1)
+    under_way = talks.start_generation(PROMPTS, samples=1)
     until(lambda: writer.written > 3)
     talks.pause(how)
     assert not under_way.done()
@@ -163,7 +165,7 @@ def test_a_generation_goes_on_through_a_push_and_says_by_which_weights(
     rollouts = under_way.result().rollouts
     talks.close()
     assert [one.token_ids.tolist() for one in rollouts] == [one.token_ids.tolist() for one in alone]
-    found = [[version for version, _ in one.runs] for one in rollouts]
+    found = [[version for version, _ in one.version_spans] for one in rollouts]
     assert writer.version == 1 and {version for runs in found for version in runs} >= {1}
     assert all(runs == sorted(runs) for runs in found)
     if how == "wait":
@@ -181,11 +183,11 @@ def test_what_is_under_way_besides_outlives_that_the_engine_lets_go_of_something
         dropped.append(writer.at_once)
         writer.stops += 1
 
-    engine.drop_requests, engine.go_on = drop, lambda: None
+    engine.abort_requests, engine.go_on = drop, lambda: None
     talks = asking(
-        monkeypatch, Conversations(engine, CHAT, replace(CONFIG, max_turns=1)), writer, Fails(RequestFailed("odd"))
+        monkeypatch, RolloutRunner(engine, CHAT, replace(CONFIG, max_turns=1)), writer, Fails(RequestFailed("odd"))
     )
-    under_way = talks.begin(PROMPTS, samples=1)
+    under_way = talks.start_generation(PROMPTS, samples=1)
     until(lambda: writer.written > 3)
     assert [one.status for one in talks.generate([PROMPT], samples=1).rollouts] == ["aborted"]
     assert "aborted" not in [one.status for one in under_way.result().rollouts]
@@ -194,7 +196,7 @@ def test_what_is_under_way_besides_outlives_that_the_engine_lets_go_of_something
 
 
 def test_nothing_is_paused_where_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    talks = asking(monkeypatch, Conversations(some_engine(tmp_path), CHAT, CONFIG), Script("1"), Script("2"))
+    talks = asking(monkeypatch, RolloutRunner(some_engine(tmp_path), CHAT, CONFIG), Script("1"), Script("2"))
     talks.pause("retract")
     talks.resume()
     assert [talks.generate([PROMPT], samples=1).rollouts[0].status for _ in range(2)] == ["stop", "stop"]

@@ -13,7 +13,7 @@ def test_equals_attention_sequence_by_sequence(
     heads: int, kv_heads: int, value_dim: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with grouped heads, with values narrower than keys (MLA), and cut into parts."""
-    monkeypatch.setattr(sglang_attention, "_MOST_ELEMENTS", most)
+    monkeypatch.setattr(sglang_attention, "_MAX_ELEMENTS", most)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([1, 7, 3, 12, 5])
     keys = torch.randn(64, kv_heads, 8, generator=generator)

@@ -14,14 +14,14 @@ from conftest import Running, start
 from drafter import Drafter, foreseeable
 from orders import overwrite
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.cpu import sglang_speculative as on_cpu
 from megarl.engine.client import Client
 from megarl.engine.generation import Generation
 from megarl.environments.catalog import load_tools
 from megarl.observe.metrics import rollout_metrics
 from megarl.reshard.plan.layout import EngineLayout
-from megarl.rollout.rollout_context import Conversations
+from megarl.rollout.rollout_context import RolloutRunner
 from megarl.types import Prompt, Rollouts
 
 DRAFTS = 3
@@ -187,13 +187,13 @@ def test_a_turn_ends_where_it_would_without_drafts(drafting: Running) -> None:
     outs = ask(drafting, [prompt] * (len(limits) + len(ends)), limits + ends)
     expected = [(text[:length], "length") for length in range(1, 12)]
     expected += [(text[: place + 1], "stop") for place in range(len(text))]
-    assert [(list(out.token_ids), out.finish) for out in outs] == expected
+    assert [(list(out.token_ids), out.finish_reason) for out in outs] == expected
 
 
 def test_conversations_count_their_drafts(drafting: Running) -> None:
     config = replace(drafting.config.rollout, max_new_tokens=24)
-    chat = Chat.load(str(drafting.folder), load_tools(config.tools))
-    talks = Conversations(drafting.engine, chat, config)
+    chat = ChatTemplate.load(str(drafting.folder), load_tools(config.tools))
+    talks = RolloutRunner(drafting.engine, chat, config)
     rollouts = talks.generate(
         [Prompt(id="0", messages=({"role": "user", "content": "1 + 1"},))], samples=8, seed=3
     ).rollouts
@@ -201,7 +201,7 @@ def test_conversations_count_their_drafts(drafting: Running) -> None:
     assert all(1 <= rollout.num_actions <= 24 for rollout in rollouts)
     drafted, accepted = (sum(getattr(rollout, name) for rollout in rollouts) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
-    assert rollout_metrics(Rollouts.of(rollouts))["rollout/draft_accepted"] == accepted / drafted
+    assert rollout_metrics(Rollouts.gather(rollouts))["rollout/draft_accepted"] == accepted / drafted
 
 
 def test_orders_reach_the_policy_and_its_draft_model(

@@ -47,13 +47,13 @@ def ask(running: Running, *params: dict[str, Any], stopping: bool = False) -> li
 def assert_of_the_cut_distribution(running: Running, prompt: list[int], out: Generation, cut: dict[str, Any]) -> None:
     """By transformers, in fp64: the sets are those that the settings ask for, but where a token is as good as on the
     boundary, and the log-probs are over them."""
-    assert out.support is not None and len(out.support) == len(out.token_ids)
+    assert out.sampling_mask is not None and len(out.sampling_mask) == len(out.token_ids)
     with torch.no_grad():
         logits = running.model(torch.tensor([[*prompt, *out.token_ids.tolist()]])).logits[0].double()
     probs = (logits[len(prompt) - 1 : -1] / cut["temperature"]).softmax(-1)
     ordered, ids = probs.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    sets = out.support.ids.split(out.support.counts.tolist())
+    sets = out.sampling_mask.ids.split(out.sampling_mask.counts.tolist())
     for place, (own, token) in enumerate(zip(sets, out.token_ids.tolist(), strict=True)):
         p = ordered[place]
         kept = (torch.arange(len(p)) < cut.get("top_k", len(p))) & (before[place] <= cut.get("top_p", 1.0))
@@ -74,9 +74,9 @@ def assert_of_the_cut_distribution(running: Running, prompt: list[int], out: Gen
 def test_what_could_have_been_drawn_and_its_log_probs(cutting: Running, cut: dict[str, Any]) -> None:
     outs = ask(cutting, cut, cut, cut)
     for prompt, out in zip(PROMPTS * 3, outs, strict=True):
-        assert out.finish == "length" and len(out.token_ids) == TOKENS
+        assert out.finish_reason == "length" and len(out.token_ids) == TOKENS
         assert_of_the_cut_distribution(cutting, prompt, out, cut)
-    counts = torch.cat([out.support.counts for out in outs if out.support is not None])
+    counts = torch.cat([out.sampling_mask.counts for out in outs if out.sampling_mask is not None])
     assert 1 <= int(counts.min()) < int(counts.max()) or cut.keys() == {"temperature", "top_k"}
     assert int(counts.max()) <= cut["top_k"]
 
@@ -84,7 +84,7 @@ def test_what_could_have_been_drawn_and_its_log_probs(cutting: Running, cut: dic
 def test_beside_answers_of_the_whole_distribution_and_greedy_ones(cutting: Running) -> None:
     cut, free, greedy = ask(cutting, CUT, {"temperature": 0.7}, CUT | {"temperature": 0.0})[:: len(PROMPTS)]
     assert_of_the_cut_distribution(cutting, PROMPTS[0], cut, CUT)
-    assert free.support is None and greedy.support is None
+    assert free.sampling_mask is None and greedy.sampling_mask is None
     assert list(greedy.token_ids) == tiny_models.greedy(cutting.model, PROMPTS[0], TOKENS)
     logprobs = tiny_models.logprobs(cutting.model, [*PROMPTS[0], *greedy.token_ids])[len(PROMPTS[0]) - 1 : -1]
     chosen = logprobs.gather(1, torch.tensor(greedy.token_ids.tolist())[:, None])[:, 0]
@@ -93,7 +93,7 @@ def test_beside_answers_of_the_whole_distribution_and_greedy_ones(cutting: Runni
 
 def test_of_an_answer_that_is_stopped_all_is_kept(cutting: Running) -> None:
     for prompt, out in zip(PROMPTS, ask(cutting, CUT | {"max_new_tokens": 900}, stopping=True), strict=True):
-        assert out.finish == "abort" and 0 < len(out.token_ids) < 900
+        assert out.finish_reason == "abort" and 0 < len(out.token_ids) < 900
         assert_of_the_cut_distribution(cutting, prompt, out, CUT)
 
 

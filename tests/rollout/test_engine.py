@@ -25,20 +25,20 @@ from compare import generate, recorded
 from conftest import Running, start
 from engine_config import make_config
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
 from megarl.cpu import sglang_arguments
 from megarl.engine import engine_host
 from megarl.engine.client import Client
-from megarl.engine.engine_host_client import SHARED, Hosted
+from megarl.engine.engine_host_client import HOST_VARIABLE, HostedServer
 from megarl.engine.engine_loss import EngineLost
 from megarl.engine.generation import Generation, RequestFailed
 from megarl.engine.sglang_engine import Engine, EngineError, start_host
-from megarl.engine.tool_calls import rehearse
-from megarl.environments.catalog import known_of, load_tools
+from megarl.engine.tool_calls import check_parser
+from megarl.environments.catalog import load_catalog, load_tools
 from megarl.rollout import scheduler
-from megarl.rollout.group_queue import Tickets
-from megarl.rollout.rollout_context import Conversations
+from megarl.rollout.group_queue import GroupQueue
+from megarl.rollout.rollout_context import RolloutRunner
 from megarl.types import Message, Prompt, Reward, TrainBatch
 
 
@@ -85,45 +85,45 @@ def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
     monkeypatch.setattr(engine, "_call", call)
     monkeypatch.setattr(sglang_arguments, "has_memory_saver", lambda: True)
     idle: tuple[str, list[str]] = ("/flush_cache?timeout", [])  # SGLang ends itself where it is to sleep at work
-    engine.usable = True
+    engine.is_usable = True
     engine.wake()
     engine.sleep()
     engine.sleep()
-    assert asked() == [idle, ("/release_memory_occupation", ["weights", "kv_cache", "cuda_graph"])] and engine.usable
+    assert asked() == [idle, ("/release_memory_occupation", ["weights", "kv_cache", "cuda_graph"])] and engine.is_usable
     engine.wake_weights()
     engine.wake_weights()
-    assert asked() == [("/resume_memory_occupation", ["weights"])] and not engine.usable
-    engine.usable = True  # after a push
+    assert asked() == [("/resume_memory_occupation", ["weights"])] and not engine.is_usable
+    engine.is_usable = True  # after a push
     engine.sleep()  # without having generated
     assert asked() == [idle, ("/release_memory_occupation", ["weights"])]
     engine.wake_weights()
-    engine.usable = True
+    engine.is_usable = True
     engine.wake()
     engine.wake()
-    assert engine.usable
+    assert engine.is_usable
     assert asked() == [
         ("/resume_memory_occupation", ["weights"]),
         ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
     ]
     engine.sleep()
     engine.wake()  # without a push: weights without contents
-    assert asked()[2] == ("/resume_memory_occupation", ["weights", "kv_cache", "cuda_graph"]) and not engine.usable
+    assert asked()[2] == ("/resume_memory_occupation", ["weights", "kv_cache", "cuda_graph"]) and not engine.is_usable
 
 
 def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
     config = qwen3_moe.config.rollout
-    chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
+    chat = ChatTemplate.load(str(qwen3_moe.folder), load_tools(config.tools))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(3)]
-    talks = Conversations(qwen3_moe.engine, chat, config)
+    talks = RolloutRunner(qwen3_moe.engine, chat, config)
     rollouts = talks.generate(prompts, samples=4, seed=3).rollouts
     assert [rollout.group for rollout in rollouts] == [0] * 4 + [1] * 4 + [2] * 4
     assert len({rollout.turns[1].token_ids.tobytes() for rollout in rollouts}) > 1
     for rollout in rollouts:
         assert rollout.routing is None  # nobody asked
-        assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
+        assert list(rollout.turns[0].token_ids) == chat.encode_prompt(rollout.prompt)
         assert 1 <= rollout.num_actions <= config.max_new_tokens
     talks.close()
-    talks = Conversations(qwen3_moe.engine, chat, config, recorded(qwen3_moe.engine))
+    talks = RolloutRunner(qwen3_moe.engine, chat, config, recorded(qwen3_moe.engine))
     greedy = talks.generate(prompts[:1], samples=2, greedy=True).rollouts
     # Log-probs differ in their last bits with what else is in a batch, which depends on when requests arrive.
     assert greedy[0].token_ids.tolist() == greedy[1].token_ids.tolist()
@@ -137,27 +137,27 @@ def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
 def test_an_environment_with_the_real_engine(qwen3_moe: Running) -> None:
     """Each rollout has a prompt of its own, as reset has left it, and what its object says at the end."""
     config = replace(qwen3_moe.config.rollout, tools=(), environments=("odd_worlds:Guess", "odd_worlds:Odd"))
-    known = known_of(config)
-    chat = Chat.load(str(qwen3_moe.folder), known.tools, known.environments)
+    known = load_catalog(config)
+    chat = ChatTemplate.load(str(qwen3_moe.folder), known.tools, known.environments)
     user: Message = {"role": "user", "content": "Play."}
     about = [(7, "Guess"), ("reset raise", "Odd"), ("fine", "Odd")]
     tasks = [Prompt(f"{i}", (user,), ground_truth=x, extra={"environment": y}) for i, (x, y) in enumerate(about)]
-    talks = Conversations(qwen3_moe.engine, chat, config)
+    talks = RolloutRunner(qwen3_moe.engine, chat, config)
     rollouts = talks.generate(tasks, samples=4, seed=3).rollouts
     talks.close()
     for rollout in rollouts[:4]:
         assert rollout.messages[1]["content"] == "I think of a number from 1 to 100."
-        assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
-        assert isinstance(rollout.verdict, Reward) and len(rollout.verdict.turns) == len(rollout.turns) // 2
+        assert list(rollout.turns[0].token_ids) == chat.encode_prompt(rollout.prompt)
+        assert isinstance(rollout.env_reward, Reward) and len(rollout.env_reward.turns) == len(rollout.turns) // 2
     assert all(one.status == "aborted" and "it is odd" in one.failure for one in rollouts[4:8])
-    assert [one.verdict for one in rollouts[8:]] == [Reward(0.25)] * 4
+    assert [one.env_reward for one in rollouts[8:]] == [Reward(0.25)] * 4
 
 
 def test_what_is_late_is_aborted_also_in_the_engine(qwen3_moe: Running) -> None:
     config = replace(qwen3_moe.config.rollout, step_timeout=0.3, max_new_tokens=200, max_turns=1)
-    chat = Chat.load(str(qwen3_moe.folder), load_tools(config.tools))
+    chat = ChatTemplate.load(str(qwen3_moe.folder), load_tools(config.tools))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
-    talks = Conversations(qwen3_moe.engine, chat, config)
+    talks = RolloutRunner(qwen3_moe.engine, chat, config)
     rollouts = talks.generate(prompts, samples=64).rollouts
     talks.close()
     assert len(rollouts) == 256 and [r.group for r in rollouts] == [g for g in range(4) for _ in range(64)]
@@ -170,10 +170,10 @@ def test_what_is_late_is_aborted_also_in_the_engine(qwen3_moe: Running) -> None:
 def test_an_answer_by_other_weights_than_were_pushed_stops_the_run(
     qwen3_moe: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = Chat.load(str(qwen3_moe.folder))
-    talks = Conversations(qwen3_moe.engine, chat, qwen3_moe.config.rollout)
-    pushed = qwen3_moe.engine.version
-    monkeypatch.setattr(qwen3_moe.engine, "version", 71)
+    chat = ChatTemplate.load(str(qwen3_moe.folder))
+    talks = RolloutRunner(qwen3_moe.engine, chat, qwen3_moe.config.rollout)
+    pushed = qwen3_moe.engine.weight_version
+    monkeypatch.setattr(qwen3_moe.engine, "weight_version", 71)
     with pytest.raises(RuntimeError, match=f"by weights of version {pushed}, .* version 71"):
         talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=2)
     talks.close()
@@ -207,21 +207,21 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_star
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
-        talks = Conversations(engine, Chat.load(str(running.folder)), running.config.rollout)
+        talks = RolloutRunner(engine, ChatTemplate.load(str(running.folder)), running.config.rollout)
         timer = threading.Timer(0.2, kill)
         timer.start()
-        tickets = Tickets(1)
+        tickets = GroupQueue(1)
         found = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300, tickets=tickets)
         timer.join()
-        assert found.lost is not None and found.lost.fault == "died" and found.rollouts == []
-        assert re.match(r"engine 0 is not running; the last lines of .*engine_0.log:", str(found.lost))
-        assert 0 < found.gone <= 300 and tickets.left() == 1
+        assert found.engine_loss is not None and found.engine_loss.fault == "died" and found.rollouts == []
+        assert re.match(r"engine 0 is not running; the last lines of .*engine_0.log:", str(found.engine_loss))
+        assert 0 < found.num_interrupted <= 300 and tickets.count_unclaimed() == 1
         engine.restart()
-        assert not engine.usable
+        assert not engine.is_usable
         engine.wait_ready()
         more = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=1)
         talks.close()
-        assert more.lost is None and len(more.rollouts) == 1 and engine.starts == 2
+        assert more.engine_loss is None and len(more.rollouts) == 1 and engine.start_number == 2
         assert "--- started again" in engine.log.read_text()
 
 
@@ -253,27 +253,27 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
 ) -> None:
     """Stopped twice in the middle of a turn, each time without the cache afterwards."""
 
-    class Enough(Tickets):
-        def finished(self) -> int:
-            return 100 if self.taken() == self._groups else 0
+    class Enough(GroupQueue):
+        def count_complete(self) -> int:
+            return 100 if self.count_claimed() == self._num_groups else 0
 
     engine = qwen3_moe.engine
     config = replace(qwen3_moe.config.rollout, max_new_tokens=160, max_turns=1)
-    chat = Chat.load(str(qwen3_moe.folder))
+    chat = ChatTemplate.load(str(qwen3_moe.folder))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
-    talks = Conversations(engine, chat, config, recorded(engine))
+    talks = RolloutRunner(engine, chat, config, recorded(engine))
     whole = {rollout.prompt.id: rollout for rollout in talks.generate(prompts, samples=1, greedy=True).rollouts}
-    monkeypatch.setattr(scheduler, "_LOOK_S", 0.05)
+    monkeypatch.setattr(scheduler, "_POLL_S", 0.05)
     carried, lengths = [], []
     for step in range(2):
         engine._call("/flush_cache")
         tickets = Enough(0 if step else 4, carried=4 if step else 0)
         out = talks.generate(prompts, tickets=tickets, samples=1, greedy=True, needed=4, carried=carried)
         carried = [*out.partials]
-        lengths.append(sum(one.written for (one,) in carried if one.status is None))
+        lengths.append(sum(one.num_turn_tokens for (one,) in carried if one.status is None))
     assert len(carried) == 4 and 0 < lengths[0] < lengths[1] < sum(one.num_actions for one in whole.values())
     engine._call("/flush_cache")
-    tickets = Tickets(0, carried=4)
+    tickets = GroupQueue(0, carried=4)
     out = talks.generate([], tickets=tickets, greedy=True, needed=4, carried=carried)
     talks.close()
     assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3] and not out.partials
@@ -308,18 +308,20 @@ def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser
     engine, tools = qwen3_moe.engine, load_tools(["megarl.environments.ready.calculator:calculator"])
     access = engine.url, engine.api_key
     for name, family in templates.PUBLISHED.items():
-        chat = Chat(family.tokenizer(), tools)
-        assert rehearse(chat, *access, family.parser, "", 60.0) == "", name
-        wrong = rehearse(chat, *access, "qwen25" if family.parser != "qwen25" else "glm45", "", 60.0)
+        chat = ChatTemplate(family.tokenizer(), tools)
+        assert check_parser(chat, *access, family.parser, "", 60.0) == "", name
+        wrong = check_parser(chat, *access, "qwen25" if family.parser != "qwen25" else "glm45", "", 60.0)
         assert "does not read how the chat template" in wrong and "\n" not in wrong
         assert family.parser in wrong.partition("set rollout.tool_call_parser to ")[2], wrong
-    of_family = rehearse(Chat(templates.PUBLISHED["glm"].tokenizer(), tools), *access, "qwen25", "", 60.0, True)
+    of_family = check_parser(
+        ChatTemplate(templates.PUBLISHED["glm"].tokenizer(), tools), *access, "qwen25", "", 60.0, True
+    )
     assert of_family.startswith("qwen25, the parser of the model's family, does not read how the chat template")
-    chat = Chat(templates.PUBLISHED["qwen"].tokenizer(), tools)
-    assert rehearse(chat, *access, "qwen25", "<another>", 60.0)
+    chat = ChatTemplate(templates.PUBLISHED["qwen"].tokenizer(), tools)
+    assert check_parser(chat, *access, "qwen25", "<another>", 60.0)
     without = tiny_models.tokenizer()
     without.chat_template = tiny_models.WITHOUT_CALLS
-    assert "no place for calls" in rehearse(Chat(without, tools), *access, "qwen25", "", 60.0)
+    assert "no place for calls" in check_parser(ChatTemplate(without, tools), *access, "qwen25", "", 60.0)
 
 
 def test_a_request_without_the_key_is_refused(qwen3_moe: Running) -> None:
@@ -341,7 +343,7 @@ def test_an_engine_that_fails_to_start_shows_its_log_and_spares_its_parent(
     tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch, preloaded: bool
 ) -> None:
     if preloaded:
-        monkeypatch.setenv(SHARED, host)
+        monkeypatch.setenv(HOST_VARIABLE, host)
     else:
         monkeypatch.setattr(sglang_arguments, "START_METHOD", "")
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
@@ -350,7 +352,7 @@ def test_an_engine_that_fails_to_start_shows_its_log_and_spares_its_parent(
     engine.start()
     with pytest.raises(EngineError, match=r"engine 0 did not start; the last lines of .*engine_0.log:\n(?s:.)*Error"):
         engine.wait_ready()
-    assert not engine.usable
+    assert not engine.is_usable
 
 
 def test_an_engine_that_takes_too_long_is_ended_with_its_host(tmp_path: Path) -> None:
@@ -380,7 +382,7 @@ def held_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, SHARED: host},
+        env={**os.environ, HOST_VARIABLE: host},
         # A shell ignores Ctrl-C on behalf of what it starts in the background, and the tests may be such a thing.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
@@ -404,7 +406,7 @@ def until(true: Callable[[], object], what: object) -> None:
 
 def load_files(folder: Path) -> list[Path]:
     """What the engine with this folder has put into shared memory."""
-    return list(Path("/dev/shm").glob(f"sglang_loads_{engine_host._instance(folder)}_*"))
+    return list(Path("/dev/shm").glob(f"sglang_loads_{engine_host._instance_id(folder)}_*"))
 
 
 def test_nothing_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path) -> None:
@@ -457,7 +459,7 @@ def test_an_engine_is_started_through_a_host_that_is_killed_or_stopped(
     """While it imports SGLang, and again once the engine is there: which is lost then with the host that was killed."""
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     shared = start_host(make_config(model, tmp_path / "run"), threads=1)
-    monkeypatch.setenv(SHARED, shared.path)
+    monkeypatch.setenv(HOST_VARIABLE, shared.path)
     engine = Engine(make_config(model, tmp_path / "run"), threads=1)
     try:
         engine.start()
@@ -465,10 +467,10 @@ def test_an_engine_is_started_through_a_host_that_is_killed_or_stopped(
         engine.wait_ready()
         os.kill(second := shared.process.pid, how)
         if how == signal.SIGKILL:
-            until(lambda: raised(engine.check_runs), "the engine is lost")
+            until(lambda: raised(engine.check_running), "the engine is lost")
         engine.restart()
         engine.wait_ready()
-        engine.check_runs()
+        engine.check_running()
         assert len({first, second, shared.process.pid}) == (3 if how == signal.SIGKILL else 1)
     finally:
         engine.shutdown()
@@ -492,7 +494,7 @@ def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, m
     config = make_config(tmp_path, tmp_path / "run")
     shared = start_host(config)
     try:
-        monkeypatch.setenv(SHARED, shared.path)
+        monkeypatch.setenv(HOST_VARIABLE, shared.path)
         engine = Engine(config)
         engine.start()
         with pytest.raises(EngineError, match="did not start; (?s:.)*no kernel for this machine"):
@@ -514,7 +516,7 @@ def test_a_port_that_was_taken_is_replaced(
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     ports: list[int] = []
 
-    class Ended(Hosted):
+    class Ended(HostedServer):
         is_abandoned = False
 
         def __init__(self, path: str, log: Path, environment: Any, settings: Any) -> None:
@@ -528,8 +530,8 @@ def test_a_port_that_was_taken_is_replaced(
         def close(self) -> None:
             pass
 
-    monkeypatch.setenv(SHARED, "nobody is there")
-    monkeypatch.setattr("megarl.engine.sglang_engine.Hosted", Ended)
+    monkeypatch.setenv(HOST_VARIABLE, "nobody is there")
+    monkeypatch.setattr("megarl.engine.sglang_engine.HostedServer", Ended)
     engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
     engine.start()
     with pytest.raises(EngineError, match=says[tries - 1].splitlines()[-1]):

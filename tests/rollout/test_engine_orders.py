@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from megarl.engine.sglang_engine import Engine, EngineError, allocate
-from megarl.engine.weight_sender import HandOff, Mailbox
+from megarl.engine.weight_sender import OrderBuffer, WeightSender
 from megarl.parallel import shared_memory
 from megarl.reshard.plan.layout import EngineLayout
 
@@ -108,11 +108,11 @@ def test_replicated_attention_redundant_experts_and_a_fused_shared_one(host: str
 
 def looked_at(engine: Engine, ranks: int = 1) -> list[dict[str, Any]]:
     """What the engine's ranks say of themselves, in an update in which nothing is written."""
-    boxes = [Mailbox() for _ in range(ranks)]
+    boxes = [OrderBuffer() for _ in range(ranks)]
     engine.begin_update()
-    engine.order([box.payload({"do": "describe"}) for box in boxes])
+    engine.call_loader([box.make_payload({"do": "describe"}) for box in boxes])
     engine.end_update(0)
-    return [box.answer() for box in boxes]
+    return [box.read_answer() for box in boxes]
 
 
 def test_an_engine_that_was_only_looked_at_generates_as_before(qwen3_moe: Running, deepseek_v3: Running) -> None:
@@ -132,13 +132,13 @@ def checksums(engine: Engine) -> list[dict[str, str]]:
 
 
 def test_an_order_that_does_not_fit_harms_nothing_but_the_engine_waits_for_a_whole_set(qwen3_moe: Running) -> None:
-    engine, box, bucket = qwen3_moe.engine, Mailbox(), allocate(16)
+    engine, box, bucket = qwen3_moe.engine, OrderBuffer(), allocate(16)
     before = [out.token_ids.tolist() for out in generate(engine)]
     engine.begin_update()
     order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": [["no.such.tensor", -1, 0, 1, 0, 1, 0, -1]]}
-    engine.order([box.payload(order, bucket)])
+    engine.call_loader([box.make_payload(order, bucket)])
     with pytest.raises(EngineError, match="the engine has no tensor no.such.tensor"):
-        box.answer()
+        box.read_answer()
     engine.end_update(None)
     with pytest.raises(EngineError, match="no whole set of weights"):
         engine.check_alive()
@@ -150,18 +150,18 @@ def test_an_order_that_does_not_fit_harms_nothing_but_the_engine_waits_for_a_who
 
 def test_orders_belong_into_an_update(qwen3_moe: Running) -> None:
     with pytest.raises(EngineError, match="must run between"):
-        qwen3_moe.engine.order([Mailbox().payload({"do": "describe"})])
+        qwen3_moe.engine.call_loader([OrderBuffer().make_payload({"do": "describe"})])
 
 
 def test_orders_leave_nothing_behind(qwen3_moe: Running) -> None:
     """Neither files in shared memory nor mappings in the engine's processes."""
-    engine, box, bucket = qwen3_moe.engine, Mailbox(), allocate(1 << 20)
+    engine, box, bucket = qwen3_moe.engine, OrderBuffer(), allocate(1 << 20)
     order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": []}
 
     def give(times: int) -> tuple[int, int]:
         for _ in range(times):
-            engine.order([box.payload(order, bucket)])
-            assert box.answer() == {"wrong": []}
+            engine.call_loader([box.make_payload(order, bucket)])
+            assert box.read_answer() == {"wrong": []}
         return shared(engine)
 
     engine.begin_update()
@@ -182,14 +182,14 @@ def test_a_session_writes_what_it_is_given_and_leaves_nothing_behind(qwen3_moe: 
     other = weights.flip(0)
 
     def give(values: list[torch.Tensor]) -> tuple[int, int]:
-        hand_over = HandOff(engine, lambda payload: [payload])
+        hand_over = WeightSender(engine, lambda payload: [payload])
         engine.begin_update()
         hand_over.open(buckets)
         for number, value in enumerate(values):
             data = value.to(getattr(torch, dtype)).view(torch.uint8)
             buckets[number % 2][: len(data)].copy_(data)
             hand_over(buckets[number % 2], order)
-            assert hand_over.settle() == {"wrong": []}
+            assert hand_over.wait_pending() == {"wrong": []}
         hand_over.close()
         engine.end_update(5)
         assert hand_over.errors == [] and hand_over.failure is None
@@ -213,4 +213,4 @@ def shared(engine: Engine) -> tuple[int, int]:
     for process in children:
         with contextlib.suppress(OSError):  # of another test's, that has just ended
             mapped += Path(f"/proc/{process.pid}/maps").read_text().count("/memfd:megarl")
-    return shared_memory.held(), mapped
+    return shared_memory.allocated_bytes(), mapped

@@ -23,23 +23,23 @@ class Played:
         asking: int = 1,
         holds: bool = False,
     ) -> None:
-        self._ends, self._answers, self._signs = time.monotonic() + lives, answers, signs
-        self.asking, self.holds, self.looks = asking, holds, 0
+        self._closing, self._answers, self._signs = time.monotonic() + lives, answers, signs
+        self.num_pending, self.is_paused, self.looks = asking, holds, 0
         self._began = time.monotonic()
 
     @property
-    def heard(self) -> float:
+    def last_response_time(self) -> float:
         return time.monotonic() if self._answers else self._began
 
-    def check_runs(self, start: int = 0) -> None:
+    def check_running(self, start: int = 0) -> None:
         assert start == 3
-        if time.monotonic() > self._ends:
+        if time.monotonic() > self._closing:
             raise EngineLost("died", "engine 0 is not running")
 
-    def hangs(self, seconds: float) -> EngineLost:
+    def hang_error(self, seconds: float) -> EngineLost:
         return EngineLost("hangs", "engine 0 gave no sign of life", seconds)
 
-    async def sign(self, seconds: float) -> bool:
+    async def is_alive(self, seconds: float) -> bool:
         self.looks += 1
         if self._signs is None:
             await asyncio.sleep(3600)
@@ -61,19 +61,19 @@ def found(engine: Played, seconds: float = 1.0) -> EngineLost | None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loss, "_LOOK_S", 0.01)
+    monkeypatch.setattr(engine_loss, "_POLL_S", 0.01)
     monkeypatch.setattr(engine_loss, "_SILENCE_S", 0.05)
 
 
 def test_an_engine_that_dies_is_lost() -> None:
     lost = found(Played(lives=0.1, answers=True))
-    assert lost is not None and lost.fault == "died" and 0 <= lost.unnoticed < 1
+    assert lost is not None and lost.fault == "died" and 0 <= lost.detection_delay < 1
 
 
 @pytest.mark.parametrize("signs", [None, False])
 def test_one_that_gives_no_sign_while_it_is_asked_is_lost(signs: bool | None) -> None:
     lost = found(Played(signs=signs), seconds=30.0)
-    assert lost is not None and lost.fault == "hangs" and lost.unnoticed > 0.2
+    assert lost is not None and lost.fault == "hangs" and lost.detection_delay > 0.2
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,21 @@ from scripted import CHAT, CONFIG, PROMPT, Fails, Script, Writer, begun, call, p
 
 from megarl.engine.engine_loss import EngineLost
 from megarl.engine.generation import Generation, RequestFailed
-from megarl.environments.process_sessions import Sessions
+from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
 from megarl.rollout.aborted import TooManyAborted
-from megarl.rollout.conversation import Surroundings, run_conversation, sample_seed
-from megarl.rollout.group_queue import Counts, Tickets
-from megarl.rollout.partial_rollouts import Partial
-from megarl.rollout.scheduler import Gathered, Group, gather_rollouts
+from megarl.rollout.conversation import RolloutContext, derive_seed, run_conversation
+from megarl.rollout.group_queue import GroupQueue, LocalKVStore
+from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.rollout.scheduler import GenerationResult, Group, gather_rollouts
 from megarl.types import Ids, Prompt, Rollout
 
 
-class Calculator(Sessions):
+class Calculator(EnvironmentPool):
     """Tools that take a moment, without a process."""
 
     def __init__(self) -> None:
-        super().__init__(CHAT.known, 60.0, 1)
+        super().__init__(CHAT.catalog, 60.0, 1)
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         await asyncio.sleep(random.random() * 0.002)
@@ -49,9 +49,9 @@ def gather(
     async def run() -> list[Rollout]:
         gathered = await gather_rollouts(
             prompts,
-            Tickets(len(prompts)),
+            GroupQueue(len(prompts)),
             script,
-            Surroundings(CHAT, Calculator(), parse, replace(CONFIG, **config)),
+            RolloutContext(CHAT, Calculator(), parse, replace(CONFIG, **config)),
             samples=samples,
             greedy=False,
             seed=seed,
@@ -78,9 +78,9 @@ def test_all_samples_of_all_prompts_in_order() -> None:
 def test_each_sample_has_a_seed_of_its_own_that_does_not_depend_on_the_others() -> None:
     rollouts = gather(Script("3"), [PROMPT, PROMPT], 3, seed=4)
     seeds = [rollout.seed for rollout in rollouts]
-    assert len(set(seeds)) == 6 and seeds == [sample_seed(4, group, i) for group in (0, 1) for i in range(3)]
+    assert len(set(seeds)) == 6 and seeds == [derive_seed(4, group, i) for group in (0, 1) for i in range(3)]
     assert [rollout.seed for rollout in gather(Script("3"), [PROMPT], 1, seed=4, first_group=1)] == [seeds[3]]
-    assert sample_seed(5, 0, 0) != seeds[0]
+    assert derive_seed(5, 0, 0) != seeds[0]
 
 
 def test_only_the_failing_conversation_is_aborted() -> None:
@@ -121,21 +121,21 @@ def test_a_failing_engine_is_one_error() -> None:
 PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i}?"},)) for i in range(40)]
 
 
-def surroundings(**config: Any) -> Surroundings:
-    return Surroundings(CHAT, Calculator(), parse, replace(CONFIG, max_turns=4, **config))
+def surroundings(**config: Any) -> RolloutContext:
+    return RolloutContext(CHAT, Calculator(), parse, replace(CONFIG, max_turns=4, **config))
 
 
 def together(
     writers: Sequence[Writer],
     prompts: Sequence[Prompt],
-    tickets: Sequence[Tickets],
+    tickets: Sequence[GroupQueue],
     needed: int | None = None,
     carried: Sequence[Sequence[Group]] = (),
     **config: Any,
-) -> list[Gathered | BaseException]:
+) -> list[GenerationResult | BaseException]:
     """What each of the engines that share the tickets comes to; seed 7, two samples."""
 
-    async def run() -> list[Gathered | BaseException]:
+    async def run() -> list[GenerationResult | BaseException]:
         engines = [
             gather_rollouts(
                 prompts,
@@ -156,9 +156,9 @@ def together(
     return asyncio.run(run())
 
 
-def shared(groups: int, engines: int, carried: int = 0) -> list[Tickets]:
-    counts = Counts()
-    return [Tickets(groups, engines, counts, "step", carried) for _ in range(engines)]
+def shared(groups: int, engines: int, carried: int = 0) -> list[GroupQueue]:
+    counts = LocalKVStore()
+    return [GroupQueue(groups, engines, counts, "step", carried) for _ in range(engines)]
 
 
 def alone(prompt: Prompt) -> list[int]:
@@ -166,11 +166,11 @@ def alone(prompt: Prompt) -> list[int]:
     return asyncio.run(run_conversation(begun(prompt), Writer(pause=0), surroundings(), {})).token_ids.tolist()
 
 
-def no_failure(outcomes: Sequence[Gathered | BaseException]) -> list[Gathered]:
+def no_failure(outcomes: Sequence[GenerationResult | BaseException]) -> list[GenerationResult]:
     for one in outcomes:
         if isinstance(one, BaseException):
             raise one
-    return [one for one in outcomes if isinstance(one, Gathered)]
+    return [one for one in outcomes if isinstance(one, GenerationResult)]
 
 
 @pytest.mark.parametrize("pauses", [(0.0005,) * 3, (0.0001, 0.0005, 0.004)], ids=["alike", "one is slow"])
@@ -179,7 +179,7 @@ def test_engines_share_groups_without_losing_one_or_taking_it_twice(pauses: Sequ
     outcomes = no_failure(together(writers, PROMPTS, shared(40, 3)))
     rollouts = sorted((rollout for out in outcomes for rollout in out.rollouts), key=lambda one: one.group)
     assert [rollout.group for rollout in rollouts] == [group for group in range(40) for _ in range(2)]
-    assert [rollout.seed for rollout in rollouts] == [sample_seed(7, g, sample) for g in range(40) for sample in (0, 1)]
+    assert [rollout.seed for rollout in rollouts] == [derive_seed(7, g, sample) for g in range(40) for sample in (0, 1)]
     assert all(rollout.prompt.id == str(rollout.group) for rollout in rollouts)
     for out in outcomes:  # a group's samples are on one engine, in order
         assert [rollout.group for rollout in out.rollouts] == sorted(rollout.group for rollout in out.rollouts)
@@ -190,24 +190,24 @@ def test_engines_share_groups_without_losing_one_or_taking_it_twice(pauses: Sequ
 def to_the_end(
     writers: Sequence[Writer],
     prompts: Sequence[Prompt],
-    tickets: Sequence[Tickets],
+    tickets: Sequence[GroupQueue],
     needed: int | None = None,
     carried: Sequence[Sequence[Group]] = (),
     **config: Any,
-) -> list[Gathered]:
+) -> list[GenerationResult]:
     """As `together`; what a lost engine has left when all others are done is done by all of them, lost ones with a new
     writer."""
     found = no_failure(together(writers, prompts, tickets, needed, carried, **config))
-    while any(out.lost for out in found):
-        if not (tickets[0].left() if needed is None else tickets[0].finished() < needed):
+    while any(out.engine_loss for out in found):
+        if not (tickets[0].count_unclaimed() if needed is None else tickets[0].count_complete() < needed):
             break
         again = [Writer(writer.version) for writer in writers]
         more = no_failure(together(again, prompts, tickets, needed, [()] * len(writers), **config))
-        found = [one.and_then(other) for one, other in zip(found, more, strict=True)]
+        found = [one.merge(other) for one, other in zip(found, more, strict=True)]
     return found
 
 
-def one_by_one(outcomes: Sequence[Gathered]) -> list[Rollout]:
+def one_by_one(outcomes: Sequence[GenerationResult]) -> list[Rollout]:
     """All rollouts, by group; a group's are one engine's, by sample."""
     return sorted((one for out in outcomes for one in out.rollouts), key=lambda one: one.group)
 
@@ -215,7 +215,7 @@ def one_by_one(outcomes: Sequence[Gathered]) -> list[Rollout]:
 def assert_nothing_lost(rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> None:
     """Each sample once, with its own seed and the tokens that nothing has disturbed."""
     numbers = [(group, sample) for group in range(len(prompts)) for sample in (0, 1)]
-    assert [(one.group, one.seed) for one in rollouts] == [(g, sample_seed(7, g, sample)) for g, sample in numbers]
+    assert [(one.group, one.seed) for one in rollouts] == [(g, derive_seed(7, g, sample)) for g, sample in numbers]
     for rollout in rollouts:
         assert rollout.prompt.id == prompts[rollout.group].id
         assert rollout.token_ids.tolist() == alone(prompts[rollout.group])
@@ -225,11 +225,11 @@ def test_what_a_lost_engine_has_begun_is_done_by_the_rest() -> None:
     tickets, prompts = shared(16, 3), PROMPTS[:16]
     outcomes = no_failure(together([Writer(lasts=60), Writer(), Writer()], prompts, tickets))
     dead, *others = outcomes
-    assert dead.lost is not None and str(dead.lost) == "the engine is gone" and dead.again == 0
-    assert all(out.lost is None and out.gone == 0 for out in others)
+    assert dead.engine_loss is not None and str(dead.engine_loss) == "the engine is gone" and dead.num_restarted == 0
+    assert all(out.engine_loss is None and out.num_interrupted == 0 for out in others)
     assert_nothing_lost(one_by_one(outcomes), prompts)
-    assert 0 < dead.gone == sum(out.again for out in others) <= 2 * CONFIG.concurrency
-    assert tickets[0].left() == 0 and tickets[0].taken() == 16
+    assert 0 < dead.num_interrupted == sum(out.num_restarted for out in others) <= 2 * CONFIG.concurrency
+    assert tickets[0].count_unclaimed() == 0 and tickets[0].count_claimed() == 16
 
 
 def test_an_engine_that_is_lost_and_starts_again_does_what_was_lost_and_nothing_else() -> None:
@@ -237,14 +237,16 @@ def test_an_engine_that_is_lost_and_starts_again_does_what_was_lost_and_nothing_
     tickets, told, found = shared(6, 1), [], None
     for writer in (Writer(lasts=70), Writer(lasts=70), Writer()):
 
-        async def gather_with(writer: Writer) -> Gathered:
-            around = replace(surroundings(), ended=lambda rollout: told.append((rollout.prompt.id, rollout.seed)))
+        async def gather_with(writer: Writer) -> GenerationResult:
+            around = replace(
+                surroundings(), on_rollout_finished=lambda rollout: told.append((rollout.prompt.id, rollout.seed))
+            )
             options: dict[str, Any] = {"samples": 2, "greedy": False, "seed": 7}
             return await gather_rollouts(PROMPTS[:6], tickets[0], writer, around, **options)
 
         out = asyncio.run(gather_with(writer))
-        found = out if found is None else found.and_then(out)
-    assert found is not None and found.lost is None and 0 < found.gone == found.again
+        found = out if found is None else found.merge(out)
+    assert found is not None and found.engine_loss is None and 0 < found.num_interrupted == found.num_restarted
     assert_nothing_lost(found.rollouts, PROMPTS[:6])
     assert sorted(told) == sorted((one.prompt.id, one.seed) for one in found.rollouts)
 
@@ -257,16 +259,21 @@ def test_an_engine_that_is_seen_to_hang_is_lost_whatever_it_is_at() -> None:
             await asyncio.sleep(0.01)
         raise EngineLost("hangs", "engine 0 gave no sign of life")
 
-    async def run() -> Gathered:
-        around = replace(surroundings(), ended=told.append)
+    async def run() -> GenerationResult:
+        around = replace(surroundings(), on_rollout_finished=told.append)
         options: dict[str, Any] = {"samples": 2, "greedy": False, "seed": 7, "watch": hangs}
         return await gather_rollouts(PROMPTS[:2], tickets, script, around, **options)
 
-    tickets = Tickets(2)
+    tickets = GroupQueue(2)
     out = asyncio.run(run())
-    assert out.lost is not None and out.lost.fault == "hangs" and out.rollouts == [] and out.gone == 3
-    back = [tickets.take_back(), tickets.take_back()]
-    assert tickets.take_back() is None and sorted(one.number for one in back) == [0, 1]
+    assert (
+        out.engine_loss is not None
+        and out.engine_loss.fault == "hangs"
+        and out.rollouts == []
+        and out.num_interrupted == 3
+    )
+    back = [tickets.claim_returned(), tickets.claim_returned()]
+    assert tickets.claim_returned() is None and sorted(one.number for one in back) == [0, 1]
     assert sorted(one.status or "" for group in back for one in group.group) == ["", "", "", "stop"]
 
 
@@ -282,12 +289,12 @@ def test_where_engines_share_more_than_is_needed_a_lost_ones_groups_go_on_elsewh
         tickets = shared(len(fresh), 2, held)
         writers = [Writer(step, 0.001, lasts=lasts if step in (0, 2) else -1), Writer(step, 0.003)]
         outcomes = to_the_end(writers, fresh, tickets, wanted, carried, max_lag=100)
-        left = left[tickets[0].taken() :]
+        left = left[tickets[0].count_claimed() :]
         rollouts = one_by_one(outcomes)
         assert sorted({one.group for one in rollouts}) == list(range(wanted)) and len(rollouts) == 2 * wanted
         done += rollouts
         carried = [out.partials for out in outcomes]
-        while (back := tickets[0].take_back()) is not None:
+        while (back := tickets[0].claim_returned()) is not None:
             carried[0].append(back.group)
         if not left and not any(carried):
             break
@@ -319,9 +326,9 @@ def test_while_a_tool_runs_the_engine_writes_for_somebody_else() -> None:
 
     tools = Waits()
     script = Policy(call("1+2"), "first to end", "last to end")
-    around = Surroundings(CHAT, tools, parse, replace(CONFIG, concurrency=1))
+    around = RolloutContext(CHAT, tools, parse, replace(CONFIG, concurrency=1))
     options: dict[str, Any] = {"samples": 1, "greedy": False, "seed": 0}
-    out = asyncio.run(gather_rollouts(PROMPTS[:2], Tickets(2), script, around, **options))
+    out = asyncio.run(gather_rollouts(PROMPTS[:2], GroupQueue(2), script, around, **options))
     assert [rollout.answer for rollout in out.rollouts] == ["last to end", "first to end"]
 
 
@@ -337,17 +344,17 @@ def test_no_more_conversations_are_begun_than_twice_what_the_engine_has_room_for
             raise AssertionError
 
     tools = Hangs()
-    around = Surroundings(CHAT, tools, parse, replace(CONFIG, concurrency=3))
+    around = RolloutContext(CHAT, tools, parse, replace(CONFIG, concurrency=3))
 
     async def run() -> None:
-        tickets, options = Tickets(40), {"samples": 1, "greedy": False, "seed": 0}
+        tickets, options = GroupQueue(40), {"samples": 1, "greedy": False, "seed": 0}
         task = asyncio.create_task(
             gather_rollouts(PROMPTS, tickets, Script(call("1+2")), around, **options)  # type: ignore[arg-type]
         )
         while tools.begun < 6:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        assert (tools.begun, tickets.taken()) == (6, 6)
+        assert (tools.begun, tickets.count_claimed()) == (6, 6)
         task.cancel()
         await asyncio.wait([task])
 
@@ -365,13 +372,13 @@ def test_when_enough_groups_are_complete_the_rest_is_stopped_and_gone_on_with() 
         tickets = shared(len(fresh), engines, held)
         writers = [Writer(step, pause=0.003) for _ in range(engines)]
         outcomes = no_failure(together(writers, fresh, tickets, wanted, carried, max_lag=100))
-        left = left[tickets[0].taken() :]
+        left = left[tickets[0].count_claimed() :]
         rollouts = [rollout for out in outcomes for rollout in out.rollouts]
         # As many groups as are needed, numbered in the order in which they were complete.
         assert sorted({rollout.group for rollout in rollouts}) == list(range(wanted)) and len(rollouts) == 2 * wanted
         done += rollouts
         carried = [out.partials for out in outcomes]
-        anew += sum(out.anew for out in outcomes)
+        anew += sum(out.num_stale for out in outcomes)
         if not left and not any(carried):
             break
     assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in PROMPTS[:34] for _ in "ab")
@@ -382,7 +389,7 @@ def test_when_enough_groups_are_complete_the_rest_is_stopped_and_gone_on_with() 
         assert rollout.routing is not None and rollout.routing.flatten().tolist() == [*range(rollout.num_tokens - 1)]
 
 
-def halted(version: int, text: str = "12") -> Partial:
+def halted(version: int, text: str = "12") -> PartialRollout:
     around = surroundings()
     around.halt.set()
     return asyncio.run(run_conversation(begun(PROMPTS[1], 5), Script(said(text, "abort", version)), around, {}))
@@ -391,8 +398,8 @@ def halted(version: int, text: str = "12") -> Partial:
 @pytest.mark.parametrize(("lag", "anew"), [(0, 2), (1, 1), (2, 0)])
 def test_what_would_be_too_old_when_it_is_done_is_begun_anew(lag: int, anew: int) -> None:
     group = halted(2), halted(1)
-    out = no_failure(together([Writer(version=3)], [], [Tickets(0, carried=1)], 1, [[group]], max_lag=lag))[0]
-    assert out.anew == anew and [rollout.seed for rollout in out.rollouts] == [5, 5]
+    out = no_failure(together([Writer(version=3)], [], [GroupQueue(0, carried=1)], 1, [[group]], max_lag=lag))[0]
+    assert out.num_stale == anew and [rollout.seed for rollout in out.rollouts] == [5, 5]
     oldest = [int(min(rollout.turns[1].token_versions)) for rollout in out.rollouts]
     assert oldest == [2 if lag >= 1 else 3, 1 if lag >= 2 else 3]
 
@@ -401,6 +408,6 @@ def test_a_group_that_was_complete_too_late_counts_at_once() -> None:
     """It needs no policy, and comes before those that do."""
     ended = replace(halted(2), status="stop")
     groups = [(halted(2), halted(2)), (ended, ended)]
-    out = no_failure(together([Writer(version=3)], PROMPTS[:5], [Tickets(5, carried=2)], 1, [groups]))[0]
+    out = no_failure(together([Writer(version=3)], PROMPTS[:5], [GroupQueue(5, carried=2)], 1, [groups]))[0]
     assert [rollout.token_ids.tolist() for rollout in out.rollouts] == [ended.token_ids.tolist()] * 2
     assert [5, 5] in [[one.seed for one in group] for group in out.partials]

@@ -18,7 +18,7 @@ import torch
 from megarl.engine import weight_channel, weight_loader
 from megarl.engine.engine_loss import EngineLost
 from megarl.engine.sglang_engine import Engine, EngineError, allocate
-from megarl.engine.weight_sender import HandOff
+from megarl.engine.weight_sender import WeightSender
 from megarl.parallel import device
 
 Stray = Callable[[dict[str, Any]], dict[str, Any]]
@@ -30,19 +30,19 @@ class Obedient(Engine):
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.requests, self.fail = model, 0, ""
         self.draft = torch.nn.Linear(2, 3, bias=False)
-        self.given: set[str] = set()
+        self.argument: set[str] = set()
         self.index, self.config = 0, SimpleNamespace(rollout=SimpleNamespace(hang_timeout=0.5))  # type: ignore[assignment]
 
-    def order(self, payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
+    def call_loader(self, payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
         self.requests += 1
         if self.fail:
             raise EngineError(self.fail)
         for payload in payloads:
-            assert payload not in self.given, "what CUDA shares may be opened once"
-            self.given.add(payload)
+            assert payload not in self.argument, "what CUDA shares may be opened once"
+            self.argument.add(payload)
             weight_loader.load(self.draft if draft else self.model, pickle.loads(base64.b64decode(payload)))
 
-    def _last_lines(self) -> str:
+    def _describe_log_tail(self) -> str:
         return "(its log)"
 
 
@@ -55,9 +55,9 @@ def bucket(*values: float) -> torch.Tensor:
     return allocate(4 * len(values)).copy_(torch.tensor(values, dtype=torch.float32).view(torch.uint8))
 
 
-def hand_off(patience: float = 20.0) -> tuple[HandOff, Obedient]:
+def hand_off(patience: float = 20.0) -> tuple[WeightSender, Obedient]:
     engine = Obedient(torch.nn.Linear(2, 3, bias=False))
-    return HandOff(engine, lambda payload: [payload], patience), engine
+    return WeightSender(engine, lambda payload: [payload], patience), engine
 
 
 def test_buffers_are_written_in_turn_by_one_request() -> None:
@@ -67,11 +67,11 @@ def test_buffers_are_written_in_turn_by_one_request() -> None:
     for row in range(3):
         buckets[row % 2].copy_(bucket(row, row + 0.5))
         hand_over(buckets[row % 2], order(0, row))
-        assert hand_over.settle() == {"wrong": []}
+        assert hand_over.wait_pending() == {"wrong": []}
     hand_over.close()
     assert hand_over.errors == [] and engine.requests == 1
     assert engine.model.weight.tolist() == [[0, 0.5], [1, 1.5], [2, 2.5]]
-    assert hand_over.ask({"do": "describe"}) == {"tensors": {"weight": ["float32", [3, 2]]}, "odd": []}
+    assert hand_over.send_order({"do": "describe"}) == {"tensors": {"weight": ["float32", [3, 2]]}, "odd": []}
 
 
 class LateDevice:
@@ -80,7 +80,7 @@ class LateDevice:
     def __init__(self) -> None:
         self.queued: dict[int, list[Callable[[], Any]]] = defaultdict(list)
 
-    def later(self, work: Callable[..., Any]) -> Callable[..., None]:
+    def run_later(self, work: Callable[..., Any]) -> Callable[..., None]:
         return lambda *args: self.queued[threading.get_ident()].append(lambda: work(*args))
 
     def finish(self, tensor: torch.Tensor, whole: bool = False) -> None:
@@ -93,15 +93,15 @@ def test_the_other_process_looks_when_the_device_is_done(monkeypatch: pytest.Mon
     """The engine finds in a buffer what was queued for it, and has written when it answers, so that the buffer may be
     filled anew."""
     late = LateDevice()
-    monkeypatch.setattr(device, "finish", late.finish)
-    monkeypatch.setattr(weight_loader, "unpack", late.later(weight_loader.unpack))
+    monkeypatch.setattr(device, "synchronize", late.finish)
+    monkeypatch.setattr(weight_loader, "unpack", late.run_later(weight_loader.unpack))
     hand_over, engine = hand_off()
     buckets = [bucket(0, 0), bucket(0, 0)]
     hand_over.open(buckets)
     for row in range(3):
-        late.later(buckets[row % 2].copy_)(bucket(row, row + 0.5))
+        late.run_later(buckets[row % 2].copy_)(bucket(row, row + 0.5))
         hand_over(buckets[row % 2], order(0, row))
-        hand_over.settle()
+        hand_over.wait_pending()
         assert engine.model.weight[row].tolist() == [row, row + 0.5]
         buckets[row % 2].zero_()
     hand_over.close()
@@ -146,7 +146,7 @@ def test_what_the_engine_cannot_do_is_noted_and_it_gets_no_more_orders() -> None
     hand_over(buckets[0], order(0, 7))
     for row in range(2):
         hand_over(buckets[1], order(0, row))
-    assert hand_over.settle() == {}
+    assert hand_over.wait_pending() == {}
     hand_over.close()
     assert "rows 7:8" in hand_over.errors[0] and len(hand_over.errors) == 1
     assert 9 not in engine.model.weight
@@ -160,7 +160,7 @@ def test_an_engine_that_refuses_is_noted(draft: bool) -> None:
     hand_over.open(buckets, draft)
     hand_over(buckets[0], order(0, 0))
     hand_over.close()
-    assert hand_over.ask({"do": "describe"}) == {}
+    assert hand_over.send_order({"do": "describe"}) == {}
     assert hand_over.errors[0] == str(hand_over.failure) == "engine 0 does not answer"
 
 
@@ -184,21 +184,21 @@ def test_an_engine_that_dies_in_the_middle_is_noted_at_once_and_what_became_of_i
     def dies(path: str, obey: Stray) -> int:
         with weight_channel.socket.socket(weight_channel.socket.AF_UNIX) as line:
             line.connect(path)
-            weight_channel._receive(line)
+            weight_channel._receive_json(line)
         engine.fail = "dead"
         return 0
 
     def order_(payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
-        Obedient.order(engine, payloads, draft, lasting)
+        Obedient.call_loader(engine, payloads, draft, lasting)
         if engine.fail:
             raise EngineLost("died", "engine 0 does not answer")
 
-    monkeypatch.setattr(weight_loader, "follow", dies)
-    monkeypatch.setattr(engine, "order", order_)
+    monkeypatch.setattr(weight_loader, "serve_orders", dies)
+    monkeypatch.setattr(engine, "call_loader", order_)
     buckets = [bucket(0, 0), bucket(0, 0)]
     hand_over.open(buckets)
     hand_over(buckets[0], order(0, 0))
-    assert hand_over.settle() == {}
+    assert hand_over.wait_pending() == {}
     hand_over(buckets[1], order(0, 1))  # its rank goes on taking part
     hand_over.close()
     assert isinstance(hand_over.failure, EngineLost) and hand_over.failure.fault == "died"
@@ -217,7 +217,7 @@ def test_an_engine_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch, connects:
             go_on.wait(60)
         return 0
 
-    monkeypatch.setattr(weight_loader, "follow", hangs)
+    monkeypatch.setattr(weight_loader, "serve_orders", hangs)
     buckets = [bucket(0, 0), bucket(0, 0)]
     hand_over.open(buckets)
     hand_over(buckets[0], order(0, 0))
@@ -231,9 +231,9 @@ def test_a_rank_that_leaves_has_the_engine_wait_no_longer() -> None:
     """As in a push that breaks off among the trainer's ranks."""
     hand_over, _ = hand_off()
     hand_over.open([bucket(0, 0), bucket(0, 0)])
-    request = hand_over._request
+    request = hand_over._session_request
     assert request is not None and not request.done()
-    hand_over.hang_up()
+    hand_over.close_channel()
     assert request.result(20) is None
 
 
@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_lead_comes_after_the_one_that_does() -> None:
         told.append(payload)
         return ["", payload]  # the lead's rank has nobody
 
-    beside = HandOff(None, collect, patience=20.0)
+    beside = WeightSender(None, collect, patience=20.0)
     beside.open([bucket(0, 0), bucket(0, 0)])
     beside(bucket(0, 0), order(0, 0))
     beside.close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.engine.engine_host_client import Host, secret_variables
+from megarl.engine.engine_host_client import HostProcess, secret_variables
 
 
 def test_engines_are_given_no_secret_and_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_engines_are_given_no_secret_and_nothing_of_torchrun(monkeypatch: pytest
     plain = ("TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
     for name in (*secret, *plain, "RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "1")
-    host = Host({"OWN": "2"}, preload=False, hidden={"JUDGE"})
+    host = HostProcess({"OWN": "2"}, preload=False, hidden={"JUDGE"})
     host.close()
     assert given["OWN"] == "2" and all(given[name] == "1" for name in plain)
     assert not {*secret, "RANK", "MASTER_ADDR"} & given.keys()
@@ -48,7 +48,7 @@ def test_a_host_that_ends_time_and_again_is_given_up(
             super().__init__(["sh", "-c", "exit 3"])
 
     monkeypatch.setattr(subprocess, "Popen", Ends)
-    host = Host({}, preload=False)
+    host = HostProcess({}, preload=False)
     deadline = time.monotonic() + 20
     while Path(host.path).exists() and time.monotonic() < deadline:
         time.sleep(0.05)

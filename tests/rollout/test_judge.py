@@ -9,7 +9,7 @@ from conftest import Running
 
 from megarl.rewards.judge import Judge, JudgeOptions
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.reward_values import Failed
+from megarl.types.reward_values import RewardFailure
 
 USER = {"role": "user", "content": "2+3?"}
 
@@ -33,17 +33,17 @@ def judge(asked: dict[str, Any], **options: Any) -> Judge:
 def test_an_engine_scores(asked: dict[str, Any]) -> None:
     """Its weights are random, so that it is held to the form by a grammar. The same is scored alike."""
     one = judge(asked, request={"max_tokens": 12, "regex": "Score: [0-9]"})
-    one.look()
-    found = one.scores([rollout("5"), rollout("six"), rollout("5")])
-    scores = [said[0] for said in found if not isinstance(said, Failed)]
+    one.check_reachable()
+    found = one.score([rollout("5"), rollout("six"), rollout("5")])
+    scores = [said[0] for said in found if not isinstance(said, RewardFailure)]
     assert len(scores) == 3 and scores[0] == scores[2] and all(0 <= score <= 9 for score in scores), found
 
 
 def test_what_it_refuses_or_leaves_unsaid(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(**options: Any) -> str:
-        (found,) = judge(asked, **options).scores([rollout("5")])
-        assert isinstance(found, Failed), found
-        return found.why
+        (found,) = judge(asked, **options).score([rollout("5")])
+        assert isinstance(found, RewardFailure), found
+        return found.reason
 
     assert "it was cut off before it had ended" in failed(request={"max_tokens": 2})
     assert "found no score in what it said" in failed(request={"max_tokens": 12, "regex": "no idea"})

@@ -12,9 +12,9 @@ from scripted import PROMPT, begun
 
 from megarl.checkpoint.manifest import hash_file
 from megarl.config import ConfigError
-from megarl.rollout.partial_store import dealt, read_groups, write_groups
+from megarl.rollout.partial_store import assign_groups, read_groups, write_groups
 from megarl.rollout.scheduler import Group
-from megarl.types import Support, Turn
+from megarl.types import SamplingMask, Turn
 
 
 def group(number: int, samples: int = 2) -> Group:
@@ -25,19 +25,22 @@ def group(number: int, samples: int = 2) -> Group:
         torch.arange(120, dtype=torch.int16).view(10, 4, 3)[2:7],
         torch.full((2, 4, 3), number, dtype=torch.int16),
     )
-    support = Support.of([[5], [6, number]]), Support.of([[7, 8, 9]])
-    further = replace(first, turns=turns, written=3, taken=1, routing=routing, support=support)
-    ended = replace(further, status="stop", whole=True, failure="none")
+    support = SamplingMask.from_rows([[5], [6, number]]), SamplingMask.from_rows([[7, 8, 9]])
+    further = replace(first, turns=turns, num_turn_tokens=3, num_turns=1, routing=routing, sampling_masks=support)
+    ended = replace(further, status="stop", is_turn_complete=True, failure="none")
     return (first, further, ended, *[first] * samples)[:samples]
 
 
 def same(one: list[Group], other: list[Group]) -> bool:
-    """`Partial` compares all but records by what is in it, and NaN is not NaN."""
+    """`PartialRollout` compares all but records by what is in it, and NaN is not NaN."""
 
     def plain(groups: list[Group]) -> list[list[object]]:
         return [
             [
-                (replace(each, routing=(), support=(), prompt=replace(each.prompt, extra={})), repr(each.prompt.extra))
+                (
+                    replace(each, routing=(), sampling_masks=(), prompt=replace(each.prompt, extra={})),
+                    repr(each.prompt.extra),
+                )
                 for each in group
             ]
             for group in groups
@@ -45,7 +48,7 @@ def same(one: list[Group], other: list[Group]) -> bool:
 
     def records(groups: list[Group]) -> list[torch.Tensor]:
         every = [each for group in groups for each in group]
-        sets = [part for each in every for record in each.support for part in (record.counts, record.ids)]
+        sets = [part for each in every for record in each.sampling_masks for part in (record.counts, record.ids)]
         return [part for each in every for part in each.routing] + sets
 
     pairs = list(zip(records(one), records(other), strict=True))
@@ -90,7 +93,7 @@ def test_groups_are_dealt_out_whole_to_another_number_of_engines(tmp_path: Path,
         files.append(tmp_path / f"engine_{engine}")
         write_groups(files[-1], [group(number + i) for i in range(count)])
         number += count
-    shares = [dealt(files, engine, engines) for engine in range(engines)]
+    shares = [assign_groups(files, engine, engines) for engine in range(engines)]
     seeds = [[each[0].seed for each in share] for share in shares]
     assert sorted(sum(seeds, [])) == list(range(7)) and all(len(each) == 2 for share in shares for each in share)
     if engines == 3:

@@ -15,7 +15,7 @@ import torch
 
 from megarl.engine import weight_loader
 from megarl.engine.sglang_engine import EngineError, allocate
-from megarl.engine.weight_sender import Mailbox
+from megarl.engine.weight_sender import OrderBuffer
 from megarl.reshard.run.checksum import slice_hash
 
 
@@ -41,7 +41,7 @@ def obey(model: torch.nn.Module, order: Any, bucket: torch.Tensor | None = None,
     text = order if isinstance(order, bytes) else json.dumps(order).encode()
     tensors = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8)), ("answer", answer)]
     weight_loader.load(model, tensors + ([] if bucket is None else [("bucket", bucket)]))
-    return weight_loader.read(answer)
+    return weight_loader.read_answer(answer)
 
 
 def write(*slices: list[Any], **changes: Any) -> dict[str, Any]:
@@ -235,38 +235,38 @@ def unpacked(payload: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_a_mailbox_carries_orders_there_and_answers_back() -> None:
-    model, box = Model(), Mailbox()
+    model, box = Model(), OrderBuffer()
     bucket = bucket_of(torch.arange(5.0))
     for shift in range(3):  # the bucket stays where it is from its first use on
         bucket[:20].view(torch.float32)[:] = torch.arange(5.0) + shift
-        weight_loader.load(model, unpacked(box.payload(write(["vector", -1, 0, 5, 0, 1, 0, -1]), bucket)))
-        assert box.answer() == {"wrong": []}
+        weight_loader.load(model, unpacked(box.make_payload(write(["vector", -1, 0, 5, 0, 1, 0, -1]), bucket)))
+        assert box.read_answer() == {"wrong": []}
         assert model.vector.tolist() == [shift, shift + 1, shift + 2, shift + 3, shift + 4]
-    weight_loader.load(model, unpacked(box.payload({"do": "describe"})))
-    assert box.answer()["tensors"]["vector"] == ["float32", [5]]
+    weight_loader.load(model, unpacked(box.make_payload({"do": "describe"})))
+    assert box.read_answer()["tensors"]["vector"] == ["float32", [5]]
 
 
 def test_an_old_answer_is_not_taken_for_a_new_one() -> None:
-    box = Mailbox()
-    weight_loader.load(Model(), unpacked(box.payload({"do": "describe"})))
-    box.answer()
-    box.payload({"do": "describe"})  # nobody obeys
+    box = OrderBuffer()
+    weight_loader.load(Model(), unpacked(box.make_payload({"do": "describe"})))
+    box.read_answer()
+    box.make_payload({"do": "describe"})  # nobody obeys
     with pytest.raises(EngineError, match="has not answered"):
-        box.answer()
-    weight_loader.load(Model(), unpacked(box.payload({"do": "sing"})))
+        box.read_answer()
+    weight_loader.load(Model(), unpacked(box.make_payload({"do": "sing"})))
     with pytest.raises(EngineError, match="could not obey its order: ValueError: unknown order 'sing'"):
-        box.answer()
+        box.read_answer()
 
 
 def test_names_are_looked_up_once_in_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     """And anew in the next, and after SGLang has computed what it derives, for it may replace tensors then."""
-    model, scans, scan = Model(), [], weight_loader.writable
+    model, scans, scan = Model(), [], weight_loader.writable_tensors
 
     def counted(of: torch.nn.Module) -> dict[str, torch.Tensor]:
         scans.append(of)
         return scan(of)
 
-    monkeypatch.setattr(weight_loader, "writable", counted)
+    monkeypatch.setattr(weight_loader, "writable_tensors", counted)
     data = bucket_of(torch.full((5,), 3.0))
     one = ["vector", -1, 0, 5, 0, 1, 0, -1]
     for push, expected in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("a", 3)):

@@ -31,16 +31,16 @@ from scripted import (
     turn_of,
 )
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
 from megarl.engine.generation import Generation, RequestFailed
-from megarl.engine.tool_calls import Call, Reply
+from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
-from megarl.environments.process_sessions import Sessions
+from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
-from megarl.rollout.conversation import Surroundings, run_conversation, sampling_params
-from megarl.rollout.partial_rollouts import Partial, from_record, to_record
-from megarl.types import Prompt, Rollout, Support, TrainBatch, Turn
+from megarl.rollout.conversation import RolloutContext, build_sampling_params, run_conversation
+from megarl.rollout.partial_rollouts import PartialRollout, from_record, to_record
+from megarl.types import Prompt, Rollout, SamplingMask, TrainBatch, Turn
 from megarl.utils import exact_json
 
 
@@ -50,24 +50,24 @@ def converse(
     script = script or Script(*lines)
 
     async def run() -> Rollout:
-        async with aclosing(Sessions(CHAT.known, CONFIG.tool_timeout, 4)) as pool:
-            around = Surroundings(CHAT, pool, parse, replace(CONFIG, **config))
+        async with aclosing(EnvironmentPool(CHAT.catalog, CONFIG.tool_timeout, 4)) as pool:
+            around = RolloutContext(CHAT, pool, parse, replace(CONFIG, **config))
             ended = await run_conversation(begun(prompt, 9), script, around, {"temperature": 1.0})
-            return ended.rollout(group=5)
+            return ended.to_rollout(group=5)
 
     return asyncio.run(run()), script
 
 
 def test_a_call_and_a_statement_turn_by_turn() -> None:
     rollout, script = converse(call("1+2"), "3")
-    rendered = CHAT.render(PROMPT)
+    rendered = CHAT.encode_prompt(PROMPT)
     first, last = said(call("1+2")), said("3")
     observed = ids("\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     turns = [Turn(rendered), turn_of(first), Turn(observed), turn_of(last)]
     assert list(rollout.turns) == turns
     assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
     assert [turn.weight_version for turn in rollout.turns] == [-1, 7, -1, 7]
-    assert [turn.cached for turn in rollout.turns] == [-1, 1, -1, 1]
+    assert [turn.cached_tokens for turn in rollout.turns] == [-1, 1, -1, 1]
     assert (rollout.status, rollout.tool_calls, rollout.tool_errors) == ("stop", 1, 0)
     assert (rollout.group, rollout.seed, rollout.answer) == (5, 9, "3")
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
@@ -112,12 +112,14 @@ def test_what_could_have_been_sampled_is_kept_of_every_request_in_turn() -> None
 
     def cut(text: str, finish: Any = "stop") -> Generation:
         out = said(text, finish)
-        return replace(out, support=Support.of([[token, 3] if token != 3 else [3] for token in out.token_ids]))
+        return replace(
+            out, sampling_mask=SamplingMask.from_rows([[token, 3] if token != 3 else [3] for token in out.token_ids])
+        )
 
     def carried(*texts: Generation) -> Rollout:
-        around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, CONFIG)
+        around = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, CONFIG)
 
-        async def run() -> Partial:
+        async def run() -> PartialRollout:
             now = begun()
             for out in texts:
                 own = replace(around, halt=asyncio.Event())
@@ -125,18 +127,18 @@ def test_what_could_have_been_sampled_is_kept_of_every_request_in_turn() -> None
                 now = await run_conversation(now, Script(out), own, {})
             return now
 
-        return asyncio.run(run()).rollout(0)
+        return asyncio.run(run()).to_rollout(0)
 
     def counts(rollout: Rollout) -> list[int]:
-        assert rollout.support is not None and rollout.num_actions == len(rollout.support)
-        assert TrainBatch.from_rollouts([rollout]).support is not None
-        return rollout.support.counts.tolist()
+        assert rollout.sampling_mask is not None and rollout.num_actions == len(rollout.sampling_mask)
+        assert TrainBatch.from_rollouts([rollout]).sampling_mask is not None
+        return rollout.sampling_mask.counts.tolist()
 
     two, last = len(ids("12")), len(ids("3")) + 1
     assert counts(carried(cut("12", "abort"), cut("3"))) == [2] * (two + last)
     assert counts(carried(said("12", "abort"), cut("3"))) == [0] * two + [2] * last
     assert counts(carried(cut("12", "abort"), said("3"))) == [2] * two + [0] * last
-    assert carried(said("12", "abort"), said("3")).support is None
+    assert carried(said("12", "abort"), said("3")).sampling_mask is None
     whole, _ = converse(script=Script(cut(call("1+2")), cut("3")))
     assert counts(whole) == [2] * whole.num_actions
 
@@ -165,20 +167,20 @@ def test_the_mask_of_the_packed_batch_is_on_the_policys_tokens_only() -> None:
     assert (batch.rollout_logprobs[batch.loss_mask] < 0).all()
 
 
-def talk_of(family: str, *lines: str, name: str = "calculator") -> tuple[Rollout, Chat]:
+def talk_of(family: str, *lines: str, name: str = "calculator") -> tuple[Rollout, ChatTemplate]:
     """A conversation by a template in miniature; a line with "call" in it calls the tool."""
     tokenizer = templates.PUBLISHED[family].tokenizer()
-    chat = Chat(tokenizer, CHAT.tools)
+    chat = ChatTemplate(tokenizer, CHAT.tools)
     tokens = [tuple(tokenizer.encode(line, add_special_tokens=False)) for line in lines]
     script = Script(*(Generation(ids, (-0.1,) * len(ids), "stop", 1) for ids in tokens))
 
-    async def reads(text: str, schemas: Sequence[dict[str, Any]]) -> Reply:
-        return Reply("", (Call(name, {"expression": "1+2"}),)) if "call" in text else Reply(text)
+    async def reads(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
+        return ParsedResponse("", (ToolCall(name, {"expression": "1+2"}),)) if "call" in text else ParsedResponse(text)
 
     async def run() -> Rollout:
-        async with aclosing(Sessions(chat.known, 60.0, 4)) as pool:
-            around = Surroundings(chat, pool, reads, CONFIG)
-            return (await run_conversation(begun(chat=chat), script, around, {})).rollout(0)
+        async with aclosing(EnvironmentPool(chat.catalog, 60.0, 4)) as pool:
+            around = RolloutContext(chat, pool, reads, CONFIG)
+            return (await run_conversation(begun(chat=chat), script, around, {})).to_rollout(0)
 
     return asyncio.run(run()), chat
 
@@ -186,11 +188,14 @@ def talk_of(family: str, *lines: str, name: str = "calculator") -> tuple[Rollout
 def test_a_policy_that_ends_a_call_by_what_opens_the_answer() -> None:
     rollout, chat = talk_of("glm", templates.PUBLISHED["glm"].call + "<|observation|>", "\n3<|user|>")
     assert (rollout.status, rollout.tool_calls, rollout.answer) == ("stop", 1, "\n3")
-    texts = [chat.text(turn.token_ids) for turn in rollout.turns]
+    texts = [chat.decode(turn.token_ids) for turn in rollout.turns]
     assert texts[1].endswith("</tool_call><|observation|>") and texts[2] == templates.PUBLISHED["glm"].observation
     assert texts[3] == "\n3<|user|>"
     assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
-    assert sampling_params(CONFIG, chat, True, 3)["stop_token_ids"] == sorted(chat.ends) and len(chat.ends) == 3
+    assert (
+        build_sampling_params(CONFIG, chat, True, 3)["stop_token_ids"] == sorted(chat.end_token_ids)
+        and len(chat.end_token_ids) == 3
+    )
 
 
 @pytest.mark.parametrize("end", ["<|user|>", "<|endoftext|>"])
@@ -206,7 +211,9 @@ def test_the_name_of_a_tool_that_does_not_exist_reaches_no_template() -> None:
     controls = set(chat.tokenizer.all_special_ids)
     observed, expected = rollout.turns[2].token_ids, honest.turns[2].token_ids
     assert [token for token in observed if token in controls] == [token for token in expected if token in controls]
-    assert chat.text(observed).startswith("<|im_system|>error<|im_middle|>## Return of functions.error:0\nError: there")
+    assert chat.decode(observed).startswith(
+        "<|im_system|>error<|im_middle|>## Return of functions.error:0\nError: there"
+    )
     assert rollout.tool_errors == 1
     call, answer = rollout.messages[1]["tool_calls"][0], rollout.messages[2]
     assert call["id"] == answer["tool_call_id"] == "functions.error:0" and call["function"]["name"] == forged
@@ -238,13 +245,13 @@ def test_an_aborted_turn_keeps_what_was_written() -> None:
 
 
 def test_max_new_tokens_shrinks_so_that_the_context_is_never_exceeded() -> None:
-    head = len(CHAT.render(PROMPT))
+    head = len(CHAT.encode_prompt(PROMPT))
     rollout, script = converse("3", max_context=head + 10)
     assert script.asked[0][1]["max_new_tokens"] == 10 and rollout.status == "stop"
 
 
 def test_an_observation_that_does_not_fit_ends_the_rollout() -> None:
-    size = len(CHAT.render(PROMPT)) + len(said(call("1+2")).token_ids)
+    size = len(CHAT.encode_prompt(PROMPT)) + len(said(call("1+2")).token_ids)
     rollout, script = converse(call("1+2"), "3", max_context=size + 5)
     assert rollout.status == "length" and len(script.asked) == 1
     assert rollout.num_tokens == size and rollout.messages[-1]["role"] == "assistant"
@@ -252,8 +259,8 @@ def test_an_observation_that_does_not_fit_ends_the_rollout() -> None:
 
 def test_a_long_result_is_cut_to_its_share_and_to_the_room_there_is() -> None:
     number, value = call("9**70"), str(9**70)
-    size = len(CHAT.render(PROMPT)) + len(said(number).token_ids)
-    frame = len(CHAT.continuation([{"role": "tool", "content": ""}]))
+    size = len(CHAT.encode_prompt(PROMPT)) + len(said(number).token_ids)
+    frame = len(CHAT.encode_continuation([{"role": "tool", "content": ""}]))
     for settings in ({"max_observation": 48}, {"max_context": size + frame + 60}):
         rollout, script = converse(number, "done", **settings)
         assert rollout.status == "stop" and len(script.asked) == 2
@@ -261,23 +268,25 @@ def test_a_long_result_is_cut_to_its_share_and_to_the_room_there_is() -> None:
         assert result.startswith(value[:4]) and result.endswith(value[-4:]) and "tokens cut" in result
         assert 30 <= len(ids(result)) <= 50
         answer = [{"role": "tool", "name": "calculator", "tool_call_id": "functions.calculator:0", "content": result}]
-        assert rollout.turns[2].token_ids.tolist() == CHAT.continuation(answer, [CHAT.tools["calculator"].schema])
+        assert rollout.turns[2].token_ids.tolist() == CHAT.encode_continuation(
+            answer, [CHAT.tools["calculator"].schema]
+        )
     assert script.asked[1][1]["max_new_tokens"] >= (size + frame + 60) // 16
 
 
 def test_a_call_that_is_quoted_in_reasoning_is_none() -> None:
     tokenizer = reasoning_tokenizer(REASONING["qwen3"])
-    chat = Chat(tokenizer, CHAT.tools)
+    chat = ChatTemplate(tokenizer, CHAT.tools)
 
     def line(text: str) -> Generation:
-        tokens = [*chat.ids(text), chat.end_of_turn]
+        tokens = [*chat.encode(text), chat.end_of_turn]
         return Generation(tokens, [-0.1] * len(tokens), "stop", 7)  # type: ignore[arg-type]
 
     async def run(*lines: str) -> Rollout:
-        async with aclosing(Sessions(chat.known, CONFIG.tool_timeout, 1)) as sessions:
-            around = Surroundings(chat, sessions, parse, CONFIG)
+        async with aclosing(EnvironmentPool(chat.catalog, CONFIG.tool_timeout, 1)) as sessions:
+            around = RolloutContext(chat, sessions, parse, CONFIG)
             ended = await run_conversation(begun(PROMPT, 9, chat), Script(*map(line, lines)), around, {})
-            return ended.rollout(group=5)
+            return ended.to_rollout(group=5)
 
     quoted = f"<think>\nI could say {call('1+1')}</think>\n\n"
     rollout = asyncio.run(run(quoted + call("1+2"), f"<think>{call('4')}</think>It is 3.", "never said"))
@@ -287,13 +296,13 @@ def test_a_call_that_is_quoted_in_reasoning_is_none() -> None:
         "expression": "1+2"
     }
     assert answered["content"] == "3" and said_last["content"] == f"<think>{call('4')}</think>It is 3."
-    assert rollout.turns[1].token_ids.tolist() == [*chat.ids(quoted + call("1+2")), chat.end_of_turn]
+    assert rollout.turns[1].token_ids.tolist() == [*chat.encode(quoted + call("1+2")), chat.end_of_turn]
     never_closed = asyncio.run(run(f"<think>{call('4')}"))
     assert never_closed.status == "stop" and never_closed.tool_calls == 0
 
 
 def test_a_prompt_that_fills_the_context_has_no_action() -> None:
-    rollout, script = converse("3", max_context=len(CHAT.render(PROMPT)))
+    rollout, script = converse("3", max_context=len(CHAT.encode_prompt(PROMPT)))
     assert rollout.status == "length" and rollout.num_actions == 0 and not script.asked
 
 
@@ -309,18 +318,18 @@ def test_a_prompt_that_fills_the_context_has_no_action() -> None:
 def test_what_goes_wrong_is_what_the_policy_reads(line: str, calls: int, complaint: str) -> None:
     rollout, script = converse(line, "sorry")
     assert (rollout.status, rollout.tool_calls, rollout.tool_errors) == ("stop", calls, 1)
-    observed = CHAT.text(rollout.turns[2].token_ids)
+    observed = CHAT.decode(rollout.turns[2].token_ids)
     assert complaint in observed and not rollout.turns[2].is_action
     assert rollout.messages[2]["role"] == "tool" and len(script.asked) == 2
 
 
 def test_a_prompt_without_tools_has_no_calls() -> None:
-    bare = Chat(TOKENIZER)
+    bare = ChatTemplate(TOKENIZER)
 
     async def run() -> Rollout:
-        async with aclosing(Sessions(bare.known, 1.0, 4)) as pool:
-            around = Surroundings(bare, pool, parse, CONFIG)
-            return (await run_conversation(begun(chat=bare), Script(call("1+2")), around, {})).rollout(0)
+        async with aclosing(EnvironmentPool(bare.catalog, 1.0, 4)) as pool:
+            around = RolloutContext(bare, pool, parse, CONFIG)
+            return (await run_conversation(begun(chat=bare), Script(call("1+2")), around, {})).to_rollout(0)
 
     rollout = asyncio.run(run())
     assert rollout.status == "stop" and rollout.tool_calls == 0
@@ -331,56 +340,58 @@ def test_a_request_that_fails_aborts_its_conversation_which_keeps_whole_turns() 
     rollout, _ = converse(script=Fails(call("1+2"), RequestFailed("odd")))
     assert (rollout.status, rollout.failure, rollout.tool_calls) == ("aborted", "odd", 1)
     assert [turn.is_action for turn in rollout.turns] == [False, True, False]
-    assert rollout.turns[1] == turn_of(first) and CHAT.text(rollout.turns[2].token_ids).startswith(observed)
+    assert rollout.turns[1] == turn_of(first) and CHAT.decode(rollout.turns[2].token_ids).startswith(observed)
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool"]
 
 
 def test_a_slow_tool_does_not_outlast_the_deadline() -> None:
-    chat = Chat(TOKENIZER, load_tools(["odd_tools:slow"]))
+    chat = ChatTemplate(TOKENIZER, load_tools(["odd_tools:slow"]))
     line = '<tool_call>\n{"name": "slow", "arguments": {"seconds": 600}}\n</tool_call>'
 
     async def run() -> Rollout:
-        async with aclosing(Sessions(chat.known, 600.0, 4)) as pool:
-            around = Surroundings(chat, pool, parse, CONFIG)
+        async with aclosing(EnvironmentPool(chat.catalog, 600.0, 4)) as pool:
+            around = RolloutContext(chat, pool, parse, CONFIG)
             deadline = asyncio.get_running_loop().time() + 0.5
-            return (await run_conversation(begun(chat=chat), Script(line), around, {}, deadline)).rollout(0)
+            return (await run_conversation(begun(chat=chat), Script(line), around, {}, deadline)).to_rollout(0)
 
     rollout = asyncio.run(run())
     assert rollout.status == "aborted" and rollout.num_actions == len(said(line).token_ids)
 
 
 def test_an_answer_that_was_cut_off_says_why() -> None:
-    rollout, _ = converse(Generation((), (), "abort", 1, reason="the engine cut the answer off: Aborted"))
+    rollout, _ = converse(Generation((), (), "abort", 1, abort_reason="the engine cut the answer off: Aborted"))
     assert rollout.failure == "the engine cut the answer off: Aborted"
 
 
 def test_sampling_params() -> None:
-    assert sampling_params(CONFIG, CHAT, True, 3)["temperature"] == 0.0
-    warm = sampling_params(replace(CONFIG, temperature=0.7, top_p=0.9), CHAT, False, 3)
+    assert build_sampling_params(CONFIG, CHAT, True, 3)["temperature"] == 0.0
+    warm = build_sampling_params(replace(CONFIG, temperature=0.7, top_p=0.9), CHAT, False, 3)
     assert (warm["temperature"], warm["top_p"], warm["sampling_seed"], warm["stop_token_ids"]) == (0.7, 0.9, 3, [END])
     assert (warm["top_k"], warm["min_p"]) == (-1, 0.0)
-    cold = sampling_params(replace(CONFIG, temperature=0.0, top_k=20, min_p=0.1), CHAT, False, 3)
+    cold = build_sampling_params(replace(CONFIG, temperature=0.0, top_k=20, min_p=0.1), CHAT, False, 3)
     assert not {"top_p", "top_k", "min_p"} & cold.keys()
-    cut = sampling_params(replace(CONFIG, top_k=20, min_p=0.1), CHAT, False, 3)
+    cut = build_sampling_params(replace(CONFIG, top_k=20, min_p=0.1), CHAT, False, 3)
     assert (cut["top_p"], cut["top_k"], cut["min_p"]) == (1.0, 20, 0.1)
 
 
-def read_back(partial: Partial) -> Partial:
+def read_back(partial: PartialRollout) -> PartialRollout:
     arrays: list[np.ndarray] = []
     record = to_record(partial, lambda array: (arrays.append(array.copy()), len(arrays) - 1)[1])
     return from_record(exact_json.loads(exact_json.dumps(record)), arrays.__getitem__)
 
 
-def written(start: Partial, around: Surroundings, halts: Sequence[int] = ()) -> tuple[Partial, list[Partial]]:
+def written(
+    start: PartialRollout, around: RolloutContext, halts: Sequence[int] = ()
+) -> tuple[PartialRollout, list[PartialRollout]]:
     """The conversation by a writer, stopped after so many tokens, each time written down and read back, and gone on
     with by the next version of the weights; and what there was at each stop."""
 
-    async def run() -> tuple[Partial, list[Partial]]:
+    async def run() -> tuple[PartialRollout, list[PartialRollout]]:
         now, stops = start, []
-        async with aclosing(Sessions(CHAT.known, 60.0, 4)) as pool:
+        async with aclosing(EnvironmentPool(CHAT.catalog, 60.0, 4)) as pool:
             for version, tokens in enumerate([*halts, -1]):
                 writer = Writer(version, halts=tokens)
-                now = await run_conversation(now, writer, replace(around, sessions=pool, halt=writer.halt), {})
+                now = await run_conversation(now, writer, replace(around, environments=pool, halt=writer.halt), {})
                 if now.status is not None:
                     break
                 now = read_back(now)
@@ -395,7 +406,9 @@ TALKS = [replace(PROMPT, messages=({"role": "user", "content": f"What is {i}?"},
 
 @pytest.mark.parametrize("limit", [12, 100])
 def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(limit: int) -> None:
-    around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, replace(CONFIG, max_turns=4, max_new_tokens=limit))
+    around = RolloutContext(
+        CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, replace(CONFIG, max_turns=4, max_new_tokens=limit)
+    )
     dice, stopped, calls = random.Random(limit), 0, 0
     for prompt in TALKS:
         start = begun(prompt, seed=3)
@@ -405,8 +418,12 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(limit: in
         assert [turn.token_ids.tolist() for turn in parts.turns] == [turn.token_ids.tolist() for turn in whole.turns]
         assert [turn.logprobs.tolist() for turn in parts.turns] == [turn.logprobs.tolist() for turn in whole.turns]
         assert parts.messages == whole.messages and parts.status == whole.status
-        assert (parts.tool_calls, parts.tool_errors, parts.taken) == (whole.tool_calls, whole.tool_errors, whole.taken)
-        routing, other = parts.rollout(0).routing, whole.rollout(0).routing
+        assert (parts.tool_calls, parts.tool_errors, parts.num_turns) == (
+            whole.tool_calls,
+            whole.tool_errors,
+            whole.num_turns,
+        )
+        routing, other = parts.to_rollout(0).routing, whole.to_rollout(0).routing
         assert routing is not None and other is not None and torch.equal(routing, other)
         # A token is of the version during which it was written, which is what had stopped before it was there.
         places = [0, *(stop.num_tokens for stop in stops), parts.num_tokens]
@@ -417,10 +434,10 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(limit: in
 
 
 def test_a_turn_that_is_stopped_in_the_middle_has_runs_of_versions() -> None:
-    around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, CONFIG)
+    around = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, CONFIG)
     text = said("12", finish="abort", version=1), said("3", finish="abort", version=1), said("45", version=2)
 
-    async def run() -> Partial:
+    async def run() -> PartialRollout:
         now = begun()
         for out in text:
             own = replace(around, halt=asyncio.Event())
@@ -430,42 +447,42 @@ def test_a_turn_that_is_stopped_in_the_middle_has_runs_of_versions() -> None:
 
     ended = asyncio.run(run())
     first, last = len(ids("12")) + len(ids("3")), len(ids("45")) + 1
-    assert ended.status == "stop" and ended.taken == 1 and len(ended.turns) == 2
-    assert ended.turns[1].versions == ((1, first), (2, last)) and ended.oldest == 1
-    assert ended.rollout(0).answer == "12345"
+    assert ended.status == "stop" and ended.num_turns == 1 and len(ended.turns) == 2
+    assert ended.turns[1].versions == ((1, first), (2, last)) and ended.oldest_version == 1
+    assert ended.to_rollout(0).answer == "12345"
 
 
 def test_what_is_written_and_what_may_be_follow_from_the_stops_before() -> None:
     script = Script(said("12", finish="abort"), said("3"))
-    around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, replace(CONFIG, max_new_tokens=9))
+    around = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, replace(CONFIG, max_new_tokens=9))
 
     async def run() -> None:
         halted = replace(around, halt=asyncio.Event())
         halted.halt.set()
         now = await run_conversation(begun(), script, halted, {})
-        assert (now.status, now.whole, now.written) == (None, False, len(ids("12")))
+        assert (now.status, now.is_turn_complete, now.num_turn_tokens) == (None, False, len(ids("12")))
         await run_conversation(now, script, around, {})
 
     asyncio.run(run())
-    context = CHAT.render(PROMPT)
+    context = CHAT.encode_prompt(PROMPT)
     assert script.asked[1] == ([*context, *ids("12")], {"max_new_tokens": 9 - len(ids("12"))})
 
 
 def test_an_end_at_the_moment_of_the_stop_is_an_end() -> None:
-    around = Surroundings(CHAT, Sessions(CHAT.known, 1.0, 4), parse, CONFIG)
+    around = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, CONFIG)
     around.halt.set()
     out = said("3")
-    ended = asyncio.run(run_conversation(begun(), Script(replace(out, finish="abort")), around, {}))
-    assert ended.status == "stop" and ended.rollout(0).answer == "3"
+    ended = asyncio.run(run_conversation(begun(), Script(replace(out, finish_reason="abort")), around, {}))
+    assert ended.status == "stop" and ended.to_rollout(0).answer == "3"
     full = replace(CONFIG, max_new_tokens=len(ids("12")))
     cut = asyncio.run(run_conversation(begun(), Script(said("12", "abort")), replace(around, config=full), {}))
-    assert cut.status == "length" and cut.rollout(0).answer == "12"
+    assert cut.status == "length" and cut.to_rollout(0).answer == "12"
 
 
 def test_a_call_whose_tool_was_at_work_is_made_once() -> None:
     halt = asyncio.Event()
 
-    class Tool(Sessions):
+    class Tool(EnvironmentPool):
         times = 0
 
         async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
@@ -474,16 +491,16 @@ def test_a_call_whose_tool_was_at_work_is_made_once() -> None:
             await asyncio.sleep(0.1)
             return ToolResult("3", True)
 
-    tools = Tool(CHAT.known, 60.0, 1)
-    around = Surroundings(CHAT, tools, parse, CONFIG)
+    tools = Tool(CHAT.catalog, 60.0, 1)
+    around = RolloutContext(CHAT, tools, parse, CONFIG)
     script = Script(call("1+2"), "3")
 
-    async def run() -> tuple[Partial, Partial]:
+    async def run() -> tuple[PartialRollout, PartialRollout]:
         stopped = await run_conversation(begun(), script, replace(around, halt=halt), {})
         return stopped, await run_conversation(stopped, script, around, {})
 
     stopped, ended = asyncio.run(run())
-    assert (stopped.status, stopped.whole, stopped.taken, stopped.tool_calls) == (None, True, 1, 0)
+    assert (stopped.status, stopped.is_turn_complete, stopped.num_turns, stopped.tool_calls) == (None, True, 1, 0)
     assert [message["role"] for message in stopped.messages] == ["user"]
     assert [message["role"] for message in ended.messages] == ["user", "assistant", "tool", "assistant"]
     assert (ended.status, ended.tool_calls, tools.times, len(script.asked)) == ("stop", 1, 1, 2)

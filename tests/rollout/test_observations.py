@@ -10,13 +10,13 @@ import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.chat_format.chat_template import Chat
-from megarl.chat_format.observations import observed
+from megarl.chat_format.chat_template import ChatTemplate
+from megarl.chat_format.observations import truncate_observations
 from megarl.types import Message
 
-CHAT = Chat(tiny_models.tokenizer())
-LLAMA = Chat(templates.PUBLISHED["llama"].tokenizer())  # shows results as JSON, which is longer than they are
-KIMI = Chat(templates.PUBLISHED["kimi"].tokenizer())
+CHAT = ChatTemplate(tiny_models.tokenizer())
+LLAMA = ChatTemplate(templates.PUBLISHED["llama"].tokenizer())  # shows results as JSON, which is longer than they are
+KIMI = ChatTemplate(templates.PUBLISHED["kimi"].tokenizer())
 ROOM = 100_000
 
 
@@ -24,16 +24,18 @@ def tool(content: str) -> Message:
     return {"role": "tool", "name": "f", "tool_call_id": "functions.f:0", "content": content}
 
 
-def size(text: str, chat: Chat = CHAT) -> int:
-    return len(chat.ids(text))
+def size(text: str, chat: ChatTemplate = CHAT) -> int:
+    return len(chat.encode(text))
 
 
-def shown(*contents: str, each: int = 50, room: int = ROOM, spare: int = 0, chat: Chat = CHAT) -> list[str] | None:
-    found = observed(chat, [tool(content) for content in contents], [], each, room, spare)
+def shown(
+    *contents: str, each: int = 50, room: int = ROOM, spare: int = 0, chat: ChatTemplate = CHAT
+) -> list[str] | None:
+    found = truncate_observations(chat, [tool(content) for content in contents], [], each, room, spare)
     if found is None:
         return None
     said, ids = found
-    assert ids == chat.continuation(said) and len(ids) <= room
+    assert ids == chat.encode_continuation(said) and len(ids) <= room
     return [message["content"] for message in said]
 
 
@@ -60,34 +62,34 @@ def test_each_result_has_its_own_limit() -> None:
 
 
 def test_where_room_is_short_the_longest_are_cut_to_one_length() -> None:
-    frame = len(CHAT.continuation([tool("")] * 3))
+    frame = len(CHAT.encode_continuation([tool("")] * 3))
     texts = shown("1" * 400, "2" * 30, "3" * 300, each=500, room=frame + 230)
     assert texts is not None and texts[1] == "2" * 30
     assert size(texts[0]) == size(texts[2]) and 90 <= size(texts[0]) <= 100
 
 
 def test_a_bit_is_left_for_the_policy_where_that_is_possible() -> None:
-    frame = len(CHAT.continuation([tool("")]))
+    frame = len(CHAT.encode_continuation([tool("")]))
     texts = shown("1" * 400, each=500, room=frame + 100, spare=40)
     assert texts is not None and 50 <= size(texts[0]) <= 60
     mark = "... (400 tokens cut) ..."
-    least = len(CHAT.continuation([tool(mark)]))
+    least = len(CHAT.encode_continuation([tool(mark)]))
     assert shown("1" * 400, each=500, room=least, spare=40) == [mark]
     assert shown("1" * 400, each=500, room=least - 1) is None
 
 
 def test_a_short_result_is_never_replaced_by_a_longer_mark() -> None:
-    least = len(CHAT.continuation([tool("3"), tool("12")]))
+    least = len(CHAT.encode_continuation([tool("3"), tool("12")]))
     assert shown("3", "12", room=least, spare=10) == ["3", "12"]
     assert shown("3", "12", room=least - 1) is None
 
 
 def test_a_result_that_grows_in_the_template_is_cut_by_what_it_becomes() -> None:
     quotes = '"\n' * 200
-    frame = len(LLAMA.continuation([tool("")]))
+    frame = len(LLAMA.encode_continuation([tool("")]))
     texts = shown(quotes, each=500, room=frame + 120, chat=LLAMA)
     assert texts is not None and "tokens cut" in texts[0]
-    assert frame + 70 <= len(LLAMA.continuation([tool(texts[0])])) <= frame + 120
+    assert frame + 70 <= len(LLAMA.encode_continuation([tool(texts[0])])) <= frame + 120
 
 
 def test_characters_of_several_tokens_are_not_cut_in_half() -> None:
@@ -129,18 +131,18 @@ TEXTS = st.lists(PIECES, max_size=8).map("".join)
     spare=st.integers(0, 60),
 )
 def test_it_fits_and_holds_the_templates_control_tokens(
-    chat: Chat, texts: list[str], each: int, room: int, spare: int
+    chat: ChatTemplate, texts: list[str], each: int, room: int, spare: int
 ) -> None:
     results = [tool(text) for text in texts]
-    found = observed(chat, results, [], each, room, spare)
-    frame = chat.continuation([tool("0")] * len(results))
+    found = truncate_observations(chat, results, [], each, room, spare)
+    frame = chat.encode_continuation([tool("0")] * len(results))
     if found is None:
-        marks = chat.continuation([tool("... (10 tokens cut) ...")] * len(results))
+        marks = chat.encode_continuation([tool("... (10 tokens cut) ...")] * len(results))
         assert room < len(marks) + 10 * len(results)
         return
     said, ids = found
-    assert len(ids) <= room and ids == chat.continuation(said)
-    assert chat.controls.among(ids) == chat.controls.among(frame)
+    assert len(ids) <= room and ids == chat.encode_continuation(said)
+    assert chat.control_tokens.filter_ids(ids) == chat.control_tokens.filter_ids(frame)
     for before, after in zip(results, said, strict=True):
         assert after["content"] in (before["content"], after["content"])
-        assert size(chat.controls.escape(after["content"]), chat) <= max(each, 40)
+        assert size(chat.control_tokens.escape(after["content"]), chat) <= max(each, 40)

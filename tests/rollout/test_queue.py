@@ -6,15 +6,15 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
-from megarl.rollout.group_queue import Counts, Tickets
+from megarl.rollout.group_queue import GroupQueue, LocalKVStore
 
 
 def test_each_ticket_is_given_once_whoever_asks() -> None:
-    counts, got = Counts(), [[] for _ in range(8)]
+    counts, got = LocalKVStore(), [[] for _ in range(8)]
 
     def ask(own: list[int]) -> None:
-        tickets = Tickets(1000, 8, counts, "step")
-        while (number := tickets.take()) is not None:
+        tickets = GroupQueue(1000, 8, counts, "step")
+        while (number := tickets.claim()) is not None:
             own.append(number)
 
     threads = [Thread(target=ask, args=(own,)) for own in got]
@@ -23,52 +23,61 @@ def test_each_ticket_is_given_once_whoever_asks() -> None:
     for thread in threads:
         thread.join()
     assert sorted(number for own in got for number in own) == list(range(1000))
-    assert Tickets(1000, 8, counts, "step").taken() == 1000
-    assert Tickets(3, 8, counts, "next step").take() == 0
+    assert GroupQueue(1000, 8, counts, "step").count_claimed() == 1000
+    assert GroupQueue(3, 8, counts, "next step").claim() == 0
 
 
 def test_what_was_finished_is_counted_by_all() -> None:
-    counts = Counts()
-    one, other = (Tickets(5, 2, counts, "step") for _ in range(2))
-    assert [one.finish(), other.finish(), one.finish()] == [0, 1, 2]
-    assert one.finished() == other.finished() == 3 and one.taken() == 0
+    counts = LocalKVStore()
+    one, other = (GroupQueue(5, 2, counts, "step") for _ in range(2))
+    assert [one.mark_complete(), other.mark_complete(), one.mark_complete()] == [0, 1, 2]
+    assert one.count_complete() == other.count_complete() == 3 and one.count_claimed() == 0
 
 
 def test_what_is_given_back_is_taken_once_whoever_asks() -> None:
-    counts, got = Counts(), [[] for _ in range(4)]
-    givers = [Tickets(8, 4, counts, "step") for _ in range(2)]
+    counts, got = LocalKVStore(), [[] for _ in range(4)]
+    givers = [GroupQueue(8, 4, counts, "step") for _ in range(2)]
 
     def ask(own: list[int]) -> None:
-        tickets = Tickets(8, 4, counts, "step")
+        tickets = GroupQueue(8, 4, counts, "step")
         while len(got[0]) + len(got[1]) + len(got[2]) + len(got[3]) < 200:
-            if (back := tickets.take_back()) is not None:
+            if (back := tickets.claim_returned()) is not None:
                 own.append(back)
 
     threads = [Thread(target=ask, args=(own,)) for own in got]
     for thread in threads:
         thread.start()
     for number in range(200):
-        givers[number % 2].give_back(number)
+        givers[number % 2].return_group(number)
     for thread in threads:
         thread.join()
     assert sorted(number for own in got for number in own) == list(range(200))
-    assert givers[0].take_back() is None and givers[0].left() == 8
-    givers[0].give_back((3, "group"))
-    givers[0].take()
-    assert givers[1].left() == 8 and givers[1].take_back() == (3, "group") and givers[1].left() == 7
+    assert givers[0].claim_returned() is None and givers[0].count_unclaimed() == 8
+    givers[0].return_group((3, "group"))
+    givers[0].claim()
+    assert (
+        givers[1].count_unclaimed() == 8
+        and givers[1].claim_returned() == (3, "group")
+        and givers[1].count_unclaimed() == 7
+    )
 
 
 def test_lost_engines_and_steps_are_counted_by_themselves() -> None:
-    counts = Counts()
-    one, other = (Tickets(5, 2, counts, "step") for _ in range(2))
-    assert [one.lost(1), other.lost(), other.lost(1), one.lost(-1)] == [1, 1, 2, 1]
-    assert [one.finish(4), other.finish(4), one.finish(8)] == [0, 1, 0]
-    assert (other.finished(4), one.finished(8), one.finished()) == (2, 1, 0)
+    counts = LocalKVStore()
+    one, other = (GroupQueue(5, 2, counts, "step") for _ in range(2))
+    assert [
+        one.count_lost_engines(1),
+        other.count_lost_engines(),
+        other.count_lost_engines(1),
+        one.count_lost_engines(-1),
+    ] == [1, 1, 2, 1]
+    assert [one.mark_complete(4), other.mark_complete(4), one.mark_complete(8)] == [0, 1, 0]
+    assert (other.count_complete(4), one.count_complete(8), one.count_complete()) == (2, 1, 0)
 
 
 def test_a_share_is_even_and_includes_what_is_gone_on_with() -> None:
-    assert [Tickets(groups, 4).share for groups in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
-    assert Tickets(5, 4, carried=4).share == 3
+    assert [GroupQueue(groups, 4).groups_per_engine for groups in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+    assert GroupQueue(5, 4, carried=4).groups_per_engine == 3
 
 
 def test_the_counters_of_a_job_are_those_of_all_its_ranks(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:

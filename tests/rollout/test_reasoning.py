@@ -7,11 +7,11 @@ import templates
 import tiny_models
 from reasoning_templates import OTHERS, REASONING, reasoning_tokenizer
 
-from megarl.chat_format.chat_template import Chat
-from megarl.chat_format.reasoning import MARKS, find, is_open
+from megarl.chat_format.chat_template import ChatTemplate
+from megarl.chat_format.reasoning import MARKS, find_reasoning, is_open
 from megarl.types import Message
 
-CHATS = {name: Chat(reasoning_tokenizer(family)) for name, family in REASONING.items()}
+CHATS = {name: ChatTemplate(reasoning_tokenizer(family)) for name, family in REASONING.items()}
 THINK = MARKS[0]
 USER: Message = {"role": "user", "content": "Go on."}
 OTHER: Message = {"role": "assistant", "content": "Let me see."}
@@ -39,8 +39,8 @@ TOOL: Message = {"role": "tool", "name": "f", "tool_call_id": "functions.f:0", "
     ],
 )
 def test_reasoning_is_what_a_turn_begins_with(text: str, opened: bool, expected: tuple[str, str]) -> None:
-    found = find(text, THINK, opened)
-    split = (text[found.inner : found.end].strip(), text[found.stop :].strip()) if found else ("", text)
+    found = find_reasoning(text, THINK, opened)
+    split = (text[found.inner_start : found.inner_end].strip(), text[found.stop :].strip()) if found else ("", text)
     assert split == expected
 
 
@@ -63,47 +63,47 @@ def test_the_head_of_a_turn_may_leave_it_open() -> None:
 )
 def test_what_the_template_opens_depends_on_what_the_turn_answers(name: str, user: bool, tool: bool) -> None:
     for role, opens in (("user", user), ("tool", tool)):
-        assert CHATS[name].reasoned("hm", role) == (("hm", "") if opens else ("", "hm"))
+        assert CHATS[name].split_reasoning("hm", role) == (("hm", "") if opens else ("", "hm"))
 
 
 def test_reasoning_by_ids() -> None:
     chat = CHATS["qwen3"]
-    inner, said = chat.ids("\n🤔 1+2 hm\n"), chat.ids("\n\nIt is 3.")
-    opening, closing = chat.ids("<think>"), chat.ids("</think>")
+    inner, said = chat.encode("\n🤔 1+2 hm\n"), chat.encode("\n\nIt is 3.")
+    opening, closing = chat.encode("<think>"), chat.encode("</think>")
     assert len(opening) == len(closing) == 1
     whole = [*opening, *inner, *closing, *said]
-    assert chat.reasoning(whole) == range(len(inner) + 2)
-    assert chat.text(whole[len(inner) + 2 :]) == "\n\nIt is 3."
-    assert chat.reasoning([*whole, chat.end_of_turn]) == range(len(inner) + 2)
-    assert chat.reasoning([*opening, *inner]) == range(len(inner) + 1)
-    assert chat.reasoning(said) is None and chat.reasoning([]) is None
+    assert chat.find_reasoning_range(whole) == range(len(inner) + 2)
+    assert chat.decode(whole[len(inner) + 2 :]) == "\n\nIt is 3."
+    assert chat.find_reasoning_range([*whole, chat.end_of_turn]) == range(len(inner) + 2)
+    assert chat.find_reasoning_range([*opening, *inner]) == range(len(inner) + 1)
+    assert chat.find_reasoning_range(said) is None and chat.find_reasoning_range([]) is None
     opened = CHATS["qwen3 opened"]
-    assert opened.reasoning([*inner, *closing, *said]) == range(len(inner) + 1)
-    assert opened.reasoning([*closing, *said]) == range(1)
-    assert opened.reasoning(inner) == range(len(inner)) and not opened.reasoning([])
+    assert opened.find_reasoning_range([*inner, *closing, *said]) == range(len(inner) + 1)
+    assert opened.find_reasoning_range([*closing, *said]) == range(1)
+    assert opened.find_reasoning_range(inner) == range(len(inner)) and not opened.find_reasoning_range([])
 
 
 def test_marks_that_are_words_and_no_tokens() -> None:
     tokenizer = tiny_models.tokenizer()
     tokenizer.chat_template = REASONING["qwen3"].template
-    chat = Chat(tokenizer)
-    assert chat.marks == THINK and len(chat.ids("</think>")) > 1
-    ids = chat.ids("<think>hm</think>3")
-    found = chat.reasoning(ids)
+    chat = ChatTemplate(tokenizer)
+    assert chat.reasoning_marks == THINK and len(chat.encode("</think>")) > 1
+    ids = chat.encode("<think>hm</think>3")
+    found = chat.find_reasoning_range(ids)
     assert (
         found is not None
-        and chat.text(ids[: len(found)]) == "<think>hm</think>"
-        and chat.text(ids[len(found) :]) == "3"
+        and chat.decode(ids[: len(found)]) == "<think>hm</think>"
+        and chat.decode(ids[len(found) :]) == "3"
     )
 
 
 def test_a_model_that_does_not_reason_has_none() -> None:
     for family in (templates.PUBLISHED["qwen"], OTHERS["qwen3 coder"]):
-        chat = Chat(family.tokenizer())
-        assert chat.marks is None and not chat.drops_reasoning([USER])
-        assert chat.reasoned("<think>hm</think>3") == ("", "<think>hm</think>3")
-        assert chat.reasoning(chat.ids("<think>hm</think>3")) is None
-        assert chat.content_begins("<think>hm</think>3") == 0
+        chat = ChatTemplate(family.tokenizer())
+        assert chat.reasoning_marks is None and not chat.is_reasoning_dropped([USER])
+        assert chat.split_reasoning("<think>hm</think>3") == ("", "<think>hm</think>3")
+        assert chat.find_reasoning_range(chat.encode("<think>hm</think>3")) is None
+        assert chat.find_content_start("<think>hm</think>3") == 0
 
 
 @pytest.mark.parametrize(
@@ -125,17 +125,21 @@ def test_a_model_that_does_not_reason_has_none() -> None:
     ],
 )
 def test_whether_the_template_forgets_it(name: str, messages: list[Message], drops: bool) -> None:
-    assert CHATS[name].drops_reasoning(messages) is drops
+    assert CHATS[name].is_reasoning_dropped(messages) is drops
 
 
 def test_a_template_without_a_rule_keeps_what_is_in_the_text() -> None:
     tokenizer = templates.PUBLISHED["qwen"].tokenizer()
     tokenizer.add_tokens(list(THINK))
-    chat = Chat(tokenizer)
-    assert chat.marks == THINK and not chat.drops_reasoning([USER]) and not chat.drops_reasoning([TOOL])
+    chat = ChatTemplate(tokenizer)
+    assert (
+        chat.reasoning_marks == THINK
+        and not chat.is_reasoning_dropped([USER])
+        and not chat.is_reasoning_dropped([TOOL])
+    )
 
 
 def test_another_models_marks() -> None:
     tokenizer = templates.PUBLISHED["qwen"].tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
-    assert Chat(tokenizer).reasoned("[THINK]hm[/THINK]3") == ("hm", "3")
+    assert ChatTemplate(tokenizer).split_reasoning("[THINK]hm[/THINK]3") == ("hm", "3")

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from megarl.engine.engine_loss import EngineError, EngineLost
-from megarl.engine.restart import Revival
+from megarl.engine.restart import EngineRestart
 
 
 class Played:
@@ -28,7 +28,7 @@ class Played:
             raise EngineError(error)
         self.runs = True
 
-    def check_runs(self) -> None:
+    def check_running(self) -> None:
         if not self.runs:
             raise EngineLost("died", "engine 0 is not running")
 
@@ -36,8 +36,8 @@ class Played:
         self.calls.append("shutdown")
 
 
-def revival(engine: Any) -> Revival:
-    return Revival(engine)
+def revival(engine: Any) -> EngineRestart:
+    return EngineRestart(engine)
 
 
 def test_it_is_started_in_the_background_once_however_often_it_is_said_to_be_lost() -> None:
@@ -45,12 +45,12 @@ def test_it_is_started_in_the_background_once_however_often_it_is_said_to_be_los
     engine.may_start.clear()
     own = revival(engine)
     for fault in ("hangs", "died"):
-        own.lost(EngineLost(fault, fault))  # type: ignore[arg-type]
-    own.begin()  # others have been told
-    assert own.under_way
-    assert [str(own.found()), own.found()] == ["hangs", None]
+        own.report_lost(EngineLost(fault, fault))  # type: ignore[arg-type]
+    own.ensure_started()  # others have been told
+    assert own.is_pending
+    assert [str(own.pop_error()), own.pop_error()] == ["hangs", None]
     engine.may_start.set()
-    assert own.wait() > 0 and not own.under_way and own.found() is None
+    assert own.wait() > 0 and not own.is_pending and own.pop_error() is None
     assert own.wait() == 0.0  # it was not away
     assert engine.calls == ["restart"]
     own.close()
@@ -62,9 +62,9 @@ def test_who_hears_late_of_a_loss_does_not_lose_the_engine_that_is_there_again()
     own = revival(engine)
     told = []
     for start in (1, 1, 2):
-        own.lost(EngineLost("died", f"start {start}", start=start))
+        own.report_lost(EngineLost("died", f"start {start}", start=start))
         own.wait()
-        told.append(str(own.found()))
+        told.append(str(own.pop_error()))
     assert engine.calls == ["restart"] * 2 and told == ["start 1", "None", "start 2"]
     own.close()
 
@@ -73,35 +73,35 @@ def test_one_that_does_not_start_is_lost_again() -> None:
     engine = Played("no memory", "")
     own = revival(engine)
     engine.runs = False
-    own.look()
-    assert (found := own.found()) is not None and found.fault == "died"
+    own.check()
+    assert (found := own.pop_error()) is not None and found.fault == "died"
     own.wait()
-    assert (found := own.found()) is not None and (found.fault, str(found)) == ("did not start again", "no memory")
-    own.begin()
+    assert (found := own.pop_error()) is not None and (found.fault, str(found)) == ("did not start again", "no memory")
+    own.ensure_started()
     own.wait()
-    assert own.found() is None and engine.calls == ["restart"] * 2
-    own.look()
-    assert own.found() is None
+    assert own.pop_error() is None and engine.calls == ["restart"] * 2
+    own.check()
+    assert own.pop_error() is None
     own.close()
 
 
 def test_what_fails_is_lost_only_where_it_is_gone() -> None:
     engine = Played("")
     own = revival(engine)
-    assert not own.is_lost(EngineError("engine 0 refused /flush_cache"))
-    assert own.found() is None and engine.calls == []
+    assert not own.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
+    assert own.pop_error() is None and engine.calls == []
     engine.runs = False  # its server answered, and is seen dead a moment later
-    assert own.is_lost(EngineError("engine 0 refused /flush_cache"))
-    assert (found := own.found()) is not None and found.fault == "died"
+    assert own.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
+    assert (found := own.pop_error()) is not None and found.fault == "died"
     own.close()
 
 
 def test_one_on_several_machines_waits_until_all_know() -> None:
     engine = Played("", nnodes=2)
     own = revival(engine)
-    own.lost(EngineLost("died", ""))
-    assert engine.calls == [] and not own.under_way
-    own.begin()
+    own.report_lost(EngineLost("died", ""))
+    assert engine.calls == [] and not own.is_pending
+    own.ensure_started()
     own.wait()
     assert engine.calls == ["restart"]
     own.close()

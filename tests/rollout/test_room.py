@@ -11,40 +11,43 @@ import torch
 from scripted import END, Script
 
 from megarl.engine.generation import Generation
-from megarl.rollout.request_gate import Room, joined
-from megarl.types import Support, ids_of
+from megarl.rollout.request_gate import RequestGate, merge_generations
+from megarl.types import SamplingMask, as_token_ids
 
 
 def part(tokens: Sequence[int], version: int, finish: Any = "abort", first: int = 0, **more: Any) -> Generation:
     logprobs = np.array([-token / 10 for token in tokens], np.float32)
     routing = torch.arange(first, first + len(tokens)).view(-1, 1, 1)
-    return Generation(ids_of(tokens), logprobs, finish, version, routing=routing, **more)
+    return Generation(as_token_ids(tokens), logprobs, finish, version, routing=routing, **more)
 
 
 def test_two_parts_are_one_answer_by_hand() -> None:
     begun = part([1, 2], 3, drafted=4, accepted=1, cached=3)
-    said = joined(begun, part([5], 4, "stop", first=2, drafted=2, accepted=2, cached=9))
-    assert said.token_ids.tolist() == [1, 2, 5] and said.finish == "stop"
+    said = merge_generations(begun, part([5], 4, "stop", first=2, drafted=2, accepted=2, cached=9))
+    assert said.token_ids.tolist() == [1, 2, 5] and said.finish_reason == "stop"
     assert np.array_equal(said.logprobs, np.array([-0.1, -0.2, -0.5], np.float32))
     assert said.versions == ((3, 2), (4, 1)) and said.weight_version == 4
     assert said.routing is not None and said.routing.flatten().tolist() == [0, 1, 2]
     assert (said.drafted, said.accepted) == (6, 3)
-    assert said.cached == 3 and joined(part([], 3, cached=3), part([5], 3, cached=9)).cached == 9
+    assert said.cached == 3 and merge_generations(part([], 3, cached=3), part([5], 3, cached=9)).cached == 9
 
 
 def test_what_could_have_been_sampled_is_joined() -> None:
-    sets = Support.of([[1], [2, 3]]), Support.of([[5, 6]])
-    said = joined(part([1, 2], 3, support=sets[0]), part([5], 4, "stop", support=sets[1]))
-    assert said.support is not None
-    assert (said.support.counts.tolist(), said.support.ids.tolist()) == ([1, 2, 2], [1, 2, 3, 5, 6])
-    assert joined(part([1], 3), part([2], 3)).support is None
+    sets = SamplingMask.from_rows([[1], [2, 3]]), SamplingMask.from_rows([[5, 6]])
+    said = merge_generations(part([1, 2], 3, support=sets[0]), part([5], 4, "stop", support=sets[1]))
+    assert said.sampling_mask is not None
+    assert (said.sampling_mask.counts.tolist(), said.sampling_mask.ids.tolist()) == ([1, 2, 2], [1, 2, 3, 5, 6])
+    assert merge_generations(part([1], 3), part([2], 3)).sampling_mask is None
 
 
 def test_parts_of_one_version_have_no_spans_and_a_part_without_tokens_no_version() -> None:
-    assert joined(part([1], 3), part([2], 3)).versions == ()
+    assert merge_generations(part([1], 3), part([2], 3)).versions == ()
     nothing = part([], 9)
-    assert joined(nothing, part([2], 3)).weight_version == 3 and joined(part([1], 3), nothing).weight_version == 3
-    assert joined(joined(part([1], 1), part([2], 2)), part([3], 2)).versions == ((1, 1), (2, 2))
+    assert (
+        merge_generations(nothing, part([2], 3)).weight_version == 3
+        and merge_generations(part([1], 3), nothing).weight_version == 3
+    )
+    assert merge_generations(merge_generations(part([1], 1), part([2], 2)), part([3], 2)).versions == ((1, 1), (2, 2))
 
 
 class Cut(Script):
@@ -69,15 +72,15 @@ class Cut(Script):
 def through_a_push(first: Generation, *later: Generation) -> tuple[Generation, list[tuple[list[int], dict[str, Any]]]]:
     async def run() -> tuple[Generation, Any]:
         policy = Cut(first, *later)
-        room = Room(policy, 1, asyncio.Event())
+        room = RequestGate(policy, 1, asyncio.Event())
         asked = asyncio.create_task(
-            room.seat().generate([7, 8], {"max_new_tokens": 3, "stop_token_ids": [END]}, routed=1)
+            room.open_slot().generate([7, 8], {"max_new_tokens": 3, "stop_token_ids": [END]}, routed=1)
         )
-        while not room.asking:
+        while not room.num_requests:
             await asyncio.sleep(0.001)
         room.close()
-        await room.cut_off()
-        assert room.asking == 0
+        await room.abort_requests()
+        assert room.num_requests == 0
         before = len(policy.asked)
         await asyncio.sleep(0.01)
         assert len(policy.asked) == before == 1  # nothing is asked while it is closed
@@ -95,27 +98,27 @@ def test_what_is_cut_off_is_gone_on_with_by_the_rest_of_its_budget() -> None:
 
 def test_what_was_done_when_it_was_cut_off_is_done() -> None:
     said, asked = through_a_push(part([11, END], 0))
-    assert said.finish == "stop" and said.token_ids.tolist() == [11, END] and len(asked) == 1
+    assert said.finish_reason == "stop" and said.token_ids.tolist() == [11, END] and len(asked) == 1
     said, asked = through_a_push(part([11, 12, 13], 0))
-    assert said.finish == "length" and len(asked) == 1
+    assert said.finish_reason == "length" and len(asked) == 1
 
 
 def test_a_conversation_that_rests_leaves_room_for_another() -> None:
     async def run() -> list[bool]:
-        room = Room(Script("3"), 1, asyncio.Event())
-        seat = room.seat()
-        waiting = asyncio.create_task(room.is_there())
+        room = RequestGate(Script("3"), 1, asyncio.Event())
+        seat = room.open_slot()
+        waiting = asyncio.create_task(room.wait_for_room())
         await asyncio.sleep(0.01)
         found = [waiting.done()]
-        seat.rest()
+        seat.mark_idle()
         found.append(await waiting)
-        room.seat()
-        assert room.begun == 2 and room.away == 1
-        waiting = asyncio.create_task(room.is_there())
+        room.open_slot()
+        assert room.num_conversations == 2 and room.num_idle == 1
+        waiting = asyncio.create_task(room.wait_for_room())
         await asyncio.sleep(0.01)
         found.append(waiting.done())  # two for one place are the most
-        seat.leave()
-        assert room.away == 0
+        seat.release()
+        assert room.num_idle == 0
         waiting.cancel()
         return found
 

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 from pieces import put_pieces
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError, ModelConfig
 from megarl.dry_run.model_folders import check_same_tokenizer, vocabulary_hash
 from megarl.types import Prompt
@@ -30,18 +30,18 @@ def folder_of(place: Path, family: str, text: str = TEXT) -> Path:
 
 
 def test_it_is_read_as_it_is_meant(tmp_path: Path) -> None:
-    chat = Chat.load(str(folder_of(tmp_path / "deepseek", "deepseek_v3")))
+    chat = ChatTemplate.load(str(folder_of(tmp_path / "deepseek", "deepseek_v3")))
     said = "What is  3 plus 4?\n- é \\ {}"
-    text = chat.text(chat.render(Prompt("p", ({"role": "user", "content": said},))))
+    text = chat.decode(chat.encode_prompt(Prompt("p", ({"role": "user", "content": said},))))
     assert text.endswith("What is  3 plus 4?\n- é \\ {}<|im_end|>\n<|im_start|>assistant\n")
     chat.check_vocabulary(320)
-    assert chat.text([chat.end_of_turn]) == "<|im_end|>"
+    assert chat.decode([chat.end_of_turn]) == "<|im_end|>"
 
 
 def test_a_class_that_loses_the_spaces_is_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "qwen", "qwen3_moe")
     with pytest.raises(ConfigError, match=r"Qwen.*'2 plus  3\\nis 5' comes back as .*put the model's tokenizer.json"):
-        Chat.load(str(folder))
+        ChatTemplate.load(str(folder))
 
 
 def test_its_words_are_compared(tmp_path: Path) -> None:

@@ -9,7 +9,12 @@ from megarl.config import ConfigError, RolloutConfig, foreign_dataclasses, serve
 
 
 def test_fields_of_the_installed_sglang() -> None:
-    assert {"attention_backend", "max_total_tokens", "weight_version", "sleep_on_idle"} <= server_args.known_fields()
+    assert {
+        "attention_backend",
+        "max_total_tokens",
+        "weight_version",
+        "sleep_on_idle",
+    } <= server_args.load_field_names()
     server_args.check({"attention_backend": "triton", "log_level": "info"})
 
 
@@ -27,10 +32,10 @@ def test_wrong_keys(key: str, complaint: str) -> None:
 
 
 def test_how_sglang_is_told_to_draft() -> None:
-    assert server_args.speculative(0) == {}
-    told = server_args.speculative(3)
+    assert server_args.speculative_args(0) == {}
+    told = server_args.speculative_args(3)
     assert (told["speculative_num_steps"], told["speculative_num_draft_tokens"]) == (3, 4)
-    assert told.keys() <= server_args.known_fields()
+    assert told.keys() <= server_args.load_field_names()
     for key in told:
         with pytest.raises(ConfigError, match="decided by rollout.draft_tokens"):
             server_args.check({key: told[key]})
@@ -38,9 +43,9 @@ def test_how_sglang_is_told_to_draft() -> None:
 
 def test_every_default_fits_its_own_field() -> None:
     """So that what is refused is not what SGLang takes by itself."""
-    for name, field in server_args.fields().items():
+    for name, field in server_args.load_fields().items():
         if field.default is not ...:
-            foreign_dataclasses.check(name, field.default, field)
+            foreign_dataclasses.check_field_value(name, field.default, field)
         assert field.group, name
 
 
@@ -84,15 +89,15 @@ def test_parsers_of_tool_calls_are_those_of_the_installed_sglang() -> None:
     enum = source[source.index("ToolCallParserEnum") :]
     names = set(re.findall(r'^ {8}"([^"]+)": ', enum[: enum.index("\n    }")], re.M))
     assert {"qwen25", "deepseekv3", "glm45", "kimi_k2", "pythonic"} <= names
-    assert names == set(server_args.parsers())
+    assert names == set(server_args.tool_call_parsers())
 
 
 def test_an_engine_is_told_of_how_many_tokens_to_say_that_it_could_have_sampled_them() -> None:
-    assert server_args.sampling(RolloutConfig()) == {}
-    assert server_args.sampling(RolloutConfig(top_k=20, temperature=0.0)) == {}
-    told = server_args.sampling(RolloutConfig(top_k=1000))
-    assert told == {"sampling_mask_max_tokens": 4000} and told.keys() <= server_args.known_fields()
-    assert server_args.sampling(RolloutConfig(top_k=20, top_p=0.9)) == {"sampling_mask_max_tokens": 256}
+    assert server_args.sampling_args(RolloutConfig()) == {}
+    assert server_args.sampling_args(RolloutConfig(top_k=20, temperature=0.0)) == {}
+    told = server_args.sampling_args(RolloutConfig(top_k=1000))
+    assert told == {"sampling_mask_max_tokens": 4000} and told.keys() <= server_args.load_field_names()
+    assert server_args.sampling_args(RolloutConfig(top_k=20, top_p=0.9)) == {"sampling_mask_max_tokens": 256}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megarl.chat_format.chat_template import Spelling
+from megarl.chat_format.chat_template import TextCodec
 
 TOKENIZER = tiny_models.tokenizer()
 WORDS = st.text() | st.sampled_from(["<|im_end|>", " <|im_start|>user\n", "<tool_call>", "  ", "\ud83d"])
@@ -18,19 +18,19 @@ WORDS = st.text() | st.sampled_from(["<|im_end|>", " <|im_start|>user\n", "<tool
 
 @given(st.lists(WORDS).map("".join))
 def test_it_spells_as_the_tokenizer_does(text: str) -> None:
-    own = Spelling(TOKENIZER)
+    own = TextCodec(TOKENIZER)
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    ids = own.ids(text)
+    ids = own.encode(text)
     assert ids == TOKENIZER.encode(whole, add_special_tokens=False)
-    assert own.text(ids) == TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert own.decode(ids) == TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def test_settings_that_others_have_left_do_not_count() -> None:
     tokenizer = tiny_models.tokenizer()
-    own, text = Spelling(tokenizer), "one two three four"
-    whole = own.ids(text)
+    own, text = TextCodec(tokenizer), "one two three four"
+    whole = own.encode(text)
     tokenizer(text, truncation=True, max_length=2, padding="max_length")
-    assert own.ids(text) == whole
+    assert own.encode(text) == whole
 
 
 class _Reversed(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -43,5 +43,5 @@ def test_a_tokenizer_that_does_more_is_asked_itself(settings: dict[str, Any]) ->
     kind = PreTrainedTokenizerFast if settings else _Reversed
     tokenizer = kind(tokenizer_object=tiny_models.tokenizer().backend_tokenizer, **settings)
     text = "<|im_end|>abc"
-    assert Spelling(tokenizer).ids(text) == list(tokenizer.encode(text, add_special_tokens=False))
-    assert Spelling(tokenizer).ids(text) != Spelling(TOKENIZER).ids(text)
+    assert TextCodec(tokenizer).encode(text) == list(tokenizer.encode(text, add_special_tokens=False))
+    assert TextCodec(tokenizer).encode(text) != TextCodec(TOKENIZER).encode(text)

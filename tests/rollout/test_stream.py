@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from scripted import CHAT, CONFIG, PROMPT, Writer, begun, parse
 
-from megarl.config import OnPush
-from megarl.environments.process_sessions import Sessions
+from megarl.config import OnWeightSync
+from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
-from megarl.rollout.background import Stream
-from megarl.rollout.conversation import Surroundings, run_conversation
-from megarl.rollout.group_queue import ENDLESS, Counts, Tickets
+from megarl.rollout.background import GroupStream
+from megarl.rollout.conversation import RolloutContext, run_conversation
+from megarl.rollout.group_queue import UNLIMITED, GroupQueue, LocalKVStore
 from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Rollout
 
@@ -32,19 +32,19 @@ STEPS_PROMPTS = [
 ]
 
 
-class Calculator(Sessions):
+class Calculator(EnvironmentPool):
     """Tools that take a moment, without a process."""
 
     def __init__(self) -> None:
-        super().__init__(CHAT.known, 60.0, 1)
+        super().__init__(CHAT.catalog, 60.0, 1)
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         await asyncio.sleep(random.random() * 0.002)
         return ToolResult(str(len(arguments["expression"])), True)
 
 
-def surroundings() -> Surroundings:
-    return Surroundings(CHAT, Calculator(), parse, replace(CONFIG, max_turns=4, concurrency=6))
+def surroundings() -> RolloutContext:
+    return RolloutContext(CHAT, Calculator(), parse, replace(CONFIG, max_turns=4, concurrency=6))
 
 
 @cache
@@ -52,7 +52,14 @@ def by_itself(step: int) -> list[Rollout]:
     """What the step's own generation has, by weights of version `step`."""
     prompts, writer = STEPS_PROMPTS[step], Writer(version=step, pause=0)
     gathered = gather_rollouts(
-        prompts, Tickets(GROUPS), writer, surroundings(), samples=SAMPLES, greedy=False, seed=100 + step, version=step
+        prompts,
+        GroupQueue(GROUPS),
+        writer,
+        surroundings(),
+        samples=SAMPLES,
+        greedy=False,
+        seed=100 + step,
+        version=step,
     )
     return asyncio.run(gathered).rollouts
 
@@ -65,13 +72,13 @@ def alone(step: int, group: int) -> list[int]:
 
 
 async def train(
-    writers: list[Writer], lag: int, how: OnPush, seconds_a_step: float = 0.05
+    writers: list[Writer], lag: int, how: OnWeightSync, seconds_a_step: float = 0.05
 ) -> tuple[list[list[Rollout]], list[int]]:
     """The rollouts of each step, with a push after each; and after each push how many groups had been begun."""
-    counts, steps, begun = Counts(), [], []
+    counts, steps, begun = LocalKVStore(), [], []
     streams = [
-        Stream(
-            Tickets(ENDLESS, len(writers), counts),
+        GroupStream(
+            GroupQueue(UNLIMITED, len(writers), counts),
             writer,
             surroundings(),
             samples=SAMPLES,
@@ -93,11 +100,11 @@ async def train(
     try:
         for step in range(STEPS):
             await admit(step + 1 + lag)
-            taken = await asyncio.gather(*(stream.take(GROUPS) for stream in streams))
+            taken = await asyncio.gather(*(stream.collect(GROUPS) for stream in streams))
             gathered = [part for part in taken if part is not None]
             steps.append(sorted((one for part in gathered for one in part.rollouts), key=lambda one: one.group))
-            assert all(0 <= part.busy <= part.slots * part.seconds + 0.1 for part in gathered)
-            assert sum(len(part.ages) for part in gathered) == GROUPS
+            assert all(0 <= part.busy_seconds <= part.num_slots * part.seconds + 0.1 for part in gathered)
+            assert sum(len(part.group_ages) for part in gathered) == GROUPS
             await asyncio.sleep(random.random() * seconds_a_step)
             await asyncio.gather(*(stream.pause(how) for stream in streams))
             begun.append(min(counts.add("groups/taken", 0), admitted * GROUPS))
@@ -123,7 +130,9 @@ def test_at_lag_0_a_step_has_what_its_own_generation_has(engines: int) -> None:
 
 @pytest.mark.parametrize("how", ["retract", "wait"])
 @pytest.mark.parametrize(("engines", "lag"), [(1, 1), (2, 1), (3, 2)])
-def test_answers_that_go_on_through_pushes_are_whole_and_never_too_old(engines: int, lag: int, how: OnPush) -> None:
+def test_answers_that_go_on_through_pushes_are_whole_and_never_too_old(
+    engines: int, lag: int, how: OnWeightSync
+) -> None:
     random.seed(f"{engines} {lag} {how}")
     writers = [Writer(pause=0.0002 * 4**number) for number in range(engines)]  # one slower than the other
     steps, begun = asyncio.run(train(writers, lag, how))
@@ -135,7 +144,7 @@ def test_answers_that_go_on_through_pushes_are_whole_and_never_too_old(engines: 
         ]
         for rollout in rollouts:
             assert rollout.token_ids.tolist() == alone(step, rollout.group)
-            chosen = [run for turn in rollout.turns if turn.is_action for run in turn.runs]
+            chosen = [run for turn in rollout.turns if turn.is_action for run in turn.version_spans]
             versions = [version for version, _ in chosen]
             assert versions == sorted(versions) and 0 <= step - versions[0] <= lag and versions[-1] <= step
             assert how == "retract" or all(not turn.versions for turn in rollout.turns)
@@ -150,23 +159,28 @@ def test_answers_that_go_on_through_pushes_are_whole_and_never_too_old(engines: 
 async def streamed(writers: list[Writer], steps: int) -> tuple[list[list[Rollout]], list[int]]:
     """The rollouts of each step, where engines that are lost stay so as long as there are others; and how many
     conversations were lost, and begun anew."""
-    counts, found, numbers = Counts(), [], [0, 0]
+    counts, found, numbers = LocalKVStore(), [], [0, 0]
     names: dict[str, Any] = dict(samples=SAMPLES, groups=GROUPS, seconds=60.0)
-    streams = [Stream(Tickets(ENDLESS, len(writers), counts), writer, surroundings(), **names) for writer in writers]
+    streams = [
+        GroupStream(GroupQueue(UNLIMITED, len(writers), counts), writer, surroundings(), **names) for writer in writers
+    ]
     at_work = [asyncio.create_task(stream.run()) for stream in streams]
     for step in range(steps):
         for stream in streams:
             await stream.admit(STEPS_PROMPTS[step], 100 + step)
     for _ in range(steps):
-        while None in (gathered := await asyncio.gather(*(stream.take(GROUPS) for stream in streams))):
+        while None in (gathered := await asyncio.gather(*(stream.collect(GROUPS) for stream in streams))):
             assert all(part is None for part in gathered) and all(stream.is_lost for stream in streams)
             await asyncio.gather(*at_work)
             for stream in streams:
-                await stream.renew(Writer(), surroundings())
+                await stream.reconnect(Writer(), surroundings())
             at_work = [asyncio.create_task(stream.run()) for stream in streams]
         parts = [part for part in gathered if part is not None]
         found.append(sorted((one for part in parts for one in part.rollouts), key=lambda one: one.group))
-        numbers = [numbers[0] + sum(part.gone for part in parts), numbers[1] + sum(part.again for part in parts)]
+        numbers = [
+            numbers[0] + sum(part.num_interrupted for part in parts),
+            numbers[1] + sum(part.num_restarted for part in parts),
+        ]
     for task in at_work:
         task.cancel()
     await asyncio.gather(*at_work, return_exceptions=True)
@@ -188,7 +202,9 @@ def test_what_a_lost_engine_has_not_completed_is_done_by_others_or_when_it_is_ba
 def test_a_pause_does_not_wait_for_an_engine_that_is_lost() -> None:
     async def run() -> None:
         writer = Writer(lasts=5)
-        stream = Stream(Tickets(ENDLESS), writer, surroundings(), samples=SAMPLES, groups=GROUPS, seconds=60.0)
+        stream = GroupStream(
+            GroupQueue(UNLIMITED), writer, surroundings(), samples=SAMPLES, groups=GROUPS, seconds=60.0
+        )
         await stream.admit(STEPS_PROMPTS[0], 100)
         at_work = asyncio.create_task(stream.run())
         while not writer.written:
@@ -197,9 +213,9 @@ def test_a_pause_does_not_wait_for_an_engine_that_is_lost() -> None:
         await at_work
         assert stream.is_lost
         await stream.pause("retract")
-        await stream.renew(Writer(), surroundings())
+        await stream.reconnect(Writer(), surroundings())
         at_work = asyncio.create_task(stream.run())
-        taken = await stream.take(GROUPS)
+        taken = await stream.collect(GROUPS)
         at_work.cancel()
         assert taken is not None and len(taken.rollouts) == GROUPS * SAMPLES
 
@@ -208,12 +224,12 @@ def test_a_pause_does_not_wait_for_an_engine_that_is_lost() -> None:
 
 def test_what_lasts_too_long_is_aborted_by_itself() -> None:
     async def run() -> list[str]:
-        stream = Stream(
-            Tickets(ENDLESS), Writer(pause=0.2), surroundings(), samples=SAMPLES, groups=GROUPS, seconds=0.3
+        stream = GroupStream(
+            GroupQueue(UNLIMITED), Writer(pause=0.2), surroundings(), samples=SAMPLES, groups=GROUPS, seconds=0.3
         )
         at_work = asyncio.create_task(stream.run())
         await stream.admit(STEPS_PROMPTS[0], 1)
-        taken = await stream.take(GROUPS)
+        taken = await stream.collect(GROUPS)
         at_work.cancel()
         assert taken is not None
         return [one.failure for one in taken.rollouts if one.status == "aborted"]
@@ -225,8 +241,8 @@ def test_it_says_from_when_to_when_its_engine_was_at_work() -> None:
     told: list[tuple[float, float]] = []
 
     async def run() -> None:
-        stream = Stream(
-            Tickets(ENDLESS),
+        stream = GroupStream(
+            GroupQueue(UNLIMITED),
             Writer(),
             surroundings(),
             samples=SAMPLES,
@@ -239,7 +255,7 @@ def test_it_says_from_when_to_when_its_engine_was_at_work() -> None:
         assert told == []
         await stream.resume()
         await stream.admit(STEPS_PROMPTS[0], 1)
-        await stream.take(GROUPS)
+        await stream.collect(GROUPS)
         await asyncio.sleep(0.3)  # it has nothing to do
         await stream.pause("retract")
         at_work.cancel()

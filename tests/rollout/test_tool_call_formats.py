@@ -14,11 +14,11 @@ from call_writers import NOT_WRITTEN, TYPED, UNTYPED
 from reasoning_templates import NO_RESULTS, OTHERS, REASONING, reasoning_tokenizer
 from templates import Published
 
-from megarl.chat_format.chat_messages import FORMS, call_id
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_messages import CALL_FORMATS, format_call_id
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
-from megarl.config.server_args import parsers
-from megarl.engine.tool_calls import Call, Reply, guard, judge
+from megarl.config.server_args import tool_call_parsers
+from megarl.engine.tool_calls import ParsedResponse, ToolCall, build_response, escape_text
 from megarl.environments.ready.calculator import calculator
 from megarl.environments.tools import Tool
 from megarl.models.registry import FAMILIES
@@ -58,20 +58,20 @@ ONE_CALL = {"llama"}
 Calls = list[tuple[str, dict[str, Any]]]
 
 
-def chat_of(name: str) -> Chat:
+def chat_of(name: str) -> ChatTemplate:
     family = FORMATS[name]
     tokenizer = reasoning_tokenizer(family) if family in REASONING.values() else family.tokenizer()
-    return Chat(tokenizer, {"search_in": SEARCH, "calculator": calculator})
+    return ChatTemplate(tokenizer, {"search_in": SEARCH, "calculator": calculator})
 
 
-def written(chat: Chat, calls: Calls) -> str:
+def written(chat: ChatTemplate, calls: Calls) -> str:
     """What the template makes of a turn with these calls, without what ends it."""
     asked = [
-        {"id": call_id(name, i), "type": "function", "function": {"name": name, "arguments": arguments}}
+        {"id": format_call_id(name, i), "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)
     ]
     user = {"role": "user", "content": "x"}
-    form = next(form for form in FORMS if call_written(chat, form))
+    form = next(form for form in CALL_FORMATS if call_written(chat, form))
     turn = form({"role": "assistant", "content": "", "tool_calls": asked})
     text = chat.tokenizer.apply_chat_template([user, turn], tools=SCHEMAS, tokenize=False)
     heads = [
@@ -79,16 +79,16 @@ def written(chat: Chat, calls: Calls) -> str:
         for generate in (True, False)
     ]
     text = text.removeprefix(next(head for head in heads if text.startswith(head)))
-    end = chat.text([chat.end_of_call or 0])
+    end = chat.decode([chat.end_of_call or 0])
     return text[: text.rindex(end)] if end in text else text
 
 
-def call_written(chat: Chat, form: Any) -> bool:
+def call_written(chat: ChatTemplate, form: Any) -> bool:
     one = {"name": "calculator", "arguments": {"expression": "1"}}
     turn = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": call_id("calculator", 0), "type": "function", "function": one}],
+        "tool_calls": [{"id": format_call_id("calculator", 0), "type": "function", "function": one}],
     }
     try:
         found = chat.tokenizer.apply_chat_template([{"role": "user", "content": "x"}, form(turn)], tokenize=False)
@@ -156,7 +156,7 @@ HALF: dict[str, tuple[str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def parsed() -> dict[str, dict[str, tuple[Reply, Calls | None]]]:
+def parsed() -> dict[str, dict[str, tuple[ParsedResponse, Calls | None]]]:
     """By format and case: what the parser made of it, and the calls that there are. One process for all."""
     told = {name: cases(name) for name in FORMATS}
     told |= {
@@ -171,7 +171,7 @@ def parsed() -> dict[str, dict[str, tuple[Reply, Calls | None]]]:
     }
 
 
-def read(texts: list[tuple[str, str]], schemas: list[dict[str, Any]]) -> list[Reply]:
+def read(texts: list[tuple[str, str]], schemas: list[dict[str, Any]]) -> list[ParsedResponse]:
     """Of each (parser, text), what a conversation is told. One process for all."""
     root = Path(__file__).parents[2]
     program = [sys.executable, str(Path(__file__).with_name("sglang_parsers.py"))]
@@ -180,7 +180,7 @@ def read(texts: list[tuple[str, str]], schemas: list[dict[str, Any]]) -> list[Re
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     return [
-        judge(text, schemas, guard(text, schemas, parser, result["markers"][parser]), answer)
+        build_response(text, schemas, escape_text(text, schemas, parser, result["markers"][parser]), answer)
         for (parser, text), answer in zip(texts, result["answers"], strict=True)
     ]
 
@@ -194,7 +194,7 @@ def test_the_formats_are_of_all_families() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_are_read_as_they_were_written(name: str, parsed: Any) -> None:
     for case, (reply, expected) in parsed[name].items():
-        assert reply.calls == tuple(Call(*call) for call in expected), (case, reply)
+        assert reply.calls == tuple(ToolCall(*call) for call in expected), (case, reply)
         assert not reply.error, case
         assert ("I look it up." in reply.text) == (case == "text before"), (case, reply.text)
 
@@ -208,11 +208,11 @@ def test_a_broken_call_is_an_error_and_no_call(parser: str, parsed: Any) -> None
 @pytest.mark.parametrize("parser", HALF)
 def test_a_broken_call_beside_a_good_one_is_an_error(parser: str, parsed: Any) -> None:
     reply, _ = parsed[f"half {parser}"][""]
-    assert "malformed" in reply.error and reply.calls == (Call("calculator", {"expression": "1"}),)
+    assert "malformed" in reply.error and reply.calls == (ToolCall("calculator", {"expression": "1"}),)
 
 
 def test_a_template_that_wants_more_than_a_result_is_one_line() -> None:
-    chat = Chat(NO_RESULTS.tokenizer(), {"calculator": calculator})
+    chat = ChatTemplate(NO_RESULTS.tokenizer(), {"calculator": calculator})
     with pytest.raises(ConfigError, match="no place for calls of tools .*a result without a call before it") as error:
         chat.check_tools()
     assert "\n" not in str(error.value)
@@ -293,7 +293,7 @@ DROPPED: dict[str, str] = {
 
 
 @pytest.fixture(scope="module")
-def noted() -> dict[str, list[Reply]]:
+def noted() -> dict[str, list[ParsedResponse]]:
     texts = {
         parser: [f"I see.\n{write('note', arguments)}" for arguments in ARGUMENTS] for parser, write in WRITERS.items()
     }
@@ -311,7 +311,7 @@ def test_arguments_are_what_the_schema_declares(parser: str, noted: Any) -> None
     for arguments, reply in zip(ARGUMENTS, noted[parser], strict=True):
         if any(loss in (*arguments, *arguments.values()) for loss in KNOWN_LOSSES.get(parser, ())):
             continue
-        assert reply.calls == (Call("note", arguments),) and not reply.error, (arguments, reply)
+        assert reply.calls == (ToolCall("note", arguments),) and not reply.error, (arguments, reply)
         kinds = [type(value) for value in reply.calls[0].arguments.values()]
         assert kinds == [type(value) for value in arguments.values()], (arguments, reply)  # True is 1 for Python
         assert "I see." in reply.text and "ARGUMENT" not in reply.text, reply
@@ -325,4 +325,4 @@ def test_a_call_that_the_parser_drops_is_an_error(name: str, noted: Any) -> None
 
 
 def test_all_parsers_of_sglang_are_looked_at() -> None:
-    assert set(parsers()) - set(WRITERS) == NOT_WRITTEN
+    assert set(tool_call_parsers()) - set(WRITERS) == NOT_WRITTEN

@@ -4,16 +4,16 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.config.server_args import parsers
-from megarl.engine.tool_calls import Call, Reply, guard, parser_name
-from megarl.engine.tool_calls import judge as judge_guarded
+from megarl.config.server_args import tool_call_parsers
+from megarl.engine.tool_calls import ParsedResponse, ToolCall, escape_text, parser_name
+from megarl.engine.tool_calls import build_response as judge_guarded
 from megarl.models.registry import FAMILIES
 
 MARKER = "<tool_call>"
 
 
-def judge(text: str, marker: str, answer: Any) -> Reply:
-    return judge_guarded(text, [], guard(text, [], "hermes", marker), answer)
+def judge(text: str, marker: str, answer: Any) -> ParsedResponse:
+    return judge_guarded(text, [], escape_text(text, [], "hermes", marker), answer)
 
 
 def found(*calls: tuple[str, Any]) -> list[dict[str, Any]]:
@@ -22,7 +22,7 @@ def found(*calls: tuple[str, Any]) -> list[dict[str, Any]]:
 
 def test_calls_and_the_text_around_them() -> None:
     reply = judge(f"so: {MARKER}...", MARKER, ("so:", found(("f", {"x": 1}))))
-    assert reply.calls == (Call("f", {"x": 1}),) and reply.text == "so:" and not reply.error
+    assert reply.calls == (ToolCall("f", {"x": 1}),) and reply.text == "so:" and not reply.error
 
 
 def test_text_without_a_call() -> None:
@@ -61,14 +61,14 @@ def test_arguments_that_nobody_could_hold_are_malformed(parameters: str) -> None
 
 def test_half_a_character_in_a_call_becomes_a_replacement() -> None:
     reply = judge(MARKER, MARKER, ("", [{"name": "f\udc00", "parameters": '{"\\ud83d": ["\\udfff", 1]}'}]))
-    assert reply.calls == (Call("f\ufffd", {"\ufffd": ["\ufffd", 1]}),)
+    assert reply.calls == (ToolCall("f\ufffd", {"\ufffd": ["\ufffd", 1]}),)
 
 
 def test_every_family_has_a_parser_that_sglang_has() -> None:
-    assert {"qwen25", "glm45", "deepseekv3", "llama3", "kimi_k2", "pythonic"} <= set(parsers())
+    assert {"qwen25", "glm45", "deepseekv3", "llama3", "kimi_k2", "pythonic"} <= set(tool_call_parsers())
     for architecture, family in FAMILIES.items():
-        assert parser_name("", {"architectures": [architecture]}) == family.tool_call_parser in parsers()
-        assert set(family.parsers_by_type.values()) <= set(parsers())
+        assert parser_name("", {"architectures": [architecture]}) == family.tool_call_parser in tool_call_parsers()
+        assert set(family.parsers_by_type.values()) <= set(tool_call_parsers())
     assert parser_name("", {"architectures": ["Glm4MoeForCausalLM"]}) == "glm45"
     assert parser_name("", {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}) == "kimi_k2"
     assert parser_name("hermes", {"architectures": ["Qwen2ForCausalLM"]}) == "hermes"

@@ -68,11 +68,11 @@ def quick(request, box, listening, tmp_path_factory):
     limits = Limits(seconds=60, output_bytes=1 << 20, memory_mb=256 if request.param == "prepared" else 300)
     if request.param == "prepared":
         for _ in range(5):
-            assert box.collect("send(0, 0)", 1, limits=limits).complete
+            assert box.collect("send(0, 0)", 1, limits=limits).is_complete
         until(lambda: len(waiting(box)) >= 4)
         time.sleep(2.0)
     found = box.collect(source, 1, limits=limits)
-    assert found.complete, found.run
+    assert found.is_complete, found.run
     assert (found.results[0].pop("age") > 1.5) == (request.param == "prepared")
     return found.results[0]
 
@@ -109,7 +109,7 @@ def test_boxes_that_wait_take_no_notice_of_another():
     boxes = Boxes(processes=4)
     try:
         found = warm(boxes)
-        pids = [boxes.sandbox.runner, *found, *found.values()]
+        pids = [boxes.sandbox.runner_pid, *found, *found.values()]
 
         def states():
             fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in pids]
@@ -131,7 +131,7 @@ def test_open_files_that_a_box_hands_out_are_taken_by_nobody():
         for _ in range(3):
             boxes.collect("send(0, 0)", 1)
         until(lambda: len(waiting(boxes)) == 2)
-        ends = f"/proc/{boxes.sandbox.runner}/fd"
+        ends = f"/proc/{boxes.sandbox.runner_pid}/fd"
         before = len(os.listdir(ends))
         assert boxes.collect(own_attacks.GIVING, 1).results == {}
         until(lambda: len(waiting(boxes)) == 2)

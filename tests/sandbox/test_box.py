@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, SandboxConfig
-from megarl.sandbox.box import VARIABLE, Sandbox, variables
+from megarl.sandbox.box import VARIABLE, Sandbox, to_environment
 from megarl.sandbox.box import probe as at_start
 from megarl.sandbox.results import Limits
-from megarl.sandbox.runner_client import Link, SandboxError
+from megarl.sandbox.runner_client import RunnerClient, SandboxError
 
 sys.path.append(str(Path(__file__).parent))
 from real_boxes import Boxes, needs_boxes  # noqa: E402
@@ -181,7 +181,7 @@ def test_no_more_boxes_at_once_than_may_be():
 
 
 def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
-    monkeypatch.setattr(Link, "cgroups", False)
+    monkeypatch.setattr(RunnerClient, "has_cgroups", False)
     boxes = Boxes(processes=3)
     layers = boxes.probe()
     assert "memory watchdog" in layers.layers and "memory cgroup" not in layers.layers
@@ -220,7 +220,7 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
 
 
 def test_processes_are_counted_where_the_kernel_counts_others_with_them(monkeypatch):
-    monkeypatch.setattr(Link, "old", True)
+    monkeypatch.setattr(RunnerClient, "is_old_kernel", True)
     boxes = Boxes()
     many = "import os, time\nfor _ in range(300): os.fork() or time.sleep(60)\ntime.sleep(60)"
     try:
@@ -234,7 +234,7 @@ def test_processes_are_counted_where_the_kernel_counts_others_with_them(monkeypa
 def test_another_process_starts_boxes_when_the_first_was_killed():
     boxes = Boxes()
     assert boxes.run(["true"]).ok
-    process = boxes.sandbox._link._process
+    process = boxes.sandbox._client._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(SandboxError, match="has ended"):
@@ -267,15 +267,15 @@ def test_any_event_loop_and_any_process_may_use_it():
     sandbox = Sandbox(SandboxConfig())
     for _ in range(2):
         assert asyncio.run(sandbox.run(["true"])).ok
-    first = sandbox._link._process.pid
+    first = sandbox._client._process.pid
     pid = os.fork()
     if pid == 0:
         try:
-            good = asyncio.run(sandbox.run(["true"])).ok and sandbox._link._process.pid != first
+            good = asyncio.run(sandbox.run(["true"])).ok and sandbox._client._process.pid != first
         finally:
             os._exit(0 if good else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert asyncio.run(sandbox.run(["true"])).ok and sandbox._link._process.pid == first
+    assert asyncio.run(sandbox.run(["true"])).ok and sandbox._client._process.pid == first
     asyncio.run(sandbox.close())
 
 
@@ -295,7 +295,7 @@ def test_settings_of_the_run_reach_any_process(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"backend": "none", "memory_mb": 99, "processes": 3}')
     assert Sandbox.from_environment().settings == SandboxConfig("none", 99, 3)
     settings = SandboxConfig("http://sandbox:8080", 77, 5)
-    for name, value in variables(settings).items():
+    for name, value in to_environment(settings).items():
         monkeypatch.setenv(name, value)
     assert Sandbox.from_environment().settings == settings
     monkeypatch.delenv(VARIABLE)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megarl.sandbox.channel import opening, results
+from megarl.sandbox.channel import encode_preamble, parse_results
 
 NONCE = "ab" * 16
 
@@ -14,7 +14,7 @@ def lines(*given):
 
 
 def test_results_by_number():
-    assert results(lines("0 1", '2 "x"', "1 [1, {}]"), NONCE, 3) == {0: 1, 1: [1, {}], 2: "x"}
+    assert parse_results(lines("0 1", '2 "x"', "1 [1, {}]"), NONCE, 3) == {0: 1, 1: [1, {}], 2: "x"}
 
 
 @pytest.mark.parametrize(
@@ -34,19 +34,19 @@ def test_results_by_number():
     ],
 )
 def test_what_is_not_believed(line):
-    assert results(line + lines("1 true"), NONCE, 3) in ({1: True}, {})
-    assert results(line + b"\n" + lines("1 true"), NONCE, 3) == {1: True} or line == lines("0 1")[:-1]
+    assert parse_results(line + lines("1 true"), NONCE, 3) in ({1: True}, {})
+    assert parse_results(line + b"\n" + lines("1 true"), NONCE, 3) == {1: True} or line == lines("0 1")[:-1]
 
 
 def test_a_number_that_came_twice_is_none():
-    assert results(lines("0 1", "1 2", "0 1"), NONCE, 2) == {1: 2}
-    assert results(lines("0 {", "0 1"), NONCE, 1) == {}
+    assert parse_results(lines("0 1", "1 2", "0 1"), NONCE, 2) == {1: 2}
+    assert parse_results(lines("0 {", "0 1"), NONCE, 1) == {}
 
 
 def test_no_number_is_not_one():
-    assert math.isnan(results(lines("0 NaN"), NONCE, 1)[0])
+    assert math.isnan(parse_results(lines("0 NaN"), NONCE, 1)[0])
 
 
 def test_a_source_with_a_zero_is_refused():
     with pytest.raises(ValueError, match="zero"):
-        opening(NONCE, "x = '\0'")
+        encode_preamble(NONCE, "x = '\0'")

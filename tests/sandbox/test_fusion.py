@@ -107,8 +107,8 @@ def test_results_of_a_harness_come_by_a_file(tmp_path):
         return right, cut
 
     right, cut = asked(tmp_path, use)
-    assert right.complete and right.results == {i: [i, "y"] for i in range(3)} and right.run.stdout == b"0\n1\n2\n"
-    assert not right.run.files and not cut.complete and cut.results == {0: 1}
+    assert right.is_complete and right.results == {i: [i, "y"] for i in range(3)} and right.run.stdout == b"0\n1\n2\n"
+    assert not right.run.files and not cut.is_complete and cut.results == {0: 1}
 
 
 def test_what_is_sent(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox.memory_watch import family
+from megarl.sandbox.memory_watch import list_descendants
 from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
@@ -90,7 +90,7 @@ def test_nothing_goes_on_between_calls(box, run):
     before = run("n").stdout
     time.sleep(0.5)
     states = []
-    for pid in family(box.sandbox.runner):
+    for pid in list_descendants(box.sandbox.runner_pid):
         if b"an interpreter" in Path(f"/proc/{pid}/cmdline").read_bytes():
             states.append(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0])
     assert len(states) >= 2 and set(states) <= {"T", "S"} and states.count("T") >= 2

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megarl.sandbox import warm_pool
-from megarl.sandbox.namespace import Form
+from megarl.sandbox.namespace import BoxSpec
 from megarl.sandbox.results import Limits
 from megarl.sandbox.runner_client import SandboxError
-from megarl.sandbox.warm_pool import MOST, MOST_ALIKE, Nests
+from megarl.sandbox.warm_pool import MAX_IDLE, MAX_IDLE_PER_SPEC, WarmPool
 
 sys.path.append(str(Path(__file__).parent))
 from real_boxes import Boxes, needs_boxes  # noqa: E402
@@ -45,11 +45,11 @@ def test_a_box_that_was_asked_for_again_waits_for_the_next(box):
 @needs_boxes
 def test_few_wait_of_one_form_and_of_all(box):
     for name in ("a", "b", "c"):
-        for _ in range(MOST_ALIKE + 3):
+        for _ in range(MAX_IDLE_PER_SPEC + 3):
             assert box.run(["sh", "-c", "true", name]).ok
-            assert len(waiting(box)) <= MOST + 1  # the one that has just run may not be gone
+            assert len(waiting(box)) <= MAX_IDLE + 1  # the one that has just run may not be gone
         time.sleep(0.3)
-        assert len(waiting(box)) <= MOST
+        assert len(waiting(box)) <= MAX_IDLE
     few = Boxes(processes=2)
     try:
         warm(few, nests=2)
@@ -94,7 +94,7 @@ def test_one_that_was_killed_while_it_waited_is_replaced(box):
 def test_those_that_died_while_they_waited_have_no_box(box, which):
     """All at once, so that the order comes together with the news."""
     found = warm(box)
-    os.kill(box.sandbox.runner, signal.SIGSTOP)
+    os.kill(box.sandbox.runner_pid, signal.SIGSTOP)
     pids = found.values() if which == "the first process" else found
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -105,7 +105,7 @@ def test_those_that_died_while_they_waited_have_no_box(box, which):
 
         run = asyncio.ensure_future(box.sandbox.run(COMMAND, {"main.py": b"print(2)"}))
         await asyncio.sleep(0.2)
-        os.kill(box.sandbox.runner, signal.SIGCONT)
+        os.kill(box.sandbox.runner_pid, signal.SIGCONT)
         return await run
 
     assert box.wait(asked()).stdout == b"2\n"
@@ -150,7 +150,7 @@ def test_a_gate_stays_shut_when_who_could_open_it_is_gone(box):
 def test_what_waits_ends_when_the_sandbox_is_closed():
     boxes = Boxes()
     found = warm(boxes)
-    runner = boxes.sandbox.runner
+    runner = boxes.sandbox.runner_pid
     boxes.end()
     gone([*found, *found.values(), runner])
 
@@ -193,7 +193,7 @@ def test_what_has_just_begun_ends_with_its_owner():
                 import asyncio
 
                 await boxes.sandbox.run(["true"])
-                runner = boxes.sandbox.runner
+                runner = boxes.sandbox.runner_pid
                 runs = [asyncio.ensure_future(boxes.sandbox.run(["sleep", "62.0625"])) for _ in range(4)]
                 await asyncio.sleep(delay)
                 os.kill(runner, signal.SIGKILL)
@@ -209,8 +209,8 @@ class Made:
     """A nest of which nothing is ever started."""
 
     def __init__(self, home, number, form, disk_mb, files):
-        self.form, self.first, self.room = form, number, (disk_mb, files)
-        self.dead = False
+        self.form, self.init_pid, self.disk_limits = form, number, (disk_mb, files)
+        self.is_finished = False
         home.made.append(self)
 
     def start(self):
@@ -218,49 +218,49 @@ class Made:
             raise OSError("refused")
 
     def alive(self):
-        return not self.dead
+        return not self.is_finished
 
-    def fit(self, disk_mb, files):
+    def resize(self, disk_mb, files):
         if disk_mb < 2:
             raise OSError("too small")
-        self.room = disk_mb, files
+        self.disk_limits = disk_mb, files
 
     def kill(self):
-        self.dead = True
+        self.is_finished = True
         self.over()
 
     def remove(self):
-        self.dead = True
+        self.is_finished = True
 
 
 class Spawner:
-    boxed = True
+    is_boxed = True
 
 
 class Home:
     def __init__(self, boxed=True):
         self.made = []
         self.spawner = Spawner()
-        self.spawner.boxed = boxed
+        self.spawner.is_boxed = boxed
 
 
 @pytest.fixture()
 def pool(monkeypatch):
-    monkeypatch.setattr(warm_pool, "Nest", Made)
+    monkeypatch.setattr(warm_pool, "BoxNamespace", Made)
     now = [100.0]
     monkeypatch.setattr(warm_pool.time, "monotonic", lambda: now[0])
     home = Home()
-    found = Nests(home, 16)
+    found = WarmPool(home, 16)
     found.home, found.now = home, now
 
     def filled():
         for _ in range(50):
             if found.refill(now[0]) > now[0]:
                 break
-        return [one.form.command[0] for one in found._waiting]
+        return [one.form.command[0] for one in found._idle]
 
     found.filled = filled
-    found.asked = lambda name, disk=64: found.take(Form((name,), False, 1), disk, 100)
+    found.asked = lambda name, disk=64: found.take(BoxSpec((name,), False, 1), disk, 100)
     return found
 
 
@@ -276,40 +276,40 @@ def test_what_was_asked_for_once_is_not_prepared(pool):
 
 def test_each_is_given_once_and_as_it_is_asked_for(pool):
     had = [pool.asked("a") for _ in range(20) if pool.filled() is not None]
-    assert len({id(one) for one in had}) == 20 and not any(one.dead for one in had)
-    assert pool.filled() == ["a"] * MOST_ALIKE
-    assert pool.asked("a", 7).room == (7, 100)
-    assert pool.asked("a", 1).room == (1, 100) and pool._waiting == []  # none that waits would do
+    assert len({id(one) for one in had}) == 20 and not any(one.is_finished for one in had)
+    assert pool.filled() == ["a"] * MAX_IDLE_PER_SPEC
+    assert pool.asked("a", 7).disk_limits == (7, 100)
+    assert pool.asked("a", 1).disk_limits == (1, 100) and pool._idle == []  # none that waits would do
 
 
 def test_the_pool_is_bounded_and_what_is_old_makes_room(pool):
     for name in "abc":
         for _ in range(9):
             pool.asked(name)
-    assert pool.filled() == ["c"] * MOST_ALIKE + ["b"] * MOST_ALIKE and MOST == 2 * MOST_ALIKE
+    assert pool.filled() == ["c"] * MAX_IDLE_PER_SPEC + ["b"] * MAX_IDLE_PER_SPEC and MAX_IDLE == 2 * MAX_IDLE_PER_SPEC
     pool.now[0] += 6
     pool.asked("a")
-    assert sorted(pool.filled()) == ["a"] * MOST_ALIKE + ["c"] * MOST_ALIKE
-    assert sum(not one.dead for one in pool.home.made) == 28 + MOST
+    assert sorted(pool.filled()) == ["a"] * MAX_IDLE_PER_SPEC + ["c"] * MAX_IDLE_PER_SPEC
+    assert sum(not one.is_finished for one in pool.home.made) == 28 + MAX_IDLE
 
 
 def test_what_nobody_asks_for_any_more_is_ended(pool):
     for _ in range(5):
         pool.asked("a")
-    assert len(pool.filled()) == MOST_ALIKE
+    assert len(pool.filled()) == MAX_IDLE_PER_SPEC
     pool.now[0] += warm_pool.IDLE_S - 1
-    assert pool.refill(pool.now[0]) == pool.now[0] + 1 and len(pool._waiting) == MOST_ALIKE
+    assert pool.refill(pool.now[0]) == pool.now[0] + 1 and len(pool._idle) == MAX_IDLE_PER_SPEC
     pool.now[0] += 1
-    assert pool.filled() == [] and sum(not one.dead for one in pool.home.made) == 5
+    assert pool.filled() == [] and sum(not one.is_finished for one in pool.home.made) == 5
 
 
 def test_one_that_is_lost_is_replaced_a_little_later(pool):
     for _ in range(5):
         pool.asked("a")
     pool.filled()
-    lost = pool._waiting[1]
+    lost = pool._idle[1]
     lost.over()
-    assert pool.filled() == ["a"] * 3 and lost.dead
+    assert pool.filled() == ["a"] * 3 and lost.is_finished
     assert pool.refill(pool.now[0]) == pool.now[0] + warm_pool.AGAIN_S
     pool.now[0] += warm_pool.AGAIN_S
     assert pool.filled() == ["a"] * 4
@@ -325,16 +325,16 @@ def test_what_cannot_be_made_is_not_tried_again_and_again(pool):
         pool.asked("a")
     pool.now[0] += warm_pool.AGAIN_S
     pool.filled()
-    pool._waiting[0].first = 0  # bubblewrap has never come so far
-    pool._waiting[0].over()
+    pool._idle[0].first = 0  # bubblewrap has never come so far
+    pool._idle[0].over()
     pool.now[0] += warm_pool.AGAIN_S
     assert "a" not in pool.filled()
 
 
 def test_without_boxes_nothing_waits(monkeypatch):
-    monkeypatch.setattr(warm_pool, "Nest", Made)
-    pool = Nests(Home(boxed=False), 16)
+    monkeypatch.setattr(warm_pool, "BoxNamespace", Made)
+    pool = WarmPool(Home(boxed=False), 16)
     for _ in range(5):
-        pool.take(Form(("a",), False, 1), 64, 100)
+        pool.take(BoxSpec(("a",), False, 1), 64, 100)
     pool.refill(time.monotonic())
-    assert pool._waiting == []
+    assert pool._idle == []

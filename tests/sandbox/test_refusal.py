@@ -88,8 +88,8 @@ def test_with_a_bubblewrap_that_makes_none(monkeypatch, script, why):
 
 def test_a_box_that_does_not_hold_is_none():
     run = Result(True, 0, b"", b"", 0.1)
-    assert probing.faults({"it is root": False, "it has a network": True}, run) == ["it has a network"]
-    assert probing.faults(None, Result(False, 1, b"", b"Traceback\nImportError: x\n", 0.1, "exit")) == [
+    assert probing.list_faults({"it is root": False, "it has a network": True}, run) == ["it has a network"]
+    assert probing.list_faults(None, Result(False, 1, b"", b"Traceback\nImportError: x\n", 0.1, "exit")) == [
         "Python does not run in a box (exit: ImportError: x)"
     ]
 
@@ -100,7 +100,7 @@ def test_each_look_of_the_probe_finds_what_it_is_for():
     boxes = Boxes(backend="none")
     found = boxes.collect(probing.SOURCE, 1, limits=probing.LIMITS)
     boxes.end()
-    faults = probing.faults(found.results[0], found.run)
+    faults = probing.list_faults(found.results[0], found.run)
     assert {"it sees users of this machine", "it can make network sockets", "it sees other processes"} <= set(faults)
     if os.getuid() == 0:
         assert {"it is root", "it has capabilities", "it can write outside of its own folders"} <= set(faults)
@@ -133,15 +133,15 @@ def test_unknown_backends(backend):
 
 def test_a_folder_of_others_is_not_taken(tmp_path):
     folder = tmp_path / "place"
-    mounts.private_folder(str(folder))
-    mounts.private_folder(str(folder))
+    mounts.make_private_folder(str(folder))
+    mounts.make_private_folder(str(folder))
     folder.chmod(0o755)
     with pytest.raises(PermissionError, match="not a folder of this user's alone"):
-        mounts.private_folder(str(folder))
+        mounts.make_private_folder(str(folder))
     folder.rmdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(PermissionError):
-        mounts.private_folder(str(folder))
+        mounts.make_private_folder(str(folder))
 
 
 AS_NOBODY = """

@@ -46,7 +46,7 @@ def same(given, expected):
 
 def solved(found):
     """How many answers are right, where each test has sent one."""
-    if not found.complete:
+    if not found.is_complete:
         return 0
     return sum(same(found.results[number], answer) for number, answer in enumerate(ANSWERS))
 
@@ -59,7 +59,7 @@ def graded():
     began = time.monotonic()
     found = boxes.all(
         {
-            name: boxes.sandbox.collect(
+            name: boxes.sandbox.run_harness(
                 HARNESS, 3, {"task.json": json.dumps([program, INPUTS]).encode()}, limits=limits
             )
             for name, program in programs.items()
@@ -81,7 +81,7 @@ def test_it_is_not_rewarded(graded, name):
 
 def test_exit_status_0_says_nothing(graded):
     found = graded["exits at once in the function"]
-    assert found.run.ok and found.run.status == 0 and not found.complete and found.results == {}
+    assert found.run.ok and found.run.status == 0 and not found.is_complete and found.results == {}
 
 
 def test_subclasses_arrive_as_plain_values(graded):

@@ -37,7 +37,7 @@ def waiting(boxes):
     """While no box runs: by its bubblewrap, the first process of each nest."""
     return {
         outer: inner[0]
-        for outer in children(boxes.sandbox.runner)
+        for outer in children(boxes.sandbox.runner_pid)
         if named(outer) == "bwrap" and there(outer) and (inner := children(outer))  # it may end at any time
     }
 

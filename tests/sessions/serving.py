@@ -13,21 +13,21 @@ import torch
 from openai import AsyncOpenAI
 from scripted import CHAT, CONFIG, END, PROMPT, ids, parse
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
 from megarl.engine.generation import Generation, Policy
-from megarl.rollout.conversation import sampling_params
-from megarl.rollout.session_server import Recording, SessionServer
-from megarl.types import Ids, Prompt, ids_of
+from megarl.rollout.conversation import build_sampling_params
+from megarl.rollout.session_server import AgentSession, SessionServer
+from megarl.types import Ids, Prompt, as_token_ids
 
-PARAMS = sampling_params(CONFIG, CHAT, greedy=False, seed=5)
+PARAMS = build_sampling_params(CONFIG, CHAT, greedy=False, seed=5)
 ASK = [{"role": "user", "content": "What is 1+2?"}]
 
 
 @dataclass
 class Served:
     server: SessionServer
-    recording: Recording
+    recording: AgentSession
     client: AsyncOpenAI
     said: list[str] = field(default_factory=list)
 
@@ -38,7 +38,7 @@ class Served:
         """Of each branch, its turns as text; actions are marked."""
         return [
             [("*" if turn.is_action else "") + CHAT.text(turn.token_ids) for turn in branch.turns]
-            for branch in self.recording.branches()
+            for branch in self.recording.collect_branches()
         ]
 
 
@@ -47,7 +47,7 @@ async def serving(
     policy: Policy,
     config: RolloutConfig = CONFIG,
     prompt: Prompt = PROMPT,
-    chat: Chat = CHAT,
+    chat: ChatTemplate = CHAT,
     deadline: float | None = None,
     params: dict[str, Any] = PARAMS,
     retries: int = 0,
@@ -95,7 +95,7 @@ class Numbered:
         self.tokens += len(written)
         places = torch.arange(routed, len(known) + len(written) - 1, dtype=torch.int16)
         said = Generation(
-            ids_of(written),
+            as_token_ids(written),
             -np.arange(first, first + len(written), dtype=np.float32),
             "stop" if written[-1] == END else "length",
             number,

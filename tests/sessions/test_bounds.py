@@ -27,12 +27,12 @@ def test_behind_the_last_turn_a_client_hears_nothing_and_its_branch_says_why() -
         assert len(policy.calls) == 2
         chunks = [chunk async for chunk in await served.create(messages, stream=True, n=2)]
         assert {one.index: one.finish_reason for chunk in chunks for one in chunk.choices} == {0: "length", 1: "length"}
-        (branch,) = served.recording.branches()
-        assert (branch.status, branch.taken) == ("max_turns", 2)
-        assert (served.recording.figures.turns_over, served.recording.figures.requests) == (4, 2)
+        (branch,) = served.recording.collect_branches()
+        assert (branch.status, branch.num_turns) == ("max_turns", 2)
+        assert (served.recording.metrics.turns_over, served.recording.metrics.requests) == (4, 2)
         answer = (await served.create([{"role": "user", "content": "anew"}])).choices[0]
         assert answer.message.content == "three"  # another branch has turns of its own
-        assert [one.status for one in served.recording.branches()] == ["max_turns", "stop"]
+        assert [one.status for one in served.recording.collect_branches()] == ["max_turns", "stop"]
 
     run(test, policy, config=replace(CONFIG, max_turns=2))
 
@@ -44,7 +44,7 @@ def test_an_agent_that_asks_for_ever_is_told_by_an_error() -> None:
             while True:
                 assert (await served.create(messages)).choices[0].message.content == ""
         assert refused.value.code == "max_turns_exceeded"
-        assert [one.status for one in served.recording.branches()] == ["max_turns"]
+        assert [one.status for one in served.recording.collect_branches()] == ["max_turns"]
 
     run(test, Numbered("one"), config=replace(CONFIG, max_turns=1))
 
@@ -62,13 +62,13 @@ def test_results_are_cut_by_tokens_head_and_tail_kept() -> None:
         shown, also = (texts[2] for texts in served.texts())
         assert shown == also and "tokens cut) ..." in shown and "begin" in shown and "end\n</tool_response>" in shown
         assert len(ids(shown)) < 90
-        assert served.recording.figures.observations_cut == 1
-        branch = served.recording.branches()[0]
+        assert served.recording.metrics.observations_cut == 1
+        branch = served.recording.collect_branches()[0]
         assert branch.messages[2]["content"] in shown and branch.messages[2]["content"] != flood
         assert branch.status == "stop"
         await served.create([{"role": "system", "content": "s"}, *messages], tools=TOOLS)
         assert "tokens cut) ..." in served.texts()[-1][0]  # also where all is rendered anew
-        assert served.recording.figures.observations_cut == 2
+        assert served.recording.metrics.observations_cut == 2
 
     run(test, policy, config=replace(CONFIG, max_observation=40))
 
@@ -81,7 +81,7 @@ def test_a_flood_is_refused_without_being_read(monkeypatch: pytest.MonkeyPatch) 
         read[0] += len(text)
         return own(text)
 
-    monkeypatch.setattr(CHAT, "ids", counting)
+    monkeypatch.setattr(CHAT, "encode", counting)
     flood = "1+2 " * 250_000
     call_of_it = {"id": "c", "type": "function", "function": {"name": "f", "arguments": f'{{"x": "{flood}"}}'}}
     calling = {"role": "assistant", "content": None, "tool_calls": [call_of_it]}
@@ -108,7 +108,7 @@ def test_results_are_cut_to_the_room_there_is() -> None:
         message = (await served.create(ASK, tools=TOOLS)).choices[0].message
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "1+2 " * 400}
         assert (await served.create([*ASK, message, result], tools=TOOLS)).choices[0].message.content == "Done"
-        (branch,) = served.recording.branches()
-        assert branch.num_tokens < 500 and served.recording.figures.observations_cut == 1
+        (branch,) = served.recording.collect_branches()
+        assert branch.num_tokens < 500 and served.recording.metrics.observations_cut == 1
 
     run(test, Numbered(call("1+2"), "Done"), config=replace(CONFIG, max_context=500))

@@ -16,14 +16,14 @@ from compare import recorded
 from conftest import Running, start
 from openai import AsyncOpenAI
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.client import Client
 from megarl.engine.generation import Generation
-from megarl.engine.tool_calls import parser
-from megarl.rollout.conversation import sampling_params
-from megarl.rollout.partial_rollouts import Partial
+from megarl.engine.tool_calls import make_parser
+from megarl.rollout.conversation import build_sampling_params
+from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.session_server import SessionServer
-from megarl.types import Prompt, ids_of
+from megarl.types import Prompt, as_token_ids
 
 ASK = {"role": "user", "content": "What is 1+2?"}
 PROMPT = Prompt("p", (ASK,))
@@ -36,14 +36,14 @@ def running(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         yield found
 
 
-class Watched(Chat):
+class Watched(ChatTemplate):
     """Keeps the texts that it makes into tokens."""
 
     texts: list[str]
 
-    def _ids(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         self.texts.append(text)
-        return super()._ids(text)
+        return super()._encode(text)
 
 
 def everything(running: Running, test: Any) -> None:
@@ -51,9 +51,9 @@ def everything(running: Running, test: Any) -> None:
         engine = running.engine
         chat = Watched.load(str(running.folder))
         chat.texts = []
-        chat.ends  # noqa: B018  what it finds out of the template
+        chat.end_token_ids  # noqa: B018  what it finds out of the template
         async with Client(engine.url, engine.api_key, 300.0, recorded(engine), engine.version) as client:
-            parse = parser(client, engine.tool_call_parser, engine.tool_call_marker)
+            parse = make_parser(client, engine.tool_call_parser, engine.tool_call_marker)
             server = SessionServer(chat, parse, running.config.rollout)
             await server.start()
             try:
@@ -64,7 +64,7 @@ def everything(running: Running, test: Any) -> None:
     asyncio.run(asyncio.wait_for(run(), 300))
 
 
-def same(found: Partial, at: int, direct: Generation, parts: slice = slice(None)) -> None:
+def same(found: PartialRollout, at: int, direct: Generation, parts: slice = slice(None)) -> None:
     """That a branch's turn is what the engine says when it is asked directly."""
     turn = found.turns[at]
     assert turn.token_ids.tolist() == direct.token_ids.tolist() and turn.is_action
@@ -77,12 +77,12 @@ def test_a_conversation_is_the_one_that_the_engine_has_when_it_is_asked_directly
     config = running.config.rollout
 
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
-        params = sampling_params(config, chat, True, SEED)
+        params = build_sampling_params(config, chat, True, SEED)
         recording = server.open(PROMPT, client, params, seed=SEED)
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as outside:
             messages: list[Any] = [ASK]
             contexts: list[list[int]] = []
-            known, routed = chat.render(PROMPT), 0
+            known, routed = chat.encode_prompt(PROMPT), 0
             chat.texts.clear()
             said = []
             for words in ("Sure?", "And 2+2?", "Bye"):
@@ -90,10 +90,10 @@ def test_a_conversation_is_the_one_that_the_engine_has_when_it_is_asked_directly
                 said.append(answer.choices[0].message.content or "")
                 messages += [answer.choices[0].message, {"role": "user", "content": words}]
                 contexts.append(list(known))
-                (branch,) = recording.branches()
+                (branch,) = recording.collect_branches()
                 known = branch.token_ids.tolist()
-                known += chat.continuation([messages[-1]], (), known[-1])
-            (branch,) = recording.branches()
+                known += chat.encode_continuation([messages[-1]], (), known[-1])
+            (branch,) = recording.collect_branches()
             assert not [text for text in chat.texts for one in said if len(one) > 3 and one in text]
         assert [turn.is_action for turn in branch.turns] == [False, True] * 3
         for number, context in enumerate(contexts):
@@ -110,7 +110,7 @@ def test_what_was_sampled_is_what_is_recorded_bit_for_bit(running: Running) -> N
     config = running.config.rollout
 
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
-        params = sampling_params(config, chat, False, SEED)
+        params = build_sampling_params(config, chat, False, SEED)
         asked: list[tuple[list[int], int]] = []
         said: list[Generation] = []
 
@@ -129,13 +129,13 @@ def test_what_was_sampled_is_what_is_recorded_bit_for_bit(running: Running) -> N
             answer = await create(model="policy", messages=[ASK], n=3, logprobs=True)  # type: ignore[list-item]
             last: Any = answer.choices[1].message
             await create(model="policy", messages=[ASK, last, ASK])  # type: ignore[list-item]
-        branches = recording.branches()
+        branches = recording.collect_branches()
         assert len(branches) == 3 and len({seed for _, seed in asked[:3]}) == 3 and asked[0][1] == SEED
         found = {turn.logprobs.tobytes(): turn for branch in branches for turn in branch.turns if turn.is_action}
         assert found.keys() == {one.logprobs.tobytes() for one in said} and len(found) == 4
         for one in said:
             assert np.array_equal(found[one.logprobs.tobytes()].token_ids, one.token_ids)
-        long = next(branch for branch in branches if branch.taken == 2)
+        long = next(branch for branch in branches if branch.num_turns == 2)
         assert asked[3][0] == long.token_ids.tolist()[: len(asked[3][0])]
         for branch in branches:
             assert torch.cat(branch.routing).shape == (branch.num_tokens - 1, 2, 2)
@@ -151,21 +151,21 @@ def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it(running: Ru
     config = replace(running.config.rollout, max_new_tokens=40)
 
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
-        params = {**sampling_params(config, chat, True, SEED), "max_new_tokens": 40}
-        whole = (await client.generate(chat.render(PROMPT), params)).token_ids
+        params = {**build_sampling_params(config, chat, True, SEED), "max_new_tokens": 40}
+        whole = (await client.generate(chat.encode_prompt(PROMPT), params)).token_ids
         at = next(
-            n for n in range(3, len(whole)) if (text := chat.text(whole[n : n + 1])).isascii() and text.isprintable()
-            and text not in chat.text(whole[:n])
+            n for n in range(3, len(whole)) if (text := chat.decode(whole[n : n + 1])).isascii() and text.isprintable()
+            and text not in chat.decode(whole[:n])
         )  # fmt: skip
-        stop = chat.text(whole[at : at + 1])
-        server._around = replace(server._around, config=config)
+        stop = chat.decode(whole[at : at + 1])
+        server._context = replace(server._context, config=config)
         recording = server.open(PROMPT, client, {name: params[name] for name in params if name != "max_new_tokens"})
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as outside:
             answer = await outside.chat.completions.create(model="policy", messages=[ASK], stop=[stop])  # type: ignore[list-item]
-        (branch,) = recording.branches()
-        assert branch.turns[1].token_ids.tolist() == ids_of(whole[: at + 1]).tolist()
+        (branch,) = recording.collect_branches()
+        assert branch.turns[1].token_ids.tolist() == as_token_ids(whole[: at + 1]).tolist()
         assert answer.choices[0].finish_reason == "stop" and branch.status == "stop"
-        assert answer.choices[0].message.content == chat.text(whole[: at + 1]).partition(stop)[0]
+        assert answer.choices[0].message.content == chat.decode(whole[: at + 1]).partition(stop)[0]
         assert torch.cat(branch.routing).shape[0] == branch.num_tokens - 1
 
     everything(running, test)
@@ -175,14 +175,14 @@ def test_a_client_that_goes_away_frees_the_engine(running: Running) -> None:
     config = replace(running.config.rollout, max_new_tokens=200)
 
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
-        server._around = replace(server._around, config=config)
-        params = {**sampling_params(config, chat, False, SEED), "ignore_eos": True}
+        server._context = replace(server._context, config=config)
+        params = {**build_sampling_params(config, chat, False, SEED), "ignore_eos": True}
         recording = server.open(PROMPT, client, params)
         async with AsyncOpenAI(
             base_url=recording.base_url, api_key=recording.key, max_retries=0, timeout=300
         ) as outside:
             asking = asyncio.create_task(outside.chat.completions.create(model="policy", messages=[ASK]))  # type: ignore[list-item]
-            while not recording.figures.requests:
+            while not recording.metrics.requests:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.05)
             asking.cancel()
@@ -195,7 +195,7 @@ def test_a_client_that_goes_away_frees_the_engine(running: Running) -> None:
                 await asyncio.sleep(0.1)
         else:
             pytest.fail("the engine goes on with what nobody waits for")
-        (branch,) = recording.branches()
+        (branch,) = recording.collect_branches()
         assert branch.status == "aborted" and branch.failure == "the session asked the policy for nothing"
 
     everything(running, test)
@@ -205,14 +205,14 @@ def test_a_stream_records_what_the_engine_says_without_one(running: Running) -> 
     config = replace(running.config.rollout, max_new_tokens=40)
 
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
-        server._around = replace(server._around, config=config)
-        params = {**sampling_params(config, chat, True, SEED), "ignore_eos": True}
+        server._context = replace(server._context, config=config)
+        params = {**build_sampling_params(config, chat, True, SEED), "ignore_eos": True}
         recording = server.open(PROMPT, client, params)
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as outside:
             stream = await outside.chat.completions.create(model="policy", messages=[ASK], stream=True)  # type: ignore[list-item]
             pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
-        (branch,) = recording.branches()
-        direct = await client.generate(chat.render(PROMPT), {**params, "max_new_tokens": 40})
+        (branch,) = recording.collect_branches()
+        direct = await client.generate(chat.encode_prompt(PROMPT), {**params, "max_new_tokens": 40})
         same(branch, 1, direct)
         assert "".join(pieces) == branch.messages[-1]["content"] and sum(map(bool, pieces)) > 3
 

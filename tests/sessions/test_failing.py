@@ -14,8 +14,8 @@ from scripted import PROMPT, Fails, Script, said
 from serving import ASK, PARAMS, Numbered, Served, run, serving
 
 from megarl.engine.generation import RequestFailed
-from megarl.rollout.session_server.requests import Asked, Refused
-from megarl.rollout.session_server.server import MOST_BODY
+from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused
+from megarl.rollout.session_server.server import MAX_BODY_BYTES
 
 
 def test_only_the_own_key_opens_a_session() -> None:
@@ -101,7 +101,7 @@ def test_a_body_has_a_most_size_and_methods_are_named() -> None:
         headers = {"Authorization": f"Bearer {served.recording.key}"}
         async with httpx.AsyncClient(headers=headers, timeout=60) as client:
             url = f"{served.recording.base_url}/chat/completions"
-            answer = await client.post(url, content=b" " * (MOST_BODY + 1))
+            answer = await client.post(url, content=b" " * (MAX_BODY_BYTES + 1))
             assert answer.status_code == 413 and "larger than" in answer.json()["error"]["message"]
             answer = await client.get(url)
             assert answer.status_code == 405 and answer.json()["error"]["type"] == "invalid_request_error"
@@ -113,15 +113,15 @@ def test_a_request_that_fails_aborts_the_session_unless_it_is_answered_later() -
     async def test(served: Served) -> None:
         with pytest.raises(openai.InternalServerError, match="the engine refused"):
             await served.create(ASK)
-        (branch,) = served.recording.branches()
-        assert (branch.status, branch.failure, branch.taken) == ("aborted", "the engine refused", 0)
+        (branch,) = served.recording.collect_branches()
+        assert (branch.status, branch.failure, branch.num_turns) == ("aborted", "the engine refused", 0)
         await served.create(ASK)
-        (branch,) = served.recording.branches()
+        (branch,) = served.recording.collect_branches()
         assert (branch.status, branch.failure) == ("stop", "")
         with pytest.raises(openai.APIError, match="the engine refused"):
             async for _ in await served.create([*ASK, *ASK], stream=True):
                 pass
-        assert [one.status for one in served.recording.branches()] == ["aborted"]
+        assert [one.status for one in served.recording.collect_branches()] == ["aborted"]
 
     lines: Any = RequestFailed("the engine refused"), "a", RequestFailed("the engine refused")
     run(test, Fails(*lines))
@@ -130,8 +130,8 @@ def test_a_request_that_fails_aborts_the_session_unless_it_is_answered_later() -
 def test_openais_client_asks_again_where_the_engine_failed() -> None:
     async def test(served: Served) -> None:
         assert (await served.create(ASK)).choices[0].message.content == "a"
-        assert [one.status for one in served.recording.branches()] == ["stop"]
-        figures = served.recording.figures
+        assert [one.status for one in served.recording.collect_branches()] == ["stop"]
+        figures = served.recording.metrics
         assert (figures.failed, figures.refused, figures.requests) == (1, 0, 2)
 
     lines: Any = RequestFailed("the engine refused"), "a"
@@ -144,7 +144,7 @@ def test_an_answer_that_was_cut_off_is_none() -> None:
     async def test(served: Served) -> None:
         with pytest.raises(openai.InternalServerError, match="cut the answer off"):
             await served.create(ASK)
-        assert served.recording.branches()[0].failure == "the engine cut the answer off: gone"
+        assert served.recording.collect_branches()[0].failure == "the engine cut the answer off: gone"
 
     run(test, Script(cut))
 
@@ -154,7 +154,7 @@ def test_an_engine_that_is_gone_is_an_error_for_the_owner() -> None:
         with pytest.raises(openai.InternalServerError, match="the engine is gone"):
             await served.create(ASK)
         with pytest.raises(RuntimeError, match="the engine is gone"):
-            served.recording.branches()
+            served.recording.collect_branches()
 
     lines: Any = (RuntimeError("the engine is gone"),)
     run(test, Fails(*lines), retries=2)
@@ -168,8 +168,8 @@ def test_a_session_that_is_late_has_failed() -> None:
             for _ in range(2):
                 with pytest.raises(openai.InternalServerError, match=r"rollout\.step_timeout"):
                     await served.create([*ASK, answer.choices[0].message, *ASK])
-            (branch,) = served.recording.branches()
-            assert (branch.status, branch.taken) == ("aborted", 1)
+            (branch,) = served.recording.collect_branches()
+            assert (branch.status, branch.num_turns) == ("aborted", 1)
             assert branch.failure == "it was not done within rollout.step_timeout"
 
     asyncio.run(asyncio.wait_for(late(), 240))
@@ -178,7 +178,7 @@ def test_a_session_that_is_late_has_failed() -> None:
 def test_closing_answers_what_is_under_way() -> None:
     async def test(served: Served) -> None:
         waiting = [asyncio.create_task(served.create(ASK, stream=stream)) for stream in (False, True)]
-        while served.recording.figures.requests < 2:
+        while served.recording.metrics.requests < 2:
             await asyncio.sleep(0.01)
         await served.server.close(served.recording)
         with pytest.raises(openai.InternalServerError, match="the session is closed"):
@@ -186,7 +186,7 @@ def test_closing_answers_what_is_under_way() -> None:
         with pytest.raises(openai.APIError, match="the session is closed"):
             async for _ in await waiting[1]:
                 pass
-        (branch,) = served.recording.branches()
+        (branch,) = served.recording.collect_branches()
         assert (branch.status, branch.failure) == ("aborted", "the session asked the policy for nothing")
 
     lines: Any = (None, None)
@@ -195,10 +195,10 @@ def test_closing_answers_what_is_under_way() -> None:
 
 def test_an_error_of_the_servers_own_fails_the_session_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(served: Served) -> None:
-        monkeypatch.setattr(served.recording.tree, "find", None)
+        monkeypatch.setattr(served.recording.tree, "find_answer", None)
         with pytest.raises(openai.InternalServerError, match="cannot be read: TypeError"):
             await served.create(ASK)
-        (branch,) = served.recording.branches()
+        (branch,) = served.recording.collect_branches()
         assert branch.status == "aborted" and "TypeError" in branch.failure
 
     run(test, Numbered("a"), retries=2)
@@ -208,11 +208,11 @@ def test_closing_ends_what_has_not_begun_either() -> None:
     async def begun_late() -> None:
         lines: Any = (None,)
         async with serving(Fails(*lines)) as served:
-            asked = Asked(tuple(ASK))
-            place = served.recording.place(asked)
+            asked = CompletionRequest(tuple(ASK))
+            place = served.recording.locate_request(asked)
             await served.server.close(served.recording)
-            with pytest.raises(Refused, match="the session is closed"):
-                await served.recording.run(lambda: served.recording.answer(asked, place))
+            with pytest.raises(RequestRefused, match="the session is closed"):
+                await served.recording.run_request(lambda: served.recording.answer(asked, place))
 
     asyncio.run(asyncio.wait_for(begun_late(), 240))
 
@@ -236,14 +236,14 @@ def test_a_client_that_goes_away_cancels_its_own_request_only() -> None:
     async def test(served: Served) -> None:
         first = asyncio.create_task(served.create(ASK))
         second = asyncio.create_task(served.create(ASK, n=2))
-        while served.recording.figures.requests < 2:
+        while served.recording.metrics.requests < 2:
             await asyncio.sleep(0.01)
         second.cancel()
         while policy.cancelled < 2:
             await asyncio.sleep(0.01)
         policy.go.set()
         assert (await first).choices[0].message.content == "a"
-        assert policy.cancelled == 2 and len(served.recording.branches()) == 1
-        assert [one.status for one in served.recording.branches()] == ["stop"]
+        assert policy.cancelled == 2 and len(served.recording.collect_branches()) == 1
+        assert [one.status for one in served.recording.collect_branches()] == ["stop"]
 
     run(test, policy)

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rollout.session_server.requests import (
-    Asked,
-    Heard,
-    Refused,
-    extended,
-    histories,
-    normal,
-    normal_tools,
-    read,
+    CompletionRequest,
+    MessageCache,
+    RequestRefused,
+    extend_digest,
+    hash_prefixes,
+    normalize_messages,
+    normalize_tools,
+    parse_request,
 )
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "x"}'}}
@@ -27,7 +27,7 @@ def assistant(content: Any = "y", **fields: Any) -> dict[str, Any]:
 
 
 def test_the_one_form() -> None:
-    found = normal(
+    found = normalize_messages(
         [
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "user", "content": "half \ud83d", "name": "Ann", "odd": 1},
@@ -81,8 +81,8 @@ def test_the_one_form() -> None:
     ],
 )
 def test_what_is_no_message(messages: Any, complaint: str, param: str) -> None:
-    with pytest.raises(Refused, match=complaint) as refused:
-        normal(messages)
+    with pytest.raises(RequestRefused, match=complaint) as refused:
+        normalize_messages(messages)
     assert refused.value.param == param and refused.value.status == 400
 
 
@@ -106,13 +106,13 @@ def deep(levels: int) -> Any:
     ],
 )
 def test_what_is_no_tool(tools: Any, complaint: str) -> None:
-    with pytest.raises(Refused, match=complaint):
-        normal_tools(tools)
+    with pytest.raises(RequestRefused, match=complaint):
+        normalize_tools(tools)
 
 
 def test_histories_are_equal_where_the_conversation_is() -> None:
     def history(*messages: Any, schemas: Any = ()) -> bytes:
-        return histories(normal([*messages, USER]), schemas)[-2]
+        return hash_prefixes(normalize_messages([*messages, USER]), schemas)[-2]
 
     same = [
         history(USER, assistant("y")),
@@ -138,18 +138,22 @@ def test_histories_are_equal_where_the_conversation_is() -> None:
         history(USER, assistant("", tool_calls=[{**CALL, "function": {"name": "f", "arguments": "{"}}])),
     ]
     assert len({*same, *calls, *others}) == 10
-    assert extended(history(USER), normal([USER, assistant("y"), USER])[1]) == same[0]
+    assert extend_digest(history(USER), normalize_messages([USER, assistant("y"), USER])[1]) == same[0]
 
 
-def ask(**fields: Any) -> Asked:
-    return read(json.dumps({"model": "policy", "messages": [USER], **fields}).encode(), "policy", {"temperature": 0.7})
+def ask(**fields: Any) -> CompletionRequest:
+    return parse_request(
+        json.dumps({"model": "policy", "messages": [USER], **fields}).encode(), "policy", {"temperature": 0.7}
+    )
 
 
 def test_a_request() -> None:
-    assert ask() == Asked((USER,))
+    assert ask() == CompletionRequest((USER,))
     found = ask(n=3, max_tokens=7, max_completion_tokens=9, stop="x", stream=True, logprobs=True, top_logprobs=0)
-    assert found == Asked((USER,), (), 3, 7, ("x",), True, False, True)
-    assert ask(stream=True, stream_options={"include_usage": True}).usage and ask(stop=["a", "b"]).stops == ("a", "b")
+    assert found == CompletionRequest((USER,), (), 3, 7, ("x",), True, False, True)
+    assert ask(stream=True, stream_options={"include_usage": True}).include_usage and ask(
+        stop=["a", "b"]
+    ).stop_strings == ("a", "b")
     assert ask(temperature=0.7, top_p=1, tools=None, stop=None, n=None, metadata={}, store=False).ignored == ()
     assert ask(
         temperature=1.0, response_format={"type": "json_object"}, logit_bias={"1": 2}, top_logprobs=3
@@ -188,7 +192,7 @@ def test_a_request() -> None:
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         ask(**fields)
     assert refused.value.param == param and param in str(refused.value) and refused.value.status == 400
 
@@ -210,21 +214,21 @@ FIELDS = ["messages", "tools", "n", "max_tokens", "stop", "stream", "logprobs", 
 def test_whatever_comes_is_read_or_refused(fields: dict[str, Any]) -> None:
     try:
         found = ask(**{"messages": [USER], **fields})
-    except Refused as refused:
+    except RequestRefused as refused:
         assert refused.status == 400 and str(refused)
     else:
-        histories(found.messages, found.schemas)
+        hash_prefixes(found.messages, found.schemas)
 
 
 def test_what_was_heard_before_is_not_read_again() -> None:
     """And what comes of it is what comes of reading all of it, also where a beginning is another."""
-    heard = Heard()
+    heard = MessageCache()
 
     def both(messages: list[Any], schemas: Any = ()) -> tuple[Any, ...]:
-        found, afresh = normal(messages, heard), normal(json.loads(json.dumps(messages)))
+        found, afresh = normalize_messages(messages, heard), normalize_messages(json.loads(json.dumps(messages)))
         assert found == afresh
-        known = heard.histories(found, schemas)
-        assert known == histories(afresh, schemas) and len(known) == len(messages) + 1
+        known = heard.hash_prefixes(found, schemas)
+        assert known == hash_prefixes(afresh, schemas) and len(known) == len(messages) + 1
         return found
 
     def calling(arguments: Any) -> dict[str, Any]:
@@ -239,7 +243,7 @@ def test_what_was_heard_before_is_not_read_again() -> None:
     both([asked, calling('{"a": true}'), result])
     for arguments in ({"a": 1}, {"a": True}, {"a": 1.0}):  # equal, and other histories
         assert both([asked, calling(arguments), result])[1]["tool_calls"][0]["function"]["arguments"] == arguments
-    with pytest.raises(Refused, match="of no call"):
-        normal([asked, result], heard)
+    with pytest.raises(RequestRefused, match="of no call"):
+        normalize_messages([asked, result], heard)
     both([asked, calling("{}"), result])
     both([asked])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scripted import CHAT, CONFIG, PROMPT, call, parse
 from serving import PARAMS, Numbered
 
-from megarl.rollout.session_server.recording import Around, Recording
-from megarl.rollout.session_server.rendering import Rendering
-from megarl.rollout.session_server.requests import Asked, Refused
+from megarl.rollout.session_server.recording import AgentSession, SessionContext
+from megarl.rollout.session_server.rendering import MessageRenderer
+from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused
 
 TOOLS = (CHAT.tools["calculator"].schema,)
 LINES = ("a", "b", " b ", call("1+2"), "so...", "<tool_call>{", call("2+1"))
@@ -46,16 +46,16 @@ def behind(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
 @given(st.lists(STEP, min_size=1, max_size=9), st.permutations(LINES), st.booleans())
 def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines: list[str], at_once: bool) -> None:
     policy = Numbered(*lines)
-    recording = Recording(Around(Rendering(CHAT, parse), CONFIG), "", PROMPT, policy, PARAMS)
+    recording = AgentSession(SessionContext(MessageRenderer(CHAT, parse), CONFIG), "", PROMPT, policy, PARAMS)
     heads: list[tuple[Any, ...]] = [()]
 
     async def ask(step: dict[str, Any]) -> None:
         head = heads[step["from"] % len(heads)]
         messages = behind(head[: max(0, len(head) - 2 * step["cut"])], step["say"])
-        asked = Asked(messages, TOOLS if step["tools"] else (), step["n"], step["limit"])
+        asked = CompletionRequest(messages, TOOLS if step["tools"] else (), step["n"], step["limit"])
         try:
-            answered = await recording.answer(asked, recording.place(asked))
-        except Refused as refused:
+            answered = await recording.answer(asked, recording.locate_request(asked))
+        except RequestRefused as refused:
             assert refused.code == "context_length_exceeded"
             return
         heads.extend((*messages, choice.message) for choice in answered.choices)
@@ -68,7 +68,7 @@ def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines
                 await ask(step)
 
     asyncio.run(everything())
-    branches = recording.branches()
+    branches = recording.collect_branches()
     actions = [value for branch in branches for turn in branch.turns for value in turn.logprobs.tolist()]
     assert sorted(actions, reverse=True) == [-1.0 - token for token in range(policy.tokens)]
 

@@ -10,7 +10,7 @@ import tiny_models
 from scripted import CHAT, CONFIG, PROMPT, call
 from serving import ASK, Numbered, Served, run
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 
 TOOLS = [CHAT.tools["calculator"].schema]
 QWEN3 = (
@@ -31,17 +31,17 @@ R1 = QWEN3.replace(
 )
 
 
-def chat_of(template: str) -> Chat:
+def chat_of(template: str) -> ChatTemplate:
     tokenizer = tiny_models.tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = template
-    return Chat(tokenizer, CHAT.tools)
+    return ChatTemplate(tokenizer, CHAT.tools)
 
 
 class Says(Numbered):
     """As `Numbered`, with the tokens of this chat."""
 
-    def __init__(self, chat: Chat, *lines: str) -> None:
+    def __init__(self, chat: ChatTemplate, *lines: str) -> None:
         super().__init__(*lines)
         self.chat = chat
 
@@ -63,19 +63,20 @@ def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str
         messages: list[Any] = [*ASK, message.model_dump(exclude={"reasoning_content"})]
         messages += [{"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}]
         messages += [(await served.create(messages, tools=TOOLS)).choices[0].message]  # type: ignore[list-item]
-        assert served.recording.figures.forks == 0  # within a question it stays
+        assert served.recording.metrics.forks == 0  # within a question it stays
         messages += [{"role": "user", "content": "Sure?"}]
         messages += [(await served.create(messages, tools=TOOLS)).choices[0].message]  # type: ignore[list-item]
-        assert served.recording.figures.forks == 1
+        assert served.recording.metrics.forks == 1
         messages += [{"role": "user", "content": "Bye"}]
         await served.create(messages, tools=TOOLS)
-        assert served.recording.figures.forks == 2
+        assert served.recording.metrics.forks == 2
 
-        first, second, third = served.recording.branches()
+        first, second, third = served.recording.collect_branches()
         branches = [one.branch for one in (first, second, third) if one.branch is not None]
         assert [(one.number, one.forks) for one in branches] == [(0, 2), (1, 2), (2, 2)]
         texts = [
-            [("*" if t.is_action else "") + chat.text(t.token_ids) for t in one.turns] for one in (first, second, third)
+            [("*" if t.is_action else "") + chat.decode(t.token_ids) for t in one.turns]
+            for one in (first, second, third)
         ]
         head = "<|im_start|>assistant\n"
         question = f"<|im_start|>user\nWhat is 1+2?<|im_end|>\n{head}"
@@ -99,7 +100,7 @@ def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str
         told = second.turns[0].token_ids.tolist()
         assert any(told[at : at + len(kept)] == kept for at in range(len(told)))
         assert [part.shape[0] for part in second.routing] == [second.num_tokens - 1]
-        assert sum(one.rollout(0).num_actions for one in (first, second, third)) == policy.tokens
+        assert sum(one.to_rollout(0).num_actions for one in (first, second, third)) == policy.tokens
 
     run(test, policy, chat=chat, prompt=PROMPT, config=replace(CONFIG, max_turns=9))
 
@@ -126,8 +127,8 @@ def test_reasoning_without_an_end_is_no_answer() -> None:
         assert answer.choices[0].message.content == "" and answer.choices[0].message.reasoning_content == "I add"
         assert answer.choices[0].finish_reason == "length"
         await served.create([*ASK, answer.choices[0].message, *ASK])
-        _, second = served.recording.branches()
+        _, second = served.recording.collect_branches()
         question = "<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n"
-        assert chat.text(second.turns[0].token_ids) == f"{question}<|im_end|>\n{question}"
+        assert chat.decode(second.turns[0].token_ids) == f"{question}<|im_end|>\n{question}"
 
     run(test, Says(chat, "<think>I add...", "3"), chat=chat)

@@ -16,7 +16,7 @@ from scripted import CHAT, CONFIG, END, HEAD, PROMPT, call, ids
 from serving import ASK, PARAMS, Numbered, Served, run, serving
 
 from megarl.rollout.conversation import Halted
-from megarl.types import Branch, ids_of
+from megarl.types import Branch, as_token_ids
 
 TOOLS = [CHAT.tools["calculator"].schema]
 FIRST = ids("<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n")
@@ -31,13 +31,13 @@ def test_an_answer_and_what_is_recorded_of_it() -> None:
         assert answer.choices[0].message.tool_calls is None and answer.model == "policy"
         written = len(ids("It is 3")) + 1
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(FIRST), written)
-        (branch,) = served.recording.branches()
+        (branch,) = served.recording.collect_branches()
         assert [turn.token_ids.tolist() for turn in branch.turns] == [list(FIRST), [*ids("It is 3"), END]]
         assert branch.turns[1].is_action and branch.turns[1].logprobs.tolist() == [-1.0 - i for i in range(written)]
-        assert branch.status == "stop" and branch.prompt is PROMPT and branch.seed == 5 and branch.taken == 1
+        assert branch.status == "stop" and branch.prompt is PROMPT and branch.seed == 5 and branch.num_turns == 1
         assert branch.messages == (*PROMPT.messages, {"role": "assistant", "content": "It is 3"})
         assert branch.routing[0].shape == (len(FIRST) + written - 1, 1, 2)
-        rollout = branch.rollout(group=3)
+        rollout = branch.to_rollout(group=3)
         assert rollout.answer == "It is 3" and rollout.num_actions == written
         assert policy.calls[0][1] == {**PARAMS, "max_new_tokens": CONFIG.max_new_tokens}
 
@@ -64,7 +64,7 @@ def test_a_conversation_is_gone_on_with_by_its_ids() -> None:
             {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
         ]
         assert (await served.create(messages, tools=TOOLS)).choices[0].message.content == "Yes"
-        (branch,) = served.recording.branches()
+        (branch,) = served.recording.collect_branches()
         texts = served.texts()[0]
         assert texts[1:] == [
             f"*{odd}<|im_end|>",
@@ -73,15 +73,15 @@ def test_a_conversation_is_gone_on_with_by_its_ids() -> None:
             "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n",
             "*Yes<|im_end|>",
         ]
-        assert (branch.tool_calls, branch.tool_errors, branch.taken) == (1, 0, 3)
-        assert branch.branch == Branch(0, 0, True) and branch.status and branch.rollout(0).branch == branch.branch
+        assert (branch.tool_calls, branch.tool_errors, branch.num_turns) == (1, 0, 3)
+        assert branch.branch == Branch(0, 0, True) and branch.status and branch.to_rollout(0).branch == branch.branch
         asked = [known for known, *_ in policy.calls]
         assert [routed for _, _, routed, _ in policy.calls] == [0, *(len(known) - 1 for known in _ends(policy)[:-1])]
         assert asked[2] == branch.token_ids.tolist()[: len(asked[2])]
         record = [place for part in branch.routing for place in part[:, 0, 0].tolist()]
         assert record == list(range(branch.num_tokens - 1))
         await served.server.close(served.recording)
-        figures = served.server.figures
+        figures = served.server.metrics
         assert (figures.requests, figures.forks, figures.branches) == (3, 0, 1)
         assert figures.drift == 1  # as the template writes the call, it is others than the policy wrote
 
@@ -111,7 +111,7 @@ def test_a_stream_says_the_same(usage: bool) -> None:
         assert chunks[0].choices[0].delta.role == "assistant"
         assert (chunks[-1].usage is not None) == usage and len({chunk.id for chunk in chunks}) == 1
         assert "".join(one.token for one in values) == "It is 3<|im_end|>"
-        assert len(served.recording.branches()) == 2
+        assert len(served.recording.collect_branches()) == 2
 
     run(test, Numbered(call("1+2"), "It is 3"))
 
@@ -143,7 +143,7 @@ def test_choices_are_siblings_with_seeds_of_their_own() -> None:
         seeds = [params["sampling_seed"] for _, params, _, _ in policy.calls]
         assert seeds[0] == 5 and len(set(seeds)) == 4
         assert [texts[1] for texts in served.texts()] == [f"*{one}<|im_end|>" for one in "abac"]
-        assert served.recording.figures.forks == 0
+        assert served.recording.metrics.forks == 0
 
     run(test, policy)
 
@@ -182,8 +182,8 @@ def test_limits_bind_and_a_full_context_is_said_and_gone_on_behind() -> None:
         with pytest.raises(openai.BadRequestError):
             await served.create([{"role": "user", "content": "1+2 " * 40}])
         await served.create(ASK)
-        assert [branch.status for branch in served.recording.branches()] == ["length"] * 3
-        assert served.recording.figures.refused == 3
+        assert [branch.status for branch in served.recording.collect_branches()] == ["length"] * 3
+        assert served.recording.metrics.refused == 3
 
     run(test, policy, config=replace(CONFIG, max_context=60))
 
@@ -198,7 +198,7 @@ def test_other_tools_are_another_rendering_and_none_leaves_them_out() -> None:
         assert without.choices[0].message.content == call("1+2")
         asked = [CHAT.text(known) for known, *_ in policy.calls]
         assert "calculator" in asked[0] and "calculator" not in asked[1]
-        assert served.recording.figures.forks == 1
+        assert served.recording.metrics.forks == 1
 
     run(test, policy)
 
@@ -212,10 +212,10 @@ def test_what_is_asked_of_sampling_is_not_followed_and_said_once() -> None:
         await served.create(ASK, temperature=1.0, extra_body={"min_p": 0.0, "thinking": "hard"}, user="x")
         params = policy.calls[0][1]
         assert params["temperature"] == 1.0 and params["sampling_seed"] == 5
-        ignored = served.recording.figures.ignored
+        ignored = served.recording.metrics.ignored
         assert ignored == {"temperature": 2, "seed": 2, "tool_choice": 2, "thinking": 1}
         assert len(served.said) == 4 and sum("'temperature'" in line for line in served.said) == 1
-        assert served.server.figures.ignored == ignored
+        assert served.server.metrics.ignored == ignored
 
     run(test, policy)
 
@@ -232,11 +232,11 @@ def test_a_slow_reader_and_a_slow_writer_slow_nobody() -> None:
         writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
         _, half = await asyncio.open_connection("127.0.0.1", int(served.server.url.rpartition(":")[2]))
         half.write(f"{head}{len(body)}\r\n\r\n".encode() + body[:10])
-        while recording.figures.requests < 1:
+        while recording.metrics.requests < 1:
             await asyncio.sleep(0.01)
         for _ in range(20):
             await served.create(ASK)
-        assert len(served.recording.branches()) == 148
+        assert len(served.recording.collect_branches()) == 148
         writer.close()
         half.close()
 
@@ -272,8 +272,8 @@ def test_512_sessions_at_once_none_lost() -> None:
                     messages += [] if calls else [{"role": "user", "content": "Sure?"}]
                     assert bool(calls) == (turn == 0)
                 at_once -= 1
-                (branch,) = recording.branches()
-                assert branch.taken == 3 and branch.status == "stop" and branch.prompt.id == str(number)
+                (branch,) = recording.collect_branches()
+                assert branch.num_turns == 3 and branch.status == "stop" and branch.prompt.id == str(number)
                 asked, *_, answer_ids = policy.calls[-1][0], policy.calls[-1][3].token_ids.tolist()
                 assert branch.token_ids.tolist() == [*asked, *answer_ids]
                 await server.close(recording)
@@ -281,7 +281,7 @@ def test_512_sessions_at_once_none_lost() -> None:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
                 await asyncio.gather(*(agent(session, number) for number in range(512)))
             assert most == 512
-            figures = server.figures
+            figures = server.metrics
             assert (figures.sessions, figures.requests, figures.branches, figures.forks) == (513, 1536, 512, 0)
             assert figures.drift == 0 and figures.failed == figures.refused == 0
 
@@ -291,7 +291,7 @@ def test_512_sessions_at_once_none_lost() -> None:
 def test_the_prompts_own_ids_are_used_where_the_client_begins_with_them() -> None:
     policy = Numbered("a")
     schemas = [CHAT.tools["calculator"].schema]
-    own = ids_of([*ids("rendered before"), *HEAD])
+    own = as_token_ids([*ids("rendered before"), *HEAD])
 
     async def test(served: Served) -> None:
         await served.create(ASK, tools=schemas)
@@ -312,28 +312,28 @@ def test_what_is_halted_goes_on_by_the_next_policy_and_its_client_does_not_notic
             whole = await super().generate(context, params, routed)
             halt.set()
             assert whole.routing is not None
-            part = replace(whole, token_ids=whole.token_ids[:2], logprobs=whole.logprobs[:2], finish="abort")
+            part = replace(whole, token_ids=whole.token_ids[:2], logprobs=whole.logprobs[:2], finish_reason="abort")
             return replace(part, routing=whole.routing[: len(context) + 1 - routed], weight_version=3)
 
     async def test(served: Served) -> None:
         recording = served.recording
-        recording.seat(Halts("It is 3"), halt)
+        recording.set_policy(Halts("It is 3"), halt)
         first = asyncio.create_task(served.create(ASK, max_tokens=5))
         while not halt.is_set():
             await asyncio.sleep(0.01)
         second = asyncio.create_task(served.create([*ASK, *ASK]))
-        while recording.figures.requests < 2:
+        while recording.metrics.requests < 2:
             await asyncio.sleep(0.01)
         later = Numbered("so...")
-        recording.seat(later, asyncio.Event())
+        recording.set_policy(later, asyncio.Event())
         assert (await first).choices[0].message.content == CHAT.text(ids("It is 3")[:2]) + "so"
         assert (await second).choices[0].message.content == "so"
         context, params, routed, _ = next(one for one in later.calls if one[0][: len(FIRST)] == list(FIRST))
         assert context == [*FIRST, *ids("It is 3")[:2]] and params["max_new_tokens"] == 3
         assert routed == len(context) - 1
-        branch = recording.branches()[0]
+        branch = recording.collect_branches()[0]
         assert branch.turns[1].logprobs.tolist()[:2] == [-1, -2] and branch.status == "length"
-        assert branch.turns[1].runs[0] == (3, 2)
+        assert branch.turns[1].version_spans[0] == (3, 2)
         assert torch.cat(branch.routing)[:, 0, 0].tolist() == list(range(branch.num_tokens - 1))
 
     run(test, Numbered("never"))

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from scripted import CHAT, call, ids
 from serving import ASK, Numbered, Served, run
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.generation import Generation
-from megarl.rollout.session_server.requests import Asked
-from megarl.rollout.session_server.responses import Telling
-from megarl.types import Ids, ids_of
+from megarl.rollout.session_server.requests import CompletionRequest
+from megarl.rollout.session_server.responses import StreamedResponse
+from megarl.types import Ids, as_token_ids
 
 TOOLS = [CHAT.tools["calculator"].schema]
 
@@ -44,7 +44,7 @@ class Spoken(Numbered):
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-            heard(ids_of([token]))
+            heard(as_token_ids([token]))
         return said
 
 
@@ -66,7 +66,7 @@ def test_words_go_out_while_the_policy_writes() -> None:
                 if chunk.choices[0].delta.content:
                     break
                 released(policy, 1)
-        assert heard and "It is 3, I say".startswith(heard) and not served.recording.tree.leaves()
+        assert heard and "It is 3, I say".startswith(heard) and not served.recording.tree.find_leaves()
         released(policy, 100)
         chunks = [chunk async for chunk in stream]
         heard += "".join(one.delta.content or "" for chunk in chunks for one in chunk.choices)
@@ -74,7 +74,7 @@ def test_words_go_out_while_the_policy_writes() -> None:
         assert chunks[-1].usage.completion_tokens == len(ids(heard)) + 1 and chunks[-1].choices == []
         assert served.texts()[0][1] == "*It is 3, I say<|im_end|>"
         await served.create([*ASK, {"role": "assistant", "content": heard}, *ASK])
-        assert served.recording.figures.forks == 0
+        assert served.recording.metrics.forks == 0
 
     run(test, policy)
 
@@ -91,9 +91,9 @@ def test_a_client_that_hangs_up_in_the_middle_ends_what_it_asked_for() -> None:
         await stream.close()
         while not policy.cancelled:
             await asyncio.sleep(0.01)
-        assert not served.recording.tree.leaves()  # what it has heard is not trained
+        assert not served.recording.tree.find_leaves()  # what it has heard is not trained
         assert (await served.create(ASK)).choices[0].message.content == "It is 4"
-        assert [one.status for one in served.recording.branches()] == ["stop"]
+        assert [one.status for one in served.recording.collect_branches()] == ["stop"]
 
     run(test, policy)
 
@@ -131,45 +131,48 @@ def test_a_client_that_hangs_up_prints_nothing(
 def test_what_turns_out_otherwise_is_an_error_and_not_recorded() -> None:
     class Odd(Spoken):
         async def stream(self, context: Any, params: Any, routed: int, heard: Callable[[Ids], None]) -> Generation:
-            heard(ids_of(ids("Something else")))
+            heard(as_token_ids(ids("Something else")))
             return await self.generate(context, params, routed)
 
     async def test(served: Served) -> None:
         with pytest.raises(openai.APIError, match="become another"):
             async for _ in await served.create(ASK, stream=True):
                 pass
-        assert served.recording.branches()[0].status == "aborted"
+        assert served.recording.collect_branches()[0].status == "aborted"
 
     run(test, Odd("It is 3"))
 
 
-def told(chat: Chat, asked: Asked, text: str, tail: int | None = None) -> tuple[str, str]:
+def told(chat: ChatTemplate, asked: CompletionRequest, text: str, tail: int | None = None) -> tuple[str, str]:
     """What has gone out of reasoning and content when all but the last tokens have come, one by one."""
-    telling = Telling(chat, asked, "user", lambda name, more: pieces.append(more))
+    telling = StreamedResponse(chat, asked, "user", lambda name, more: pieces.append(more))
     pieces: list[str] = []
-    for token in chat.ids(text)[:tail]:
-        telling.hear(ids_of([token]))
+    for token in chat.encode(text)[:tail]:
+        telling.add_tokens(as_token_ids([token]))
     assert "".join(pieces) == telling.sent["reasoning_content"] + telling.sent["content"]
     return telling.sent["reasoning_content"], telling.sent["content"]
 
 
 def test_what_may_become_something_else_is_kept_back() -> None:
-    plain, tools = Asked(tuple(ASK)), Asked(tuple(ASK), tuple(TOOLS))
+    plain, tools = CompletionRequest(tuple(ASK)), CompletionRequest(tuple(ASK), tuple(TOOLS))
     assert told(CHAT, plain, "ä 😀 ü, 1 <tool_call>x") == ("", "ä 😀 ü, 1 <tool_call>x")
     assert told(CHAT, plain, "😀 😀", -1)[1] in ("😀", "")  # no half of it
     assert told(CHAT, tools, f"I add: {call('1+2')}") == ("", "I add:")
     assert told(CHAT, tools, "  first") == ("", "")
-    assert told(CHAT, Asked(tuple(ASK), stops=("\nObs",)), "so\nO") == ("", "so")
-    assert told(CHAT, Asked(tuple(ASK), stops=("\nObs",)), "so\nOb is 1\nObs: 3") == ("", "so\nOb is 1")
-    assert told(CHAT, Asked(tuple(ASK), logprobs=True), "It is 3") == ("", "")
+    assert told(CHAT, CompletionRequest(tuple(ASK), stop_strings=("\nObs",)), "so\nO") == ("", "so")
+    assert told(CHAT, CompletionRequest(tuple(ASK), stop_strings=("\nObs",)), "so\nOb is 1\nObs: 3") == (
+        "",
+        "so\nOb is 1",
+    )
+    assert told(CHAT, CompletionRequest(tuple(ASK), logprobs=True), "It is 3") == ("", "")
     assert told(CHAT, plain, "It is 3<|im_end|>") == ("", "It is 3")
 
 
 def test_reasoning_and_what_follows_it() -> None:
     tokenizer = tiny_models.tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
-    chat = Chat(tokenizer)
-    asked = Asked(tuple(ASK))
+    chat = ChatTemplate(tokenizer)
+    asked = CompletionRequest(tuple(ASK))
     assert told(chat, asked, "<think>\nI add") == ("I add", "")
     assert told(chat, asked, "<think>\nI add\n</think>\n\nIt is 3") == ("I add", "It is 3")
     assert told(chat, asked, "I add") == ("", "")  # its end says what it was
@@ -177,7 +180,7 @@ def test_reasoning_and_what_follows_it() -> None:
 
 @given(st.text(), st.sampled_from([(), ("ab",), (" ", "c")]), st.booleans())
 def test_it_is_always_a_beginning(text: str, stops: tuple[str, ...], tools: bool) -> None:
-    asked = Asked(tuple(ASK), tuple(TOOLS) if tools else (), stops=stops)
+    asked = CompletionRequest(tuple(ASK), tuple(TOOLS) if tools else (), stop_strings=stops)
     whole = CHAT.text(CHAT.ids(text))
     ends = [whole.find(stop) for stop in stops if stop in whole]
     final = whole[: min(ends)] if ends else whole

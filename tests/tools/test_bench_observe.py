@@ -38,7 +38,7 @@ def test_trackers_get_the_steps_of_their_blocks(tmp_path: Path, monkeypatch: pyt
         def failure(self) -> str:
             return ""
 
-    tracker._outlets = [Noted()]  # type: ignore[list-item]
+    tracker._workers = [Noted()]  # type: ignore[list-item]
     for step in range(1, 9):
         tracker.log(step, {"x": 1.0})
     assert given == [2, 6]

@@ -14,7 +14,7 @@ import check_recipes  # noqa: E402
 import trials  # noqa: E402
 
 from megarl.config import ConfigError, load_config  # noqa: E402
-from megarl.dry_run.plan import expectations  # noqa: E402
+from megarl.dry_run.plan import parse_expectations  # noqa: E402
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ RECIPES = sorted((trials.ROOT / "configs").glob("*.yaml"))
 def test_each_recipe_says_what_it_must_reach(path: Path) -> None:
     """By a figure that such a run has."""
     config = load_config(path)
-    found = expectations(config)
+    found = parse_expectations(config)
     assert found
     for metric in found:
         if metric.startswith("eval/"):

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from megarl.checkpoint import disk_space
 from megarl.checkpoint.manifest import hash_file
-from megarl.checkpoint.to_hf import BOUND, convert
+from megarl.checkpoint.to_hf import MEMORY_FACTOR, convert
 from megarl.config import load_config
-from megarl.config.command_line import ends_in_a_line
+from megarl.config.command_line import run_cli
 from megarl.models.layout_algebra import shard
 from megarl.models.registry import family_of, load_hf_config
 
@@ -140,7 +140,7 @@ class Tool:
     def __call__(self, *arguments: str | Path, fails: bool = False) -> str:
         self.capsys.readouterr()
         self.patch.setattr(sys, "argv", ["checkpoints.py", *map(str, arguments)])
-        status = ends_in_a_line(self.program["main"])
+        status = run_cli(self.program["main"])
         said = self.capsys.readouterr()
         assert status == (2 if fails else 0), said
         if not fails:
@@ -270,7 +270,7 @@ def test_what_is_held_is_bound_by_the_largest_tensor_and_not_by_the_model(materi
 
     whole = forked(lambda: sum(tensor.numel() * 4 for tensor in make_run(tmp_path, LLAMA).values()))
     largest = 2 * LLAMA["intermediate_size"] * LLAMA["hidden_size"] * 4  # gate and up, in fp32
-    bound = BOUND * largest
+    bound = MEMORY_FACTOR * largest
     assert whole > 5 * bound
     held = forked(measured)
     print(f"held {held:,} bytes of {whole:,}; the bound is {bound:,}, the largest tensor {largest:,}")
@@ -338,6 +338,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tool: Tool, run: Path, tmp_p
 
 
 def test_without_room_nothing_is_begun(tool: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_space, "free", lambda folder: 1000)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 1000)
     assert "are needed, and 0.0 MB are free" in tool("convert", run, tmp_path / "out", fails=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -17,7 +17,7 @@ import trials  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
 from megarl.controllers.correction import check_correction  # noqa: E402
-from megarl.controllers.lookup import declare  # noqa: E402
+from megarl.controllers.lookup import load_requirements  # noqa: E402
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_all_pass_the_checks(folder: Path, name: str) -> None:
     options = SimpleNamespace(folder=folder, steps=3, overrides=["run.num_update=4"])
     given = compare_corrections.settings(options, name, 4, 7)  # type: ignore[arg-type]
     config = compare_corrections.load_config(trials.ROOT / compare_corrections.CONFIG, given)
-    check_correction(config, declare(config))
+    check_correction(config, load_requirements(config))
     assert config.rollout.asynchronous and (config.rollout.max_lag, config.run.seed, config.run.num_update) == (4, 7, 4)
 
 

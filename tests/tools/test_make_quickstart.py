@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from megarl.chat_format.chat_template import Chat
-from megarl.data.sft_data import sft_rollouts
+from megarl.chat_format.chat_template import ChatTemplate
+from megarl.data.sft_data import read_conversations
 from megarl.environments.ready.calculator import calculator
 from megarl.types import Prompt
 
@@ -96,24 +96,24 @@ def test_every_text_survives_and_every_id_has_one(tokenizer: Any) -> None:
 
 def test_constant_text_costs_few_tokens(made: Path, tokenizer: Any) -> None:
     prompt = Prompt(id="1", messages=({"role": "user", "content": "What is 1?"},))
-    assert len(Chat(tokenizer, {"calculator": calculator}).render(prompt)) <= 40
+    assert len(ChatTemplate(tokenizer, {"calculator": calculator}).encode_prompt(prompt)) <= 40
     row = next(row for row in rows(made / "sft.jsonl") if len(row["messages"]) > 2)
     call = tokenizer.apply_chat_template(row["messages"][:2], tokenize=False).partition("<tool_call>")[2]
     assert len(tokenizer.encode("<tool_call>" + call)) - len(problem(row["messages"][0])) <= 6
 
 
 def test_conversations_are_tokenised_as_the_rollout_loop_would_see_them(made: Path, tokenizer: Any) -> None:
-    chat = Chat(tokenizer, {"calculator": calculator})
-    conversations = sft_rollouts(made / "sft.jsonl", tokenizer)
+    chat = ChatTemplate(tokenizer, {"calculator": calculator})
+    conversations = read_conversations(made / "sft.jsonl", tokenizer)
     assert {len(rollout.turns) for rollout in conversations[:50]} == {2, 4}
     for rollout, row in zip(conversations[:200], rows(made / "sft.jsonl"), strict=False):
         assert rollout.prompt.token_ids is rollout.turns[0].token_ids
-        assert list(rollout.turns[0].token_ids) == chat.render(rollout.prompt)
+        assert list(rollout.turns[0].token_ids) == chat.encode_prompt(rollout.prompt)
         for turn, message in zip(rollout.turns[2::2], row["messages"][2::2], strict=True):
-            assert list(turn.token_ids) == chat.continuation([message], [calculator.schema])
+            assert list(turn.token_ids) == chat.encode_continuation([message], [calculator.schema])
         for turn in rollout.turns[1::2]:
             assert turn.is_action and turn.token_ids[-1] == chat.end_of_turn == tokenizer.eos_token_id
-        assert chat.text(rollout.turns[-1].token_ids) == row["messages"][-1]["content"] + "<|im_end|>"
+        assert chat.decode(rollout.turns[-1].token_ids) == row["messages"][-1]["content"] + "<|im_end|>"
         # The whole, tokenised at once, is the same but for the line feed that the template puts after the last turn.
         whole = tokenizer.apply_chat_template(row["messages"], tools=[calculator.schema], tokenize=False)
         assert whole.endswith("<|im_end|>\n")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.observe.rollout_log import part_file, write_part
-from megarl.observe.rollout_table import TrainerSays
+from megarl.observe.rollout_table import TrainerLogprobs
 from megarl.types import Prompt, Rollout, Turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
     """Three steps; the trainer has looked at the second, of which a turn is by older weights."""
     for step in (1, 2, 3):
         turns = Turn((1, 2)), Turn((7, 8), (-1.0, -2.0), True, 1), Turn((3,)), Turn((9,), (-1.0,), True, 0)
-        says = TrainerSays(np.array([0, 0, -1, -2.25, 0, -2], np.float32)) if step == 2 else None
+        says = TrainerLogprobs(np.array([0, 0, -1, -2.25, 0, -2], np.float32)) if step == 2 else None
         rollout = Rollout(Prompt("odd \x1b[31m", ()), turns)
         write_part(part_file(tmp_path / "r", step, 0), step, 1, [0], [rollout], None, "", [says])
     return tmp_path / "r"
@@ -53,10 +53,10 @@ def test_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_engine_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two samples that begin alike, the second of them with something cached."""
     rollouts = [
-        Rollout(Prompt("p", ()), (Turn((1, 2)), Turn((7, 8 + n), (-1.0 - n / 4, -2.0), True, 0, cached=n)))
+        Rollout(Prompt("p", ()), (Turn((1, 2)), Turn((7, 8 + n), (-1.0 - n / 4, -2.0), True, 0, cached_tokens=n)))
         for n in range(2)
     ]
-    says = [TrainerSays(np.array([0, 0, -1, -2.25], np.float32)) for _ in rollouts]
+    says = [TrainerLogprobs(np.array([0, 0, -1, -2.25], np.float32)) for _ in rollouts]
     write_part(part_file(tmp_path / "r", 1, 0), 1, 2, [0, 1], rollouts, None, "", says)
     assert mismatch.main([str(tmp_path / "r"), "--worst", "1"]) == 0
     shown = capsys.readouterr().out

@@ -18,11 +18,11 @@ import pytest
 from megarl.config import from_dict
 from megarl.dry_run.plan import validate
 from megarl.models.registry import load_hf_config
-from megarl.reshard.plan.bound import SLACK, bound
-from megarl.reshard.plan.cost_report import Links, draw_up, gigabytes, sentences
-from megarl.reshard.plan.from_config import better_split
+from megarl.reshard.plan.bound import NETWORK_SLACK, compute_bound
+from megarl.reshard.plan.cost_report import LinkSpeeds, build_report, format_bytes, summarize
+from megarl.reshard.plan.from_config import advise_split
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
-from megarl.reshard.plan.planner import Plan
+from megarl.reshard.plan.planner import ReshardPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSEEK = load_hf_config(ROOT / "configs/models/deepseek_v3.json")
@@ -40,7 +40,7 @@ def main() -> Callable[[list[str]], int]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main  # type: ignore[no-any-return]
+    return module.main_role  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -217,25 +217,27 @@ def test_more_than_the_least_is_said() -> None:
     train = TrainLayout(96, 4, 8, even_stages(48, 3))
     for tp, ep, said in ((24, 4, True), (4, 4, False)):
         engine = EngineLayout(tp, ep)
-        least = bound(hf, train, engine, 12)
-        paper = draw_up(partial(Plan, hf, train, engine, 12))
+        least = compute_bound(hf, train, engine, 12)
+        paper = build_report(partial(ReshardPlan, hf, train, engine, 12))
         ratio = (paper.network_out.sum(0) + paper.inside_out.sum(0)).max() / least.send_beside
-        assert (ratio > SLACK) == said
+        assert (ratio > NETWORK_SLACK) == said
         line = f"The busiest GPU sends {ratio:.2f} of what some GPU has to send"
-        assert any(line in sentence for sentence in sentences(paper, least, Links())) == said
+        assert any(line in sentence for sentence in summarize(paper, least, LinkSpeeds())) == said
 
 
 def test_better_split() -> None:
     train, engine = TrainLayout(512, 8, 32, even_stages(61, 16)), EngineLayout(32, 32, draft=True)
-    advice = better_split(DEEPSEEK, train, engine, 8)
+    advice = advise_split(DEEPSEEK, train, engine, 8)
     # The three dense layers weigh next to nothing, and the last stage has the layer of MTP and the head besides.
-    assert sum(advice.better) == 61 and advice.better[-1] == 2 and max(advice.better) == 4
-    before, after = (bound(DEEPSEEK, layout, engine, 8) for layout in (train, resplit(train, advice.better)))
-    assert before.nic_send == pytest.approx(advice.bytes_now)
-    assert after.nic_send == pytest.approx(advice.bytes_better)
+    assert sum(advice.recommended) == 61 and advice.recommended[-1] == 2 and max(advice.recommended) == 4
+    before, after = (
+        compute_bound(DEEPSEEK, layout, engine, 8) for layout in (train, resplit(train, advice.recommended))
+    )
+    assert before.nic_send == pytest.approx(advice.current_bytes)
+    assert after.nic_send == pytest.approx(advice.recommended_bytes)
     assert advice.gain == pytest.approx(0.028, abs=1e-3)
-    again = better_split(DEEPSEEK, resplit(train, advice.better), engine, 8)
-    assert again.better == advice.better and again.gain == 0
+    again = advise_split(DEEPSEEK, resplit(train, advice.recommended), engine, 8)
+    assert again.recommended == advice.recommended and again.gain == 0
 
 
 def test_better_split_against_all_splits() -> None:
@@ -243,10 +245,10 @@ def test_better_split_against_all_splits() -> None:
     hf |= {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
     engine = EngineLayout(2, 2, draft=True)
     train = TrainLayout(12, 2, 2, even_stages(7, 3))
-    advice = better_split(hf, train, engine, 2)
+    advice = advise_split(hf, train, engine, 2)
     splits = [(a, b, 7 - a - b) for a in range(1, 6) for b in range(1, 7 - a)]
-    least = min(bound(hf, resplit(train, split), engine, 2).nic_send for split in splits)
-    assert advice.bytes_better == pytest.approx(least, rel=0.01)
+    least = min(compute_bound(hf, resplit(train, split), engine, 2).nic_send for split in splits)
+    assert advice.recommended_bytes == pytest.approx(least, rel=0.01)
 
 
 def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
@@ -282,7 +284,7 @@ def test_mistakes(
 
 
 def test_gigabytes() -> None:
-    assert [gigabytes(value) for value in (1365.3e9, 44.6e9, 1.95e9, 0.5e9, 12.2e6, 7e3, 3)] == [
+    assert [format_bytes(value) for value in (1365.3e9, 44.6e9, 1.95e9, 0.5e9, 12.2e6, 7e3, 3)] == [
         "1,365 GB",
         "44.6 GB",
         "1.95 GB",

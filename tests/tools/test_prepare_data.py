@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.config.command_line import ends_in_a_line
+from megarl.config.command_line import run_cli
 from megarl.data.prompt_data import read_prompts
 from megarl.rewards.by_source import by_source
 from megarl.types import Rollout, Turn
@@ -37,7 +37,7 @@ def run(source, target, name="gsm8k"):
     out, err = io.StringIO(), io.StringIO()
     with mock.patch.object(sys, "argv", [str(SCRIPT), name, str(source), str(target)]):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = ends_in_a_line(prepare_data.convert_all)
+            status = run_cli(prepare_data.convert_all)
     return SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError
-from megarl.observe.clock import DATA, ELSEWHERE, STEP, WAIT, Span
+from megarl.observe.clock import DATA, REMOTE, STEP, WAIT, Span
 from megarl.observe.timeline import Timeline, timeline_file
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
@@ -33,7 +33,7 @@ def answers(step: int, begin: float, end: float, ranks: Sequence[int] = (2,)) ->
 #   generation     GGGGGGGGGGGG
 STEP_1 = {
     0: [
-        main("critic_values", ELSEWHERE, 6, 6.5),
+        main("critic_values", REMOTE, 6, 6.5),
         main("rows", WAIT, 4.5, 5),
         main("actor_logprobs", "actor", 4, 6),
         main("actor_update", "actor", 7, 9),
@@ -109,7 +109,7 @@ def test_an_engine_is_at_work_on_all_of_its_ranks(tmp_path: Path) -> None:
 
 
 def test_picture(run_dir: Path) -> None:
-    lines = [line.plain for line in timeline.picture(timeline.load(run_dir), [1], width=54)]
+    lines = [line.to_dict for line in timeline.picture(timeline.load(run_dir), [1], width=54)]
     assert [line.rstrip() for line in lines[:5]] == [
         "             |1",
         "rank 0                       AA··AAAA    CCCCCCCC",

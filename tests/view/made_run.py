@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.config import Config
 from megarl.observe.clock import Span
 from megarl.observe.rollout_log import part_file, write_part
-from megarl.observe.run_folder import prepare
+from megarl.observe.run_folder import claim_and_begin
 from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
 from megarl.types import Prompt, Rollout, Turn
@@ -29,7 +29,7 @@ def rollout(step: int, number: int, reward: float, ids: tuple[int, ...] = (3, 4,
         f"{name}{group}", ({"role": "user", "content": EVIL},), (1, 2), ground_truth=EVIL, data_source="sums"
     )
     logprobs = tuple(-0.25 * (place + 1) for place in range(len(ids)))
-    turns = (Turn(prompt.token_ids), Turn(ids, logprobs, True, step - 1, cached=1))
+    turns = (Turn(prompt.token_ids), Turn(ids, logprobs, True, step - 1, cached_tokens=1))
     said = ({"role": "assistant", "content": EVIL},)
     return Rollout(prompt, turns, "stop", reward, seed=number, group=group, messages=(*prompt.messages, *said))
 
@@ -49,7 +49,7 @@ def make(folder: Path, steps: int = 3, last: tuple[int, ...] = (3, 4, 5), name: 
     alarms = dataclasses.replace(plain.guards, alarms=True)
     model_of = dataclasses.replace(plain.model, path=str(model))
     config = dataclasses.replace(plain, algorithm="grpo", guards=alarms, model=model_of)
-    prepare(folder, config, resume=False).release()
+    claim_and_begin(folder, config, resume=False).release()
     tracker, timeline = Tracker(folder, names=()), Timeline(folder, 0, print)
     for step in range(1, steps + 1):
         figures = {"rollout/reward_mean": step / 4, "actor/entropy": 0.7, "time/generate": 2.0, "time/step": 3.0}

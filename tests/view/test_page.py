@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from megarl.config import Config, ConfigError
-from megarl.config.strict import keys_of
-from megarl.view.page import choose, load, write_page
+from megarl.config.strict import list_keys
+from megarl.view.page import load, select_rollouts, write_page
 from megarl.view.page_server import Server
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import Index
@@ -82,12 +82,12 @@ def test_what_has_its_tokens_beside_the_page() -> None:
     steps = np.repeat(np.arange(1, 11), 100)
     columns = {"step": steps, "number": np.tile(np.arange(100), 10), "reward": np.tile(np.arange(100.0), 10)}
     index = Index(columns, {}, Notes())
-    assert choose(index, 1000) == dict.fromkeys(range(1, 11))
-    some = choose(index, 360)
+    assert select_rollouts(index, 1000) == dict.fromkeys(range(1, 11))
+    some = select_rollouts(index, 360)
     assert some[10] is None and some[1] is None and some[5] == {*range(10), *range(90, 100)}
-    few = choose(index, 40)
+    few = select_rollouts(index, 40)
     assert None not in few.values() and few[5] == {0, 1, 98, 99}
-    assert choose(index, 0) == {}
+    assert select_rollouts(index, 0) == {}
 
 
 def seen(address: str, folder: Path) -> str:
@@ -200,7 +200,7 @@ def test_a_port_that_is_taken_is_said(server: Server, page: Path) -> None:
 
 
 def test_the_page_names_keys_that_there_are() -> None:
-    known = {name for name, _ in keys_of(Config())}
+    known = {name for name, _ in list_keys(Config())}
     texts = [file.read_text("utf-8") for file in (*STATIC.glob("*.js"), *STATIC.parent.glob("*.py"))]
     named = {key for text in texts for key in re.findall(r"\btrack\.\w+", text)}
     assert named and named <= known, named - known

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import ConfigError
-from megarl.view.query import COLUMNS, condition
+from megarl.view.query import COLUMNS, parse_condition
 
 pytestmark = pytest.mark.alone
 ROW = dict.fromkeys(COLUMNS, 0.0) | {
@@ -39,7 +39,7 @@ ROW |= {"source": ""}
     ],
 )
 def test_conditions(text: str, fits: bool) -> None:
-    assert condition(text)(ROW) is fits
+    assert parse_condition(text)(ROW) is fits
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_conditions(text: str, fits: bool) -> None:
 )
 def test_what_is_no_condition_is_said(text: str) -> None:
     with pytest.raises(ConfigError, match="--where"):
-        condition(text)
+        parse_condition(text)

@@ -18,9 +18,9 @@ import pytest
 from megarl.config import ConfigError
 from megarl.observe.rollout_log import part_file
 from megarl.view.column_codec import pack, to_json
-from megarl.view.divergence import parting
+from megarl.view.divergence import find_divergence
 from megarl.view.page import load
-from megarl.view.rollout_details import Words, read_details, tokenizer_of
+from megarl.view.rollout_details import TokenDecoder, load_decoder, read_details
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import IndexReader, read_index
 from megarl.view.run_data import read_run
@@ -39,9 +39,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_run_as_plain_data(run_dir: Path) -> None:
     run = read_run(run_dir)
-    assert run.notes == [] and run.algorithm == "grpo" and list(run.metrics) == [1, 2, 3] and not run.running
-    assert run.watched and run.alarms == [(2, "2026-01-01 10:00:00", run.alarms[0][2])]
-    assert run.bands["actor/entropy"].most == 0.6
+    assert run.notes == [] and run.algorithm == "grpo" and list(run.metrics) == [1, 2, 3] and not run.is_running
+    assert run.has_band_alarms and run.alarms == [(2, "2026-01-01 10:00:00", run.alarms[0][2])]
+    assert run.bands["actor/entropy"].upper == 0.6
     assert run.metrics[3]["rollout/reward_mean"] == 0.75
 
 
@@ -69,7 +69,7 @@ def test_steps_that_come_later_are_read_when_they_are_there(run_dir: Path) -> No
 
 
 def test_one_rollout_with_its_tokens(run_dir: Path) -> None:
-    (found,) = read_details(run_dir, 3, {2}, Words(tokenizer_of(run_dir)))
+    (found,) = read_details(run_dir, 3, {2}, TokenDecoder(load_decoder(run_dir)))
     assert found["number"] == 2 and found["ids"] == [1, 2, 3, 4, 5]
     assert found["words"] == ["two", "three", "four", made_run.EVIL, "five"]
     assert found["logprobs"] == [0, 0, -0.25, -0.5, -0.75] and found["advantages"] == [0.5] * 5
@@ -78,7 +78,7 @@ def test_one_rollout_with_its_tokens(run_dir: Path) -> None:
         (3, True, 2),
     ]
     assert [turn["cached"] for turn in found["turns"]] == [None, 1]
-    assert len(list(read_details(run_dir, 3, None, Words(None)))) == 4
+    assert len(list(read_details(run_dir, 3, None, TokenDecoder(None)))) == 4
 
 
 @pytest.mark.parametrize(
@@ -108,29 +108,29 @@ def test_json_ends_no_element() -> None:
 
 def test_tokens_that_are_no_utf8() -> None:
     parts = {1: b"\xe2", 2: b"\x82", 3: b"\xac", 4: b"\xff", 5: b"a"}
-    words = Words(lambda ids: b"".join(parts[one] for one in ids).decode(errors="replace"))
-    assert words.of([1, 2, 3, 4, 5]) == ["", "", "€", "\ufffd", "a"]
-    assert words.of([9]) == ["[9]"] and Words(None).of([7, 8]) == ["7 ", "8 "]
+    words = TokenDecoder(lambda ids: b"".join(parts[one] for one in ids).decode(errors="replace"))
+    assert words.decode_each([1, 2, 3, 4, 5]) == ["", "", "€", "\ufffd", "a"]
+    assert words.decode_each([9]) == ["[9]"] and TokenDecoder(None).decode_each([7, 8]) == ["7 ", "8 "]
 
 
 def test_the_tokenizer_is_found_from_another_folder_or_its_want_is_said(run_dir: Path, tmp_path: Path) -> None:
     run = tmp_path / "lab/runs/mine"
     shutil.copytree(run_dir, run)
     (run / "config.yaml").write_text("run: {dir: runs/mine}\nmodel: {path: models/tiny}\n")
-    assert tokenizer_of(run) is None and "tokens are shown as numbers" in load(run).notes[-1]
+    assert load_decoder(run) is None and "tokens are shown as numbers" in load(run).notes[-1]
     shutil.copytree(run_dir.parent / "model", tmp_path / "lab/models/tiny")
-    decode = tokenizer_of(run)
+    decode = load_decoder(run)
     assert decode is not None and decode([1]) == "two" and load(run).notes == []
 
 
 def test_where_two_runs_part(tmp_path: Path, run_dir: Path) -> None:
     one, other = read_run(run_dir), read_run(made_run.make(tmp_path / "second", last=(3, 5, 5)))
-    found = parting(one, other)
+    found = find_divergence(one, other)
     assert found["tokens"] == {"step": 3, "number": 1, "token": 3, "ids": [4, 5]}
     assert found["steps"] == 3 and found["metrics"] is None
-    assert parting(one, one)["tokens"] is None
+    assert find_divergence(one, one)["tokens"] is None
     shorter = read_run(made_run.make(tmp_path / "third", last=(3, 4)))
-    assert parting(one, shorter)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
+    assert find_divergence(one, shorter)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
 
 
 def test_an_empty_folder_says_so(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_files_of_another_format_are_read_as_far_as_they_go(run_dir: Path) -> No
     pq.write_table(table.replace_schema_metadata(about), file)
     index, notes = read_index(run_dir), Notes()
     assert len(index) == 12 and any("files of format 1" in note for note in index.notes)
-    (found,) = read_details(run_dir, 3, {0}, Words(None), notes)
+    (found,) = read_details(run_dir, 3, {0}, TokenDecoder(None), notes)
     assert found["advantages"] is None and found["turns"][1]["version"] is None
 
 
@@ -177,7 +177,7 @@ def test_what_the_trainer_says_is_there_where_it_is_on_record(run_dir: Path) -> 
         table = table.drop_columns(["trainer_logprobs"])
     values = pa.array([[0, 0, -0.5, -1, -1.5], None], pa.list_(pa.float32()))
     pq.write_table(table.append_column("trainer_logprobs", values), file)
-    found = list(read_details(run_dir, 3, {0, 2}, Words(None)))
+    found = list(read_details(run_dir, 3, {0, 2}, TokenDecoder(None)))
     assert [one["trainer"] for one in found] == [[0, 0, -0.5, -1, -1.5], None] and found[0]["unreplayed"] is None
 
 
@@ -188,7 +188,7 @@ def test_a_row_that_makes_no_sense_costs_itself_alone(run_dir: Path) -> None:
     broken = table.set_column(at, table.schema.field("messages"), [["{", *table.column("messages").to_pylist()[1:]]])
     pq.write_table(broken, file)
     notes = Notes()
-    assert [one["number"] for one in read_details(run_dir, 3, None, Words(None), notes)] == [2, 1, 3]
+    assert [one["number"] for one in read_details(run_dir, 3, None, TokenDecoder(None), notes)] == [2, 1, 3]
     assert len(notes) == 1 and "rollout 0 makes no sense" in notes[0]
 
 
@@ -197,4 +197,4 @@ def test_a_run_that_goes_on_is_known_by_its_lock(run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "a')
     run = read_run(run_dir)
-    assert run.running and run.notes == []
+    assert run.is_running and run.notes == []

@@ -16,7 +16,7 @@ import torch
 from megarl.config import ConfigError
 from megarl.engine import weight_loader
 from megarl.engine.sglang_engine import EngineError
-from megarl.environments.catalog import Known
+from megarl.environments.catalog import EnvironmentCatalog
 from megarl.models.registry import family_of
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Ranks
@@ -62,7 +62,7 @@ class Played(RolloutWorker):
     def __init__(self, context: Context, model: Stand, facts: Path) -> None:
         super().__init__(context)
         facts.write_text('{"tool_call_marker": ""}')
-        engine = self.engines.own
+        engine = self.engines.engine
         assert engine is not None
         self.model, self.calls = model, list[str]()
         engine._server = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
@@ -78,7 +78,7 @@ class Played(RolloutWorker):
 
 def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Of each model, what is said before anything is trained, and whether its engine may still generate."""
-    chat: Any = SimpleNamespace(schemas=lambda prompt: [], tools={}, known=Known())
+    chat: Any = SimpleNamespace(schemas=lambda prompt: [], tools={}, known=EnvironmentCatalog())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
     shapes = engine_shapes(family_of(hf).params(hf, 1), EngineLayout(1), 0, hf["num_experts"])
     results = {}
@@ -91,13 +91,13 @@ def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             worker = Played(context, model, Path(folder, "facts.json"))
             try:
-                worker.ready()
+                worker.wait_ready()
             except ConfigError as error:
                 problem = str(error)
         usable = True
         try:
-            assert worker.engines.own is not None
-            worker.engines.own.check_alive()
+            assert worker.engines.engine is not None
+            worker.engines.engine.check_alive()
         except EngineError:
             usable = False
         results[spoil.__name__] = {"problem": problem, "usable": usable, "calls": worker.calls}

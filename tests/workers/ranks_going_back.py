@@ -22,11 +22,11 @@ torch.set_num_threads(1)
 import tiny  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
-from megarl.controllers.policy_gradient import policy_loss, policy_reads  # noqa: E402
+from megarl.controllers.policy_gradient import policy_loss, policy_loss_columns  # noqa: E402
 from megarl.megatron.dist_checkpoint import restore_model, save_model  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
-from megarl.parallel.ranks import lay_out  # noqa: E402
+from megarl.parallel.ranks import create_role_layouts  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads  # noqa: E402
 from megarl.workers.actor import ActorWorker  # noqa: E402
 from megarl.workers.context import Context  # noqa: E402
@@ -46,19 +46,19 @@ CONFIG = from_dict(
 )
 
 
-@reads(*policy_reads(CONFIG))
+@reads(*policy_loss_columns(CONFIG))
 def loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
     return policy_loss(output, part, CONFIG, 0.0)
 
 
 def make() -> ActorWorker:
     chat: Any = None
-    layouts = lay_out(CONFIG, ("actor", "rollout"))
+    layouts = create_role_layouts(CONFIG, ("actor", "rollout"))
     actor = ActorWorker(
         Context(CONFIG, JOB, tiny.HF["qwen2"], chat, Clock(), FOLDER, {"actor": UPDATES}, layouts, "actor")
     )
-    ranks.together(actor.start)
-    actor.ready()
+    ranks.run_on_all(actor.start)
+    actor.wait_ready()
     return actor
 
 
@@ -122,7 +122,7 @@ def main() -> dict[str, Any]:
     result["not a number"] = not_a_number(actor)
     result["as before thrice"] = same(held(actor), kept)
     result["from nothing"] = from_nothing()
-    result["memory"] = [actor.figures(), short(actor), actor.figures()]
+    result["memory"] = [actor.metrics(), short(actor), actor.metrics()]
     return result
 
 
@@ -168,11 +168,11 @@ def not_a_number(actor: ActorWorker) -> bool:
 
 def kept_bytes(actor: ActorWorker) -> list[int]:
     """What the copy takes, and what weights and this rank's states do."""
-    from megarl.megatron.memory_stats import held_bytes
+    from megarl.megatron.memory_stats import model_state_bytes
 
     assert actor.model is not None
-    parts = held_bytes(actor.model)
-    return [actor.model._kept.nbytes, parts["weights"] + parts["optimizer"]]
+    parts = model_state_bytes(actor.model)
+    return [actor.model._rollback_snapshot.nbytes, parts["weights"] + parts["optimizer"]]
 
 
 if __name__ == "__main__":

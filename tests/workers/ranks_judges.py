@@ -15,16 +15,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
-from megarl.chat_format.chat_template import Chat  # noqa: E402
+from megarl.chat_format.chat_template import ChatTemplate  # noqa: E402
 from megarl.config import Config, ConfigError, from_dict  # noqa: E402
 from megarl.models.registry import load_hf_config  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks, row_exchange  # noqa: E402
-from megarl.parallel.ranks import lay_out  # noqa: E402
+from megarl.parallel.ranks import create_role_layouts  # noqa: E402
 from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn  # noqa: E402
-from megarl.types.requirements import Declared  # noqa: E402
+from megarl.types.requirements import Requirements  # noqa: E402
 from megarl.workers.context import Context  # noqa: E402
-from megarl.workers.role_workers import Registered, find_worker  # noqa: E402
+from megarl.workers.role_workers import RegisteredWorker, load_worker  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
 JOBS = json.loads((FOLDER / "jobs.json").read_text())
@@ -39,13 +39,13 @@ def rollouts() -> Rollouts:
         prompt = Prompt(str(number), said[:1], ids[:2], ground_truth="5")
         made.append(Rollout(prompt, turns, one["status"], messages=said, group=number))
     own = [number for number in range(len(made)) if {0: 0, 1: 0, 2: 2}[number % 3] == RANK]
-    return Rollouts.of([made[i] for i in own], own, row_exchange.AllRanks())
+    return Rollouts.gather([made[i] for i in own], own, row_exchange.WorldComm())
 
 
 def context(tree: dict[str, Any], role: str) -> Context:
     config = config_of(tree)
-    layouts = lay_out(config, ("actor", "reward", *config.roles))
-    hf, chat = load_hf_config(config.model.path), Chat.load(config.model.path)
+    layouts = create_role_layouts(config, ("actor", "reward", *config.roles))
+    hf, chat = load_hf_config(config.model.path), ChatTemplate.load(config.model.path)
     return Context(config, JOB, hf, chat, Clock(), FOLDER, {}, layouts, role)
 
 
@@ -61,10 +61,10 @@ def config_of(tree: dict[str, Any]) -> Config:
 
 def made(tree: dict[str, Any], role: str) -> Any:
     about = context(tree, role)
-    declared = Declared("lab", "prompts", ("rollout", "actor", "reward", *about.config.roles), ("actor",))
-    worker = find_worker(about.config, declared, role, Registered())(about)
+    declared = Requirements("lab", "prompts", ("rollout", "actor", "reward", *about.config.roles), ("actor",))
+    worker = load_worker(about.config, declared, role, RegisteredWorker())(about)
     worker.begin_step(3)
-    ranks.together(worker.start)
+    ranks.run_on_all(worker.start)
     worker.ready()
     return worker
 
@@ -90,7 +90,7 @@ def teach(tree: dict[str, Any]) -> Any:
     for name, options in (("as sampled", {}), ("at 1", {"temperature": 1.0})):
         logprobs = worker.forward(batch, **options).logprobs
         parts = logprobs.split(batch.cu_seqlens.diff().tolist())
-        found[name] = {int(number): part.tolist() for number, part in zip(batch.own, parts, strict=True)}
+        found[name] = {int(number): part.tolist() for number, part in zip(batch.local_indices, parts, strict=True)}
     return found | {"spans": sorted({span.name for span in worker.clock.spans()})}
 
 
@@ -100,5 +100,5 @@ if __name__ == "__main__":
     run = {"score": score, "teach": teach}
     result = {name: run[job["what"]](job["config"]) for name, job in JOBS["jobs"].items()}
     print("RESULT " + json.dumps(result), flush=True)
-    row_exchange.close_post()
+    row_exchange.close_row_exchange()
     ranks.shutdown()

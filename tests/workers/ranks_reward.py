@@ -19,8 +19,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from megarl.config import Config, ConfigError, ParallelConfig, RewardConfig, RolloutConfig, RunConfig  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks, row_exchange  # noqa: E402
-from megarl.types import Failed, Prompt, Reward, Rollout, Rollouts, Turn, as_branches  # noqa: E402
-from megarl.workers.context import Ended  # noqa: E402
+from megarl.types import Prompt, Reward, RewardFailure, Rollout, Rollouts, Turn, as_branches  # noqa: E402
+from megarl.workers.context import RolloutListeners  # noqa: E402
 from megarl.workers.reward import RewardWorker  # noqa: E402
 
 ROLLOUTS = [Rollout(Prompt(f"p{i}", ()), (Turn((1, 2)), Turn((3,), (0.0,), True)), group=i // 2) for i in range(4)]
@@ -49,15 +49,17 @@ def context(reward: RewardConfig, environments: tuple[str, ...] = (), replay: st
         reward=reward,
         rollout=RolloutConfig(environments=environments, replay=replay),
     )
-    known = {"run_dir": Path(sys.argv[1]), "ended": Ended(), "role": "", "layouts": {}}
+    known = {"run_dir": Path(sys.argv[1]), "ended": RolloutListeners(), "role": "", "layouts": {}}
     return SimpleNamespace(config=config, job=JOB, clock=Clock(), **known)
 
 
 def facts(scored: Rollouts) -> dict[str, Any]:
     parts = {name: values.tolist() for name, values in scored.reward_parts.items()}
-    of_turns = [[int(i), [turn.reward for turn in one.turns]] for i, one in zip(scored.own, scored.here, strict=True)]
+    of_turns = [
+        [int(i), [turn.reward for turn in one.turns]] for i, one in zip(scored.local_indices, scored.local, strict=True)
+    ]
     every = sorted(one for here in ranks.all_gather_objects(of_turns) for one in here)
-    why = list(scored.unscored_for)
+    why = list(scored.unscored_reasons)
     return {"reward": scored.reward.tolist(), "parts": parts, "unscored": scored.unscored.tolist(), "why": why} | {
         "turns": [rewards for _, rewards in every]
     }
@@ -71,15 +73,15 @@ def tried(
     about = context(reward)
     worker = RewardWorker(about, reward_fn=function)
     try:
-        worker.ready()
-        for rollout in given.here[:told]:
+        worker.wait_ready()
+        for rollout in given.local[:told]:
             about.ended(rollout)
         if told and worker._pool is not None:  # all that was begun is done
-            list(map(lambda known: known[1].result(), worker._ahead._begun.values()))
+            list(map(lambda known: known[1].result(), worker._prefetch._pending.values()))
         if weights is not None:
-            worker.control("reward.weights", worker.controls()["reward.weights"](weights))
+            worker.set_control("reward.weights", worker.controls()["reward.weights"](weights))
         found = facts(worker.score(given))
-        return found | {"figures": worker.figures()}
+        return found | {"figures": worker.metrics()}
     except ConfigError as error:
         return str(error)
     finally:
@@ -106,13 +108,15 @@ def main() -> None:
             RewardConfig(weights={"environment": 2.0}), [Reward(0.5, {"tries": 3.0}, (0.25,))] * 4
         ),
         "beside": of_environment(RewardConfig(("lab_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]),
-        "failed": of_environment(RewardConfig(max_failed=0.5), [Reward(1.0)] * 3 + [Failed("Guess: reward raised")]),
+        "failed": of_environment(
+            RewardConfig(max_failed=0.5), [Reward(1.0)] * 3 + [RewardFailure("Guess: reward raised")]
+        ),
         "recorded": of_environment(RewardConfig(), None),
         "nobody": of_environment(RewardConfig(), [None] * 4, "odd_worlds:Plain"),
         "nothing": of_environment(RewardConfig(), [None] * 4, ""),
     }
     print("RESULT", json.dumps(found), flush=True)
-    row_exchange.close_post()
+    row_exchange.close_row_exchange()
     ranks.shutdown()
 
 
@@ -120,7 +124,7 @@ def all_too_slow() -> tuple[Any, bool]:
     """What is said of 20 rollouts on each rank, one call after the other, and whether that was soon."""
     many = [replace(ROLLOUTS[0], turns=tuple(map(replace, ROLLOUTS[0].turns)), group=number) for number in range(40)]
     own = list(range(JOB.rank, 40, 2))
-    given = Rollouts.of([many[number] for number in own], own, row_exchange.AllRanks())
+    given = Rollouts.gather([many[number] for number in own], own, row_exchange.WorldComm())
     began = time.monotonic()
     slow = RewardConfig(("lab_rewards:sleeps", "lab_rewards:length"), timeout=1.5, processes=2)
     return tried(slow, given=given), time.monotonic() - began < 20
@@ -133,10 +137,10 @@ def of_environment(reward: RewardConfig, verdicts: Any, spec: str = "odd_worlds:
     except ConfigError as error:
         return str(error)
     here = [
-        replace(one, verdict=verdicts[i]) if verdicts else replace(one, reward_parts={"environment": 3.0})
-        for i, one in zip(OWN, MINE.here, strict=True)
+        replace(one, env_reward=verdicts[i]) if verdicts else replace(one, reward_parts={"environment": 3.0})
+        for i, one in zip(OWN, MINE.local, strict=True)
     ]
-    found = facts(worker.score(MINE.with_(here)))
+    found = facts(worker.score(MINE.replace_local(here)))
     worker.close()
     return found
 
@@ -146,7 +150,7 @@ def branched() -> Rollouts:
     alone = replace(ROLLOUTS[JOB.rank], group=JOB.rank)
     longer = replace(alone, turns=(Turn((1, 2, 4)), *alone.turns[1:]))
     here = [*as_branches([alone, longer], 0), alone]
-    return Rollouts.of(here, [one.group for one in here], row_exchange.AllRanks())
+    return Rollouts.gather(here, [one.group for one in here], row_exchange.WorldComm())
 
 
 def tried_weights(weights: dict[str, float]) -> str:
@@ -160,5 +164,5 @@ def tried_weights(weights: dict[str, float]) -> str:
 if __name__ == "__main__":
     JOB = ranks.initialize(ParallelConfig(world_size=2), timeout_s=2.0).job
     OWN = range(JOB.rank, 4, 2)
-    MINE = Rollouts.of([ROLLOUTS[i] for i in OWN], OWN, row_exchange.AllRanks())
+    MINE = Rollouts.gather([ROLLOUTS[i] for i in OWN], OWN, row_exchange.WorldComm())
     main()

@@ -63,7 +63,7 @@ def train(family: str, folder: str) -> list[float]:
     parallel_ranks.barrier()
     worker = RewardModelWorker(context(policy, folder))
     worker.start()
-    worker.ready()
+    worker.wait_ready()
     batch = tiny.pairs()
     assert float(scored(worker, batch).abs().max()) == 0.0  # a policy has no head
     for _ in range(2):  # the first moves the head alone
@@ -73,7 +73,7 @@ def train(family: str, folder: str) -> list[float]:
     parallel_ranks.barrier()
     again = RewardModelWorker(context(export, folder))
     again.start()
-    again.ready()
+    again.wait_ready()
     assert torch.equal(scored(again, batch), scores)
     return [float(value) for value in scores[batch.cu_seqlens[1:] - 1]]
 
@@ -94,14 +94,14 @@ def serve(family: str, folder: str) -> list[dict[str, Any]]:
         rollouts.append(Rollout(Prompt(str(i), ()), turns, group=0))
     worker = MegatronRewardWorker(made, reward_fn=length)
     worker.start()
-    worker.ready()
+    worker.wait_ready()
     assert worker.model is not None and worker.model.optimizer is None
     assert {tensor.dtype for tensor in worker.model.local_params().values()} == {torch.float32}
     alone = MegatronRewardWorker(made)
     alone.model = worker.model
-    alone.ready()
+    alone.wait_ready()
     own = range(1 - RANKS.job.rank, len(rollouts), 2)
-    dealt = Rollouts.of([rollouts[i] for i in own], own, row_exchange.AllRanks())
+    dealt = Rollouts.gather([rollouts[i] for i in own], own, row_exchange.WorldComm())
     only, both = alone.score(dealt), worker.score(dealt)
     figures = {"reward": both.reward, "only": only.reward, **both.reward_parts}
     return [{name: float(values[i]) for name, values in figures.items()} for i in range(len(rollouts))]

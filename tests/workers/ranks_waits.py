@@ -26,27 +26,27 @@ import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
 from megarl.engine.engine_loss import EngineLost  # noqa: E402
-from megarl.environments.catalog import Known  # noqa: E402
+from megarl.environments.catalog import EnvironmentCatalog  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
-from megarl.rollout.group_queue import Tickets  # noqa: E402
-from megarl.rollout.scheduler import Gathered, Returned  # noqa: E402
+from megarl.rollout.group_queue import GroupQueue  # noqa: E402
+from megarl.rollout.scheduler import GenerationResult, ReturnedGroup  # noqa: E402
 from megarl.types import Prompt, Rollout, Turn  # noqa: E402
 
 PROMPT, TURNS = Prompt("p", ()), (Turn((1,)),)
 
 
-def worker(engine_ranks: int, play: Callable[..., Gathered]) -> Any:
+def worker(engine_ranks: int, play: Callable[..., GenerationResult]) -> Any:
     from megarl.workers.context import Context
     from megarl.workers.rollout import RolloutWorker
 
     rollout = {"tp": engine_ranks, "max_aborted": 0.5, "tool_call_parser": ""}
     config = tiny.config(tp=2, world=2, rollout=rollout, run={"timeout_s": TIMEOUT})
-    chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=Known())
+    chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=EnvironmentCatalog())
     made = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {"actor": 1}))
-    if made._talks is not None:
-        engine: Any = made.engines.own
-        made._talks.generate = partial(play, made)  # type: ignore[method-assign]
+    if made._runner is not None:
+        engine: Any = made.engines.engine
+        made._runner.generate = partial(play, made)  # type: ignore[method-assign]
         engine._call = lambda *_, **__: None
         server = SimpleNamespace(poll=lambda: None, close=lambda: None)
         engine._server, engine.wait_ready, engine.log = server, lambda: None, Path(tempfile.mkdtemp(), "engine.log")
@@ -57,45 +57,47 @@ def worker(engine_ranks: int, play: Callable[..., Gathered]) -> Any:
 def outcome(made: Any) -> Any:
     try:
         found = made.generate([PROMPT, PROMPT], 1)
-        return [seed for seeds in found.everyone.objects([rollout.seed for rollout in found.here]) for seed in seeds]
+        return [
+            seed for seeds in found.comm.all_gather_objects([rollout.seed for rollout in found.here]) for seed in seeds
+        ]
     except ConfigError as error:
         return str(error)
 
 
-def slow(made: Any, prompts: Any, **_: Any) -> Gathered:
+def slow(made: Any, prompts: Any, **_: Any) -> GenerationResult:
     time.sleep(2.5 * TIMEOUT)
-    return Gathered([Rollout(PROMPT, TURNS, seed=RANKS.job.rank)], [])
+    return GenerationResult([Rollout(PROMPT, TURNS, seed=RANKS.job.rank)], [])
 
 
-def one_fails(made: Any, prompts: Any, look: Callable[[], None], **_: Any) -> Gathered:
+def one_fails(made: Any, prompts: Any, look: Callable[[], None], **_: Any) -> GenerationResult:
     """The tools of the second engine fail at once; the first would go on for an hour."""
     if RANKS.job.rank:
         raise RuntimeError("the processes of the tools are gone")
     for _ in range(36000):
         time.sleep(0.1)
         look()
-    return Gathered([], [])
+    return GenerationResult([], [])
 
 
-def aborted(share: list[str]) -> Callable[..., Gathered]:
+def aborted(share: list[str]) -> Callable[..., GenerationResult]:
     rollouts = [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in share]
-    return lambda made, prompts, **_: Gathered(rollouts, [])
+    return lambda made, prompts, **_: GenerationResult(rollouts, [])
 
 
-def one_is_lost(made: Any, prompts: Any, tickets: Tickets, **_: Any) -> Gathered:
+def one_is_lost(made: Any, prompts: Any, tickets: GroupQueue, **_: Any) -> GenerationResult:
     """Of two engines each begins a group. The second is lost in it, or the only one in the second of its two."""
     calls = made.__dict__.setdefault("calls", [])
     calls.append(len(calls))
-    back = tickets.take_back()
-    mine = [tickets.take()] if back is None else [back.number]
+    back = tickets.claim_returned()
+    mine = [tickets.claim()] if back is None else [back.number]
     if made.engines.index == len(made.engines.members) - 1 and len(calls) < 2:
         if len(made.engines.members) == 1:
-            mine.append(tickets.take())
+            mine.append(tickets.claim())
         lost = EngineLost("died", "engine is not running; the last lines")
-        made.engines.revival.lost(lost)
-        tickets.give_back(Returned(mine.pop(), (), 3))
-        return Gathered(rollouts_of(mine), [], lost=lost, gone=3)
-    return Gathered(rollouts_of(mine), [], again=0 if back is None else back.gone)
+        made.engines.engine_restart.lost(lost)
+        tickets.return_group(ReturnedGroup(mine.pop(), (), 3))
+        return GenerationResult(rollouts_of(mine), [], engine_loss=lost, num_interrupted=3)
+    return GenerationResult(rollouts_of(mine), [], num_restarted=0 if back is None else back.num_interrupted)
 
 
 def rollouts_of(groups: list[Any]) -> list[Rollout]:
@@ -104,9 +106,9 @@ def rollouts_of(groups: list[Any]) -> list[Rollout]:
 
 def lost(engine_ranks: int) -> dict[str, Any]:
     made = worker(engine_ranks, one_is_lost)
-    made._generations = 100 * engine_ranks  # counters of a generation have its number, in all of a job
+    made._num_generations = 100 * engine_ranks  # counters of a generation have its number, in all of a job
     made.begin_step(1)
-    found = {"seeds": outcome(made), "there": made.engines.recovery.some_are_there, "figures": made.figures()}
+    found = {"seeds": outcome(made), "there": made.engines.recovery.has_available_engine, "figures": made.figures()}
     found["figures"] = {name: value for name, value in found["figures"].items() if name.startswith("rollout/")}
     found["away"] = sorted(made.engines.recovery.away)
     made.close()
@@ -125,7 +127,7 @@ def main() -> None:
         "the only one": lost(2),
     }
 
-    def gone(made: Any, prompts: Any, **_: Any) -> Gathered:
+    def gone(made: Any, prompts: Any, **_: Any) -> GenerationResult:
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)  # as the kernel ends a process that is killed
 

@@ -10,10 +10,10 @@ import pytest
 from thread_ranks import Thread, as_ranks
 
 from megarl.config import ConfigError
-from megarl.rollout.group_queue import Counts, Tickets
-from megarl.rollout.scheduler import Gathered
+from megarl.rollout.group_queue import GroupQueue, LocalKVStore
+from megarl.rollout.scheduler import GenerationResult
 from megarl.types import Prompt, Rollout, Turn
-from megarl.workers.async_rollout import Generation, newest_version
+from megarl.workers.async_rollout import PendingGeneration, newest_version
 
 pytestmark = pytest.mark.alone
 
@@ -26,26 +26,26 @@ def rollout(group: int, *versions: int) -> Rollout:
 def three_ranks(*engines: Sequence[Rollout] | str | None, groups: int = 2, begun: int = 2) -> list[object]:
     """engines: what comes of each, a failure, or None while it is at it; rank 0 leads none. Of each rank: whether it is
     over, and then groups, lags and newest version, or the error."""
-    board = Counts()
+    board = LocalKVStore()
 
     def of(rank: Thread) -> object:
-        tickets, mine = Tickets(groups, len(engines), board), None
+        tickets, mine = GroupQueue(groups, len(engines), board), None
         if rank.rank:
             comes, mine = engines[rank.rank - 1], Future()
             if isinstance(comes, str):
                 mine.set_exception(RuntimeError(comes))
             elif comes is not None:
                 for _ in comes:
-                    tickets.take()
-                mine.set_result(Gathered(list(comes), []))
-        it = Generation(mine, tickets, rank, begun=begun, now=lambda: 4, waiting=nullcontext)
-        if not it.is_over():
+                    tickets.claim()
+                mine.set_result(GenerationResult(list(comes), []))
+        it = PendingGeneration(mine, tickets, rank, begun=begun, now=lambda: 4, waiting=nullcontext)
+        if not it.is_done():
             return "under way"
         try:
             found = it.result()
         except ConfigError as error:
             return str(error)
-        return found.group.tolist(), found.lag.tolist(), newest_version(found)
+        return found.group.tolist(), found.staleness.tolist(), newest_version(found)
 
     return as_ranks(1 + len(engines), of)
 

@@ -125,7 +125,12 @@ def found(
         return {"what": "teach", "config": {"placement": {**PLACED["placement"], role: "1-2"}, "roles": chosen}}
 
     service = {"reward": {"backend": "http", "options": {"url": server.url, "batch": 2, "private": True}}}
-    gone = {"reward": {"backend": "http", "options": {"url": server.gone, "tries": 2, "pause": 0, "private": True}}}
+    gone = {
+        "reward": {
+            "backend": "http",
+            "options": {"url": server.num_interrupted, "tries": 2, "pause": 0, "private": True},
+        }
+    }
     beside = {"functions": ["lab_rewards:length"]}
     asked = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
     judging = {"reward": {"backend": "judge", "options": asked}}

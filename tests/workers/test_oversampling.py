@@ -16,16 +16,16 @@ from thread_ranks import Thread, as_ranks
 
 from megarl.checkpoint import manifest
 from megarl.config import ConfigError
-from megarl.config.keys import under_way
+from megarl.config.keys import max_pending_groups
 from megarl.data.prompt_data import PromptLoader
-from megarl.environments.process_sessions import Sessions
+from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
 from megarl.rollout import scheduler
-from megarl.rollout.conversation import Surroundings
-from megarl.rollout.group_queue import Counts, Tickets
+from megarl.rollout.conversation import RolloutContext
+from megarl.rollout.group_queue import GroupQueue, LocalKVStore
 from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Prompt, Rollout, Rollouts
-from megarl.types.comm import ALONE
+from megarl.types.comm import LOCAL
 from megarl.workers.staleness import Oversampling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
@@ -36,7 +36,7 @@ PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i
 NEEDED, SAMPLES = 4, 2
 
 
-class Calculator(Sessions):
+class Calculator(EnvironmentPool):
     """Tools that take a moment, without a process."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Run:
 
     rank: Any
     world: int
-    counts: Counts
+    counts: LocalKVStore
     oversample: float = 1.5
     max_lag: int = 100
     pause: float = 0.002
@@ -67,24 +67,24 @@ class Run:
     def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> Rollouts:
         plan = self.ahead.plan(prompts, step, greedy)
         name = f"{step} {greedy}"
-        tickets = Tickets(len(plan.prompts), self.world, self.counts, name, plan.held)
+        tickets = GroupQueue(len(plan.prompts), self.world, self.counts, name, plan.num_partial_groups)
         mine = asyncio.run(
             gather_rollouts(
                 plan.prompts,
                 tickets,
                 Writer(step, self.pause),
-                Surroundings(CHAT, Calculator(), parse, self.config),
+                RolloutContext(CHAT, Calculator(), parse, self.config),
                 samples=SAMPLES,
                 greedy=greedy,
                 seed=step,
-                needed=plan.needed,
-                carried=plan.carried,
+                needed=plan.num_needed,
+                carried=plan.partial_groups,
                 version=step,
             )
         )
-        rollouts = Rollouts.of(mine.rollouts, [one.group for one in mine.rollouts], self.rank, step)
-        self.ahead.keep(plan, mine, tickets.taken(), rollouts)
-        self.figures.append(self.ahead.figures)
+        rollouts = Rollouts.gather(mine.rollouts, [one.group for one in mine.rollouts], self.rank, step)
+        self.ahead.record_result(plan, mine, tickets.count_claimed(), rollouts)
+        self.figures.append(self.ahead.metrics)
         return rollouts
 
     def steps(self, first: int, last: int) -> list[tuple[Rollout, ...]]:
@@ -94,16 +94,16 @@ class Run:
             rollouts = self.generate(self.loader.next_batch(), step)
             assert len(rollouts) == NEEDED * SAMPLES and set(rollouts.group.tolist()) == set(range(NEEDED))
             assert rollouts.group.tolist() == sorted(rollouts.group.tolist())
-            found.append(rollouts.here)
+            found.append(rollouts.local)
         return found
 
     def save(self, folder: Path) -> str:
-        entries = self.rank.objects({path.name: entry for path, entry in self.ahead.save()(folder).items()})
+        entries = self.rank.all_gather_objects({path.name: entry for path, entry in self.ahead.save()(folder).items()})
         if self.rank.rank == 0:
             files = {f"carried/{name}": entry._asdict() for part in entries for name, entry in part.items()}
             host = {"host.json": {"bytes": 0, "sha256": ""}}
-            (folder / manifest.NAME).write_text(json.dumps({"files": files | host}))
-        self.rank.objects(None)
+            (folder / manifest.FILE_NAME).write_text(json.dumps({"files": files | host}))
+        self.rank.all_gather_objects(None)
         return json.dumps(self.loader.state_dict())
 
     def resume(self, folder: Path, state: str) -> None:
@@ -116,12 +116,12 @@ def prompts_of(found: list[list[tuple[Rollout, ...]]]) -> Counter[str]:
 
 
 def in_order(count: int) -> list[str]:
-    return [prompt.id for prompt in PromptLoader(PROMPTS, NEEDED, seed=3).further(count)]
+    return [prompt.id for prompt in PromptLoader(PROMPTS, NEEDED, seed=3).next_items(count)]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1)])
 def test_no_group_is_lost_or_comes_twice_also_on_other_engines(tmp_path: Path, before: int, after: int) -> None:
-    counts = Counts()
+    counts = LocalKVStore()
 
     def first(rank: Thread) -> tuple[Any, str]:
         run = Run(rank, before, counts)
@@ -133,8 +133,8 @@ def test_no_group_is_lost_or_comes_twice_also_on_other_engines(tmp_path: Path, b
         run = Run(rank, after, counts)
         run.resume(tmp_path, begun[0][1])
         later = run.steps(5, 9)
-        held = [one.prompt.id for group in run.ahead._groups for one in group]
-        assert run.ahead._held == sum(map(len, rank.objects(held))) // SAMPLES
+        held = [one.prompt.id for group in run.ahead._partial_groups for one in group]
+        assert run.ahead._num_partial_groups == sum(map(len, rank.all_gather_objects(held))) // SAMPLES
         return later, run.figures, held
 
     ended = as_ranks(after, second)
@@ -146,7 +146,7 @@ def test_no_group_is_lost_or_comes_twice_also_on_other_engines(tmp_path: Path, b
     assert set(everything) == set(in_order(len(everything)))  # the first of the loader's, without a gap
     figures = ended[0][1]
     assert all(one == figures for _, one, _ in ended)  # on all ranks
-    assert all(0 <= one["rollout/carried"] <= under_way(NEEDED, 1.5) - NEEDED for one in figures)
+    assert all(0 <= one["rollout/carried"] <= max_pending_groups(NEEDED, 1.5) - NEEDED for one in figures)
     assert any(one["rollout/lag_max"] > 0 for one in figures)
 
 
@@ -158,25 +158,25 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return work(*arguments)
 
     monkeypatch.setattr(scheduler.asyncio, "to_thread", directly)
-    monkeypatch.setattr(scheduler, "_LOOK_S", 3600.0)
-    monkeypatch.setattr(scheduler, "_BACK_S", 3600.0)
-    monkeypatch.setattr(scheduler.Whole, "do", lambda self, counting: counting)
+    monkeypatch.setattr(scheduler, "_POLL_S", 3600.0)
+    monkeypatch.setattr(scheduler, "_RETURNED_POLL_S", 3600.0)
+    monkeypatch.setattr(scheduler.ShieldedTasks, "run", lambda self, counting: counting)
     yield
 
 
 @pytest.mark.usefixtures("exact")
 def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path: Path) -> None:
     """Token by token, with their log-probs, versions and routing, and in the same order."""
-    whole = Run(ALONE, 1, Counts(), pause=0.0, max_lag=2)
+    whole = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_lag=2)
     expected = whole.steps(1, 9)
     assert any(turn.versions for step in expected for one in step for turn in one.turns)
     for stop in (2, 5):
         folder = tmp_path / str(stop)
         folder.mkdir()
-        before = Run(ALONE, 1, Counts(), pause=0.0, max_lag=2)
+        before = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_lag=2)
         found = before.steps(1, stop)
         state = before.save(folder)
-        after = Run(ALONE, 1, Counts(), pause=0.0, max_lag=2)
+        after = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_lag=2)
         after.resume(folder, state)
         found += after.steps(stop, 9)
         assert found == expected
@@ -185,10 +185,12 @@ def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path: Path) -> N
 
 
 def test_figures_by_hand() -> None:
-    run = Run(ALONE, 1, Counts(), max_lag=1)
+    run = Run(LOCAL, 1, LocalKVStore(), max_lag=1)
     for step in range(1, 6):
         rollouts = run.generate(run.loader.next_batch(), step)
-        lags = [step - version for one in rollouts.here for version, tokens in one.runs for _ in range(tokens)]
+        lags = [
+            step - version for one in rollouts.local for version, tokens in one.version_spans for _ in range(tokens)
+        ]
         figures = run.figures[-1]
         assert figures["rollout/lag_max"] == max(lags) <= 1
         assert figures["rollout/lag_mean"] == pytest.approx(sum(lags) / len(lags))
@@ -196,45 +198,45 @@ def test_figures_by_hand() -> None:
 
 
 def test_only_the_steps_own_generation_of_all_its_prompts_is_over_sampled() -> None:
-    run = Run(ALONE, 1, Counts())
+    run = Run(LOCAL, 1, LocalKVStore())
     given = run.loader.next_batch()
     state = run.loader.state_dict()
     for prompts, greedy in ((given, True), (PROMPTS[:3], False), (given, False)):  # the last is the second of the step
         plan = run.ahead.plan(prompts, 1, greedy)
-        assert (plan.prompts, plan.needed, plan.held) == (prompts, None, 0)
+        assert (plan.prompts, plan.num_needed, plan.num_partial_groups) == (prompts, None, 0)
     assert run.loader.state_dict() == state
     plan = run.ahead.plan(given, 2, False)
-    assert (len(plan.prompts), plan.needed, plan.trains) == (6, NEEDED, True)
+    assert (len(plan.prompts), plan.num_needed, plan.is_training) == (6, NEEDED, True)
 
 
 def test_without_it_nothing_is_kept_written_or_asked_for(tmp_path: Path) -> None:
-    run = Run(ALONE, 1, Counts(), oversample=1.0)
+    run = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
     given = run.loader.next_batch()
     state = run.loader.state_dict()
     rollouts = run.generate(given, 1)
-    assert [one.prompt.id for one in rollouts.here] == [prompt.id for prompt in given for _ in range(SAMPLES)]
+    assert [one.prompt.id for one in rollouts.local] == [prompt.id for prompt in given for _ in range(SAMPLES)]
     assert run.loader.state_dict() == state and run.figures[-1].keys() == {"rollout/idle_frac"}
     assert run.ahead.save()(tmp_path) == {} and not list(tmp_path.iterdir())
 
 
 def test_what_was_kept_is_gone_on_with_where_over_sampling_is_turned_off(tmp_path: Path) -> None:
-    before = Run(ALONE, 1, Counts(), oversample=2.0)
+    before = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
     found = before.steps(1, 3)
     state = before.save(tmp_path)
-    after = Run(ALONE, 1, Counts(), oversample=1.0)
+    after = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
     after.resume(tmp_path, state)
-    held = after.ahead._held
+    held = after.ahead._num_partial_groups
     found += after.steps(3, 5)
-    assert held > 0 == after.ahead._held and after.ahead.save()(tmp_path / "none") == {}
+    assert held > 0 == after.ahead._num_partial_groups and after.ahead.save()(tmp_path / "none") == {}
     assert prompts_of([found]) == Counter({name: SAMPLES for name in in_order(4 * NEEDED)})
 
 
 def test_what_was_kept_is_not_dropped_where_generation_goes_on_beside_training(tmp_path: Path) -> None:
     """It would begin the prompts that come next, and those of the groups have been handed out."""
-    before = Run(ALONE, 1, Counts(), oversample=2.0)
+    before = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
     before.steps(1, 2)
     state = before.save(tmp_path)
-    after = Run(ALONE, 1, Counts(), oversample=1.0)
+    after = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
     after.ahead._config = replace(after.ahead._config, asynchronous=True)
     with pytest.raises(ConfigError, match="groups of conversations under way .* rollout.asynchronous=true does not"):
         after.resume(tmp_path, state)
@@ -242,27 +244,27 @@ def test_what_was_kept_is_not_dropped_where_generation_goes_on_beside_training(t
 
 def test_what_was_kept_is_not_gone_on_with_where_routing_is_replayed(tmp_path: Path) -> None:
     """Newer weights would read it again, and choose other experts than those on record."""
-    before = Run(ALONE, 1, Counts(), oversample=2.0)
+    before = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
     before.steps(1, 2)
     state = before.save(tmp_path)
-    after = Run(ALONE, 1, Counts(), oversample=1.0)
+    after = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
     after.ahead._replays_routing = True
     with pytest.raises(ConfigError, match="groups of conversations under way .* train.replay_routing=true cannot"):
         after.resume(tmp_path, state)
-    anew = Run(ALONE, 1, Counts(), oversample=1.0, max_lag=0)
+    anew = Run(LOCAL, 1, LocalKVStore(), oversample=1.0, max_lag=0)
     anew.ahead._replays_routing = True
     anew.resume(tmp_path, state)
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
-    run = Run(ALONE, 1, Counts(), oversample=2.0)
+    run = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
     run.steps(1, 2)
     state = run.save(tmp_path)
     (tmp_path / "carried/engine_00000.bin").write_text("{}\n")
     with pytest.raises(ConfigError, match="does not hold conversations of this program"):
-        Run(ALONE, 1, Counts()).resume(tmp_path, state)
+        Run(LOCAL, 1, LocalKVStore()).resume(tmp_path, state)
 
 
 @pytest.mark.parametrize(("needed", "oversample", "count"), [(10, 1.1, 11), (4, 1.5, 6), (3, 1.5, 5), (64, 1.0, 64)])
 def test_groups_under_way(needed: int, oversample: float, count: int) -> None:
-    assert under_way(needed, oversample) == count
+    assert max_pending_groups(needed, oversample) == count

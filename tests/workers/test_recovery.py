@@ -11,7 +11,7 @@ from thread_ranks import Thread, as_ranks
 from megarl.config import Config, ConfigError
 from megarl.engine.engine_loss import EngineLost
 from megarl.workers import recovery as module
-from megarl.workers.recovery import Recovery
+from megarl.workers.recovery import EngineRecovery
 
 
 class Played:
@@ -48,31 +48,41 @@ def ranks_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[Any]:
         index = rank.rank if rank.rank < 2 else None
         played: Any = Played() if index is not None else None
         say = said.append if rank.rank == 0 else lambda line: None
-        own = Recovery(Config(), 2, index, played, index is not None, say)
+        own = EngineRecovery(Config(), 2, index, played, index is not None, say)
         return work(rank.rank, own, played)
 
     def gathered(value: Any) -> list[Any]:
-        return here[threading.get_ident()].objects(value)
+        return here[threading.get_ident()].all_gather_objects(value)
 
     monkeypatch.setattr(module.ranks, "all_gather_objects", gathered)
     return [*as_ranks(3, one), said]
 
 
 def test_all_ranks_know_who_is_away_and_who_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int, own: Recovery, played: Played) -> dict[str, float]:
-        assert not own.exchange() and own.some_are_there and own.is_there(1) and not own.is_there(None)
+    def work(rank: int, own: EngineRecovery, played: Played) -> dict[str, float]:
+        assert (
+            not own.exchange_losses()
+            and own.has_available_engine
+            and own.is_available(1)
+            and not own.is_available(None)
+        )
         if rank == 1:
             played.lost = EngineLost("died", "engine 1 is not running; the last lines", 1.5)
-        assert own.exchange()
-        assert (own.away, own.bare, own.some_are_there, own.is_there(1)) == ({1}, set(), True, False)
+        assert own.exchange_losses()
+        assert (own.restarting, own.unsynced, own.has_available_engine, own.is_available(1)) == (
+            {1},
+            set(),
+            True,
+            False,
+        )
         if rank == 1:
             played.fails = True
-        own.wait()
-        assert (own.away, own.bare, own.is_there(1), own.is_there(0)) == (set(), {1}, False, True)
+        own.wait_restarts()
+        assert (own.restarting, own.unsynced, own.is_available(1), own.is_available(0)) == (set(), {1}, False, True)
         assert rank != 1 or played.begun == 2
-        own.pushed(False)  # then nobody has them
-        assert own.bare == {0, 1} and not own.some_are_there
-        own.pushed(True)
+        own.on_weight_sync(False)  # then nobody has them
+        assert own.unsynced == {0, 1} and not own.has_available_engine
+        own.on_weight_sync(True)
         assert own.is_there(0) and own.is_there(1) and not own.exchange()
         return own.figures()
 
@@ -88,17 +98,17 @@ def test_all_ranks_know_who_is_away_and_who_is_back(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("again", ["died", "hangs"])
 def test_the_same_fault_twice_without_a_step_between_ends_the_run(monkeypatch: pytest.MonkeyPatch, again: str) -> None:
-    def work(rank: int, own: Recovery, played: Played) -> str:
+    def work(rank: int, own: EngineRecovery, played: Played) -> str:
         def lose(fault: Any) -> None:
             if rank == 0:
                 played.lost = EngineLost(fault, "engine 0 is not running; the last lines of its log: short of memory")
-            own.exchange()
-            own.wait()
-            own.pushed(True)
+            own.exchange_losses()
+            own.wait_restarts()
+            own.on_weight_sync(True)
 
         lose("died")
-        own.next_step()
-        assert own.figures() == {}
+        own.begin_step()
+        assert own.metrics() == {}
         lose("died")
         try:
             lose(again)
@@ -116,9 +126,9 @@ def test_the_same_fault_twice_without_a_step_between_ends_the_run(monkeypatch: p
 
 
 def test_another_failure_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int, own: Recovery, played: Played) -> str:
+    def work(rank: int, own: EngineRecovery, played: Played) -> str:
         with pytest.raises(ConfigError) as error:
-            own.exchange("the tools are gone" if rank == 1 else "")
+            own.exchange_losses("the tools are gone" if rank == 1 else "")
         return str(error.value)
 
     *errors, _ = ranks_of(monkeypatch, work)

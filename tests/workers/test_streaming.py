@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.rollout.group_queue import Counts
-from megarl.types import ALONE, Prompt
-from megarl.workers.async_rollout import Streaming
+from megarl.rollout.group_queue import LocalKVStore
+from megarl.types import LOCAL, Prompt
+from megarl.workers.async_rollout import RolloutStream
 
 LAST = 6
 
@@ -37,7 +37,7 @@ def of(step: int) -> list[Prompt]:
     return [replace(Prompt("", ({"role": "user", "content": "?"},)), id=f"{step}/{i}") for i in range(4)]
 
 
-def streaming(lag: int) -> tuple[Streaming, Talks, list[int]]:
+def streaming(lag: int) -> tuple[RolloutStream, Talks, list[int]]:
     """now: the last step whose prompts were handed out."""
     talks, now = Talks(), [1]
     config = from_dict({"rollout": {"asynchronous": True, "max_lag": lag}})
@@ -46,7 +46,7 @@ def streaming(lag: int) -> tuple[Streaming, Talks, list[int]]:
         return [of(step) for step in range(now[0] + 1, min(LAST, now[0] + steps) + 1)]
 
     made: Any = talks
-    return Streaming(config, upcoming, ALONE, made, 2, Counts(), lambda step: 10 * step, print), talks, now
+    return RolloutStream(config, upcoming, LOCAL, made, 2, LocalKVStore(), lambda step: 10 * step, print), talks, now
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -54,9 +54,9 @@ def test_no_step_is_begun_by_weights_that_are_too_old_and_none_is_left_out(lag: 
     stream, talks, now = streaming(lag)
     for step in range(1, LAST + 1):
         now[0] = step
-        stream.open(of(step), 8, step)
+        stream.request_groups(of(step), 8, step)
         assert len(talks.admitted) == min(LAST, step + lag)
-        stream.go_on(step)
+        stream.resume(step)
         assert len(talks.admitted) == min(LAST, step + 1 + lag)
     assert talks.admitted == [(f"{step}/0", 10 * step) for step in range(1, LAST + 1)]
     assert talks.groups == 2 * (1 + lag)  # for two engines
@@ -64,10 +64,10 @@ def test_no_step_is_begun_by_weights_that_are_too_old_and_none_is_left_out(lag: 
 
 def test_a_step_that_takes_nothing_or_wants_other_samples_is_an_error() -> None:
     stream, _, now = streaming(1)
-    stream.open(of(1), 8, 1)
+    stream.request_groups(of(1), 8, 1)
     now[0] = 2
     with pytest.raises(ConfigError, match="wants 4 samples of each prompt, of which 8 were begun"):
-        stream.open(of(2), 4, 2)
+        stream.request_groups(of(2), 4, 2)
     now[0] = 3
     with pytest.raises(ConfigError, match="but step 2 took none"):
-        stream.open(of(3), 8, 3)
+        stream.request_groups(of(3), 8, 3)

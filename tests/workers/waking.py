@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megarl.environments.catalog import Known
+from megarl.environments.catalog import EnvironmentCatalog
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Ranks
 from megarl.types import Prompt
@@ -20,20 +20,20 @@ class Recorded(RolloutWorker):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        engine = self.engines.own
-        assert engine is not None and self._talks is not None
+        engine = self.engines.engine
+        assert engine is not None and self._runner is not None
         self.calls: list[str] = []
         engine._server = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
         engine._platform = SimpleNamespace(has_memory_saver=lambda: True)  # type: ignore[assignment]
         engine._call = self.call  # type: ignore[assignment, method-assign]
-        self._talks.generate = lambda *args, **options: self.calls.append("generates")  # type: ignore
-        self.engines.pushing.push = self.push  # type: ignore[assignment, method-assign]
+        self._runner.generate = lambda *args, **options: self.calls.append("generates")  # type: ignore
+        self.engines.weight_sync.sync = self.push  # type: ignore[assignment, method-assign]
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> None:
         self.calls.append(" ".join([path.partition("?")[0], *(body or {}).get("tags", [])]))
 
     def push(self, local: Any, version: int) -> bool:
-        engine = self.engines.own
+        engine = self.engines.engine
         assert engine is not None
         engine.begin_update()
         self.calls.append("is pushed to")
@@ -42,9 +42,9 @@ class Recorded(RolloutWorker):
 
 
 def made(config: Any, hf: dict[str, Any], ranks: Ranks) -> Recorded:
-    chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=Known())
+    chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=EnvironmentCatalog())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
-    return Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), updates={"actor": 1}))
+    return Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), num_updates={"actor": 1}))
 
 
 def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, int, bool]]:
@@ -55,8 +55,8 @@ def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, in
     def generate(prompts: Any, **options: Any) -> None:
         found.append((options["seed"], options["first_group"], options["greedy"]))
 
-    assert worker._talks is not None
-    worker._talks.generate = generate  # type: ignore[assignment, method-assign]
+    assert worker._runner is not None
+    worker._runner.generate = generate  # type: ignore[assignment, method-assign]
     prompt = Prompt("p", ())
     worker.begin_step(1)
     worker.generate([prompt] * 3, 1, greedy=True)
@@ -77,6 +77,6 @@ def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
     worker.generate([], 1)
     worker.sleep()
     worker.update_weights(actor)
-    assert worker.engines.own is not None and worker.engines.own.usable
+    assert worker.engines.engine is not None and worker.engines.engine.is_usable
     worker.generate([], 1)
     return worker.calls

@@ -21,7 +21,7 @@ from faults.seen import Findings, Seen
 from faults.tooling import HANG, HUNG, SEEN
 from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop, tried
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE
-from megarl.observe.rollout_log import is_whole, read_rollouts
+from megarl.observe.rollout_log import is_complete, read_rollouts
 from megarl.types import Rollout
 
 HANGS = "rollout.hang_timeout"
@@ -120,7 +120,7 @@ class Chain:
 
     def rollouts(self, step: int) -> list[Rollout]:
         """Of a step that is over: they are written in the background."""
-        self.alive_or_not().wait_for(lambda: is_whole(self.run_dir, step), f"the rollouts of step {step}")
+        self.alive_or_not().wait_for(lambda: is_complete(self.run_dir, step), f"the rollouts of step {step}")
         return read_rollouts(self.run_dir, step)
 
     def engine(self, index: int = 0) -> psutil.Process:
@@ -252,7 +252,7 @@ def _well(chain: Chain, findings: Findings, step: int) -> None:
     moved = max(row.get("actor/grad_norm", 0.0) for row in chain.rows().values())
     findings.add(moved > 1e-3, "which have moved", "NOTHING to tell weights apart by: they have not moved")
     rollouts = chain.rollouts(step)
-    versions = {version for rollout in rollouts for version, _ in rollout.runs}
+    versions = {version for rollout in rollouts for version, _ in rollout.version_spans}
     findings.add(versions == {step - 1}, f"all tokens are by version {step - 1}", f"tokens are by versions {versions}")
     chain.engine(0), chain.engine(1)
 

@@ -35,7 +35,7 @@ class HookedLaunch(launcher.Launch):
 def main() -> int:
     launcher.Launch = HookedLaunch  # type: ignore[misc]
     given = os.environ.get(points.VARIABLE, "")
-    if given and (rendezvous.place().launched or "parallel.world_size=1" in sys.argv):
+    if given and (rendezvous.read_launch_env().is_launched or "parallel.world_size=1" in sys.argv):
         import megarl.flow  # noqa: F401  in the order in which the program imports things
 
         points.install(given)
@@ -43,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    exit_status.exit_with(main)
+    exit_status.run_and_exit(main)

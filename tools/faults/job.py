@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from faults.points import VARIABLE, Point
-from megarl.engine.engine_host_client import SHARED
+from megarl.engine.engine_host_client import HOST_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 900.0
@@ -73,7 +73,7 @@ class Job:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
         environment[VARIABLE] = json.dumps({"folder": str(self.points), "points": [asdict(one) for one in points]})
         if host:
-            environment[SHARED] = host
+            environment[HOST_VARIABLE] = host
         self._output = tempfile.TemporaryFile("w+")
         self._errors = tempfile.TemporaryFile("w+")
         self.began = time.time()

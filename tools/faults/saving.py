@@ -36,7 +36,7 @@ def whole(run_dir: Path, step: int) -> bool:
     if isinstance(found, str):
         return False
     _, files = found
-    return not (manifest.size_fault(folder, files, files) or manifest.content_fault(folder, files, files))
+    return not (manifest.check_sizes(folder, files, files) or manifest.check_hashes(folder, files, files))
 
 
 def _stages(shop: Workshop) -> Seen:

@@ -29,7 +29,7 @@ class Before:
 
     @staticmethod
     def names(role: str) -> int:
-        return len(megatron_model.NAMES[role])
+        return len(megatron_model.OUTPUT_NAMES[role])
 
     @staticmethod
     def prepare(model: Any) -> None:

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from megarl.config import Config
-from megarl.controllers.controller import parts_of
-from megarl.controllers.policy_gradient import policy_reads
+from megarl.controllers.controller import split_indices
+from megarl.controllers.policy_gradient import policy_loss_columns
 from megarl.data import packing
 from megarl.megatron import distribution
-from megarl.megatron.distribution import Distribution, place_of
+from megarl.megatron.distribution import BatchDispatcher, make_model_rank
 from megarl.models.routing import RoutingShape
-from megarl.parallel.row_exchange_plan import Plan
-from megarl.types import ALONE, TrainBatch
-from megarl.types.batch import ALWAYS, Shares
+from megarl.parallel.row_exchange_plan import ExchangePlan
+from megarl.types import LOCAL, TrainBatch
+from megarl.types.batch import REQUIRED_COLUMNS, BatchSharding
 
 
 @dataclass
@@ -66,10 +66,10 @@ class Paper:
             at: Any = SimpleNamespace(
                 pp=parallel.pp, pp_rank=rest // dp, dp_rank=rest % dp, tp_rank=tp_rank, cp_rank=cp_rank
             )
-            places[rank] = place_of(at, layers[at.pp_rank] if layers else ())
+            places[rank] = make_model_rank(at, layers[at.pp_rank] if layers else ())
         budget = config.train.token_budget * parallel.cp
-        self._actor = Distribution(places, dp, budget, quadratic, 1, False, routing)
-        self._critic = Distribution(
+        self._actor = BatchDispatcher(places, dp, budget, quadratic, 1, False, routing)
+        self._critic = BatchDispatcher(
             {rank: place_of_critic(place) for rank, place in places.items()}, dp, budget, quadratic, 1, False, None
         )
         size = min(parallel.world_size, parallel.ranks_per_node)
@@ -85,23 +85,25 @@ class Paper:
             passes = [(self._actor, batch, "logprobs"), (self._critic, batch, "values")]
             for model, rows, name in (*passes[: 1 + ppo], (self._actor, reference, "logprobs")):
                 before = sent.machine + sent.network
-                model.forward_elsewhere(rows, (name,))
+                model.join_forward(rows, (name,))
                 sent.by_forward.append(sent.machine + sent.network - before)
                 sent.computed += self._computed(model, batch, rank, True)
-            losses = [(self._actor, policy_reads(config))]
+            losses = [(self._actor, policy_loss_columns(config))]
             if ppo:
                 losses.insert(0, (self._critic, ("values", "returns")))
-            for part in parts_of(len(self.lengths), config.run.num_update, config.run.epochs, seed):
+            for part in split_indices(len(self.lengths), config.run.num_update, config.run.epochs, seed):
                 for model, columns in losses:
                     before = sent.machine + sent.network
                     mini = self._batch(rank, part, ("rollout_logprobs", *columns, "loss_weights"))
-                    model.train_elsewhere(mini, [name for name in mini.columns() if name in (*ALWAYS, *columns)])
+                    model.join_train_step(
+                        mini, [name for name in mini.columns() if name in (*REQUIRED_COLUMNS, *columns)]
+                    )
                     sent.by_update.append(sent.machine + sent.network - before)
                     sent.computed += self._computed(model, mini, rank, False)
         return sent
 
-    def _computed(self, model: Distribution, batch: TrainBatch, rank: int, forward_only: bool) -> int:
-        mine = model.plan(batch, forward_only)[model.places[rank].dp_rank]
+    def _computed(self, model: BatchDispatcher, batch: TrainBatch, rank: int, forward_only: bool) -> int:
+        mine = model.plan(batch, forward_only)[model.model_ranks[rank].dp_rank]
         return int(batch.lengths[[i for micro in mine for i in micro]].sum())
 
     def _batch(self, rank: int, part: Sequence[int], columns: Sequence[str]) -> TrainBatch:
@@ -126,15 +128,15 @@ class Paper:
             group=torch.zeros_like(lengths),
             sequence_reward=torch.zeros(len(lengths)),
             routing=records,
-            support=None,
-            shares=Shares(lengths, routed, homes, own, ALONE),
+            sampling_mask=None,
+            sharding=BatchSharding(lengths, routed, homes, own, LOCAL),
             **{name: column(torch.bool if name == "marked" else torch.float32) for name in columns},  # type: ignore[arg-type]
         )
 
     @contextmanager
     def _as(self, rank: int, sent: Sent) -> Iterator[None]:
         """Within the block this process is a rank, whose post plans and sends nothing."""
-        packing._planned.cache_clear()  # a rank plans for itself
+        packing._cached_plan.cache_clear()  # a rank plans for itself
         before = distribution.dist, distribution.row_exchange
         world, begun = self.config.parallel.world_size, time.thread_time()
         job = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: world)
@@ -147,13 +149,13 @@ class Paper:
             sent.seconds = time.thread_time() - begun
 
 
-def place_of_critic(place: distribution.Place) -> distribution.Place:
+def place_of_critic(place: distribution.ModelRank) -> distribution.ModelRank:
     """It replays nothing."""
-    return distribution.Place(place.dp_rank, place.reads, place.ends, place.speaks, ())
+    return distribution.ModelRank(place.dp_rank, place.needs_tokens, place.is_last_stage, place.is_reporter, ())
 
 
 class _Post:
-    """As `parallel.row_exchange.Post`, which sends what this counts."""
+    """As `parallel.row_exchange.RowExchange`, which sends what this counts."""
 
     def __init__(self, machines: Sequence[Sequence[int]], rank: int, sent: Sent) -> None:
         self._machines, self._rank, self._sent = machines, rank, sent
@@ -161,10 +163,10 @@ class _Post:
     def deliver(
         self, columns: Any, kinds: Any, lengths: Any, homes: Any, wants: Any, parts: Mapping[str, Any] | None = None
     ) -> Any:
-        plan = Plan(kinds, lengths, homes, wants, parts or {}, self._machines, self._rank)
-        if any(plan.reads(other, self._rank) for other in plan.members if other != self._rank):
-            self._sent.machine += plan.blocks(plan.published(self._rank))[1]
-        self._sent.network += sum(plan.blocks(chosen)[1] for _, chosen in plan.sends())
+        plan = ExchangePlan(kinds, lengths, homes, wants, parts or {}, self._machines, self._rank)
+        if any(plan.needs_rows(other, self._rank) for other in plan.members if other != self._rank):
+            self._sent.machine += plan.blocks(plan.local_selection(self._rank))[1]
+        self._sent.network += sum(plan.blocks(chosen)[1] for _, chosen in plan.iter_sends())
         self._sent.deliveries += 1
         plan.inbox(self._rank)
         nothing = [torch.empty(0)] * len(wants[self._rank])

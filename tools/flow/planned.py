@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from flow.answers import QUADRATIC, Shape, config_of, groups, lengths, routing_of
-from megarl.controllers.lookup import declare
-from megarl.models.host_memory import NUMBER, TOKEN, Batch, column_bytes, moments, recording
+from megarl.controllers.lookup import load_requirements
+from megarl.models.host_memory import FLOAT_BYTES, TOKEN_BYTES, BatchSize, bytes_by_phase, column_bytes, recording_bytes
 
 if TYPE_CHECKING:
     from flow.paper import Paper, Sent
@@ -48,24 +48,24 @@ def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
     """Bytes of all ranks, of one machine, at the times that `host_memory.moments` names, and besides with rollouts
     alone and while these are recorded."""
     config, shape = config_of(order, Path()), Shape(**order["shape"])
-    declared, routing, sizes = declare(config), routing_of(shape), lengths_of(shape)
+    declared, routing, sizes = load_requirements(config), routing_of(shape), lengths_of(shape)
     tokens = int(sizes.sum())
     columns, record = (
         column_bytes(config, declared),
         0 if routing is None else shape.layers * shape.topk * routing.dtype.itemsize,
     )
-    whole = tokens * ((columns + NUMBER) * (1 + ("critic" in declared.roles)) + record) * config.run.epochs
+    whole = tokens * ((columns + FLOAT_BYTES) * (1 + ("critic" in declared.roles)) + record) * config.run.epochs
     moved = sum(sum(rank.by_update) for rank in by_rank) / whole
     # The first pass is the policy's, which replays: its tokens go there, and a number of each comes back.
-    passed = sum(rank.by_forward[0] for rank in by_rank) / (tokens * (TOKEN + NUMBER + record))
+    passed = sum(rank.by_forward[0] for rank in by_rank) / (tokens * (TOKEN_BYTES + FLOAT_BYTES + record))
     found: dict[str, float] = {}
     for share, names in ((passed, ("forward",)), (moved, ("advantages", "cutting", "update"))):
-        batch = Batch(tokens, len(sizes), int(sizes.max()), min(1.0, share))
-        by_time = moments(config, declared, batch, routing)
+        batch = BatchSize(tokens, len(sizes), int(sizes.max()), min(1.0, share))
+        by_time = bytes_by_phase(config, declared, batch, routing)
         found |= {name: sum(by_time[name].values()) for name in names if name in by_time}
-    some = next(iter(moments(config, declared, batch, routing).values()))
+    some = next(iter(bytes_by_phase(config, declared, batch, routing).values()))
     rollouts = some["rollouts"] + some["records of routing"]
-    found["recording"] = rollouts + tokens * columns + recording(config, batch, routing)
+    found["recording"] = rollouts + tokens * columns + recording_bytes(config, batch, routing)
     return {"rollouts": round(rollouts)} | {name: round(amount) for name, amount in found.items()}
 
 

@@ -29,7 +29,7 @@ from megarl.controllers.controller import Controller
 from megarl.controllers.lookup import make_controller
 from megarl.megatron import trainer_model as megatron_model
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
-from megarl.megatron.routing_replay import Share
+from megarl.megatron.routing_replay import ReplayShard
 from megarl.megatron.trainer_model import MegatronModel
 from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
@@ -58,15 +58,15 @@ class Played(MegatronModel):
         nothing = dict.fromkeys(("zero_grad", "prepare_grads", "step"), lambda: None)
         self.optimizer = SimpleNamespace(get_grad_norm=lambda: 1.0, **nothing)
         self.scheduler = SimpleNamespace(step=lambda by: None, get_lr=lambda group: 0.0)  # type: ignore[assignment]
-        self.replays, self.layers = None, tuple[int, ...]()
+        self.replay_shape, self.layers = None, tuple[int, ...]()
         if role == "actor" and shape.layers:
-            self.replays = routing_of(shape)
+            self.replay_shape = routing_of(shape)
             self.layers = tuple(range(shape.layers))[place.pp_rank :: place.pp]
         self._reader = self  # type: ignore[assignment]
         how.prepare(self)
 
     @contextmanager
-    def _at_work(self, states: bool = True) -> Iterator[None]:
+    def _on_device(self, states: bool = True) -> Iterator[None]:
         yield
 
     def read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float, *more: Any) -> ModelOutput:
@@ -92,11 +92,11 @@ class Played(MegatronModel):
         place, done = torch.device("cpu"), []
         mine, take, layers = self.how.opened(self, rows, plan, forward_only)
         at = self.ranks.tp, self.ranks.cp, self.ranks.cp_rank
-        replayed = Share(layers, self.ranks.tp, self.ranks.tp_rank) if self.replays is not None else None
+        replayed = ReplayShard(layers, self.ranks.tp, self.ranks.tp_rank) if self.replay_shape is not None else None
         for indices in mine:
             with self.parts.of("micro-batches"):
                 micro: MicroBatch = take(make_micro_batch, indices, place, *at, 0, replayed)
-                self.parts.computed += len(micro.real)
+                self.parts.computed += len(micro.unpadded_indices)
             with self.parts.of(NOT_OURS):
                 int(micro.tokens.sum()) + (0 if micro.routing is None else int(micro.routing.sum()))
             if self.ranks.pp_rank == self.ranks.pp - 1:
@@ -149,12 +149,12 @@ class Now:
 
     @staticmethod
     def prepare(model: Any) -> None:
-        from megarl.megatron.distribution import Distribution, place_of
+        from megarl.megatron.distribution import BatchDispatcher, make_model_rank
 
-        own = model.ranks.job.rank, place_of(model.ranks, model.layers)
+        own = model.ranks.job.rank, make_model_rank(model.ranks, model.layers)
         budget = model.config.train.token_budget * model.ranks.cp
         places = dict(ranks.all_gather_objects(own))
-        model.distribution = Distribution(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replays)
+        model.distribution = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replay_shape)
         model.fitting = SimpleNamespace(  # as where `guards.memory` is off
             run=lambda batch, plan, work, trains: (work(plan), plan), noted=lambda micros: micros, figures={}
         )
@@ -183,37 +183,37 @@ class Now:
         from megarl.parallel import row_exchange
         from megarl.types import Rollouts
 
-        return Rollouts.of(mine, [rollout.group for rollout in mine], row_exchange.AllRanks())
+        return Rollouts.gather(mine, [rollout.group for rollout in mine], row_exchange.WorldComm())
 
     @staticmethod
     def machines(size: int) -> None:
         from megarl.parallel import row_exchange
-        from megarl.parallel.row_exchange import Post
+        from megarl.parallel.row_exchange import RowExchange
 
-        row_exchange._post = post = Post(per_machine=size)
+        row_exchange._row_exchange = post = RowExchange(per_machine=size)
         exchange = post.exchange_objects
 
         def counted(parcels: Mapping[int, Any]) -> dict[int, Any]:
-            before = sum(post.sent.values())
+            before = sum(post.bytes_sent.values())
             found = exchange(parcels)
-            Now.parcels += sum(post.sent.values()) - before
+            Now.parcels += sum(post.bytes_sent.values()) - before
             return found
 
         post.exchange_objects = counted  # type: ignore[method-assign]
 
     @staticmethod
     def timed(parts: Parts) -> None:
-        from megarl.megatron.distribution import Distribution
+        from megarl.megatron.distribution import BatchDispatcher
 
-        parts.around(Distribution, "give", "rows to models")
-        parts.around(Distribution, "take_back", "numbers back")
+        parts.around(BatchDispatcher, "give", "rows to models")
+        parts.around(BatchDispatcher, "take_back", "numbers back")
 
     @staticmethod
     def posted() -> int:
         """Bytes of rows that this rank has written for others."""
         from megarl.parallel import row_exchange
 
-        return sum(row_exchange.post().sent.values()) - Now.parcels
+        return sum(row_exchange.get_row_exchange().bytes_sent.values()) - Now.parcels
 
     @staticmethod
     def is_own(file: Path, rank: int) -> bool:
@@ -232,7 +232,7 @@ def flow_of(config: Config, place: Any, mine: Sequence[Rollout], shape: Shape, p
     actor.model = Played(config, place, "actor", shape, parts, how)
     critic.model = Played(config, place, "critic", shape, parts, how)
     reference = ReferenceWorker(context, actor)
-    reference.first = nullcontext
+    reference.use_reference_weights = nullcontext
     reward = RewardWorker(context, trivial)
     rollout = PlayedRollout(config, mine, parts, how)
     return SimpleNamespace(
@@ -305,9 +305,9 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         metrics = result.metrics | rollout_metrics(result.rollouts)
         if watched:
             mark("log", 0.0)
-        log.step(step, metrics, result.rollouts, result.batch, result.trained)
+        log.end_step(step, metrics, result.rollouts, result.batch, result.trained)
         with parts.of("log") if watched else nullcontext():
-            if settling := getattr(log, "settling", None):
+            if settling := getattr(log, "make_drain", None):
                 settling()()
         logged = sum(file.stat().st_size for file in folder.rglob("*") if how.is_own(file, rank))
         sent = written() - wrote - logged

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from megarl.environments.tools import Tool
 
-_LONGEST = 200
-_MOST_BITS = 512  # of an intermediate integer: no expression may cost more than a glance
+_MAX_CHARS = 200
+_MAX_BITS = 512  # of an intermediate integer: no expression may cost more than a glance
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -28,10 +28,10 @@ def calculate(expression: str) -> str:
     Whole results of / are written without a fraction. Raises ValueError, in words for the policy, for anything else,
     for division by zero and for numbers past 512 bits.
     """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"the expression is longer than {_LONGEST} characters")
+    if len(expression) > _MAX_CHARS:
+        raise ValueError(f"the expression is longer than {_MAX_CHARS} characters")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("this is not an arithmetic expression") from None
     except ZeroDivisionError:
@@ -43,26 +43,26 @@ def calculate(expression: str) -> str:
     return str(value)
 
 
-def _value(node: ast.expr) -> int | float:
+def _evaluate(node: ast.expr) -> int | float:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return _bounded(node.value)
+        return _check_size(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        operand = _value(node.operand)
+        operand = _evaluate(node.operand)
         return -operand if isinstance(node.op, ast.USub) else operand
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Pow):
             size = left.bit_length() if isinstance(left, int) else 1
-            if abs(right) * max(size, 1) > _MOST_BITS:
+            if abs(right) * max(size, 1) > _MAX_BITS:
                 raise ValueError("the power is too large")
-        return _bounded(_BINARY[type(node.op)](left, right))
+        return _check_size(_BINARY[type(node.op)](left, right))
     raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
 
 
-def _bounded(value: int | float | complex) -> int | float:
+def _check_size(value: int | float | complex) -> int | float:
     if isinstance(value, complex) or value != value or value in (float("inf"), float("-inf")):
         raise ValueError("the result is not a real number")
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise ValueError("the number is too large")
     return value
 

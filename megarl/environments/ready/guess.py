@@ -14,7 +14,7 @@ class Guess:
 
     def reset(self, ground_truth: int, most: int = 0) -> None:
         self._number, self._range = int(ground_truth), (1, most or self.most)
-        self._tries, self._found = 0, False
+        self._tries, self._is_solved = 0, False
 
     def guess(self, number: int) -> str:
         """Guess the number. The answer is `higher`, `lower` or `right`.
@@ -22,12 +22,12 @@ class Guess:
         Args:
             number: a whole number
         """
-        if self._found:
+        if self._is_solved:
             return "right, and found before"
         least, most = self._range
         self._tries += 1 + (not least <= number <= most)
         if number == self._number:
-            self._found = True
+            self._is_solved = True
             return "right"
         if number < self._number:
             self._range = (max(least, number + 1), most)
@@ -36,5 +36,5 @@ class Guess:
         return "lower"
 
     def reward(self) -> dict[str, Any]:
-        worth = max(0.0, 1.0 - self.cost * (self._tries - 1)) if self._found else 0.0
+        worth = max(0.0, 1.0 - self.cost * (self._tries - 1)) if self._is_solved else 0.0
         return {"reward": worth, "parts": {"tries": self._tries}}

@@ -9,8 +9,8 @@ import sqlite3
 from functools import cache
 from pathlib import Path
 
-MOST = 10
-SHOWN = 1000
+MAX_RESULTS = 10
+MAX_CHARS = 1000
 """Characters of a document."""
 
 
@@ -23,7 +23,7 @@ class Search:
     def reset(self, corpus: str = "") -> None:
         if not (corpus or self.corpus):
             raise ValueError("there is no corpus: give each prompt a column `corpus`, or a class of your own one")
-        self._index = index_of(corpus or self.corpus)
+        self._index = build_index(corpus or self.corpus)
 
     def search(self, query: str, count: int = 3) -> str:
         """Find documents by words that stand in them; the best first.
@@ -38,13 +38,13 @@ class Search:
         wanted = " OR ".join(f'"{word}"' for word in words)
         found = self._index.execute(
             "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY bm25(documents), rowid LIMIT ?",
-            (wanted, max(1, min(count, MOST))),
+            (wanted, max(1, min(count, MAX_RESULTS))),
         ).fetchall()
-        return "\n".join(f"{title}: {text[:SHOWN]}" for title, text in found) or "nothing found"
+        return "\n".join(f"{title}: {text[:MAX_CHARS]}" for title, text in found) or "nothing found"
 
 
 @cache
-def index_of(corpus: str) -> sqlite3.Connection:
+def build_index(corpus: str) -> sqlite3.Connection:
     """Made once in a process. Raises ValueError for a line that is no document, OSError."""
     index = sqlite3.connect(":memory:")
     index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter')")

@@ -10,13 +10,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, Told, plain_name
+from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, TrackerRun, sanitize_name
 
 
 class SwanLab:
-    appends: ClassVar[bool] = True
+    is_append_only: ClassVar[bool] = True
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: TrackerRun) -> None:
         import swanlab
 
         self._swanlab = swanlab
@@ -34,13 +34,13 @@ class SwanLab:
             settings=swanlab.Settings(interactive=False),
         )
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({plain_name(name): value for name, value in values.items()}, step=step)
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({sanitize_name(name): value for name, value in values.items()}, step=step)
 
-    def text(self, step: int, text: str) -> None:
+    def log_text(self, step: int, text: str) -> None:
         self._run.log({"alarms": self._swanlab.Text(text)}, step=step)
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, rows: Sequence[Row]) -> None:
         table = self._swanlab.echarts.Table()
         table.add(list(COLUMNS), [list(row) for row in rows])
         self._run.log({"rollouts": table}, step=step)

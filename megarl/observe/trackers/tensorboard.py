@@ -14,16 +14,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from megarl.observe.trackers.adapter import COLUMNS, Row, Told
+from megarl.observe.trackers.adapter import COLUMNS, Row, TrackerRun
 
 
 class TensorBoard:
     """What was written for steps from the first on is purged by the reader: a resumed run takes them again."""
 
-    appends: ClassVar[bool] = False
+    is_append_only: ClassVar[bool] = False
     id = ""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: TrackerRun) -> None:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary  # seconds to import
@@ -40,14 +40,14 @@ class TensorBoard:
             begin.append(self._event(step=told.first + 1, session_log=restart))
         self._append(begin)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         scalars = [self._summary.scalar(name, value) for name, value in values.items()]
         self._append([self._event(step=step, summary=scalar) for scalar in scalars])
 
-    def text(self, step: int, text: str) -> None:
+    def log_text(self, step: int, text: str) -> None:
         self._append([self._event(step=step, summary=self._summary.text("alarms", text))])
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, rows: Sequence[Row]) -> None:
         lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
         text = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
         self._append([self._event(step=step, summary=self._summary.text("rollouts", text))])

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, Told
+from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, TrackerRun
 
 
 class Wandb:
-    appends: ClassVar[bool] = True  # it refuses a step before the last one
+    is_append_only: ClassVar[bool] = True  # it refuses a step before the last one
 
-    def __init__(self, told: Told) -> None:
-        _needs_key()
+    def __init__(self, told: TrackerRun) -> None:
+        _require_key()
         import wandb
 
         self._wandb = wandb
@@ -37,13 +37,13 @@ class Wandb:
             ),
         )
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def text(self, step: int, text: str) -> None:
+    def log_text(self, step: int, text: str) -> None:
         self._run.alert(title=f"step {step}", text=text)
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, rows: Sequence[Row]) -> None:
         data = [list(row) for row in rows]
         self._run.log({"rollouts": self._wandb.Table(columns=list(COLUMNS), data=data)}, step=step)
 
@@ -51,7 +51,7 @@ class Wandb:
         self._run.finish()
 
 
-def _needs_key() -> None:
+def _require_key() -> None:
     """Raise where it would ask for a key, on a terminal that nobody looks at."""
     if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return

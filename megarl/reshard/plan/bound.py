@@ -52,7 +52,7 @@ from megarl.models.config_json import need
 from megarl.models.fp8 import is_quantised
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, Held, Sides, TrainLayout, sides_of
+from megarl.reshard.plan.layout import EngineLayout, RankMap, ShardSlice, TrainLayout, build_rank_map
 
 Wire = Literal["bf16", "fp8", "fp32"]
 Bools = NDArray[np.bool_]
@@ -61,7 +61,9 @@ Floats = NDArray[np.float64]
 
 BLOCK = 128  # rows and columns of an FP8 block; each has an fp32 scale
 SCALE_BYTES = 4
-SLACK = 1.05  # in the plans that `send_beside` bounds, no rank sends more than this times `nic_send` over the network
+NETWORK_SLACK = (
+    1.05  # in the plans that `send_beside` bounds, no rank sends more than this times `nic_send` over the network
+)
 SHARING_ROUNDS = 400  # of the fractional sharing that suggests busy sets; more can only raise the bound a little
 MARGINS = (0.0, 0.003, 0.01)  # what is as good as equal there, as it never becomes quite equal
 
@@ -112,7 +114,7 @@ class Columns(NamedTuple):
     weight: Ints
 
 
-class Member(NamedTuple):
+class LayerColumns(NamedTuple):
     """A layer of the decoder, or (None) what is outside of it, with the columns of its parameters."""
 
     stage: int
@@ -120,18 +122,20 @@ class Member(NamedTuple):
     columns: Columns
 
 
-def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16") -> Bound:
+def compute_bound(
+    hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16"
+) -> Bound:
     """The bound of moving the whole model once, from the trainer's ranks to the engines', which are what the layouts
     say. Raises ConfigError where a layout does not divide the model or its ranks."""
-    sides = sides_of(train, engine, ranks_per_node)
-    world, width, here = sides.world, train.stage_ranks, sides.here
+    sides = build_rank_map(train, engine, ranks_per_node)
+    world, width, here = sides.world, train.stage_ranks, sides.ranks_per_node
     needed, local = np.zeros(world, np.int64), np.zeros(world, np.int64)
     internode = np.zeros(world // here, np.int64)
-    nic_send, nic_recv, send = Jobs(), Jobs(), Jobs()
-    model = members(hf, train, engine, wire)
+    nic_send, nic_recv, send = TransferJobs(), TransferJobs(), TransferJobs()
+    model = list_layer_columns(hf, train, engine, wire)
     for stage in sorted({member.stage for member in model}):
         columns = _merged([member.columns for member in model if member.stage == stage])
-        holds, needs = whole(columns, stage, train, engine, sides)
+        holds, needs = expand_to_ranks(columns, stage, train, engine, sides)
         weight = columns.weight
         needed += needs @ weight
         local += (needs & holds) @ weight
@@ -152,27 +156,29 @@ def bound(hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node
         node, atom = np.nonzero((copies > 0) & node_holds)
         send.add(node * here, held[node, :, atom], weight[atom], network=False)
         send.add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), network=False)
-    classes = _classes(train, sides)
-    found = {name: jobs.busiest(world, classes) for name, jobs in (("nic_send", nic_send), ("nic_recv", nic_recv))}
-    found["send"] = send.busiest(world, classes)
-    found["send_beside"] = send.busiest(world, classes, found["nic_send"]) if nic_send.bytes else found["send"]
+    classes = _partition_ranks(train, sides)
+    found = {
+        name: jobs.bound_busiest(world, classes) for name, jobs in (("nic_send", nic_send), ("nic_recv", nic_recv))
+    }
+    found["send"] = send.bound_busiest(world, classes)
+    found["send_beside"] = send.bound_busiest(world, classes, found["nic_send"]) if nic_send.bytes else found["send"]
     return Bound(
         model_bytes=sum(int(member.columns.weight.sum()) for member in model),
         needed=needed,
         local=local,
         cross=needed - local,
         internode=internode,
-        send=found["send"].least,
-        send_beside=max(found["send"].least, found["send_beside"].least),
+        send=found["send"].lower_bound,
+        send_beside=max(found["send"].lower_bound, found["send_beside"].lower_bound),
         recv=float((needed - local).max()),
-        nic_send=found["nic_send"].least,
-        nic_recv=found["nic_recv"].least,
+        nic_send=found["nic_send"].lower_bound,
+        nic_recv=found["nic_recv"].lower_bound,
         attainable={name: busiest.attainable for name, busiest in found.items()},
         forced_on={name: busiest.forced_on for name, busiest in found.items()},
     )
 
 
-def members(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire) -> list[Member]:
+def list_layer_columns(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire) -> list[LayerColumns]:
     """The whole model: embedding, layers, those of multi-token prediction (outside of the decoder), norm and head."""
     family = family_of(hf)
     family.check(hf)
@@ -181,20 +187,22 @@ def members(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire) 
         sizes = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         raise ConfigError(f"ep={train.ep} does not divide the {experts} experts of a layer; sizes that do: {sizes}")
     found = []
-    for param in blocks.embedding(hf) + blocks.final(hf):
-        found.append(Member(train.stage_of(param), None, _columns([param], train, engine, experts, wire)))
+    for param in blocks.embedding(hf) + blocks.final_params(hf):
+        found.append(LayerColumns(train.stage_of(param), None, _columns([param], train, engine, experts, wire)))
     kinds: dict[Any, Columns] = {}
     decoder = int(need(hf, "num_hidden_layers"))
-    for layer in range(decoder + family.mtp_layers(hf)):
+    for layer in range(decoder + family.num_mtp_layers(hf)):
         sample = family.layer(hf, layer, range(min(1, experts)))
-        kind = (*(_shape_of(param, engine) for param in sample), engine.experts.get(layer))
+        kind = (*(_param_signature(param, engine) for param in sample), engine.experts.get(layer))
         if kind not in kinds:
             kinds[kind] = _columns(family.layer(hf, layer, range(experts)), train, engine, experts, wire)
-        found.append(Member(train.stage_of(sample[0]), layer if layer < decoder else None, kinds[kind]))
+        found.append(LayerColumns(train.stage_of(sample[0]), layer if layer < decoder else None, kinds[kind]))
     return found
 
 
-def whole(columns: Columns, stage: int, train: TrainLayout, engine: EngineLayout, sides: Sides) -> tuple[Bools, Bools]:
+def expand_to_ranks(
+    columns: Columns, stage: int, train: TrainLayout, engine: EngineLayout, sides: RankMap
+) -> tuple[Bools, Bools]:
     """`holds` and `needs` of all ranks of the job, for parameters of this stage."""
     holds, needs = np.zeros((2, sides.world, len(columns.weight)), bool)
     needs[sides.engine] = np.tile(columns.needs, (len(sides.engine) // engine.tp, 1))
@@ -209,11 +217,11 @@ def bytes_per_element(param: Param, wire: Wire) -> int:
     return 4 if wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4) else 2
 
 
-def _shape_of(param: Param, engine: EngineLayout) -> Any:
+def _param_signature(param: Param, engine: EngineLayout) -> Any:
     """What makes two parameters the same but for their names and experts."""
-    slot = engine.slot(param)
+    slot = engine.slot_of(param)
     shapes = tuple(tensor.shape for tensor in param.hf)
-    cuts = param.cut, slot and (slot.cut, slot.grid)
+    cuts = param.sharding, slot and (slot.sharding, slot.grid)
     return shapes, cuts, param.expert is None, param.dtype, is_quantised(param)
 
 
@@ -221,17 +229,17 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
     """The columns of parameters that are on the same stage."""
     alike: dict[Any, tuple[Param, Bools, Bools, int]] = {}
     for param in params:
-        if engine.slot(param) is None:
+        if engine.slot_of(param) is None:
             continue
         first = train.stage_of(param) * train.stage_ranks
-        owns = np.array([train.holds(first + rank, param, experts) for rank in range(train.stage_ranks)])
-        wants = np.array([bool(engine.indices(rank, param, experts)) for rank in range(engine.tp)])
-        key = (_shape_of(param, engine), owns.tobytes(), wants.tobytes())
+        owns = np.array([train.has_param(first + rank, param, experts) for rank in range(train.stage_ranks)])
+        wants = np.array([bool(engine.expert_indices(rank, param, experts)) for rank in range(engine.tp)])
+        key = (_param_signature(param, engine), owns.tobytes(), wants.tobytes())
         alike[key] = (param, owns, wants, alike[key][3] + 1 if key in alike else 1)
     found = []
     for param, owns, wants, count in alike.values():
-        holds = [train.held(rank, param) if owned else [] for rank, owned in enumerate(owns)]
-        needs = [engine.held(rank, param) if wanted else [] for rank, wanted in enumerate(wants)]
+        holds = [train.slices_of_rank(rank, param) if owned else [] for rank, owned in enumerate(owns)]
+        needs = [engine.slices_of_rank(rank, param) if wanted else [] for rank, wanted in enumerate(wants)]
         quantised = wire == "fp8" and is_quantised(param)
         for source, tensor in enumerate(param.hf):
             shape = (*tensor.shape, 1)[:2]
@@ -248,7 +256,7 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
     return _merged([Columns(matrix[: train.stage_ranks], matrix[train.stage_ranks :], weight)])
 
 
-def _box(held: Held, shape: Sequence[int]) -> list[tuple[int, int]]:
+def _box(held: ShardSlice, shape: Sequence[int]) -> list[tuple[int, int]]:
     box = [(0, shape[0]), (0, shape[1])]
     box[held.dim] = (held.start, held.stop)
     return box
@@ -285,7 +293,7 @@ def _merged(parts: Sequence[Columns]) -> Columns:
     return Columns(holds[:, kept], needs[:, kept], total)
 
 
-def _classes(train: TrainLayout, sides: Sides) -> list[Ints]:
+def _partition_ranks(train: TrainLayout, sides: RankMap) -> list[Ints]:
     """The natural ways to divide the ranks into sets: for each, the number of the set that every rank is in."""
     stage, within = np.divmod(np.arange(train.world), train.stage_ranks)
     of_trainer = [
@@ -294,7 +302,7 @@ def _classes(train: TrainLayout, sides: Sides) -> list[Ints]:
         stage * train.ep * train.etp + within % (train.ep * train.etp),
         stage,
     ]
-    node = np.arange(sides.world) // sides.here
+    node = np.arange(sides.world) // sides.ranks_per_node
     found = np.full((len(of_trainer), sides.world), -1)  # those that do not train are a set of their own
     found[:, sides.train] = of_trainer
     # Where the sides differ: who is on both, on one, on none, in each node and in all.
@@ -308,13 +316,13 @@ class Busiest(NamedTuple):
     """What some rank has to do at least, what the busiest does in a sharing that was found, and the set of ranks that
     forces the former. network [world]: what each sends over the network in that sharing."""
 
-    least: float
+    lower_bound: float
     attainable: float
     forced_on: tuple[int, ...]
-    network: Floats
+    network_bytes: Floats
 
 
-class Jobs:
+class TransferJobs:
     """Bytes that have to be moved, over the network or inside of a node, by the set of ranks any of which can do it."""
 
     def __init__(self) -> None:
@@ -335,8 +343,8 @@ class Jobs:
             at = (network, begin, width, row[8:].tobytes())
             self.bytes[at] = self.bytes.get(at, 0) + bytes_
 
-    def busiest(self, world: int, classes: Sequence[Ints], within: Busiest | None = None) -> Busiest:
-        """`classes`: see `_classes`. within: of the same jobs over the network alone; then the bound is of sharings in
+    def bound_busiest(self, world: int, classes: Sequence[Ints], within: Busiest | None = None) -> Busiest:
+        """`classes`: see `_partition_ranks`. within: of the same jobs over the network alone; then the bound is of sharings in
         which no rank sends more than SLACK times `within.least` over the network."""
         if not self.bytes:
             return Busiest(0.0, 0.0, (), np.zeros(world))
@@ -355,7 +363,7 @@ class Jobs:
             forced = np.bincount(low[inside], weight[inside], minlength=label.max() + 1) / np.bincount(label)
             if forced.max() > best:
                 best, forced_on = float(forced.max()), np.flatnonzero(label == forced.argmax())
-        cap = SLACK * within.least if within else weight.sum()
+        cap = NETWORK_SLACK * within.lower_bound if within else weight.sum()
         far = np.repeat(network, sizes)
         share = np.repeat(weight / sizes, sizes)
         dear = np.ones(world)  # the factor by which a rank that is at the cap is dearer for jobs over the network
@@ -365,7 +373,7 @@ class Jobs:
             out: NDArray[Any] = np.bincount(ranks[far], share[far], minlength=world)
             part, base = 1.0, out
             if within and out.max() > cap:  # mixed with a sharing that keeps to it, so that it does, too
-                base = within.network
+                base = within.network_bytes
                 part = max((cap - base.max()) / (out.max() - base.max()), 0.0)
             attained = float((load - out + part * out + (1 - part) * base).max())
             if attained < found:
@@ -374,12 +382,12 @@ class Jobs:
             least = np.minimum.reduceat(price, starts)
             # U: the busiest k ranks, for every k at once; V: other ranks that cost (almost) as much.
             rising = np.sort(load)
-            size = _at_least(load, np.ones(world), rising)
+            size = _weight_from(load, np.ones(world), rising)
             for margin in MARGINS:
                 floor = rising * (1 - margin)
-                forced = _at_least(least[~network], weight[~network], rising)
-                forced += _at_least(least[network], weight[network], floor)
-                forced -= cap * (_at_least(load * dear, np.ones(world), floor) - size)
+                forced = _weight_from(least[~network], weight[~network], rising)
+                forced += _weight_from(least[network], weight[network], floor)
+                forced -= cap * (_weight_from(load * dear, np.ones(world), floor) - size)
                 forced /= size
                 if forced.max() > best * (1 + 1e-9):
                     best, forced_on = float(forced.max()), np.flatnonzero(load >= rising[forced.argmax()])
@@ -391,7 +399,7 @@ class Jobs:
         return Busiest(best, found, tuple(forced_on.tolist()), sent)
 
 
-def _at_least(values: NDArray[Any], weight: NDArray[Any], floor: NDArray[Any]) -> Floats:
+def _weight_from(values: NDArray[Any], weight: NDArray[Any], floor: NDArray[Any]) -> Floats:
     """The weight of all values from each floor on."""
     order = np.argsort(values)
     return np.append(np.cumsum(weight[order][::-1])[::-1], 0.0)[np.searchsorted(values[order], floor)]

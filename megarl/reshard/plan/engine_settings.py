@@ -3,7 +3,7 @@
 A setting that moves, swaps or repacks weights without changing a shape would make the weight sync write to wrong
 places: hashes agree, and the engine computes something else. Settings that concern weights are therefore allowed by
 name only, and those of a later SGLang are refused until somebody has read what they do. In addition, a started engine
-describes its layers, and the description is compared (`oddities` in `engine/weight_loader.py`); the run ends before
+describes its layers, and the description is compared (`find_layout_oddities` in `engine/weight_loader.py`); the run ends before
 training where they differ.
 
 The tables list every way of SGLang 0.5.23 to compute experts, quantise, dispatch tokens and place experts: supported by
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megarl.config import ConfigError
-from megarl.config.server_args import fields
+from megarl.config.server_args import load_fields
 
 
 class Verdict(NamedTuple):
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
     why: str
 
 
-def _carried(why: str) -> Verdict:
+def _supported(why: str) -> Verdict:
     return Verdict(True, True, why)
 
 
@@ -41,8 +41,8 @@ _MXFP4 = "for MXFP4 checkpoints, which are not implemented"
 _LORA = "for adapters of its own, which are merged before a push here"
 
 RUNNERS: dict[str, Verdict] = {
-    "triton": _carried("w13 is [gate; up], w2 as in the checkpoint, scales FP32"),
-    "deep_gemm": _carried("as triton; with FP8 on Blackwell it repacks the scales (ue8m0), which is refused there"),
+    "triton": _supported("w13 is [gate; up], w2 as in the checkpoint, scales FP32"),
+    "deep_gemm": _supported("as triton; with FP8 on Blackwell it repacks the scales (ue8m0), which is refused there"),
     "auto": _refused("on Blackwell it is one that swaps gate and up; without the setting MegaRL names triton"),
     "triton_kernel": _refused("has experts transposed"),
     "flashinfer_trtllm": _refused("has [up; gate], padded to 128 and packed into blocks"),
@@ -67,8 +67,8 @@ RUNNERS: dict[str, Verdict] = {
 """moe_runner_backend, and speculative_moe_runner_backend."""
 
 A2A: dict[str, Verdict] = {
-    "none": _carried("experts by ep, the shared ones cut by tp"),
-    "deepep": _carried("the shared experts whole on each rank; needs rollout.ep = rollout.tp"),
+    "none": _supported("experts by ep, the shared ones cut by tp"),
+    "deepep": _supported("the shared experts whole on each rank; needs rollout.ep = rollout.tp"),
     "megamoe": _refused("repacks experts"),
     "flashinfer_megamoe": _refused("repacks experts"),
     "ascend_fuseep": _refused("for Ascend"),
@@ -124,9 +124,9 @@ QUANTISATIONS: dict[str, Verdict] = {
 """quantization, as a setting; what a checkpoint says of itself `models/fp8.py` reads."""
 
 FP8_GEMM: dict[str, Verdict] = {
-    "auto": _carried("as deep_gemm; on Blackwell MegaRL names triton"),
-    "triton": _carried("matrices and FP32 scales as in the checkpoint"),
-    "deep_gemm": _carried("as triton; on Blackwell it repacks the scales (ue8m0), which is refused there"),
+    "auto": _supported("as deep_gemm; on Blackwell MegaRL names triton"),
+    "triton": _supported("matrices and FP32 scales as in the checkpoint"),
+    "deep_gemm": _supported("as triton; on Blackwell it repacks the scales (ue8m0), which is refused there"),
     "flashinfer_trtllm": _refused(_UNREAD),
     "flashinfer_cutlass": _refused(_UNREAD),
     "flashinfer_deepgemm": _refused(_UNREAD),
@@ -156,7 +156,7 @@ TABLES: dict[str, dict[str, Verdict]] = {
 """By SGLang's setting: of each of its choices what becomes of the weights."""
 
 
-def carried(setting: str) -> tuple[str, ...]:
+def supported_choices(setting: str) -> tuple[str, ...]:
     """The choices of a setting that leave weights in place."""
     return tuple(name for name, verdict in TABLES[setting].items() if verdict.bf16)
 
@@ -195,7 +195,7 @@ def as_markdown() -> str:
 
 _ANY = object()
 
-_FREE = frozenset(
+_UNRESTRICTED_GROUPS = frozenset(
     {
         "Device",
         "Schedule",
@@ -247,9 +247,9 @@ _ALLOWED: dict[str, Any] = {
     "enable_dp_lm_head": _ANY,
     "enable_p2p_check": _ANY,
     "moe_dense_tp_size": _ANY,
-    "moe_runner_backend": carried("moe_runner_backend"),
-    "moe_a2a_backend": carried("moe_a2a_backend"),
-    "speculative_moe_runner_backend": carried("moe_runner_backend"),
+    "moe_runner_backend": supported_choices("moe_runner_backend"),
+    "moe_a2a_backend": supported_choices("moe_a2a_backend"),
+    "speculative_moe_runner_backend": supported_choices("moe_runner_backend"),
     "enable_fused_moe_sum_all_reduce": _ANY,
     "deepep_mode": _ANY,
     "deepep_config": _ANY,
@@ -267,7 +267,7 @@ _ALLOWED: dict[str, Any] = {
     "speculative_attention_mode": _ANY,
     "sampling_backend": _ANY,
     "grammar_backend": _ANY,
-    "fp8_gemm_runner_backend": carried("fp8_gemm_runner_backend"),
+    "fp8_gemm_runner_backend": supported_choices("fp8_gemm_runner_backend"),
     "bf16_gemm_backend": _ANY,
     "disable_flashinfer_autotune": _ANY,
     "flashinfer_autotune_skip_ops": _ANY,
@@ -288,7 +288,7 @@ _ALLOWED: dict[str, Any] = {
 }
 """Of the other groups: what may be set, besides to SGLang's own default."""
 
-_WHY = {
+_REMEDIES = {
     "init_expert_location": "experts must be where their numbers say; leave it out",
     "enable_eplb": "experts would move while the engine runs; leave it out",
     "ep_num_redundant_experts": "experts would move while the engine runs; leave it out",
@@ -300,7 +300,7 @@ _WHY = {
     "enable_lora": "adapters are merged before they are pushed; set lora.rank",
     "json_model_override_args": "the engine's model must be the trainer's; change config.json in model.path",
 }
-_NOT_DEFAULT = {"moe_runner_backend", "speculative_moe_runner_backend"}
+_NO_SAFE_DEFAULT = {"moe_runner_backend", "speculative_moe_runner_backend"}
 """SGLang's default of which is not one by name: its own choice on Blackwell swaps gate and up."""
 
 ENVIRONMENT = {
@@ -317,21 +317,25 @@ def check(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting of `rollout.sglang`, of those that `server_args.check` lets pass, that is not
     known to leave the weights where they are."""
     for name, value in settings.items():
-        field, allowed = fields()[name], _ALLOWED.get(name)
-        if field.group in _FREE or allowed is _ANY or (value == field.default and name not in _NOT_DEFAULT):
+        field, allowed = load_fields()[name], _ALLOWED.get(name)
+        if (
+            field.group in _UNRESTRICTED_GROUPS
+            or allowed is _ANY
+            or (value == field.default and name not in _NO_SAFE_DEFAULT)
+        ):
             continue
-        if value is None and name in _NOT_DEFAULT:
+        if value is None and name in _NO_SAFE_DEFAULT:
             continue
         if allowed is not None and value in allowed:
             continue
-        remedy = _WHY.get(name, f"take one of {', '.join(allowed)}" if allowed else "leave it out")
+        remedy = _REMEDIES.get(name, f"take one of {', '.join(allowed)}" if allowed else "leave it out")
         known = TABLES.get(name.removeprefix("speculative_"), {}).get(str(value)) or PLACEMENTS.get(name)
-        if known is not None and name not in _WHY:
+        if known is not None and name not in _REMEDIES:
             remedy = f"{known.why}; {remedy}"
         raise ConfigError(f"rollout.sglang.{name}={value} is not known to leave an engine's weights in place: {remedy}")
 
 
-def safe_runner(settings: Mapping[str, Any], blackwell: bool) -> dict[str, str]:
+def choose_runner(settings: Mapping[str, Any], blackwell: bool) -> dict[str, str]:
     """What a GPU's engine computes with where `rollout.sglang` does not say. SGLang's own choice on Blackwell is, for
     experts, flashinfer_trtllm, for which gate and up are swapped, and for FP8 deep_gemm, which repacks the scales."""
     runner = "triton" if settings.get("moe_a2a_backend", "none") == "none" else "deep_gemm"

@@ -19,7 +19,7 @@ from megarl.models.config_json import need
 from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout_algebra import HFConfig, Param, layer_of
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, Held, TrainLayout
+from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout
 
 Wire = Literal["bf16", "fp32", "fp8"]
 
@@ -37,31 +37,31 @@ class Cell(NamedTuple):
     r1: int
     c0: int
     c1: int
-    item: int
-    unit: int
-    scale: bool
+    item_bytes: int
+    unit_bytes: int
+    is_scale: bool
 
     @property
     def nbytes(self) -> int:
-        return (self.r1 - self.r0) * (self.c1 - self.c0) * self.item
+        return (self.r1 - self.r0) * (self.c1 - self.c0) * self.item_bytes
 
 
-class Flow(NamedTuple):
+class CellGroup(NamedTuple):
     """Cells that the same ranks of a stage hold and the same positions of each engine need.
 
     parts: of Megatron's cut. ep_rank: of the experts in question, None for the others. positions: of an engine's ranks.
     experts: each of them has all the cells; (None,) where it is not about experts.
     """
 
-    parts: tuple[int, ...]
+    train_shards: tuple[int, ...]
     ep_rank: int | None
-    positions: tuple[int, ...]
+    engine_positions: tuple[int, ...]
     experts: tuple[int | None, ...]
     cells: tuple[Cell, ...]
 
 
 @dataclass
-class Kind:
+class LayerKind:
     """Layers that are alike, or what is before or behind the decoder.
 
     params: of its first layer, with only the first expert. layers: (stage, layer) of each; layer None outside.
@@ -69,19 +69,21 @@ class Kind:
 
     params: list[Param]
     layers: list[tuple[int, int | None]]
-    flows: list[Flow]
+    cell_groups: list[CellGroup]
 
 
-def kinds_of(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int) -> list[Kind]:
+def list_layer_kinds(
+    hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
+) -> list[LayerKind]:
     """The whole model. Raises ConfigError where a layout does not divide it."""
     family = family_of(hf)
     family.check(hf)
-    first, last = blocks.embedding(hf), blocks.final(hf)
-    kinds: dict[tuple[object, object], Kind] = {}
+    first, last = blocks.embedding(hf), blocks.final_params(hf)
+    kinds: dict[tuple[object, object], LayerKind] = {}
     for params, stage in ((first, 0), (last, train.pp - 1)):
-        kinds[_signature(params, None), ()] = Kind(params, [(stage, None)], [])
+        kinds[_signature(params, None), ()] = LayerKind(params, [(stage, None)], [])
     num_layers, experts = int(hf["num_hidden_layers"]), family.num_experts(hf)
-    extra = family.mtp_layers(hf) if engine.draft else 0
+    extra = family.num_mtp_layers(hf) if engine.draft else 0
     if extra > 1:
         raise ConfigError(f"{extra} layers of multi-token prediction: an engine's draft model has one")
     if engine.fuse_shared and (shared := need(hf, "n_shared_experts")) > 1:
@@ -91,11 +93,11 @@ def kinds_of(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire,
     for layer in range(num_layers + extra):
         params = family.layer(hf, layer, range(min(1, experts)))
         key = _signature(params, layer), engine.experts.get(layer, ())
-        kind = kinds.setdefault(key, Kind(params, [], []))
+        kind = kinds.setdefault(key, LayerKind(params, [], []))
         stage = train.stage_of_layer(layer if layer < num_layers else None)
         kind.layers.append((stage, layer))
     for kind in kinds.values():
-        kind.flows = _flows(kind.params, experts, train, engine, wire, min_piece)
+        kind.cell_groups = _build_cell_groups(kind.params, experts, train, engine, wire, min_piece)
     return list(kinds.values())
 
 
@@ -105,33 +107,33 @@ def _signature(params: Sequence[Param], layer: int | None) -> tuple[object, ...]
         (
             param.megatron if layer is None else param.megatron.replace(f".{layer}.", ".#."),
             tuple(tensor.shape for tensor in param.hf),
-            param.cut,
-            param.slot and (param.slot.cut, param.slot.grid, param.slot.at, param.slot.draft),
+            param.sharding,
+            param.slot and (param.slot.sharding, param.slot.grid, param.slot.offset, param.slot.is_draft),
             param.dtype,
         )
         for param in params
     )
 
 
-def _flows(
+def _build_cell_groups(
     params: Sequence[Param], experts: int, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
-) -> list[Flow]:
+) -> list[CellGroup]:
     gathered: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
     routed: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
     places: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}  # of an engine: by grid and its parts
     for number, param in enumerate(params):
-        slot = engine.slot(param)
+        slot = engine.slot_of(param)
         if slot is None:
             continue
         for cell, held, needed in _cells(number, param, train, engine, wire, min_piece):
             if param.expert is None:
                 key = slot.grid, needed
                 if key not in places:
-                    places[key] = tuple(p for p in range(engine.tp) if engine.part(p, slot.grid) in needed)
+                    places[key] = tuple(p for p in range(engine.tp) if engine.shard_index(p, slot.grid) in needed)
                 gathered.setdefault((held, places[key]), []).append(cell)
             else:
                 routed.setdefault((held, needed), []).append(cell)
-    flows = [Flow(held, None, positions, (None,), tuple(cells)) for (held, positions), cells in gathered.items()]
+    flows = [CellGroup(held, None, positions, (None,), tuple(cells)) for (held, positions), cells in gathered.items()]
     if routed:
         template = next(param for param in params if param.expert is not None)
         groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
@@ -143,8 +145,8 @@ def _flows(
             groups.setdefault((expert // share, having), []).append(expert)
         for (ep_rank, having), members in groups.items():
             for (held, needed), cells in routed.items():
-                positions = tuple(p for p in having if engine.part(p, "expert") in needed)
-                flows.append(Flow(held, ep_rank, positions, tuple(members), tuple(cells)))
+                positions = tuple(p for p in having if engine.shard_index(p, "expert") in needed)
+                flows.append(CellGroup(held, ep_rank, positions, tuple(members), tuple(cells)))
     return flows
 
 
@@ -152,11 +154,11 @@ def _cells(
     number: int, param: Param, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
 ) -> Iterable[tuple[Cell, tuple[int, ...], tuple[int, ...]]]:
     """Every cell of a parameter with the parts of either side's cut that have it."""
-    slot = engine.slot(param)
+    slot = engine.slot_of(param)
     assert slot is not None
     expert = param.expert is not None
-    ours = [train.held_by(part, param) for part in range(train.cut(expert))]
-    theirs = [engine.held_by(part, param) for part in range(engine.cut(slot.grid))]
+    ours = [train.slices_of_shard(part, param) for part in range(train.num_shards(expert))]
+    theirs = [engine.slices_of_shard(part, param) for part in range(engine.num_shards(slot.grid))]
     quantised = wire == "fp8" and is_quantised(param)
     for source, tensor in enumerate(param.hf):
         shape = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
@@ -169,19 +171,19 @@ def _cells(
             columns = sorted({edge for side in (held, needed) for boxes in side for box in boxes for edge in box[2:]})
             for r0, r1 in zip(rows, rows[1:], strict=False):
                 for c0, c1 in zip(columns, columns[1:], strict=False):
-                    have = _containing(held, r0, c0)
-                    want = _containing(needed, r0, c0)
+                    have = _shards_containing(held, r0, c0)
+                    want = _shards_containing(needed, r0, c0)
                     if want and not have:
                         raise ValueError(f"no rank of the trainer has rows {r0}... of {tensor.name}")
                     if want:
                         cell = Cell(number, source, r0, r1, c0, c1, item, unit * (c1 - c0) * item, scale)
                         if cell.nbytes <= min_piece:
-                            cell = cell._replace(unit=cell.nbytes)
+                            cell = cell._replace(unit_bytes=cell.nbytes)
                         yield cell, have, want
 
 
 def _boxes(
-    side: Sequence[Held], source: int, shape: tuple[int, ...], scale: bool, exact: bool, name: str
+    side: Sequence[ShardSlice], source: int, shape: tuple[int, ...], scale: bool, exact: bool, name: str
 ) -> list[tuple[int, int, int, int]]:
     """What one part has of a tensor as (r0, r1, c0, c1), or of its grid of scales."""
     found = []
@@ -206,7 +208,7 @@ def _boxes(
     return found
 
 
-def _containing(side: Sequence[Sequence[tuple[int, int, int, int]]], row: int, column: int) -> tuple[int, ...]:
+def _shards_containing(side: Sequence[Sequence[tuple[int, int, int, int]]], row: int, column: int) -> tuple[int, ...]:
     return tuple(
         part for part, boxes in enumerate(side) if any(r0 <= row < r1 and c0 <= column < c1 for r0, r1, c0, c1 in boxes)
     )
@@ -218,7 +220,7 @@ def _item_bytes(param: Param, wire: Wire, quantised: bool, scale: bool) -> int:
     return 1 if quantised else 2
 
 
-class Line(NamedTuple):
+class ByteIndex(NamedTuple):
     """All flows of all kinds behind one another on one line of bytes, as arrays.
 
     start [C + 1]: where each cell begins. kind, cell, expert [C]: which it is (expert -1: none). unit [C]: bytes that
@@ -230,24 +232,26 @@ class Line(NamedTuple):
     cell: np.ndarray
     cells: list[Cell]
     expert: np.ndarray
-    unit: np.ndarray
-    flow_start: np.ndarray
-    flow_kind: np.ndarray
+    unit_bytes: np.ndarray
+    cell_group_start: np.ndarray
+    cell_group_kind: np.ndarray
 
-    def snap(self, position: np.ndarray) -> np.ndarray:
+    def snap_to_cut(self, position: np.ndarray) -> np.ndarray:
         """The nearest places at or before these where the line may be cut."""
         cell = np.searchsorted(self.start, position, side="right") - 1
-        cell = np.minimum(cell, len(self.unit) - 1)
+        cell = np.minimum(cell, len(self.unit_bytes) - 1)
         inside = position - self.start[cell]
-        return np.where(position >= self.start[-1], position, self.start[cell] + inside - inside % self.unit[cell])
+        return np.where(
+            position >= self.start[-1], position, self.start[cell] + inside - inside % self.unit_bytes[cell]
+        )
 
 
-def line_of(kinds: Sequence[Kind]) -> Line:
+def build_byte_index(kinds: Sequence[LayerKind]) -> ByteIndex:
     """Flows in the order of the kinds and of their lists."""
     cells: list[Cell] = []
     index, experts, kind_of, flow_cells, flow_kind = [], [], [], [], []
     for number, kind in enumerate(kinds):
-        for flow in kind.flows:
+        for flow in kind.cell_groups:
             first = len(cells)
             cells += flow.cells
             own = np.arange(first, len(cells))
@@ -260,13 +264,13 @@ def line_of(kinds: Sequence[Kind]) -> Line:
     cell = np.concatenate(index)
     sizes = np.array([c.nbytes for c in cells], dtype=np.int64)[cell]
     start = np.concatenate([[0], np.cumsum(sizes)])
-    return Line(
+    return ByteIndex(
         start=start,
         kind=np.concatenate(kind_of),
         cell=cell,
         cells=cells,
         expert=np.concatenate(experts),
-        unit=np.array([c.unit for c in cells], dtype=np.int64)[cell],
-        flow_start=start[np.concatenate([[0], np.cumsum(flow_cells)])],
-        flow_kind=np.array(flow_kind),
+        unit_bytes=np.array([c.unit_bytes for c in cells], dtype=np.int64)[cell],
+        cell_group_start=start[np.concatenate([[0], np.cumsum(flow_cells)])],
+        cell_group_kind=np.array(flow_kind),
     )

@@ -1,6 +1,6 @@
 """Layouts and weight-sync plans for a configuration, and advice on splitting layers over pipeline stages.
 
-What only one stage holds, only its GPUs can send, so the stage with the most to send sets the pace. `better_split`
+What only one stage holds, only its GPUs can send, so the stage with the most to send sets the pace. `advise_split`
 minimises its bytes; whether the stages also balance in compute is for the reader to judge.
 """
 
@@ -17,46 +17,46 @@ from megarl.models.layout_algebra import HFConfig
 from megarl.models.pipeline_stages import stage_layers
 from megarl.parallel.placement import placement_of
 from megarl.reshard.plan import engine_settings
-from megarl.reshard.plan.bound import Columns, members, whole
+from megarl.reshard.plan.bound import Columns, expand_to_ranks, list_layer_columns
 from megarl.reshard.plan.flows import Wire
-from megarl.reshard.plan.layout import EngineLayout, TrainLayout, sides_of
-from megarl.reshard.plan.planner import Plan
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, build_rank_map
+from megarl.reshard.plan.planner import ReshardPlan
 
-SLACK = 1.002  # a more even split is preferred to one that is better by less
+SPLIT_TOLERANCE = 1.002  # a more even split is preferred to one that is better by less
 
 
 @dataclass(frozen=True)
-class Advice:
+class SplitAdvice:
     """Layers of each stage, and bytes that each GPU of the busiest stage has to send, as it is and as it would be."""
 
-    now: tuple[int, ...]
-    better: tuple[int, ...]
-    bytes_now: float
-    bytes_better: float
+    current: tuple[int, ...]
+    recommended: tuple[int, ...]
+    current_bytes: float
+    recommended_bytes: float
 
     @property
     def gain(self) -> float:
-        return 1 - self.bytes_better / self.bytes_now if self.bytes_now else 0.0
+        return 1 - self.recommended_bytes / self.current_bytes if self.current_bytes else 0.0
 
 
-def better_split(
+def advise_split(
     hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16", vpp: int = 1
-) -> Advice:
+) -> SplitAdvice:
     """The best of all splits that a run can have: numbers of their own on the first and the last stage, equal ones in
     between, and at least one layer on each, or one for each of the stage's `vpp` parts. Bytes are those that leave the
     node; where there is one node, those that leave the GPU."""
-    model = members(hf, train, engine, wire)
-    sides = sides_of(train, engine, ranks_per_node)
+    model = list_layer_columns(hf, train, engine, wire)
+    sides = build_rank_map(train, engine, ranks_per_node)
     known: dict[tuple[int, int], float] = {}
 
     def cost(columns: Columns, stage: int) -> float:
         """What each GPU of the stage has to send of a layer if it is there."""
         key = id(columns), stage
         if key not in known:
-            size = sides.here if sides.here < sides.world else 1
+            size = sides.ranks_per_node if sides.ranks_per_node < sides.world else 1
             holds, needs = (
                 np.array(matrix.reshape(-1, size, len(columns.weight)).any(1))
-                for matrix in whole(columns, stage, train, engine, sides)
+                for matrix in expand_to_ranks(columns, stage, train, engine, sides)
             )
             known[key] = float((columns.weight * (needs & ~holds).sum(0)).sum() / train.stage_ranks)
         return known[key]
@@ -73,9 +73,9 @@ def better_split(
     for counts in splits(len(layers), train.pp, vpp):
         ends = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
         found[counts] = busiest(stage_layers(len(layers), train.pp, ends if train.pp > 1 else {}, vpp))
-    limit = min(found.values()) * SLACK
+    limit = min(found.values()) * SPLIT_TOLERANCE
     better = min((sum(count**2 for count in counts), load, counts) for counts, load in found.items() if load <= limit)
-    return Advice(now, better[2], found[now], better[1])
+    return SplitAdvice(now, better[2], found[now], better[1])
 
 
 def splits(layers: int, pp: int, vpp: int = 1) -> Iterator[tuple[int, ...]]:
@@ -90,7 +90,7 @@ def splits(layers: int, pp: int, vpp: int = 1) -> Iterator[tuple[int, ...]]:
                 yield (first, *[middle] * (pp - 2), ends - first)
 
 
-WIRES: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
+WIRE_BY_DTYPE: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 def train_layout(hf: HFConfig, config: Config, ranks: Sequence[int] | None = None) -> TrainLayout:
@@ -145,13 +145,13 @@ def _check_a2a(config: Config) -> None:
         raise ConfigError(f"{where} with enforce_shared_experts_fusion: never tried; leave the second out")
 
 
-def push_plan(
+def build_plan(
     hf: HFConfig,
     config: Config,
     engine: EngineLayout,
     train_ranks: Sequence[int] | None = None,
     engine_ranks: Sequence[int] | None = None,
-) -> Plan:
+) -> ReshardPlan:
     """train_ranks, engine_ranks: the job's numbers of the ranks of the trainer, in the order of its layout, and of the
     engines, one behind the other; all ranks of the job where not given. Raises ConfigError where the weights cannot be
     pushed."""
@@ -162,9 +162,9 @@ def push_plan(
             raise ConfigError(f"the ranks of the {whose} name rank {odd}: the job has ranks 0 to {world - 1}")
         if ranks is not None and not ranks:
             raise ConfigError(f"the {whose}'s ranks: none are given; name some of the job's {world}")
-    wire = WIRES.get(config.model.dtype)
+    wire = WIRE_BY_DTYPE.get(config.model.dtype)
     if wire is None:
-        raise ConfigError(f"model.dtype={config.model.dtype}: weights can be pushed in {' or '.join(WIRES)}")
+        raise ConfigError(f"model.dtype={config.model.dtype}: weights can be pushed in {' or '.join(WIRE_BY_DTYPE)}")
     if is_fp8(hf):
         if wire != "bf16":
             raise ConfigError(
@@ -177,13 +177,13 @@ def push_plan(
         train = train_layout(hf, config, train_ranks)
         if train_ranks is not None or engine_ranks is not None:
             engine = replace(engine, ranks=tuple(range(world) if engine_ranks is None else engine_ranks))
-        return Plan(hf, train, engine, here, bucket, wire)
+        return ReshardPlan(hf, train, engine, here, bucket, wire)
     except ConfigError as error:
         raise ConfigError(f"the weights cannot be pushed to the engines: {error}") from None
 
 
-def planned_push(hf: HFConfig, config: Config) -> Plan:
+def plan_from_config(hf: HFConfig, config: Config) -> ReshardPlan:
     """Of the push from the actor's ranks to the engines', wherever `placement` has them."""
     placement = placement_of(config)
-    sides = () if placement.colocated else (placement.of("actor"), placement.of("rollout"))
-    return push_plan(hf, config, engine_layout(config), *sides)
+    sides = () if placement.is_colocated else (placement.ranks_of("actor"), placement.ranks_of("rollout"))
+    return build_plan(hf, config, engine_layout(config), *sides)

@@ -8,13 +8,13 @@ from html import escape
 import numpy as np
 
 from megarl.reshard.plan.bound import Bound
-from megarl.reshard.plan.cost_report import Floats, Links, Paper, gigabytes, stage_of
+from megarl.reshard.plan.cost_report import CostReport, Floats, LinkSpeeds, format_bytes, stage_of
 
 CELLS = 64  # along each side of the map; more nodes than these are put together
 SIDE = 640  # of the map
 WIDTH, HEIGHT = 900, 150  # of a diagram
-LEFT = 80  # for labels
-FAR, NEAR = (27, 79, 156), (200, 90, 20)  # colours of what leaves a node and of what does not
+LABEL_WIDTH = 80  # for labels
+NETWORK_COLOUR, INTRANODE_COLOUR = (27, 79, 156), (200, 90, 20)  # colours of what leaves a node and of what does not
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60em; margin: 2em auto;
        padding: 0 1em; }
@@ -25,9 +25,9 @@ th { color: #666; border-bottom: 1px solid #ccc; } .note { color: #666; }
 """
 
 
-def page(title: str, paper: Paper, bound: Bound, links: Links, sentences: Sequence[str]) -> str:
+def render_page(title: str, paper: CostReport, bound: Bound, links: LinkSpeeds, sentences: Sequence[str]) -> str:
     """`sentences`: of the text, in order."""
-    several = len(paper.total) > 1
+    several = len(paper.node_matrix) > 1
     out, into = paper.network_out.sum(0), paper.network_in.sum(0)
     where, least_out, least_in = "over the network", bound.nic_send, bound.nic_recv
     if not several:
@@ -40,30 +40,30 @@ def page(title: str, paper: Paper, bound: Bound, links: Links, sentences: Sequen
         *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
         "<h2>Who sends to whom</h2>",
         f"<p class='note'>{_legend(paper)}</p>",
-        _map(paper) if several else "<p>There is one node: nothing leaves it.</p>",
+        _render_map(paper) if several else "<p>There is one node: nothing leaves it.</p>",
         f"<h2>Each GPU's bytes {where}</h2>",
         "<p class='note'>GPUs in order, the stages behind one another. Dashed: the least that is possible for the "
         "busiest one; dotted: the mean.</p>",
-        _diagram(out, least_out, f"sent {where}", FAR, _stages(paper)),
-        _diagram(into, least_in, f"received {where}", FAR, _stages(paper)),
+        _render_chart(out, least_out, f"sent {where}", NETWORK_COLOUR, _stage_marks(paper)),
+        _render_chart(into, least_in, f"received {where}", NETWORK_COLOUR, _stage_marks(paper)),
         "<h2>The busiest GPUs</h2>",
-        _busiest(paper),
+        _render_busiest(paper),
         "<h2>Rounds</h2>",
         "<p class='note'>Modelled milliseconds of each round: what the busiest GPU of the round takes. A model, not a "
-        f"measurement: {links.network / 1e9:g} GB/s of network, {links.inside / 1e9:g} GB/s inside of a node.</p>",
-        _diagram(seconds, 0.0, "ms", NEAR, [(0, "")], unit="ms"),
+        f"measurement: {links.network_bandwidth / 1e9:g} GB/s of network, {links.nvlink_bandwidth / 1e9:g} GB/s inside of a node.</p>",
+        _render_chart(seconds, 0.0, "ms", INTRANODE_COLOUR, [(0, "")], unit="ms"),
         "</html>",
     ]
     return "\n".join(parts)
 
 
-def _legend(paper: Paper) -> str:
-    nodes = len(paper.total)
+def _legend(paper: CostReport) -> str:
+    nodes = len(paper.node_matrix)
     step = -(-nodes // CELLS)
     unit = "a node" if step == 1 else f"{step} nodes together"
     return (
         f"Rows send, columns receive; a row or column is {unit}. "
-        f"{_swatch(FAR)} over the network, {_swatch(NEAR)} inside of a node; the darker, the more. Lines divide the "
+        f"{_swatch(NETWORK_COLOUR)} over the network, {_swatch(INTRANODE_COLOUR)} inside of a node; the darker, the more. Lines divide the "
         "stages of the trainer (rows) and the engines (columns). Hover for figures."
     )
 
@@ -78,23 +78,26 @@ def _shade(colour: tuple[int, int, int], amount: float) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def _map(paper: Paper) -> str:
-    nodes = len(paper.total)
+def _render_map(paper: CostReport) -> str:
+    nodes = len(paper.node_matrix)
     step = -(-nodes // CELLS)
     edges = range(0, nodes, step)
-    near = np.add.reduceat(np.diag(paper.total), edges)
-    total = np.add.reduceat(np.add.reduceat(paper.total, edges, axis=0), edges, axis=1)
+    near = np.add.reduceat(np.diag(paper.node_matrix), edges)
+    total = np.add.reduceat(np.add.reduceat(paper.node_matrix, edges, axis=0), edges, axis=1)
     far = total - np.diag(near)
     most_far, most_near = far.max() or 1.0, near.max() or 1.0
     size = SIDE / len(total)
     cells = []
     for i, row in enumerate(far):
         for j, value in enumerate(row):
-            x, y = LEFT + j * size, 20 + i * size
-            what, colour = f"{_nodes(i, step, nodes)} to {_nodes(j, step, nodes)}: {gigabytes(value)}", FAR
+            x, y = LABEL_WIDTH + j * size, 20 + i * size
+            what, colour = (
+                f"{_node_label(i, step, nodes)} to {_node_label(j, step, nodes)}: {format_bytes(value)}",
+                NETWORK_COLOUR,
+            )
             amount = (value / most_far) ** 0.5  # so that what is little is seen
             if i == j and not value:
-                what, colour = f"inside of {_nodes(i, step, nodes)}: {gigabytes(near[i])}", NEAR
+                what, colour = f"inside of {_node_label(i, step, nodes)}: {format_bytes(near[i])}", INTRANODE_COLOUR
                 amount = (near[i] / most_near) ** 0.5
             cells.append(
                 f"<rect x='{x:.1f}' y='{y:.1f}' width='{size:.1f}' height='{size:.1f}' fill='{_shade(colour, amount)}'>"
@@ -103,80 +106,82 @@ def _map(paper: Paper) -> str:
     train, engine, here = paper.plan.train, paper.plan.engine, paper.plan.assignment.ranks_per_node
     unit = here * step
     lines = []
-    sides = paper.plan.sides
+    sides = paper.plan.rank_map
     for ranks, across, of in ((train.stage_ranks, True, sides.train), (engine.tp, False, sides.engine)):
         if ranks < unit:
             continue  # there are several in each cell
         for number, first in enumerate(of[::ranks].tolist()):
-            if not _side_by_side(of[number * ranks : (number + 1) * ranks]):
+            if not _is_contiguous(of[number * ranks : (number + 1) * ranks]):
                 continue
             at = first / unit * size
-            x, y = (LEFT, 20 + at) if across else (LEFT + at, 20)
+            x, y = (LABEL_WIDTH, 20 + at) if across else (LABEL_WIDTH + at, 20)
             lines.append(f"<path d='M{x:.1f} {y:.1f}{'h' if across else 'v'}{SIDE}' stroke='#888' stroke-width='.5'/>")
             room = ranks / unit * size
             if across and room >= 11:
-                lines.append(f"<text x='{LEFT - 6}' y='{y + room / 2 + 4:.1f}' text-anchor='end'>stage {number}</text>")
+                lines.append(
+                    f"<text x='{LABEL_WIDTH - 6}' y='{y + room / 2 + 4:.1f}' text-anchor='end'>stage {number}</text>"
+                )
             if not across and room >= 16:
                 word = f"engine {number}" if room >= 60 else str(number)
                 lines.append(f"<text x='{x + room / 2:.1f}' y='14' text-anchor='middle'>{word}</text>")
     inside = "".join(cells) + "".join(lines)
-    width = LEFT + SIDE + 10
+    width = LABEL_WIDTH + SIDE + 10
     return f"<svg viewBox='0 0 {width} {SIDE + 30}' width='{width}'>{inside}</svg>"
 
 
-def _nodes(cell: int, step: int, nodes: int) -> str:
+def _node_label(cell: int, step: int, nodes: int) -> str:
     first, last = cell * step, min(nodes, (cell + 1) * step) - 1
     return f"node {first}" if first == last else f"nodes {first}-{last}"
 
 
-def _stages(paper: Paper) -> list[tuple[int, str]]:
-    train, ranks = paper.plan.train, paper.plan.sides.train
+def _stage_marks(paper: CostReport) -> list[tuple[int, str]]:
+    train, ranks = paper.plan.train, paper.plan.rank_map.train
     many = train.pp > 8  # whose words would run into each other
     each = np.split(ranks, train.pp)
-    if not all(map(_side_by_side, each)):
+    if not all(map(_is_contiguous, each)):
         return [(0, "")]
     firsts = sorted((int(own[0]), stage) for stage, own in enumerate(each))
     return [(first, f"{stage}" if many and stage else f"stage {stage}") for first, stage in firsts]
 
 
-def _side_by_side(ranks: np.ndarray) -> bool:
+def _is_contiguous(ranks: np.ndarray) -> bool:
     return bool((np.diff(ranks) == 1).all())
 
 
-def _diagram(
+def _render_chart(
     values: Floats, least: float, name: str, colour: tuple[int, int, int], marks: list[tuple[int, str]], unit: str = ""
 ) -> str:
     """One column per value; `least` dashed where there is any; `marks`: where a new stretch begins, and its name."""
 
     def said(value: float) -> str:
-        return f"{value:.3g} {unit}" if unit else gigabytes(value)
+        return f"{value:.3g} {unit}" if unit else format_bytes(value)
 
     most = max(float(values.max()), least) or 1.0
-    step = (WIDTH - LEFT) / len(values)
+    step = (WIDTH - LABEL_WIDTH) / len(values)
     bars = []
-    path = f"M{LEFT} {HEIGHT}"
+    path = f"M{LABEL_WIDTH} {HEIGHT}"
     for index, value in enumerate(values):
-        path += f"V{HEIGHT - value / most * (HEIGHT - 20):.1f}H{LEFT + (index + 1) * step:.1f}"
+        path += f"V{HEIGHT - value / most * (HEIGHT - 20):.1f}H{LABEL_WIDTH + (index + 1) * step:.1f}"
     bars.append(f"<path d='{path}V{HEIGHT}Z' fill='{_shade(colour, 0.7)}'/>")
     for level, dash, word in ((least, "6 3", "least"), (float(values.mean()), "1 3", "mean")):
         if level:
             y = HEIGHT - level / most * (HEIGHT - 20)
             bars.append(
-                f"<path d='M{LEFT} {y:.1f}H{WIDTH}' stroke='#000' stroke-dasharray='{dash}'>"
+                f"<path d='M{LABEL_WIDTH} {y:.1f}H{WIDTH}' stroke='#000' stroke-dasharray='{dash}'>"
                 f"<title>{word}: {said(level)}</title></path>"
             )
     room = (marks[1][0] - marks[0][0] if len(marks) > 1 else len(values)) * step
     for first, label in marks:
-        x = LEFT + first * step
+        x = LABEL_WIDTH + first * step
         bars.append(f"<path d='M{x:.1f} {HEIGHT}v6' stroke='#888'/>")
         if room >= 42:
             bars.append(f"<text x='{x + 2:.1f}' y='{HEIGHT + 16}'>{label}</text>")
-    bars.append(f"<text x='{LEFT - 6}' y='24' text-anchor='end'>{said(most)}</text>")
-    bars.append(f"<text x='{LEFT}' y='11'>{name}</text>")
+    bars.append(f"<text x='{LABEL_WIDTH - 6}' y='24' text-anchor='end'>{said(most)}</text>")
+    bars.append(f"<text x='{LABEL_WIDTH}' y='11'>{name}</text>")
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT + 22}' width='{WIDTH}'>{''.join(bars)}</svg>"
 
 
-def _busiest(paper: Paper, count: int = 8) -> str:
+def _render_busiest(paper: CostReport, count: int = 8) -> str:
     here = paper.plan.assignment.ranks_per_node
     columns = {
         "sent over the network": paper.network_out.sum(0),
@@ -187,11 +192,11 @@ def _busiest(paper: Paper, count: int = 8) -> str:
     order = np.argsort(-(columns["sent over the network"] + columns["sent in the node"]), kind="stable")[:count]
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in ("GPU", "stage", "node", "engine", *columns)) + "</tr>"]
     for rank in order.tolist():
-        stage, engine = stage_of(paper.plan, rank), paper.plan.sides.engine_rank(rank)
+        stage, engine = stage_of(paper.plan, rank), paper.plan.rank_map.engine_rank(rank)
         places = (rank, stage, rank // here, None if engine is None else engine // paper.plan.engine.tp)
         values = [
             *("-" if place is None else str(place) for place in places),
-            *(gigabytes(column[rank]) for column in columns.values()),
+            *(format_bytes(column[rank]) for column in columns.values()),
         ]
         rows.append("<tr>" + "".join(f"<td>{value}</td>" for value in values) + "</tr>")
     return f"<table>{''.join(rows)}</table>"

@@ -1,7 +1,7 @@
 """Where every tensor lies, on the trainer's ranks and on the engines' ranks.
 
-Plain data for any number of ranks, without processes. A `Held` is an interval of one HF tensor within one tensor of one
-rank. Everything that the reshard moves is an intersection of such intervals of both sides. `Sides` says which ranks of
+Plain data for any number of ranks, without processes. A `ShardSlice` is an interval of one HF tensor within one tensor of one
+rank. Everything that the reshard moves is an intersection of such intervals of both sides. `RankMap` says which ranks of
 the job are trainer ranks, engine ranks, or both.
 """
 
@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config import ConfigError
-from megarl.models.layout_algebra import PADDING, EngineGrid, Param, Pieces, Slot, cut_pieces, layer_of
+from megarl.models.layout_algebra import PADDING, EngineGrid, EngineSlot, Param, ShardSpec, layer_of, split_with
 
 
-class Held(NamedTuple):
+class ShardSlice(NamedTuple):
     """The indices [start, stop) along `dim` of HF tensor `source` of a Param, which begin at `offset` along `dim` of
     the local tensor; the other dimensions are whole."""
 
@@ -68,7 +68,7 @@ class TrainLayout:
         """Ranks of one pipeline stage."""
         return self.world // self.pp
 
-    def own(self, rank: int) -> int | None:
+    def trainer_rank(self, rank: int) -> int | None:
         """The trainer's number of a rank of the job; None where it is none of the trainer's."""
         ranks = self.ranks or range(self.world)
         return ranks.index(rank) if rank in ranks else None
@@ -85,30 +85,30 @@ class TrainLayout:
                 return stage
         raise ConfigError(f"layer {layer} is on no pipeline stage")
 
-    def cut(self, expert: bool) -> int:
+    def num_shards(self, expert: bool) -> int:
         """In how many parts a parameter is cut."""
         return self.etp if expert else self.tp
 
-    def part(self, rank: int, expert: bool) -> int:
+    def shard_index(self, rank: int, expert: bool) -> int:
         """Which of these parts a rank has."""
-        return rank % self.stage_ranks % self.cut(expert)
+        return rank % self.stage_ranks % self.num_shards(expert)
 
     def ep_rank(self, rank: int) -> int:
         return rank % self.stage_ranks // self.etp % self.ep
 
-    def holds(self, rank: int, param: Param, num_experts: int) -> bool:
+    def has_param(self, rank: int, param: Param, num_experts: int) -> bool:
         """Whether a rank has a part of this parameter."""
         if rank // self.stage_ranks != self.stage_of(param):
             return False
         return param.expert is None or param.expert // (num_experts // self.ep) == self.ep_rank(rank)
 
-    def held(self, rank: int, param: Param) -> list[Held]:
+    def slices_of_rank(self, rank: int, param: Param) -> list[ShardSlice]:
         """What a rank that has a part of it holds."""
-        return self.held_by(self.part(rank, param.expert is not None), param)
+        return self.slices_of_shard(self.shard_index(rank, param.expert is not None), param)
 
-    def held_by(self, part: int, param: Param) -> list[Held]:
+    def slices_of_shard(self, part: int, param: Param) -> list[ShardSlice]:
         """What this part of the cut is."""
-        return _intervals(cut_pieces(param, param.cut, self.cut(param.expert is not None), part))
+        return _to_shard_slices(split_with(param, param.sharding, self.num_shards(param.expert is not None), part))
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class EngineLayout:
             if self.tp % (getattr(self, name) or self.tp):
                 raise ConfigError(f"engine {name}={getattr(self, name)} does not divide the engine's tp={self.tp}")
 
-    def cut(self, grid: EngineGrid) -> int:
+    def num_shards(self, grid: EngineGrid) -> int:
         """In how many parts the tensors of a grid are cut."""
         sizes = {
             "attention": self.tp // self.dp,
@@ -154,24 +154,24 @@ class EngineLayout:
         }
         return sizes[grid]
 
-    def part(self, position: int, grid: EngineGrid) -> int:
+    def shard_index(self, position: int, grid: EngineGrid) -> int:
         """Which of these parts the engine's rank `position` has."""
-        return position % self.cut(grid)
+        return position % self.num_shards(grid)
 
-    def slot(self, param: Param) -> Slot | None:
+    def slot_of(self, param: Param) -> EngineSlot | None:
         """Where the engine keeps a parameter; None where it does not have it."""
         slot = param.slot
-        if slot is None or (slot.draft and not self.draft):
+        if slot is None or (slot.is_draft and not self.draft):
             return None
-        if self.fuse_shared and _SHARED in slot.name:
-            stack, _, of = slot.name.partition(_SHARED)
+        if self.fuse_shared and _SHARED_EXPERTS in slot.name:
+            stack, _, of = slot.name.partition(_SHARED_EXPERTS)
             name = "w13_weight" if of.startswith("gate_up") else "w2_weight"
             return replace(slot, name=f"{stack}.experts.{name}", grid="expert")
         return slot
 
-    def indices(self, position: int, param: Param, num_experts: int) -> list[int]:
+    def expert_indices(self, position: int, param: Param, num_experts: int) -> list[int]:
         """Where in a tensor of stacked experts a rank has this one, as often as it has it; [0] for other tensors."""
-        slot = self.slot(param)
+        slot = self.slot_of(param)
         if slot is None:
             return []
         if slot.grid != "expert":
@@ -193,22 +193,22 @@ class EngineLayout:
         first = position // (self.tp // self.ep) * share
         return physical[first : first + share]
 
-    def held(self, position: int, param: Param) -> list[Held]:
+    def slices_of_rank(self, position: int, param: Param) -> list[ShardSlice]:
         """What a rank of the engine that has the parameter needs of it."""
-        slot = self.slot(param)
+        slot = self.slot_of(param)
         if slot is None:
             return []
-        return self.held_by(self.part(position, slot.grid), param)
+        return self.slices_of_shard(self.shard_index(position, slot.grid), param)
 
-    def held_by(self, part: int, param: Param) -> list[Held]:
+    def slices_of_shard(self, part: int, param: Param) -> list[ShardSlice]:
         """What this part of the cut is."""
-        slot = self.slot(param)
+        slot = self.slot_of(param)
         assert slot is not None
-        found = _intervals(cut_pieces(param, slot.cut, self.cut(slot.grid), part))
-        return [interval._replace(offset=interval.offset + slot.at) for interval in found]
+        found = _to_shard_slices(split_with(param, slot.sharding, self.num_shards(slot.grid), part))
+        return [interval._replace(offset=interval.offset + slot.offset) for interval in found]
 
 
-_SHARED = ".shared_experts."
+_SHARED_EXPERTS = ".shared_experts."
 
 
 def _check_ranks(ranks: tuple[int, ...], whose: str) -> None:
@@ -219,9 +219,9 @@ def _check_ranks(ranks: tuple[int, ...], whose: str) -> None:
         raise ConfigError(f"the ranks of the {whose} name rank {min(ranks)}; ranks begin at 0")
 
 
-def _intervals(pieces: Pieces) -> list[Held]:
+def _to_shard_slices(pieces: ShardSpec) -> list[ShardSlice]:
     """The slices with their places, those that adjoin on both sides joined."""
-    found: list[Held] = []
+    found: list[ShardSlice] = []
     at = 0
     for source, start, stop in pieces.slices:
         if source != PADDING:
@@ -229,7 +229,7 @@ def _intervals(pieces: Pieces) -> list[Held]:
             if last and (last.source, last.stop) == (source, start) and last.offset + last.stop - last.start == at:
                 found[-1] = last._replace(stop=stop)
             else:
-                found.append(Held(source, pieces.dim, start, stop, at))
+                found.append(ShardSlice(source, pieces.dim, start, stop, at))
         at += stop - start
     return found
 
@@ -250,12 +250,14 @@ def engine_shapes(
     """The shapes, padding included, of the tensors in which a rank of an engine keeps these parameters, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for param in params:
-        slot = engine.slot(param)
+        slot = engine.slot_of(param)
         if slot is None:
             continue
-        dim, slices = cut_pieces(param, slot.cut, engine.cut(slot.grid), engine.part(position, slot.grid))
+        dim, slices = split_with(
+            param, slot.sharding, engine.num_shards(slot.grid), engine.shard_index(position, slot.grid)
+        )
         shape = list(param.hf[0].shape)
-        shape[dim] = slot.at + sum(piece.stop - piece.start for piece in slices)
+        shape[dim] = slot.offset + sum(piece.stop - piece.start for piece in slices)
         if slot.grid == "expert":
             routed = engine.experts_at(position, layer_of(param.megatron), num_experts)
             shape.insert(0, len(routed) + engine.fuse_shared)
@@ -267,7 +269,7 @@ def engine_shapes(
 Ints = NDArray[np.int64]
 
 
-class Sides(NamedTuple):
+class RankMap(NamedTuple):
     """world: ranks that a plan counts, whole nodes of `here`: rank r is on node r // here. Later ranks take no part.
 
     train [ranks of the trainer]: the job's number of each of its own ranks. engine [ranks of all engines]: likewise,
@@ -275,7 +277,7 @@ class Sides(NamedTuple):
     """
 
     world: int
-    here: int
+    ranks_per_node: int
     train: Ints
     engine: Ints
 
@@ -285,17 +287,17 @@ class Sides(NamedTuple):
         return int(found[0]) if len(found) else None
 
     @property
-    def taking_part(self) -> list[int]:
+    def participants(self) -> list[int]:
         """The ranks of either side, rising."""
         return [int(rank) for rank in np.union1d(self.train, self.engine)]
 
     @property
-    def alike(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether both are the same ranks, in the same order."""
         return np.array_equal(self.train, self.engine)
 
 
-def sides_of(train: TrainLayout, engine: EngineLayout, ranks_per_node: int) -> Sides:
+def build_rank_map(train: TrainLayout, engine: EngineLayout, ranks_per_node: int) -> RankMap:
     """Raises ConfigError where engines do not divide their ranks, or all the job's ranks are not whole nodes."""
     own = np.array(train.ranks or range(train.world), dtype=np.int64)
     theirs = np.array(engine.ranks, dtype=np.int64) if engine.ranks else own
@@ -308,4 +310,4 @@ def sides_of(train: TrainLayout, engine: EngineLayout, ranks_per_node: int) -> S
         if not (train.ranks or engine.ranks):
             raise ConfigError(f"{world} ranks are not whole nodes of {ranks_per_node}")
         world = -(-world // here) * here  # the others of the last node have other roles
-    return Sides(world, here, own, theirs)
+    return RankMap(world, here, own, theirs)

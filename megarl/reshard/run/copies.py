@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.models.fp8 import BLOCK, FP8, block_amax, grid_shape, quantise, scales
-from megarl.reshard.run.kernel_inputs import Box, Scaled
+from megarl.models.fp8 import BLOCK, FP8, block_amax, compute_scales, grid_shape, quantise
+from megarl.reshard.run.kernel_inputs import BlockScales, Box
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -39,7 +39,7 @@ def unpack(buffer: torch.Tensor, boxes: Sequence[Box]) -> None:
         view.copy_(place)
 
 
-def pack_fp8(boxes: Sequence[Box], scaled: Sequence[Scaled], buffer: torch.Tensor) -> None:
+def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.Tensor) -> None:
     """Quantise boxes (BF16, FP32) as `quantise.quantise` does, and put one byte per element into a buffer, from each
     box's byte on. scaled: of each box. On CUDA each element is read once, in one launch for each type of the boxes.
     Raises ValueError where a box does not fit its place, its grid, or has part of a block to make a scale of."""
@@ -50,10 +50,10 @@ def pack_fp8(boxes: Sequence[Box], scaled: Sequence[Scaled], buffer: torch.Tenso
         _kernels().pack_fp8(boxes, scaled, buffer)
         return
     for (view, _), at, place in zip(boxes, scaled, places, strict=True):
-        if at.make:
+        if at.should_compute:
             top, left = at.r0 // BLOCK, at.c0 // BLOCK
             rows, columns = grid_shape(view.shape)
-            at.grid[top : top + rows, left : left + columns] = scales(block_amax(view, 0, 0, (rows, columns)))
+            at.grid[top : top + rows, left : left + columns] = compute_scales(block_amax(view, 0, 0, (rows, columns)))
         place.copy_(quantise(view, at.grid, at.r0, at.c0))
 
 
@@ -71,7 +71,7 @@ def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.d
     return buffer[offset:stop].view(dtype).view(view.shape)
 
 
-def _check_scaled(view: torch.Tensor, at: Scaled) -> None:
+def _check_scaled(view: torch.Tensor, at: BlockScales) -> None:
     if view.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"weights are quantised from BF16 or FP32, not from {view.dtype}")
     if at.grid.dtype != torch.float32 or at.grid.dim() != 2 or at.grid.device != view.device:
@@ -79,7 +79,7 @@ def _check_scaled(view: torch.Tensor, at: Scaled) -> None:
     rows, columns = grid_shape((at.r0 + view.shape[0], at.c0 + view.shape[1]))
     if at.r0 < 0 or at.c0 < 0 or rows > at.grid.shape[0] or columns > at.grid.shape[1]:
         raise ValueError(f"a box of shape {list(view.shape)} at {at.r0}, {at.c0} is outside of the grid of scales")
-    if at.make:
+    if at.should_compute:
         ends = ((at.r0, view.shape[0], rows, at.grid.shape[0]), (at.c0, view.shape[1], columns, at.grid.shape[1]))
         for first, size, last, blocks in ends:
             if first % BLOCK or ((first + size) % BLOCK and last != blocks):

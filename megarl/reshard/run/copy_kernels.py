@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.models.fp8 import LEAST, MAX
+from megarl.models.fp8 import FP8_MAX, MIN_AMAX
 from megarl.reshard.plan.flows import BLOCK
-from megarl.reshard.run.kernel_inputs import Box, Scaled
+from megarl.reshard.run.kernel_inputs import BlockScales, Box
 
 UNITS = 1024
 """Units, of 16 bytes where all of a box's places are multiples of that, which one program copies."""
@@ -123,7 +123,7 @@ def _move(field, begin, WORD: tl.constexpr, WORDS: tl.constexpr, BYTES: tl.const
     tl.store(tl.multiple_of(target, [BYTES, BYTES]) + word, values, mask=mask)
 
 
-def pack_fp8(boxes: Sequence[Box], scaled: Sequence[Scaled], buffer: torch.Tensor) -> None:
+def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.Tensor) -> None:
     """See copies.pack_fp8; the boxes were checked there. One launch for each type of the boxes."""
     for dtype, name in ((torch.bfloat16, tl.bfloat16), (torch.float32, tl.float32)):
         fields = [
@@ -135,11 +135,11 @@ def pack_fp8(boxes: Sequence[Box], scaled: Sequence[Scaled], buffer: torch.Tenso
             table = np.array(fields, dtype=np.int64)
             tables, tiles = _tables(table[:, 1:].T, table[:, 0], buffer)
             with torch.cuda.device_of(buffer):
-                constants = name, BLOCK, _ROWS, MAX, LEAST, not _INTERPRETED
+                constants = name, BLOCK, _ROWS, FP8_MAX, MIN_AMAX, not _INTERPRETED
                 _quantise[(tiles,)](tables, len(fields), *constants, num_warps=_WARPS)
 
 
-def _quantised(view: torch.Tensor, offset: int, at: Scaled, buffer: torch.Tensor) -> tuple[int, ...]:
+def _quantised(view: torch.Tensor, offset: int, at: BlockScales, buffer: torch.Tensor) -> tuple[int, ...]:
     top, left = at.r0 % BLOCK, at.c0 % BLOCK
     rows, columns = view.shape
     down, across = -(-(top + rows) // BLOCK), -(-(left + columns) // BLOCK)
@@ -151,7 +151,20 @@ def _quantised(view: torch.Tensor, offset: int, at: Scaled, buffer: torch.Tensor
     if grid.stride(1) != 1 and grid.shape[1] > 1:
         raise ValueError("the scales of a row of blocks are not adjacent")
     scales = grid.data_ptr(), grid.stride(0)
-    return down * across, view.data_ptr(), step, rows, columns, target, top, left, across, *scales, at.make, wide
+    return (
+        down * across,
+        view.data_ptr(),
+        step,
+        rows,
+        columns,
+        target,
+        top,
+        left,
+        across,
+        *scales,
+        at.should_compute,
+        wide,
+    )
 
 
 @triton.jit(do_not_specialize=["boxes"])

@@ -11,7 +11,7 @@ Box = tuple[torch.Tensor, int]
 are, row by row; a multiple of the size of an element."""
 
 
-class Scaled(NamedTuple):
+class BlockScales(NamedTuple):
     """Where a box that is quantised is in the logical tensor, and the scales of that.
 
     grid: FP32, of the whole tensor [ceil(R / 128), ceil(C / 128)]. r0, c0: of the box's first element. make: the box is
@@ -22,7 +22,7 @@ class Scaled(NamedTuple):
     grid: torch.Tensor
     r0: int
     c0: int
-    make: bool = False
+    should_compute: bool = False
 
 
 STEP = -7046029254386353131  # 0x9E3779B97F4A7C15, 2^64 / golden ratio: no two positions in reach get the same offset

@@ -7,8 +7,8 @@ the results on our side of the sandbox, where the expected answers stay. `plain.
 also run inside boxes.
 """
 
-from megarl.rewards.code.grading import Graded, Grading, grade
-from megarl.rewards.code.problems import problem_of
-from megarl.rewards.code.scorer import HiddenTests, code_of, hidden_tests
+from megarl.rewards.code.grading import GradeResult, Grading, grade
+from megarl.rewards.code.problems import parse_problem
+from megarl.rewards.code.scorer import HiddenTests, extract_code, hidden_tests
 
-__all__ = ["Graded", "Grading", "HiddenTests", "code_of", "grade", "hidden_tests", "problem_of"]
+__all__ = ["GradeResult", "Grading", "HiddenTests", "extract_code", "grade", "hidden_tests", "parse_problem"]

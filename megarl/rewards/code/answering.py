@@ -27,7 +27,7 @@ from megarl.rewards.code.plain import decode, encode
 
 _NAME = "solution"
 _CHUNK = 1 << 16
-PATIENCE = 4
+WALL_CLOCK_FACTOR = 4
 """Seconds on the clock for one of CPU, where others run beside it."""
 
 
@@ -76,7 +76,7 @@ def main(send: Callable[[int, Any], None], job: Mapping[str, Any]) -> None:
         return
     for test in job["tests"]:
         work = partial(_call, names=names, test=test) if program is None else partial(_run, program, test["stdin"])
-        found = _apart(work, job["seconds"], job["room"])
+        found = _run_forked(work, job["seconds"], job["room"])
         if program is None and "out" in found:
             try:
                 found = json.loads(found["out"])
@@ -128,7 +128,7 @@ def _run(program: Any, stdin: str, pipe: int) -> int:
     return status
 
 
-def _apart(work: Callable[[int], int], seconds: float, room: int) -> dict[str, Any]:
+def _run_forked(work: Callable[[int], int], seconds: float, room: int) -> dict[str, Any]:
     """What work, in a process of its own, writes into the pipe that it is given."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -142,9 +142,9 @@ def _apart(work: Callable[[int], int], seconds: float, room: int) -> dict[str, A
             os._exit(status)
     os.close(writing)
     found = bytearray()
-    until, late = monotonic() + PATIENCE * seconds, False
+    until, late = monotonic() + WALL_CLOCK_FACTOR * seconds, False
     while len(found) <= room:
-        rest = min(until - monotonic(), seconds - _used(child))
+        rest = min(until - monotonic(), seconds - _read_cpu_seconds(child))
         if rest <= 0:
             late = True
             break
@@ -154,7 +154,7 @@ def _apart(work: Callable[[int], int], seconds: float, room: int) -> dict[str, A
                 break
             found += data
     large = len(found) > room
-    ended = _ended(child, 0.0 if late or large else until - monotonic())
+    ended = _reap(child, 0.0 if late or large else until - monotonic())
     os.close(reading)
     if large:
         return {"large": True}
@@ -163,7 +163,7 @@ def _apart(work: Callable[[int], int], seconds: float, room: int) -> dict[str, A
     return {"out": found.decode(errors="replace"), "status": ended}
 
 
-def _used(process: int) -> float:
+def _read_cpu_seconds(process: int) -> float:
     """CPU seconds of all its threads."""
     try:
         return clock_gettime((~process << 3) | 2)  # the kernel's number for the clock of a process
@@ -171,7 +171,7 @@ def _used(process: int) -> float:
         return 0.0
 
 
-def _ended(child: int, seconds: float) -> int | None:
+def _reap(child: int, seconds: float) -> int | None:
     """Its status, -signal where one ended it; None where it had to be killed."""
     until = monotonic() + seconds
     pause, killed = 0.0005, False

@@ -12,7 +12,7 @@ _HERE = __name__.rpartition(".")[0]
 
 
 @cache
-def modules(*names: str) -> str:
+def embed_modules(*names: str) -> str:
     """Python that makes these modules of this folder importable, by the names that they have here."""
     parts = ["import json, sys, types"]
     for name in names:
@@ -25,11 +25,11 @@ def modules(*names: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def module(name: str) -> str:
+def embed_module_ref(name: str) -> str:
     """An expression that is the module, whatever has been done to names meanwhile."""
     return f"__import__('sys').modules[{f'{_HERE}.{name}'!r}]"
 
 
-def data(value: Mapping[str, Any]) -> str:
+def embed_data(value: Mapping[str, Any]) -> str:
     """An expression that is the value: JSON in a text of Python, ASCII whatever characters are in it."""
     return f"__import__('json').loads({json.dumps(value)!r})"

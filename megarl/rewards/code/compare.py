@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from megarl.rewards.code.plain import Opaque
-from megarl.rewards.code.problems import Call
+from megarl.rewards.code.problems import CallTest
 
 TOLERANCE = 1e-6
 """Relative to a number's size, and absolute below 1: where a float is expected."""
@@ -16,38 +16,38 @@ _NUMBER = re.compile(r"[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 
 
-def right(test: Call, value: Any) -> bool:
+def is_correct(test: CallTest, value: Any) -> bool:
     """Whether a value, as `decode` gives it, is the expected one. NaN never is."""
     try:
         if isinstance(value, Opaque):
             return False
-        if test.by == "json":
-            return same_as_json(test.expected, value)
-        if test.by == "packed":
-            return same_as_json(test.expected, value) or same_as_json(test.expected[0], value)
-        if test.by == "is":
+        if test.comparison == "json":
+            return matches_json(test.expected, value)
+        if test.comparison == "packed":
+            return matches_json(test.expected, value) or matches_json(test.expected[0], value)
+        if test.comparison == "is":
             return type(value) is type(test.expected) and bool(value == test.expected)
-        if test.by == "equal":
+        if test.comparison == "equal":
             return bool(value == test.expected)
-        return not hasattr(value, "__next__") and bool(value) is (test.by == "true")
+        return not hasattr(value, "__next__") and bool(value) is (test.comparison == "true")
     except (TypeError, ValueError, RecursionError, OverflowError):  # an opaque value within another one
         return False
 
 
-def same_as_json(expected: Any, value: Any) -> bool:
+def matches_json(expected: Any, value: Any) -> bool:
     """As JSON would have the value: tuples are lists, keys are texts. Where a float with a fraction is expected, one
     that is near will do."""
     if isinstance(expected, float) and not isinstance(value, bool) and isinstance(value, int | float):
-        return near(expected, value)
+        return is_close(expected, value)
     if isinstance(expected, list):
         if not isinstance(value, list | tuple) or len(value) != len(expected):
             return False
-        return all(same_as_json(one, other) for one, other in zip(expected, value, strict=True))
+        return all(matches_json(one, other) for one, other in zip(expected, value, strict=True))
     if isinstance(expected, dict):
         if not isinstance(value, dict) or len(value) != len(expected):
             return False
         named = {_key(key): item for key, item in value.items()}
-        return named.keys() == expected.keys() and all(same_as_json(one, named[key]) for key, one in expected.items())
+        return named.keys() == expected.keys() and all(matches_json(one, named[key]) for key, one in expected.items())
     return bool(value == expected)
 
 
@@ -60,7 +60,7 @@ def _key(key: Any) -> Any:
     return repr(key) if isinstance(key, float) else key
 
 
-def near(expected: float, value: float) -> bool:
+def is_close(expected: float, value: float) -> bool:
     """Infinite ones only if both are; NaN never."""
     try:
         return math.isclose(expected, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
@@ -68,7 +68,7 @@ def near(expected: float, value: float) -> bool:
         return False
 
 
-def same_output(expected: str, printed: str) -> bool:
+def matches_output(expected: str, printed: str) -> bool:
     """Line by line without spaces at their ends and empty lines at the end; or word by word, where a number with a
     point is compared by value: with a tolerance where it is expected, exactly with a whole number."""
     ours, theirs = _lines(expected), _lines(printed)
@@ -100,4 +100,4 @@ def _same_word(expected: str, printed: str) -> bool:
         return False
     if _INTEGER.fullmatch(expected):
         return Decimal(expected) == Decimal(printed)
-    return bool(_NUMBER.fullmatch(expected)) and near(float(expected), float(printed))
+    return bool(_NUMBER.fullmatch(expected)) and is_close(float(expected), float(printed))

@@ -22,18 +22,20 @@ from weakref import WeakKeyDictionary
 
 from megarl.config import ConfigError
 from megarl.rewards.code import boxed
-from megarl.rewards.code.answering import PATIENCE
-from megarl.rewards.code.compare import right, same_output
-from megarl.rewards.code.plain import Unreadable, decode, encode
-from megarl.rewards.code.problems import Call, Judged, Problem, Program
+from megarl.rewards.code.answering import WALL_CLOCK_FACTOR
+from megarl.rewards.code.compare import is_correct, matches_output
+from megarl.rewards.code.plain import DecodeError, decode, encode
+from megarl.rewards.code.problems import AssertionTest, CallTest, Problem, ProgramTest
 from megarl.sandbox.box import Interpreter, Sandbox
 from megarl.sandbox.results import Limits
 
-_ROOM = (1 << 16, 1 << 22)
-_ALL = 1 << 26
+_RESULT_BYTES_RANGE = (1 << 16, 1 << 22)
+_MAX_OUTPUT_BYTES = 1 << 26
 _AGAIN_S = 60.0
 _MOST_SEEN = 256
-_seen: WeakKeyDictionary[Sandbox, dict[str, float]] = WeakKeyDictionary()  # when a box was known to work with a setup
+_last_checked: WeakKeyDictionary[Sandbox, dict[str, float]] = (
+    WeakKeyDictionary()
+)  # when a box was known to work with a setup
 _STARTING_S = 2.0
 _NAN = re.compile(r"(?i)(?<![a-z])(?:is)?nan(?![a-z])")  # a test that looks for it gets it
 _MARK = "\x1emegarl "
@@ -43,81 +45,81 @@ _MARK = "\x1emegarl "
 class Grading:
     """How tests are run."""
 
-    most: int = 50
+    max_tests: int = 50
     """Tests of a problem that are run; of more, as many spread evenly over them."""
     seconds: float = 6.0
     """CPU seconds of each test, and up to four times as many on the clock. One that takes longer is the last that is
     run: the others have not passed."""
-    total: float = 30.0
+    total_seconds: float = 30.0
     """Seconds of all tests of an answer together, on the clock, without waiting for a turn."""
     memory_mb: int = 0
     """Of the box; 0 for `sandbox.memory_mb`."""
 
     def __post_init__(self) -> None:
-        if self.most < 1 or not (0 < self.seconds and 0 < self.total < math.inf) or self.memory_mb < 0:
+        if self.max_tests < 1 or not (0 < self.seconds and 0 < self.total_seconds < math.inf) or self.memory_mb < 0:
             raise ConfigError(f"{self}: most must be at least 1, seconds and total above 0, memory_mb not below 0")
 
     def limits(self, room: int = 1 << 21, given: int = 0) -> Limits:
         """room: bytes of results. given: bytes of the largest input."""
         disk = 64 + (given >> 20)
-        return Limits(self.total + _STARTING_S, self.memory_mb, disk_mb=disk, output_bytes=room)
+        return Limits(self.total_seconds + _STARTING_S, self.memory_mb, disk_mb=disk, output_bytes=room)
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradeResult:
     """Of one answer."""
 
     passed: int
     tests: int
 
     @property
-    def share(self) -> float:
+    def pass_rate(self) -> float:
         return self.passed / self.tests
 
 
-async def grade(code: str, problem: Problem, box: Sandbox, how: Grading = Grading()) -> Graded:  # noqa: B008
-    """Run the tests on some code, as `answers.code_of` finds it; none passes where that is empty.
+async def grade(code: str, problem: Problem, box: Sandbox, how: Grading = Grading()) -> GradeResult:  # noqa: B008
+    """Run the tests on some code, as `answers.extract_code` finds it; none passes where that is empty.
 
     Raises ConfigError or RuntimeError where there can be no box, and ValueError for tests that are wrong themselves.
     """
-    chosen = problem.part(how.most)
+    chosen = problem.select_tests(how.max_tests)
     if not code.strip():
-        return Graded(0, len(chosen))
+        return GradeResult(0, len(chosen))
     sources = [code]
-    if problem.beginning:
-        sources.append(f"{problem.beginning}\n{textwrap.indent(textwrap.dedent(code), '    ')}")
-    simple = {number: test for number, test in chosen.items() if not isinstance(test, Judged)}
-    judged = {number: test for number, test in chosen.items() if isinstance(test, Judged)}
-    passed = await _simple(sources, problem, simple, box, how) if simple else 0
+    if problem.code_prefix:
+        sources.append(f"{problem.code_prefix}\n{textwrap.indent(textwrap.dedent(code), '    ')}")
+    simple = {number: test for number, test in chosen.items() if not isinstance(test, AssertionTest)}
+    judged = {number: test for number, test in chosen.items() if isinstance(test, AssertionTest)}
+    passed = await _grade_direct(sources, problem, simple, box, how) if simple else 0
     if judged:
-        passed += await _judged(sources, problem, judged, box, how)
-    return Graded(passed, len(chosen))
+        passed += await _grade_assertions(sources, problem, judged, box, how)
+    return GradeResult(passed, len(chosen))
 
 
-async def _simple(
-    sources: list[str], problem: Problem, tests: Mapping[int, Program | Call], box: Sandbox, how: Grading
+async def _grade_direct(
+    sources: list[str], problem: Problem, tests: Mapping[int, ProgramTest | CallTest], box: Sandbox, how: Grading
 ) -> int:
-    found = await _collected(sources, problem, list(tests.values()), box, how)
+    found = await _run_tests(sources, problem, list(tests.values()), box, how)
     if not found:
-        await _known(problem.before, box, how)
+        await _check_sandbox(problem.setup, box, how)
     passed = 0
     for place, test in enumerate(tests.values()):
-        passed += _came_right(test, found.get(place))
+        passed += _has_passed(test, found.get(place))
         await asyncio.sleep(0)  # megabytes take a while, and others wait
     return passed
 
 
-async def _known(before: str, box: Sandbox, how: Grading) -> None:
+async def _check_sandbox(before: str, box: Sandbox, how: Grading) -> None:
     """See that something comes of an answer that is known to be right, so that what fails is not taken for a wrong one.
 
     Asked once in a while. Raises RuntimeError where nothing does, ValueError where that is the fault of `before`.
     """
-    seen = _seen.setdefault(box, {})
+    seen = _last_checked.setdefault(box, {})
     for given in ("", before):
         if monotonic() - seen.get(given, -math.inf) < _AGAIN_S:
             continue
-        known = Problem((), before=given)
-        if not await _collected(["def f(): return 1"], known, [Call(1, source="f()")], box, how):
+        known = Problem((), setup=given)
+        if not await _run_tests(["def f(): return 1"], known, [CallTest(1, source="f()")], box, how):
             if given:
                 raise ValueError("the setup of its tests does not run in the sandbox")
             raise RuntimeError("nothing comes out of the sandbox, not even of a function that is known to be right")
@@ -126,125 +128,139 @@ async def _known(before: str, box: Sandbox, how: Grading) -> None:
         seen.clear()
 
 
-async def _collected(
-    sources: list[str], problem: Problem, tests: Sequence[Program | Call], box: Sandbox, how: Grading
+async def _run_tests(
+    sources: list[str], problem: Problem, tests: Sequence[ProgramTest | CallTest], box: Sandbox, how: Grading
 ) -> Mapping[int, Any]:
-    room = _room(tests)
+    room = _choose_result_bytes(tests)
     job = {
-        "kind": "programs" if isinstance(tests[0], Program) else "calls",
+        "kind": "programs" if isinstance(tests[0], ProgramTest) else "calls",
         "sources": sources,
-        "before": problem.before,
-        "behind": problem.behind,
+        "before": problem.setup,
+        "behind": problem.post_setup,
         "seconds": how.seconds,
         "room": room,
         "tests": [{"number": place, **_request(test)} for place, test in enumerate(tests)],
     }
-    harness = boxed.modules("plain", "answering")
-    harness += f"{boxed.module('answering')}.main(send, json.load(sys.stdin.buffer))"
-    given = max(len(test.stdin.encode(errors="replace")) if isinstance(test, Program) else 0 for test in tests)
-    limits = how.limits(min(_ALL, 2 * room * len(tests) + _ROOM[0]), given)
-    return (await box.collect(harness, len(tests), stdin=json.dumps(job).encode(), limits=limits)).results
+    harness = boxed.embed_modules("plain", "answering")
+    harness += f"{boxed.embed_module_ref('answering')}.main(send, json.load(sys.stdin.buffer))"
+    given = max(len(test.stdin.encode(errors="replace")) if isinstance(test, ProgramTest) else 0 for test in tests)
+    limits = how.limits(min(_MAX_OUTPUT_BYTES, 2 * room * len(tests) + _RESULT_BYTES_RANGE[0]), given)
+    return (await box.run_harness(harness, len(tests), stdin=json.dumps(job).encode(), limits=limits)).results
 
 
-def _request(test: Program | Call) -> dict[str, Any]:
+def _request(test: ProgramTest | CallTest) -> dict[str, Any]:
     """What the box is told of a test: nothing of what is expected."""
-    if isinstance(test, Program):
+    if isinstance(test, ProgramTest):
         return {"stdin": test.stdin}
     if test.source:
         return {"source": test.source}
     return {"name": test.name, "args": [encode(one) for one in test.arguments], "kwargs": {}}
 
 
-def _room(tests: Sequence[Program | Call]) -> int:
+def _choose_result_bytes(tests: Sequence[ProgramTest | CallTest]) -> int:
     """Characters that a test's result may have; the same for all, since "NO" is shorter than "YES"."""
-    longest = max(len(test.stdout) if isinstance(test, Program) else len(repr(test.expected)) for test in tests)
-    room = _ROOM[0]
-    while room < 8 * longest and room < _ROOM[1]:
+    longest = max(len(test.stdout) if isinstance(test, ProgramTest) else len(repr(test.expected)) for test in tests)
+    room = _RESULT_BYTES_RANGE[0]
+    while room < 8 * longest and room < _RESULT_BYTES_RANGE[1]:
         room *= 4
     return room
 
 
-def _came_right(test: Program | Call, found: Any) -> bool:
+def _has_passed(test: ProgramTest | CallTest, found: Any) -> bool:
     """found: whatever the box has sent, of which nothing is believed but what it is compared with."""
     if not isinstance(found, dict):
         return False
-    if isinstance(test, Program):
+    if isinstance(test, ProgramTest):
         printed = found.get("out")
         well = type(found.get("status")) is int and found["status"] == 0
-        return well and isinstance(printed, str) and same_output(test.stdout, printed)
+        return well and isinstance(printed, str) and matches_output(test.stdout, printed)
     if "value" not in found:
         return False
     try:
-        return right(test, decode(found["value"]))
-    except Unreadable:
+        return is_correct(test, decode(found["value"]))
+    except DecodeError:
         return False
 
 
-async def _judged(sources: list[str], problem: Problem, tests: Mapping[int, Judged], box: Sandbox, how: Grading) -> int:
+async def _grade_assertions(
+    sources: list[str], problem: Problem, tests: Mapping[int, AssertionTest], box: Sandbox, how: Grading
+) -> int:
     """Two interpreters, one of the answer and one of the tests. Raises ValueError for a test that is wrong itself."""
     passed = 0
     async with contextlib.AsyncExitStack() as stack:
         judge = await stack.enter_async_context(await box.interpreter(how.limits()))
         answer = await stack.enter_async_context(await box.interpreter(how.limits()))
-        turns = _Turns(judge, answer, how)
-        if not await turns.begin(sources, problem):
+        turns = _AssertionSession(judge, answer, how)
+        if not await turns.load_answer(sources, problem):
             return 0
         for test in tests.values():
-            found = await turns.test(problem, test)
+            found = await turns.run_test(problem, test)
             if found is None:
                 break
             passed += found
     return passed
 
 
-class _Turns:
+class _AssertionSession:
     """One asks, the other answers, until the test has ended or the time."""
 
     def __init__(self, judge: Interpreter, answer: Interpreter, how: Grading) -> None:
-        self.judge, self.answer = judge, answer
-        self.how = how
-        self.left = how.total
+        self.test_interpreter, self.answer_interpreter = judge, answer
+        self.grading = how
+        self.remaining_seconds = how.total_seconds
 
-    async def begin(self, sources: list[str], problem: Problem) -> bool:
+    async def load_answer(self, sources: list[str], problem: Problem) -> bool:
         """Whether the answer could be loaded."""
-        for who, names in ((self.judge, ("plain", "judging")), (self.answer, ("plain", "answering"))):
-            prepared = await who.run(boxed.modules(*names), _STARTING_S + PATIENCE * self.how.seconds)
+        for who, names in (
+            (self.test_interpreter, ("plain", "judging")),
+            (self.answer_interpreter, ("plain", "answering")),
+        ):
+            prepared = await who.run(
+                boxed.embed_modules(*names), _STARTING_S + WALL_CLOCK_FACTOR * self.grading.seconds
+            )
             if not prepared.ok:
                 raise RuntimeError(f"an interpreter of the sandbox does not run: {prepared.stderr or prepared.reason}")
-        alone = boxed.data({"sources": [""], "before": problem.before, "behind": ""})
-        prepared = await self.answer.run(f"{boxed.module('answering')}.load(**{alone})", PATIENCE * self.how.seconds)
+        alone = boxed.embed_data({"sources": [""], "before": problem.setup, "behind": ""})
+        prepared = await self.answer_interpreter.run(
+            f"{boxed.embed_module_ref('answering')}.load(**{alone})", WALL_CLOCK_FACTOR * self.grading.seconds
+        )
         if not prepared.ok:
             raise ValueError(f"the setup of its tests does not run in the sandbox: {prepared.stderr[-300:]}")
-        given = boxed.data({"sources": sources, "before": problem.before, "behind": problem.behind})
-        loaded = await self.answer.run(
-            f"_megarl = {boxed.module('answering')}.load(**{given})", PATIENCE * self.how.seconds
+        given = boxed.embed_data({"sources": sources, "before": problem.setup, "behind": problem.post_setup})
+        loaded = await self.answer_interpreter.run(
+            f"_megarl = {boxed.embed_module_ref('answering')}.load(**{given})", WALL_CLOCK_FACTOR * self.grading.seconds
         )
-        self.left -= loaded.seconds
+        self.remaining_seconds -= loaded.seconds
         return loaded.ok
 
-    async def test(self, problem: Problem, test: Judged) -> bool | None:
+    async def run_test(self, problem: Problem, test: AssertionTest) -> bool | None:
         """Whether it has passed; None where nothing can be asked any more."""
-        nan = _NAN.search(problem.judge + test.source) is not None
-        given = boxed.data({"setup": problem.judge, "source": test.source, "names": problem.names, "nan": nan})
-        said = await self._said(self.judge, f"{boxed.module('judging')}.begin(**{given})")
+        nan = _NAN.search(problem.assertion_setup + test.source) is not None
+        given = boxed.embed_data(
+            {"setup": problem.assertion_setup, "source": test.source, "names": problem.functions, "nan": nan}
+        )
+        said = await self._evaluate(self.test_interpreter, f"{boxed.embed_module_ref('judging')}.begin(**{given})")
         while said is not None and "passed" not in said:
             asked = {name: said[name] for name in ("name", "args", "kwargs")}
-            replied = await self._said(self.answer, f"{boxed.module('answering')}.reply(_megarl, {boxed.data(asked)})")
-            reply = boxed.data({"lost": True} if replied is None else replied)
-            said = await self._said(self.judge, f"{boxed.module('judging')}.step({reply})")
+            replied = await self._evaluate(
+                self.answer_interpreter,
+                f"{boxed.embed_module_ref('answering')}.reply(_megarl, {boxed.embed_data(asked)})",
+            )
+            reply = boxed.embed_data({"lost": True} if replied is None else replied)
+            said = await self._evaluate(self.test_interpreter, f"{boxed.embed_module_ref('judging')}.step({reply})")
             if replied is None:
                 return None
         if said is not None and said.get("wrong"):
             raise ValueError(f"{said['wrong']}, in {test.source[:200]!r}")
         return None if said is None else said["passed"] is True
 
-    async def _said(self, who: Interpreter, expression: str) -> dict[str, Any] | None:
+    async def _evaluate(self, who: Interpreter, expression: str) -> dict[str, Any] | None:
         """The line that an expression gives; None where there is no time left, or none came."""
-        if self.left <= 0:
+        if self.remaining_seconds <= 0:
             return None
         code = f"print('\\n' + {_MARK!r} + {expression}, flush=True)"
-        output = await who.run(code, min(PATIENCE * self.how.seconds, self.left))
-        self.left -= output.seconds
+        output = await who.run(code, min(WALL_CLOCK_FACTOR * self.grading.seconds, self.remaining_seconds))
+        self.remaining_seconds -= output.seconds
         lines = output.stdout.split(_MARK)
         try:
             found = json.loads(lines[-1]) if output.ok and len(lines) > 1 else None

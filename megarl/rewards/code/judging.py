@@ -14,70 +14,77 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rewards.code.plain import Unreadable, decode, encode
+from megarl.rewards.code.plain import DecodeError, decode, encode
 
-_NOT_RAISED = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "NameError", "UnboundLocalError", "ImportError")
+_BLOCKED_EXCEPTIONS = (
+    "StopIteration",
+    "StopAsyncIteration",
+    "GeneratorExit",
+    "NameError",
+    "UnboundLocalError",
+    "ImportError",
+)
 """An answer could end a test's loop early by them, or look like a mistake of the test."""
 
 
-class Stopped(BaseException):
+class AnswerLost(BaseException):
     """No test goes on from it: the answer's process has ended, or what it gave is no plain value."""
 
 
-class Raised(Exception):
+class AnswerError(Exception):
     """What the answer raised, if it is no exception that tests could wait for."""
 
 
-class Run:
+class AssertionRun:
     """One test."""
 
     def __init__(self, setup: str, source: str, names: list[str], nan: bool) -> None:
         self.calls, self.lost, self.nan = 0, False, nan
-        self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.heard: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-        self.space: dict[str, Any] = {"__name__": "tests"}
+        self.requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.replies: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self.namespace: dict[str, Any] = {"__name__": "tests"}
         threading.Thread(target=self._run, args=(setup, source, names), daemon=True).start()
 
     def _run(self, setup: str, source: str, names: list[str]) -> None:
         stage = "its setup"
         try:
-            exec(compile(setup, "<setup>", "exec"), self.space)
-            self.space |= {name: self._stand_in(name) for name in names}
+            exec(compile(setup, "<setup>", "exec"), self.namespace)
+            self.namespace |= {name: self._make_stub(name) for name in names}
             stage = "a test"
-            exec(compile(source, "<test>", "exec"), self.space)
+            exec(compile(source, "<test>", "exec"), self.namespace)
         except Exception as error:
             wrong = stage == "its setup" or (isinstance(error, NameError | ImportError) and not self.calls)
-            self._end(False, f"{stage} raised {type(error).__name__}: {error}"[:300] if wrong else "")
+            self._send_result(False, f"{stage} raised {type(error).__name__}: {error}"[:300] if wrong else "")
         except BaseException:  # noqa: B036  a lost answer; sys.exit in a test
-            self._end(False)
+            self._send_result(False)
         else:
-            self._end(not self.lost, "" if self.calls else "a test has called no function of the answer")
+            self._send_result(not self.lost, "" if self.calls else "a test has called no function of the answer")
 
-    def _end(self, passed: bool, wrong: str = "") -> None:
-        self.said.put({"passed": passed, "wrong": wrong} if wrong else {"passed": passed})
+    def _send_result(self, passed: bool, wrong: str = "") -> None:
+        self.requests.put({"passed": passed, "wrong": wrong} if wrong else {"passed": passed})
 
-    def _stand_in(self, name: str) -> Any:
+    def _make_stub(self, name: str) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
             if self.lost:
-                raise Stopped
+                raise AnswerLost
             self.calls += 1
-            self.said.put(
+            self.requests.put(
                 {
                     "name": name,
                     "args": list(map(encode, args)),
                     "kwargs": {key: encode(one) for key, one in kwargs.items()},
                 }
             )
-            return self._value(self.heard.get())
+            return self._decode_reply(self.replies.get())
 
         function.__name__ = name
         return function
 
-    def _value(self, reply: Mapping[str, Any]) -> Any:
+    def _decode_reply(self, reply: Mapping[str, Any]) -> Any:
         if "value" in reply:
             try:
                 value = decode(reply["value"])
-            except Unreadable:
+            except DecodeError:
                 value = None
             else:
                 if self.nan or not _has_nan(reply["value"]):
@@ -85,14 +92,14 @@ class Run:
         elif "raised" in reply:
             raise _exception(reply["raised"])
         self.lost = True
-        raise Stopped
+        raise AnswerLost
 
 
 def _exception(name: Any) -> BaseException:
-    kind = getattr(builtins, name, None) if isinstance(name, str) and name not in _NOT_RAISED else None
+    kind = getattr(builtins, name, None) if isinstance(name, str) and name not in _BLOCKED_EXCEPTIONS else None
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError | ExceptionGroup):
         return kind("raised by the answer")
-    return Raised("raised by the answer")
+    return AnswerError("raised by the answer")
 
 
 def _has_nan(data: Any) -> bool:
@@ -104,16 +111,16 @@ def _has_nan(data: Any) -> bool:
     return any(map(_has_nan, data))
 
 
-_running: list[Run] = []
+_running: list[AssertionRun] = []
 
 
 def begin(setup: str, source: str, names: list[str], nan: bool) -> str:
     """Begin a test; its first line."""
-    _running[:] = [Run(setup, source, names, nan)]
-    return json.dumps(_running[0].said.get())
+    _running[:] = [AssertionRun(setup, source, names, nan)]
+    return json.dumps(_running[0].requests.get())
 
 
 def step(reply: Mapping[str, Any]) -> str:
     """Go on with it: the next line."""
-    _running[0].heard.put(reply)
-    return json.dumps(_running[0].said.get())
+    _running[0].replies.put(reply)
+    return json.dumps(_running[0].requests.get())

@@ -12,10 +12,10 @@ from typing import Any
 DEPTH = 100
 """Of containers within each other."""
 _SMALL = 1 << 53  # integers that JSON's numbers hold in any language
-_COLLIDING = 64  # members of one set or keys of one dict that may share a hash: (-1, -2) and (-2, -1) do
+_MAX_COLLISIONS = 64  # members of one set or keys of one dict that may share a hash: (-1, -2) and (-2, -1) do
 
 
-class Unreadable(ValueError):
+class DecodeError(ValueError):
     """Text that no `encode` has written."""
 
 
@@ -87,7 +87,7 @@ def decode(data: Any) -> Any:
     try:
         return _decoded(data, 0)
     except (TypeError, ValueError, OverflowError) as error:
-        raise Unreadable(str(error)) from None
+        raise DecodeError(str(error)) from None
 
 
 def _decoded(data: Any, depth: int) -> Any:
@@ -95,14 +95,14 @@ def _decoded(data: Any, depth: int) -> Any:
         return data
     if type(data) is int:
         if not -_SMALL < data < _SMALL:
-            raise Unreadable("a large integer in digits")
+            raise DecodeError("a large integer in digits")
         return data
     if type(data) is not list or not data or type(data[0]) is not str or depth > DEPTH:
-        raise Unreadable("no value")
+        raise DecodeError("no value")
     kind, rest = data[0], data[1:]
     if kind in ("int", "float", "complex", "bytes", "opaque"):
         if not all(type(one) is str for one in rest) or len(rest) != (2 if kind == "complex" else 1):
-            raise Unreadable(f"no {kind}")
+            raise DecodeError(f"no {kind}")
         if kind == "int":
             return int(rest[0], 16)
         if kind == "bytes":
@@ -118,18 +118,18 @@ def _decoded(data: Any, depth: int) -> Any:
     if kind == "iterator":
         return iter(values)
     if kind in ("set", "frozenset"):
-        return set(_spread(values)) if kind == "set" else frozenset(_spread(values))
+        return set(_check_hashes(values)) if kind == "set" else frozenset(_check_hashes(values))
     if kind == "dict" and len(values) % 2 == 0:
-        return dict(zip(_spread(values[::2]), values[1::2], strict=True))
-    raise Unreadable("no kind of value")
+        return dict(zip(_check_hashes(values[::2]), values[1::2], strict=True))
+    raise DecodeError("no kind of value")
 
 
-def _spread(keys: list[Any]) -> list[Any]:
+def _check_hashes(keys: list[Any]) -> list[Any]:
     """The keys, if no table of theirs would be slow: who can choose them can make all of them share a hash."""
     found: dict[int, int] = {}
     for key in keys:
         number = hash(key)
         found[number] = found.get(number, 0) + 1
-        if found[number] > _COLLIDING:
-            raise Unreadable("keys that share a hash")
+        if found[number] > _MAX_COLLISIONS:
+            raise DecodeError("keys that share a hash")
     return keys

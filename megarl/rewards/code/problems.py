@@ -31,13 +31,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-By = Literal["equal", "json", "packed", "is", "true", "false"]
-"""How a value is compared: by `==`; as JSON has it (`compare.same_as_json`), or so that a list of one item stands for
+Comparison = Literal["equal", "json", "packed", "is", "true", "false"]
+"""How a value is compared: by `==`; as JSON has it (`compare.matches_json`), or so that a list of one item stands for
 the item, too, as in APPS (`packed`); by being that None, True or False; by its truth."""
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramTest:
     """The answer is a program, which reads `stdin` and prints `stdout`."""
 
     stdin: str
@@ -45,25 +45,25 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallTest:
     """The answer has a function. `source` is a call of it, an expression of Python in which the expected value does not
     occur; or it is called `name` with plain `arguments`."""
 
     expected: Any
-    by: By = "equal"
+    comparison: Comparison = "equal"
     source: str = ""
     name: str = ""
     arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
-class Judged:
+class AssertionTest:
     """Statements of Python that assert something about the answer's functions, and cannot be taken apart."""
 
     source: str
 
 
-Test = Program | Call | Judged
+Test = ProgramTest | CallTest | AssertionTest
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,18 @@ class Problem:
     """tests: at least one; programs, or calls and judged ones."""
 
     tests: tuple[Test, ...]
-    before: str = ""
+    setup: str = ""
     """Python that is run before the answer, in its box: imports, classes that it is given. Holds no expected value."""
-    behind: str = ""
+    post_setup: str = ""
     """The same, but run behind the answer, of which it has classes."""
-    beginning: str = ""
+    code_prefix: str = ""
     """What an answer that is no program of its own goes on from: a signature and a docstring."""
-    judge: str = ""
+    assertion_setup: str = ""
     """Python that judged tests need, in a box of their own."""
-    names: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
     """Of the answer, that judged tests call."""
 
-    def part(self, most: int) -> Mapping[int, Test]:
+    def select_tests(self, most: int) -> Mapping[int, Test]:
         """At most so many tests by their numbers, spread evenly over them, the first and the last among them."""
         count = len(self.tests)
         if count <= most:
@@ -94,11 +94,11 @@ class Problem:
 MOST = 1 << 28
 """Bytes that may come out, so that no small file fills the memory."""
 _TEXTS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
-_BESIDE = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP")
+_FRAMING_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP")
 
 
 @lru_cache(maxsize=16)
-def unpacked(text: str) -> Any:
+def unpack_tests(text: str) -> Any:
     """What a text holds, not to be changed: once for the samples of a prompt. Raises ValueError for anything else."""
     start = text.lstrip()[:1]
     if start in ("[", "{", '"'):
@@ -116,18 +116,18 @@ def unpacked(text: str) -> Any:
         raise ValueError(f"it has more than {MOST >> 20} MiB")
     if not machine.eof:
         raise ValueError("it is cut off")
-    found = _parse_json(pickled_text(data) if data[:1] == b"\x80" else data.decode(errors="replace"))
+    found = _parse_json(read_pickled_text(data) if data[:1] == b"\x80" else data.decode(errors="replace"))
     return _parse_json(found) if isinstance(found, str) else found
 
 
-def pickled_text(data: bytes) -> str:
+def read_pickled_text(data: bytes) -> str:
     """The text that a pickle consists of. Raises ValueError for a pickle of anything else, which could do anything."""
     found: list[str] = []
     try:
         for operation, argument, _ in pickletools.genops(data):
             if operation.name in _TEXTS:
                 found.append(str(argument))
-            elif operation.name not in _BESIDE:
+            elif operation.name not in _FRAMING_OPCODES:
                 raise ValueError(f"it is a pickle that is more than a text ({operation.name}), which is not read")
     except (UnicodeDecodeError, IndexError) as error:
         raise ValueError(f"it is a broken pickle: {error}") from None
@@ -144,12 +144,12 @@ def _parse_json(text: str) -> Any:
 
 
 _BUILTIN = frozenset([*dir(builtins), "__name__"])
-_ANSWERS = ("solution", "answer", "main", "__main__")
+_ANSWER_MODULES = ("solution", "answer", "main", "__main__")
 """Modules that tests import the answer from."""
-_CALLED = {"np": "numpy as np"}
+_MODULE_ALIASES = {"np": "numpy as np"}
 
 
-def of_statements(
+def parse_statements(
     sources: Sequence[str], setup: str = "", shown: bool = True, functions: Sequence[str] = ()
 ) -> Problem:
     """Each source is a test: statements that assert something of functions that the answer has (MBPP's `test_list`).
@@ -158,58 +158,58 @@ def of_statements(
     answer has; where nobody says it, what is not defined is the answer's. Raises ValueError for what is no Python, and
     for a test that asks nothing of an answer, or may do so by a name that is missing.
     """
-    trees = [_without_nothing(parsed(source, f"its test {source[:80]!r}")) for source in sources]
-    missing = _modules(trees) - defined(parsed(setup, "its setup"))
-    setup = "\n".join([*(f"import {_CALLED.get(name, name)}" for name in sorted(missing)), setup]).strip()
-    prepared = parsed(setup, "its setup")
-    known = _BUILTIN | defined(prepared)
+    trees = [_drop_trivial(parse_python(source, f"its test {source[:80]!r}")) for source in sources]
+    missing = _collect_modules(trees) - collect_bound_names(parse_python(setup, "its setup"))
+    setup = "\n".join([*(f"import {_MODULE_ALIASES.get(name, name)}" for name in sorted(missing)), setup]).strip()
+    prepared = parse_python(setup, "its setup")
+    known = _BUILTIN | collect_bound_names(prepared)
     tests: list[Test] = []
     names: set[str] = set()
     for source, tree in zip(sources, trees, strict=True):
-        free = read(tree) - known - defined(tree)
+        free = collect_read_names(tree) - known - collect_bound_names(tree)
         wanted = free & set(functions) if functions else free
         if not wanted:
             raise ValueError(f"its test {source[:80]!r} calls no function of an answer")
-        simple = taken_apart(tree.body[0], wanted, shown) if len(tree.body) == 1 else None
-        if odd := _missing(free, functions, simple):
+        simple = extract_call(tree.body[0], wanted, shown) if len(tree.body) == 1 else None
+        if odd := _find_undefined(free, functions, simple):
             raise ValueError(f"its test {source[:80]!r} uses {', '.join(odd)}, which nothing defines")
         names |= wanted
-        tests.append(simple or Judged(ast.unparse(tree)))
+        tests.append(simple or AssertionTest(ast.unparse(tree)))
     if not tests:
         raise ValueError("it has no tests")
     given = setup if shown else ""
-    late = bool(read(prepared) - known)  # of classes that the answer has
+    late = bool(collect_read_names(prepared) - known)  # of classes that the answer has
     return Problem(
         tuple(tests),
-        before="" if late else given,
-        behind=given if late else "",
-        judge=setup,
-        names=tuple(sorted(names)),
+        setup="" if late else given,
+        post_setup=given if late else "",
+        assertion_setup=setup,
+        functions=tuple(sorted(names)),
     )
 
 
-def of_module(source: str, setup: str = "") -> Problem:
+def parse_test_module(source: str, setup: str = "") -> Problem:
     """Tests as a text of Python: each function `test_..`, or else each assertion at the top, is one; what is left is
     for all of them. `from solution import f` says what the answer has. Raises ValueError as above."""
-    module = parsed(source, "its test")
-    imports = [one for one in module.body if isinstance(one, ast.ImportFrom) and one.module in _ANSWERS]
+    module = parse_python(source, "its test")
+    imports = [one for one in module.body if isinstance(one, ast.ImportFrom) and one.module in _ANSWER_MODULES]
     named = [alias.name for one in imports for alias in one.names if alias.name != "*"]
     body = [one for one in module.body if one not in imports]
     chosen: list[ast.stmt] = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
     if not chosen and all(isinstance(one, ast.Assert | ast.Import | ast.ImportFrom) or _is_text(one) for one in body):
-        chosen = [one for one in body if isinstance(one, ast.Assert) and not _says_nothing(one)]
+        chosen = [one for one in body if isinstance(one, ast.Assert) and not _is_trivial(one)]
     if not chosen:
-        return of_statements([ast.unparse(ast.Module(body, []))], setup, False, named)
+        return parse_statements([ast.unparse(ast.Module(body, []))], setup, False, named)
     others = ast.unparse(ast.Module([one for one in body if one not in chosen], []))
-    return of_statements(list(map(_as_statements, chosen)), f"{setup}\n{others}", False, named)
+    return parse_statements(list(map(_as_statements, chosen)), f"{setup}\n{others}", False, named)
 
 
-def of_check(test: str, entry: str, prompt: str) -> Problem:
+def parse_humaneval(test: str, entry: str, prompt: str) -> Problem:
     """HumanEval's: `test` defines `check(candidate)`, `entry` names the function, `prompt` is what it goes on from.
 
     Where `check` has assertions alone, each is a test. Raises ValueError as above.
     """
-    module = parsed(test, "its test")
+    module = parse_python(test, "its test")
     checks = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "check"]
     if not checks or len(checks[-1].args.args) != 1:
         raise ValueError("its `test` defines no function check(candidate)")
@@ -217,19 +217,19 @@ def of_check(test: str, entry: str, prompt: str) -> Problem:
         raise ValueError(f"its `entry_point` {entry[:80]!r} is no name of a function")
     check = checks[-1]
     candidate = check.args.args[0].arg
-    others = ast.unparse(ast.Module([one for one in module.body if one is not check and not _runs(one)], []))
+    others = ast.unparse(ast.Module([one for one in module.body if one is not check and not _is_check_call(one)], []))
     body = [_Renamed(candidate, entry).visit(one) for one in check.body]
     body = [one for one in body if not isinstance(one, ast.Pass) and not _is_text(one)]
     if all(isinstance(one, ast.Assert) for one in body):
-        sources = [ast.unparse(one) for one in body if not _says_nothing(one)]
+        sources = [ast.unparse(one) for one in body if not _is_trivial(one)]
     else:
         check.args, check.body = ast.parse("lambda: 0", mode="eval").body.args, body  # type: ignore[attr-defined]
         sources = [_as_statements(check)]
-    given = _without(prompt, entry)
-    return replace(of_statements(sources, f"{given}\n{others}", False, [entry]), before=given, beginning=prompt)
+    given = _drop_function(prompt, entry)
+    return replace(parse_statements(sources, f"{given}\n{others}", False, [entry]), setup=given, code_prefix=prompt)
 
 
-def taken_apart(statement: ast.stmt, names: set[str], shown: bool = True) -> Call | None:
+def extract_call(statement: ast.stmt, names: set[str], shown: bool = True) -> CallTest | None:
     """A call whose value is compared with a literal, if the assertion is no more than that.
 
     shown: whether the answer's box has the names that the test's setup defines, so that arguments may use them.
@@ -237,28 +237,28 @@ def taken_apart(statement: ast.stmt, names: set[str], shown: bool = True) -> Cal
     if not isinstance(statement, ast.Assert):
         return None
     test = statement.test
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and _calls(test.operand, names, shown):
-        return Call(None, "false", ast.unparse(test.operand))
-    if _calls(test, names, shown):
-        return Call(None, "true", ast.unparse(test))
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and _is_call_of(test.operand, names, shown):
+        return CallTest(None, "false", ast.unparse(test.operand))
+    if _is_call_of(test, names, shown):
+        return CallTest(None, "true", ast.unparse(test))
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return None
     sides = [test.left, test.comparators[0]]
     for call, other in (sides, sides[::-1]):
-        if not _calls(call, names, shown):
+        if not _is_call_of(call, names, shown):
             continue
         try:
             expected = ast.literal_eval(other)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
         if isinstance(test.ops[0], ast.Eq):
-            return Call(expected, "equal", ast.unparse(call))
+            return CallTest(expected, "equal", ast.unparse(call))
         if isinstance(test.ops[0], ast.Is) and (expected is None or isinstance(expected, bool)):
-            return Call(expected, "is", ast.unparse(call))
+            return CallTest(expected, "is", ast.unparse(call))
     return None
 
 
-def parsed(source: str, what: str) -> ast.Module:
+def parse_python(source: str, what: str) -> ast.Module:
     """Raises ValueError, which begins with `what`, for no Python."""
     try:
         return ast.parse(source)
@@ -266,7 +266,7 @@ def parsed(source: str, what: str) -> ast.Module:
         raise ValueError(f"{what} is no Python: {error}") from None
 
 
-def defined(tree: ast.AST) -> set[str]:
+def collect_bound_names(tree: ast.AST) -> set[str]:
     """Names that something in there binds, in whatever scope."""
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -283,28 +283,28 @@ def defined(tree: ast.AST) -> set[str]:
     return found
 
 
-def read(tree: ast.AST) -> set[str]:
+def collect_read_names(tree: ast.AST) -> set[str]:
     """Names that something in there reads: functions are not only called, as in `map(f, values)`."""
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
-def _calls(node: ast.expr, names: set[str], shown: bool) -> bool:
+def _is_call_of(node: ast.expr, names: set[str], shown: bool) -> bool:
     """Whether it is a call of one of the names, and of nothing that the answer's box lacks."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in names:
         return False
-    return shown or not read(node) - names - _BUILTIN
+    return shown or not collect_read_names(node) - names - _BUILTIN
 
 
-def _says_nothing(statement: ast.stmt) -> bool:
+def _is_trivial(statement: ast.stmt) -> bool:
     """`assert True, "..."`"""
     return isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Constant) and bool(statement.test.value)
 
 
-def _without_nothing(tree: ast.Module) -> ast.Module:
-    return ast.Module([one for one in tree.body if not _says_nothing(one)], [])
+def _drop_trivial(tree: ast.Module) -> ast.Module:
+    return ast.Module([one for one in tree.body if not _is_trivial(one)], [])
 
 
-def _modules(trees: Sequence[ast.Module]) -> set[str]:
+def _collect_modules(trees: Sequence[ast.Module]) -> set[str]:
     """Those whose members the tests name, as data sets often leave it to whoever runs them to import them."""
     bases = {
         node.value.id
@@ -312,15 +312,15 @@ def _modules(trees: Sequence[ast.Module]) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    return (bases - set().union(*map(defined, trees))) & (sys.stdlib_module_names | _CALLED.keys())
+    return (bases - set().union(*map(collect_bound_names, trees))) & (sys.stdlib_module_names | _MODULE_ALIASES.keys())
 
 
-def _missing(free: set[str], functions: Sequence[str], simple: Call | None) -> list[str]:
+def _find_undefined(free: set[str], functions: Sequence[str], simple: CallTest | None) -> list[str]:
     """Of the names that nothing defines, those that may be what a test compares by: `assert close(f(1), 2)`. An answer
     that had them would judge itself. Where it has to give a value, or they are classes, that is no matter."""
     if functions:
         return sorted(free - set(functions))
-    if simple is not None and simple.by == "equal" and simple.expected is not None:
+    if simple is not None and simple.comparison == "equal" and simple.expected is not None:
         if not isinstance(simple.expected, bool):
             return []
     functional = [name for name in sorted(free) if simple is None or not name[0].isupper()]
@@ -331,9 +331,9 @@ def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def _runs(statement: ast.stmt) -> bool:
+def _is_check_call(statement: ast.stmt) -> bool:
     """A call at the top of HumanEval's tests, of `check` itself."""
-    return isinstance(statement, ast.Expr) and "check" in read(statement)
+    return isinstance(statement, ast.Expr) and "check" in collect_read_names(statement)
 
 
 def _as_statements(test: ast.stmt) -> str:
@@ -346,9 +346,9 @@ def _as_statements(test: ast.stmt) -> str:
     return f"{ast.unparse(test)}\n{test.name}()"
 
 
-def _without(prompt: str, entry: str) -> str:
+def _drop_function(prompt: str, entry: str) -> str:
     """A prompt's imports and other functions: without the one that is asked for."""
-    body = parsed(prompt, "its `prompt`").body
+    body = parse_python(prompt, "its `prompt`").body
     return ast.unparse(ast.Module([one for one in body if getattr(one, "name", None) != entry], []))
 
 
@@ -362,7 +362,7 @@ class _Renamed(ast.NodeTransformer):
         return ast.copy_location(ast.Name(self.new, node.ctx), node) if node.id == self.old else node
 
 
-GIVEN = """\
+DEFAULT_IMPORTS = """\
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
 from collections import *
@@ -374,75 +374,79 @@ from typing import *
 from builtins import pow
 """
 """What sites with functions to write have imported already."""
-_INSIDE = ("input_output", "test_cases", "verification_info", "reward_model", "ground_truth", "tests")
+_NESTED_KEYS = ("input_output", "test_cases", "verification_info", "reward_model", "ground_truth", "tests")
 _FORMATS = "HumanEval's, MBPP's, APPS's or LiveCodeBench's keys, a list of tests, or assertions"
 
 
-def problem_of(truth: Any) -> Problem:
+def parse_problem(truth: Any) -> Problem:
     """The tests that a ground truth holds. Raises ValueError, with the reason, for what holds none."""
-    return _of_text(truth) if isinstance(truth, str) else _of(plain(truth))
+    return _parse_text(truth) if isinstance(truth, str) else _parse_value(to_plain(truth))
 
 
 @lru_cache(maxsize=64)
-def _of_text(text: str) -> Problem:
+def _parse_text(text: str) -> Problem:
     """Once for the samples of a prompt."""
     if not text.strip():
         raise ValueError("the ground truth is empty; it must hold tests")
     if text.lstrip()[0] in "[{":
         try:
-            return _of(json.loads(text))
+            return _parse_value(json.loads(text))
         except json.JSONDecodeError as error:
             raise ValueError(f"the ground truth is no JSON: {error}") from None
         except RecursionError:
             raise ValueError("the ground truth is JSON that is too deep") from None
-    return of_module(text)
+    return parse_test_module(text)
 
 
-def _of(truth: Any) -> Problem:
+def _parse_value(truth: Any) -> Problem:
     if isinstance(truth, Mapping):
-        return _of_mapping(truth)
+        return _parse_mapping(truth)
     if isinstance(truth, str):
-        return _of_text(truth)
+        return _parse_text(truth)
     if isinstance(truth, list) and truth and all(isinstance(one, str) for one in truth):
-        return of_statements(truth)
+        return parse_statements(truth)
     if isinstance(truth, list) and truth and all(isinstance(one, Mapping) for one in truth):
-        return _of_cases(truth, "")
+        return _build_from_cases(truth, "")
     raise ValueError(f"the ground truth has no tests that are known, but {_shown(truth)}; known are {_FORMATS}")
 
 
-def _of_mapping(truth: Mapping[str, Any]) -> Problem:
+def _parse_mapping(truth: Mapping[str, Any]) -> Problem:
     if "inputs" in truth and "outputs" in truth:
-        return _of_lists(_listed(truth, "inputs"), _listed(truth, "outputs"), _name(truth.get("fn_name")))
+        return _build_from_lists(_read_list(truth, "inputs"), _read_list(truth, "outputs"), _name(truth.get("fn_name")))
     if "test_list" in truth:
-        imports = _listed(truth, "test_imports") if truth.get("test_imports") else []
+        imports = _read_list(truth, "test_imports") if truth.get("test_imports") else []
         setup = "\n".join([*map(str, imports), str(truth.get("test_setup_code") or truth.get("setup_code") or "")])
-        sources = _listed(truth, "test_list")
+        sources = _read_list(truth, "test_list")
         if not all(isinstance(one, str) for one in sources):
             raise ValueError("its `test_list` is no list of assertions")
-        return of_statements(sources, setup)
+        return parse_statements(sources, setup)
     if "entry_point" in truth and "test" in truth:
-        return of_check(_text_field(truth, "test"), _text_field(truth, "entry_point"), str(truth.get("prompt") or ""))
+        return parse_humaneval(
+            _text_field(truth, "test"), _text_field(truth, "entry_point"), str(truth.get("prompt") or "")
+        )
     if "public_test_cases" in truth or "private_test_cases" in truth:
         about = _json_field(truth.get("metadata") or {}, "metadata")
         name = _name(about.get("func_name") if isinstance(about, Mapping) else None)
-        cases = [case for key in ("public_test_cases", "private_test_cases") for case in _cases(truth.get(key), key)]
-        return _of_cases(cases, name)
+        cases = [
+            case for key in ("public_test_cases", "private_test_cases") for case in _parse_cases(truth.get(key), key)
+        ]
+        return _build_from_cases(cases, name)
     if "test" in truth and isinstance(truth["test"], str):
-        return of_module(truth["test"], "\n".join(map(str, truth.get("test_imports") or [])))
-    for key in _INSIDE:
+        return parse_test_module(truth["test"], "\n".join(map(str, truth.get("test_imports") or [])))
+    for key in _NESTED_KEYS:
         if truth.get(key) not in (None, ""):
             inner = truth[key]
             if isinstance(inner, list) and inner and all(isinstance(one, Mapping) for one in inner):
-                return _of_cases(inner, _name(truth.get("fn_name")))
-            return _of(inner)
+                return _build_from_cases(inner, _name(truth.get("fn_name")))
+            return _parse_value(inner)
     raise ValueError(f"the ground truth has the keys {_shown(list(truth))}; known are {_FORMATS}")
 
 
-def _cases(value: Any, key: str) -> list[Any]:
+def _parse_cases(value: Any, key: str) -> list[Any]:
     if value in (None, ""):
         return []
     try:
-        found = unpacked(value) if isinstance(value, str) else value
+        found = unpack_tests(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"its `{key}` cannot be read: {error}") from None
     if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
@@ -450,7 +454,7 @@ def _cases(value: Any, key: str) -> list[Any]:
     return found
 
 
-def _of_cases(cases: Sequence[Mapping[str, Any]], name: str) -> Problem:
+def _build_from_cases(cases: Sequence[Mapping[str, Any]], name: str) -> Problem:
     """Tests one by one. All are of the same kind."""
     if not cases:
         raise ValueError("it has no tests")
@@ -465,7 +469,7 @@ def _of_cases(cases: Sequence[Mapping[str, Any]], name: str) -> Problem:
     if functional and names == {""}:
         raise ValueError("its tests call a function, but nothing says its name: `fn_name`, or `metadata.func_name`")
     inputs, outputs = [case["input"] for case in cases], [case["output"] for case in cases]
-    return _of_lists(inputs, outputs, names.pop() if functional else "")
+    return _build_from_lists(inputs, outputs, names.pop() if functional else "")
 
 
 def _inner_name(case: Mapping[str, Any]) -> Any:
@@ -473,14 +477,14 @@ def _inner_name(case: Mapping[str, Any]) -> Any:
     return about.get("func_name") if isinstance(about, Mapping) else None
 
 
-def _of_lists(inputs: Sequence[Any], outputs: Sequence[Any], name: str) -> Problem:
+def _build_from_lists(inputs: Sequence[Any], outputs: Sequence[Any], name: str) -> Problem:
     if len(inputs) != len(outputs):
         raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
     if not inputs:
         raise ValueError("it has no tests")
     pairs = zip(inputs, outputs, strict=True)
     if not name:
-        return Problem(tuple(Program(_printed(one, "input"), _printed(other, "output")) for one, other in pairs))
+        return Problem(tuple(ProgramTest(_to_stdio(one, "input"), _to_stdio(other, "output")) for one, other in pairs))
     calls: list[tuple[tuple[Any, ...], Any]] = []
     for number, (given, expected) in enumerate(pairs):
         if isinstance(given, str):
@@ -492,8 +496,10 @@ def _of_lists(inputs: Sequence[Any], outputs: Sequence[Any], name: str) -> Probl
         else:
             raise ValueError(f"its input {number} is {_shown(given)}, not a list of arguments or lines of JSON")
     packed = all(isinstance(expected, list) and len(expected) == 1 for _, expected in calls)
-    by: By = "packed" if packed else "json"
-    return Problem(tuple(Call(value, by, name=name, arguments=given) for given, value in calls), before=GIVEN)
+    by: Comparison = "packed" if packed else "json"
+    return Problem(
+        tuple(CallTest(value, by, name=name, arguments=given) for given, value in calls), setup=DEFAULT_IMPORTS
+    )
 
 
 def _line(text: str, number: int) -> Any:
@@ -503,16 +509,16 @@ def _line(text: str, number: int) -> Any:
         raise ValueError(f"its test {number} has a line that is no JSON: {_shown(text)}") from None
 
 
-def _printed(value: Any, what: str) -> str:
+def _to_stdio(value: Any, what: str) -> str:
     """What a program reads or prints."""
     if isinstance(value, list):
-        return "\n".join(_printed(one, what) for one in value)
+        return "\n".join(_to_stdio(one, what) for one in value)
     if isinstance(value, bool | Mapping) or value is None:
         raise ValueError(f"an {what} of its tests is {_shown(value)}, not a text; is `fn_name` missing?")
     return str(value)
 
 
-def _listed(truth: Mapping[str, Any], key: str) -> list[Any]:
+def _read_list(truth: Mapping[str, Any], key: str) -> list[Any]:
     found = _json_field(truth[key], key)
     if not isinstance(found, list):
         raise ValueError(f"its `{key}` is {_shown(found)}, not a list")
@@ -544,14 +550,14 @@ def _name(value: Any) -> str:
     return name
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """As JSON has it, also what parquet files make of lists: arrays of numpy."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from megarl.rewards.code.grading import Grading, grade
-from megarl.rewards.code.problems import problem_of
-from megarl.rewards.stated_answer import stated
+from megarl.rewards.code.problems import parse_problem
+from megarl.rewards.stated_answer import extract_answer
 from megarl.sandbox.box import Sandbox
 from megarl.types import Prompt, Rollout
 from megarl.types.reward_values import Reward
@@ -23,7 +23,7 @@ _END = re.compile(r"^[ \t]{0,12}```", re.MULTILINE)
 _PYTHON = ("python", "py", "python3")
 
 
-def code_of(answer: str) -> str:
+def extract_code(answer: str) -> str:
     """The last fenced block that is marked as Python, else the last that is not marked, else the last; where there is
     none, what is between `<answer>` tags, else all of the answer. A block without an end goes to the end. What stands
     before `</think>` does not count.
@@ -32,7 +32,7 @@ def code_of(answer: str) -> str:
     """
     text = answer.rpartition("</think>")[2]
     found = _blocks(text)
-    code = stated(text) if "</answer>" in text else text
+    code = extract_answer(text) if "</answer>" in text else text
     for tags in (_PYTHON, ("",), tuple(tag for tag, _ in found)):
         if fitting := [block for tag, block in found if tag in tags]:
             code = fitting[-1]
@@ -74,20 +74,20 @@ class HiddenTests:
     sandboxed = True
 
     def __init__(self, how: Grading = Grading(), share: bool = False) -> None:  # noqa: B008
-        self.how, self.share = how, share
+        self.grading, self.partial_credit = how, share
 
     async def __call__(self, rollout: Rollout) -> Reward:
         """Part `passed`: the share of tests. Raises ValueError for a ground truth without tests, or with wrong ones,
         ConfigError and RuntimeError where there can be no box."""
-        problem = problem_of(rollout.prompt.ground_truth)
-        found = await grade(code_of(rollout.answer), problem, self._box, self.how)
-        reward = found.share if self.share else float(found.passed == found.tests)
-        return Reward(reward, parts={"passed": found.share})
+        problem = parse_problem(rollout.prompt.ground_truth)
+        found = await grade(extract_code(rollout.answer), problem, self._box, self.grading)
+        reward = found.pass_rate if self.partial_credit else float(found.passed == found.tests)
+        return Reward(reward, parts={"passed": found.pass_rate})
 
     @staticmethod
     def check(prompt: Prompt) -> None:
         """Raises ValueError where the prompt's ground truth holds no tests."""
-        problem_of(prompt.ground_truth)
+        parse_problem(prompt.ground_truth)
 
     @cached_property
     def _box(self) -> Sandbox:

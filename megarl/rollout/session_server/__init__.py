@@ -5,7 +5,7 @@ sampled.
 branch of the history; `recording.py` is one session; `server.py` serves HTTP on loopback.
 """
 
-from megarl.rollout.session_server.recording import Recording
+from megarl.rollout.session_server.recording import AgentSession
 from megarl.rollout.session_server.server import SessionServer
 
-__all__ = ["Recording", "SessionServer"]
+__all__ = ["AgentSession", "SessionServer"]

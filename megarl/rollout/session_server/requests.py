@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from megarl.types import Message
-from megarl.utils.text import encodable
+from megarl.utils.text import replace_surrogates
 
 _ROLES = {
     "system": "system",
@@ -26,7 +26,7 @@ _ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_UNSEEN = {
+_MEDIA_TYPES = {
     "image_url": "images",
     "input_image": "images",
     "image": "images",
@@ -41,7 +41,7 @@ _UNSEEN = {
 """Parts of a content that no model here can see, by what they are in words."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not answered. status: of HTTP; param, code: of OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -49,192 +49,194 @@ class Refused(Exception):
         self.param, self.code, self.status = param, code, status
 
 
-class Heard:
+class MessageCache:
     """What a client has sent last. It sends all of a conversation with each request, and what it has sent before is
     neither read nor hashed again."""
 
     def __init__(self) -> None:
-        self._given: list[Any] = []
-        self._found: tuple[Message, ...] = ()
-        self._hashed: tuple[Message, ...] = ()
-        self._histories: list[Digest] = []
+        self._raw_messages: list[Any] = []
+        self._messages: tuple[Message, ...] = ()
+        self._hashed_messages: tuple[Message, ...] = ()
+        self._prefix_digests: list[Digest] = []
 
-    def again(self, messages: Sequence[Any]) -> tuple[Message, ...]:
+    def match_prefix(self, messages: Sequence[Any]) -> tuple[Message, ...]:
         """The beginning of these messages, as far as it is that of the last ones, in the one form. Numbers and truth
         values may be equal and not the same, so it ends at a call whose arguments are no string."""
         count = 0
-        for message, given in zip(messages, self._given, strict=False):
+        for message, given in zip(messages, self._raw_messages, strict=False):
             if message != given or not all(
                 isinstance(call["function"]["arguments"], str) for call in given.get("tool_calls") or ()
             ):
                 break
             count += 1
-        return self._found[:count]
+        return self._messages[:count]
 
-    def read(self, messages: Sequence[Any], found: tuple[Message, ...]) -> None:
-        self._given, self._found = list(messages), found
+    def store(self, messages: Sequence[Any], found: tuple[Message, ...]) -> None:
+        self._raw_messages, self._messages = list(messages), found
 
-    def histories(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
+    def hash_prefixes(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
         """As the function of this name."""
         found = [_digest(list(schemas))]
-        if self._histories and self._histories[0] == found[0]:
-            same = takewhile(lambda pair: pair[0] is pair[1], zip(messages, self._hashed, strict=False))
-            found = self._histories[: 1 + sum(1 for _ in same)]
+        if self._prefix_digests and self._prefix_digests[0] == found[0]:
+            same = takewhile(lambda pair: pair[0] is pair[1], zip(messages, self._hashed_messages, strict=False))
+            found = self._prefix_digests[: 1 + sum(1 for _ in same)]
         for message in messages[len(found) - 1 :]:
-            found.append(extended(found[-1], message))
-        self._hashed, self._histories = tuple(messages), found
+            found.append(extend_digest(found[-1], message))
+        self._hashed_messages, self._prefix_digests = tuple(messages), found
         return found
 
 
-def normal(messages: Any, heard: Heard | None = None) -> tuple[Message, ...]:
+def normalize_messages(messages: Any, heard: MessageCache | None = None) -> tuple[Message, ...]:
     """The messages of a request. heard: its client's. Raises Refused where they are none that a policy could be asked
     with."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise Refused("'messages' must be a list of at least one message", "messages")
-    found: list[Message] = [] if heard is None else list(heard.again(messages))
+        raise RequestRefused("'messages' must be a list of at least one message", "messages")
+    found: list[Message] = [] if heard is None else list(heard.match_prefix(messages))
     names = {call["id"]: call["function"]["name"] for own in found for call in own.get("tool_calls", ())}
     for number, message in enumerate(messages[len(found) :], len(found)):
-        own = _message(message, f"messages[{number}]", names)
+        own = _normalize_message(message, f"messages[{number}]", names)
         names |= {call["id"]: call["function"]["name"] for call in own.get("tool_calls", ())}
         found.append(own)
     if found[-1]["role"] == "assistant":
         at = f"messages[{len(found) - 1}]"
-        raise Refused(f"{at}: the last message is the assistant's own; there is nothing for it to answer", at)
+        raise RequestRefused(f"{at}: the last message is the assistant's own; there is nothing for it to answer", at)
     if heard is not None:
-        heard.read(messages, tuple(found))
+        heard.store(messages, tuple(found))
     return tuple(found)
 
 
-def _message(message: Any, at: str, names: dict[str, str]) -> Message:
+def _normalize_message(message: Any, at: str, names: dict[str, str]) -> Message:
     """names: of the tools that were called so far, by the calls' ids."""
     if not isinstance(message, dict):
-        raise Refused(f"{at} must be an object", at)
+        raise RequestRefused(f"{at} must be an object", at)
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise Refused(f"{at}.role must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}", f"{at}.role")
-    own: Message = {"role": _ROLES[role], "content": _text(message.get("content"), f"{at}.content")}
+        raise RequestRefused(f"{at}.role must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}", f"{at}.role")
+    own: Message = {"role": _ROLES[role], "content": _join_content(message.get("content"), f"{at}.content")}
     if message.get("audio") is not None:
-        raise Refused(f"{at}.audio: audio is not supported", f"{at}.audio")
+        raise RequestRefused(f"{at}.audio: audio is not supported", f"{at}.audio")
     if message.get("function_call") is not None:
-        raise Refused(f"{at}.function_call is of an old form; use tool_calls", f"{at}.function_call")
+        raise RequestRefused(f"{at}.function_call is of an old form; use tool_calls", f"{at}.function_call")
     calls = message.get("tool_calls")
     if role == "assistant":
         thoughts = message.get("reasoning_content")
         if thoughts is not None:
-            own["reasoning_content"] = _string(thoughts, f"{at}.reasoning_content")
+            own["reasoning_content"] = _read_string(thoughts, f"{at}.reasoning_content")
         if calls is not None:
             if not isinstance(calls, list):
-                raise Refused(f"{at}.tool_calls must be a list", f"{at}.tool_calls")
+                raise RequestRefused(f"{at}.tool_calls must be a list", f"{at}.tool_calls")
             if calls:
-                own["tool_calls"] = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+                own["tool_calls"] = [_normalize_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
         if message.get("content") is None and not own.get("tool_calls"):
-            own["content"] = str(_text(message.get("refusal"), f"{at}.refusal"))
+            own["content"] = str(_join_content(message.get("refusal"), f"{at}.refusal"))
         return own
     if calls:
-        raise Refused(f"{at}.tool_calls: only messages of the assistant call tools", f"{at}.tool_calls")
+        raise RequestRefused(f"{at}.tool_calls: only messages of the assistant call tools", f"{at}.tool_calls")
     if message.get("content") is None:
-        raise Refused(f"{at}.content is missing", f"{at}.content")
+        raise RequestRefused(f"{at}.content is missing", f"{at}.content")
     if role == "tool":
-        number = _string(message.get("tool_call_id"), f"{at}.tool_call_id")
+        number = _read_string(message.get("tool_call_id"), f"{at}.tool_call_id")
         if number not in names:
-            raise Refused(
+            raise RequestRefused(
                 f"{at}.tool_call_id={number[:80]!r} is of no call in the messages before it", f"{at}.tool_call_id"
             )
         own |= {"tool_call_id": number, "name": names[number]}
     elif message.get("name") is not None:
-        own["name"] = _string(message["name"], f"{at}.name")
+        own["name"] = _read_string(message["name"], f"{at}.name")
     return own
 
 
-def _text(content: Any, at: str) -> str:
+def _join_content(content: Any, at: str) -> str:
     """A content as one string, its parts joined."""
     if content is None:
         return ""
     if isinstance(content, str):
-        return str(encodable(content))
+        return str(replace_surrogates(content))
     if not isinstance(content, list):
-        raise Refused(f"{at} must be a string or a list of parts", at)
-    return "".join(_part(part, f"{at}[{number}]") for number, part in enumerate(content))
+        raise RequestRefused(f"{at} must be a string or a list of parts", at)
+    return "".join(_read_part(part, f"{at}[{number}]") for number, part in enumerate(content))
 
 
-def _part(part: Any, at: str) -> str:
+def _read_part(part: Any, at: str) -> str:
     if isinstance(part, str):
-        return str(encodable(part))
+        return str(replace_surrogates(part))
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in _UNSEEN:
-        raise Refused(f"{at}: {_UNSEEN[kind]} ({kind}) are not supported; send text", at, "unsupported_content")
+    if isinstance(kind, str) and kind in _MEDIA_TYPES:
+        raise RequestRefused(
+            f"{at}: {_MEDIA_TYPES[kind]} ({kind}) are not supported; send text", at, "unsupported_content"
+        )
     if kind not in ("text", "refusal"):
-        raise Refused(f"{at}.type must be 'text', not {str(kind)[:40]!r}", f"{at}.type")
-    return _string(part.get(kind), f"{at}.{kind}")
+        raise RequestRefused(f"{at}.type must be 'text', not {str(kind)[:40]!r}", f"{at}.type")
+    return _read_string(part.get(kind), f"{at}.{kind}")
 
 
-def _call(call: Any, at: str) -> dict[str, Any]:
+def _normalize_call(call: Any, at: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise Refused(f"{at} must be an object with type 'function' and a function", at)
-    name = _string(function.get("name"), f"{at}.function.name")
+        raise RequestRefused(f"{at} must be an object with type 'function' and a function", at)
+    name = _read_string(function.get("name"), f"{at}.function.name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = parsed(arguments)
+        arguments = parse_arguments(arguments)
     elif not isinstance(arguments, dict):
-        raise Refused(f"{at}.function.arguments must be a string of JSON", f"{at}.function.arguments")
+        raise RequestRefused(f"{at}.function.arguments must be a string of JSON", f"{at}.function.arguments")
     else:
-        arguments = parsed(json.dumps(arguments))
-    number = _string(call.get("id"), f"{at}.id")
+        arguments = parse_arguments(json.dumps(arguments))
+    number = _read_string(call.get("id"), f"{at}.id")
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def parsed(arguments: str) -> Any:
+def parse_arguments(arguments: str) -> Any:
     """Arguments as they are where their text is JSON; else the text."""
     try:
-        return encodable(json.loads(arguments or "{}"))
+        return replace_surrogates(json.loads(arguments or "{}"))
     except (ValueError, RecursionError):
-        return encodable(arguments)
+        return replace_surrogates(arguments)
 
 
-def _string(value: Any, at: str) -> str:
+def _read_string(value: Any, at: str) -> str:
     if not isinstance(value, str):
-        raise Refused(f"{at} must be a string", at)
-    return str(encodable(value))
+        raise RequestRefused(f"{at} must be a string", at)
+    return str(replace_surrogates(value))
 
 
-def normal_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+def normalize_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Schemas of a request's tools. Raises Refused."""
     if tools is None:
         return ()
     if not isinstance(tools, list):
-        raise Refused("'tools' must be a list", "tools")
+        raise RequestRefused("'tools' must be a list", "tools")
     for number, tool in enumerate(tools):
         at = f"tools[{number}]"
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":
-            raise Refused(f"{at} must be an object with type 'function' and a function", at)
-        if not _string(function.get("name"), f"{at}.function.name"):
-            raise Refused(f"{at}.function.name is empty", f"{at}.function.name")
+            raise RequestRefused(f"{at} must be an object with type 'function' and a function", at)
+        if not _read_string(function.get("name"), f"{at}.function.name"):
+            raise RequestRefused(f"{at}.function.name is empty", f"{at}.function.name")
         if not isinstance(function.get("parameters"), dict | None):
-            raise Refused(f"{at}.function.parameters must be an object", f"{at}.function.parameters")
+            raise RequestRefused(f"{at}.function.parameters must be an object", f"{at}.function.parameters")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise Refused("two of 'tools' have the same name", "tools")
+        raise RequestRefused("two of 'tools' have the same name", "tools")
     try:
-        return tuple(encodable(tools))
+        return tuple(replace_surrogates(tools))
     except ValueError as error:
-        raise Refused(f"'tools' cannot be read: {error}", "tools") from None
+        raise RequestRefused(f"'tools' cannot be read: {error}", "tools") from None
 
 
 Digest = bytes
 """What histories are found again by; equal for equal ones."""
 
 
-def histories(messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
+def hash_prefixes(messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
     """[k] digest of the first k messages under these tools, for k from 0 to all."""
     found = [_digest(list(schemas))]
     for message in messages:
-        found.append(extended(found[-1], message))
+        found.append(extend_digest(found[-1], message))
     return found
 
 
-def extended(history: Digest, message: Message) -> Digest:
+def extend_digest(history: Digest, message: Message) -> Digest:
     """The digest of a history and one more message.
 
     Of what an assistant said, space at its ends does not count, which clients cut off, nor its reasoning, which most do
@@ -256,18 +258,18 @@ def _digest(value: Any) -> Digest:
     return hashlib.blake2b(written, digest_size=16).digest()
 
 
-MOST_CHOICES = 128
-MOST_STOPS = 16
+MAX_CHOICES = 128
+MAX_STOPS = 16
 
-_FOLLOWED = (
+_SUPPORTED_FIELDS = (
     {"model", "messages", "tools", "tool_choice", "n", "max_tokens", "max_completion_tokens"}
     | {"stop", "stream", "stream_options", "logprobs"}
 )  # fmt: skip
-_MEANINGLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
+_NO_EFFECT_FIELDS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
 """Fields that ask for nothing that could change an answer."""
-_PLAIN = (_FOLLOWED | _MEANINGLESS) - {"tool_choice"}
+_ACCEPTED_FIELDS = (_SUPPORTED_FIELDS | _NO_EFFECT_FIELDS) - {"tool_choice"}
 """Those whose values need no look."""
-_REFUSED = {
+_UNSUPPORTED_FIELDS = {
     "functions": "it is of an old form; use tools",
     "function_call": "it is of an old form; use tool_choice",
     "audio": "audio is not supported",
@@ -277,69 +279,71 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request that can be answered. limit: tokens of an answer, None where the client set none. ignored: fields of it
     that are not followed, since the run's own settings rule."""
 
     messages: tuple[Message, ...]
     schemas: tuple[dict[str, Any], ...] = ()
-    choices: int = 1
-    limit: int | None = None
-    stops: tuple[str, ...] = ()
+    num_choices: int = 1
+    max_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
     stream: bool = False
-    usage: bool = True
+    include_usage: bool = True
     logprobs: bool = False
     ignored: tuple[str, ...] = ()
 
 
-def read(body: bytes, model: str, params: Mapping[str, Any], heard: Heard | None = None) -> Asked:
+def parse_request(
+    body: bytes, model: str, params: Mapping[str, Any], heard: MessageCache | None = None
+) -> CompletionRequest:
     """A request's body. model: the one that there is. params: the run's own of sampling. heard: its client's. Raises
     Refused."""
-    fields = _loaded(body)
+    fields = _load_json(body)
     if not isinstance(fields, dict):
-        raise Refused("the body must be a JSON object")
+        raise RequestRefused("the body must be a JSON object")
     given = {name: value for name, value in fields.items() if value is not None}
     if "model" not in given:
-        raise Refused(f"'model' is missing; there is {model!r}", "model")
+        raise RequestRefused(f"'model' is missing; there is {model!r}", "model")
     if given["model"] != model:
         named = str(given["model"])[:80]
-        raise Refused(f"the model {named!r} does not exist; there is {model!r}", "model", "model_not_found")
-    for name, reason in _REFUSED.items():
+        raise RequestRefused(f"the model {named!r} does not exist; there is {model!r}", "model", "model_not_found")
+    for name, reason in _UNSUPPORTED_FIELDS.items():
         if name in given:
-            raise Refused(f"'{name}': {reason}", name)
+            raise RequestRefused(f"'{name}': {reason}", name)
     if given.get("modalities", ["text"]) != ["text"]:
-        raise Refused("'modalities': only text is supported", "modalities")
-    messages, tools = normal(given.get("messages"), heard), normal_tools(given.get("tools"))
+        raise RequestRefused("'modalities': only text is supported", "modalities")
+    messages, tools = normalize_messages(given.get("messages"), heard), normalize_tools(given.get("tools"))
     choice = given.get("tool_choice", "auto")
     if not isinstance(choice, str | dict) or choice not in ("auto", "none", "required") and isinstance(choice, str):
-        raise Refused("'tool_choice' must be 'none' or 'auto'; others are not followed", "tool_choice")
-    stream = _flag(given, "stream")
-    limits = [_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
-    return Asked(
+        raise RequestRefused("'tool_choice' must be 'none' or 'auto'; others are not followed", "tool_choice")
+    stream = _read_flag(given, "stream")
+    limits = [_read_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
+    return CompletionRequest(
         messages=messages,
         schemas=() if choice == "none" else tools,
-        choices=_count(given, "n", MOST_CHOICES) if "n" in given else 1,
-        limit=min(limits, default=None),
-        stops=_stops(given.get("stop", [])),
+        num_choices=_read_count(given, "n", MAX_CHOICES) if "n" in given else 1,
+        max_tokens=min(limits, default=None),
+        stop_strings=_read_stops(given.get("stop", [])),
         stream=stream,
-        usage=not stream or _usage(given.get("stream_options", {})),
-        logprobs=_flag(given, "logprobs"),
-        ignored=tuple(sorted(_ignored(given, params))),
+        include_usage=not stream or _read_include_usage(given.get("stream_options", {})),
+        logprobs=_read_flag(given, "logprobs"),
+        ignored=tuple(sorted(_find_ignored(given, params))),
     )
 
 
-def _loaded(body: bytes) -> Any:
+def _load_json(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except ValueError:
         try:  # it takes halves of characters, which policies write
             return json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise Refused(f"the body is not JSON: {str(error)[:200]}") from None
+            raise RequestRefused(f"the body is not JSON: {str(error)[:200]}") from None
 
 
-def _ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
-    doubtful = given.keys() - _PLAIN
+def _find_ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
+    doubtful = given.keys() - _ACCEPTED_FIELDS
     if not doubtful:  # as most requests are
         return set()
     own = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **params}
@@ -356,34 +360,34 @@ def _ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
         "modalities": (["text"],),
     }
     same |= {name for name, values in idle.items() if given.get(name) in values}
-    return {str(encodable(name)) for name in doubtful - same}
+    return {str(replace_surrogates(name)) for name in doubtful - same}
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
+def _read_flag(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise Refused(f"'{name}' must be true or false", name)
+        raise RequestRefused(f"'{name}' must be true or false", name)
     return value
 
 
-def _count(given: Mapping[str, Any], name: str, most: int | None = None) -> int:
+def _read_count(given: Mapping[str, Any], name: str, most: int | None = None) -> int:
     value = given[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
         beyond = "" if most is None else f" up to {most}"
-        raise Refused(f"'{name}' must be a whole number from 1{beyond}, not {str(value)[:40]}", name)
+        raise RequestRefused(f"'{name}' must be a whole number from 1{beyond}, not {str(value)[:40]}", name)
     return value
 
 
-def _stops(value: Any) -> tuple[str, ...]:
+def _read_stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise Refused("'stop' must be a string or a list of strings, none of them empty", "stop")
-    if len(stops) > MOST_STOPS:
-        raise Refused(f"'stop' has {len(stops)} strings; there may be {MOST_STOPS}", "stop")
-    return tuple(encodable(stops))
+        raise RequestRefused("'stop' must be a string or a list of strings, none of them empty", "stop")
+    if len(stops) > MAX_STOPS:
+        raise RequestRefused(f"'stop' has {len(stops)} strings; there may be {MAX_STOPS}", "stop")
+    return tuple(replace_surrogates(stops))
 
 
-def _usage(options: Any) -> bool:
+def _read_include_usage(options: Any) -> bool:
     if not isinstance(options, dict):
-        raise Refused("'stream_options' must be an object", "stream_options")
-    return _flag(options, "include_usage")
+        raise RequestRefused("'stream_options' must be an object", "stream_options")
+    return _read_flag(options, "include_usage")

@@ -9,21 +9,21 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.chat_format.chat_template import Chat
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
 from megarl.engine.generation import Policy
-from megarl.engine.tool_calls import Parse
+from megarl.engine.tool_calls import ParseFunction
 from megarl.rollout.session_server import responses
-from megarl.rollout.session_server.recording import Around, Figures, Place, Recording
-from megarl.rollout.session_server.rendering import Rendering
-from megarl.rollout.session_server.requests import Asked, Refused, read
-from megarl.rollout.session_server.responses import Field, Telling
+from megarl.rollout.session_server.recording import AgentSession, SessionContext, SessionMetrics, TreePosition
+from megarl.rollout.session_server.rendering import MessageRenderer
+from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused, parse_request
+from megarl.rollout.session_server.responses import Field, StreamedResponse
 from megarl.types import Prompt
 
-MOST_BODY = 16 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
 """Bytes of a request."""
 _BACKLOG = 4096
-_ALIVE_S = 10.0
+_KEEPALIVE_S = 10.0
 """How often a client of a stream is told that it is not forgotten."""
 _NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients ask again after an error of the server, but for this."""
@@ -38,26 +38,26 @@ class SessionServer:
 
     def __init__(
         self,
-        chat: Chat,
-        parse: Parse,
+        chat: ChatTemplate,
+        parse: ParseFunction,
         config: RolloutConfig,
         *,
         model: str = "policy",
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._say, self._said = say, set[str]()
-        self._around = Around(Rendering(chat, parse), config, model, self._tell)
-        self._open: dict[str, Recording] = {}
-        self._closed = Figures()
+        self._log, self._warned = say, set[str]()
+        self._context = SessionContext(MessageRenderer(chat, parse), config, model, self._warn_ignored)
+        self._sessions: dict[str, AgentSession] = {}
+        self._closed_metrics = SessionMetrics()
         self._runner: web.AppRunner | None = None
         self.url = ""
 
     async def start(self) -> None:
         """Listen on a free port."""
-        app = web.Application(client_max_size=MOST_BODY, middlewares=[_errors])
-        app.router.add_post("/s/{id}/v1/chat/completions", self._complete)
-        app.router.add_get("/s/{id}/v1/models", self._models)
-        app.router.add_get("/s/{id}/v1/models/{model:.+}", self._models)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_handle_errors])
+        app.router.add_post("/s/{id}/v1/chat/completions", self._handle_completion)
+        app.router.add_get("/s/{id}/v1/models", self._handle_models)
+        app.router.add_get("/s/{id}/v1/models/{model:.+}", self._handle_models)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1.0, backlog=_BACKLOG)
@@ -73,33 +73,33 @@ class SessionServer:
         deadline: float | None = None,
         seed: int = 0,
         halt: asyncio.Event | None = None,
-    ) -> Recording:
-        """A new session. params: of sampling, without max_new_tokens, as `sampling_params` gives them. deadline: in the
+    ) -> AgentSession:
+        """A new session. params: of sampling, without max_new_tokens, as `build_sampling_params` gives them. deadline: in the
         loop's time; what is asked for later is refused, and what is under way then is cut off: the session has failed.
-        seed: that its rollouts carry. halt: as of `Recording.seat`."""
+        seed: that its rollouts carry. halt: as of `AgentSession.set_policy`."""
         assert self.url, "start comes first"
-        recording = Recording(self._around, self.url, prompt, policy, params, deadline, seed, halt)
-        self._open[recording.id] = recording
+        recording = AgentSession(self._context, self.url, prompt, policy, params, deadline, seed, halt)
+        self._sessions[recording.id] = recording
         return recording
 
-    async def close(self, recording: Recording) -> None:
+    async def close(self, recording: AgentSession) -> None:
         """End a session; requests of it that are under way are cut off. Its branches stay; safe to call twice."""
-        if self._open.pop(recording.id, None) is not None:
+        if self._sessions.pop(recording.id, None) is not None:
             await recording.close()
-            recording.count()
-            self._closed.add(recording.figures)
+            recording.count_branches()
+            self._closed_metrics.add(recording.metrics)
 
     @property
-    def figures(self) -> Figures:
+    def metrics(self) -> SessionMetrics:
         """Of all sessions so far; drift and branches are of those that are closed."""
-        together = Figures()
-        for own in (self._closed, *(recording.figures for recording in self._open.values())):
+        together = SessionMetrics()
+        for own in (self._closed_metrics, *(recording.metrics for recording in self._sessions.values())):
             together.add(own)
         return together
 
     async def aclose(self) -> None:
         """Close all sessions and stop listening; safe to call twice."""
-        for recording in list(self._open.values()):
+        for recording in list(self._sessions.values()):
             await self.close(recording)
         runner, self._runner, self.url = self._runner, None, ""
         if runner is not None:
@@ -107,70 +107,76 @@ class SessionServer:
 
     # ---
 
-    def _tell(self, name: str) -> None:
-        if name not in self._said:
-            self._said.add(name)
-            self._say(
+    def _warn_ignored(self, name: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            self._log(
                 f"a client asks for {name!r}, which is not followed: the run's own settings of sampling rule, so that "
                 "what is sampled is what is trained"
             )
 
-    def _session(self, request: web.Request) -> Recording:
-        recording = self._open.get(request.match_info["id"])
+    def _find_session(self, request: web.Request) -> AgentSession:
+        recording = self._sessions.get(request.match_info["id"])
         if recording is None:
-            raise Refused("there is no such session, or it is closed", status=404, code="session_not_found")
+            raise RequestRefused("there is no such session, or it is closed", status=404, code="session_not_found")
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         given = key.strip().encode(errors="replace")  # headers may be of any bytes
         if kind.lower() != "bearer" or not hmac.compare_digest(given, recording.key.encode()):
-            raise Refused("the key is not this session's", status=401, code="invalid_api_key")
+            raise RequestRefused("the key is not this session's", status=401, code="invalid_api_key")
         return recording
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        recording = self._session(request)
+    async def _handle_models(self, request: web.Request) -> web.StreamResponse:
+        recording = self._find_session(request)
         named = request.match_info.get("model", recording.model)
         if named != recording.model:
-            raise Refused(f"the model {named[:80]!r} does not exist", "model", "model_not_found", 404)
+            raise RequestRefused(f"the model {named[:80]!r} does not exist", "model", "model_not_found", 404)
         one = "model" in request.match_info
-        return _json(responses.model(recording.model) if one else responses.models(recording.model))
+        return _json_response(
+            responses.format_model(recording.model) if one else responses.format_models(recording.model)
+        )
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        recording = self._session(request)
+    async def _handle_completion(self, request: web.Request) -> web.StreamResponse:
+        recording = self._find_session(request)
         body = await request.read()
         try:
             if coding := request.headers.get("Content-Encoding"):
-                raise Refused(f"the body has the encoding {coding[:40]!r}; send it as it is")
-            asked = read(body, recording.model, recording.params, recording.heard)
-            place = recording.place(asked)
-        except Refused:
-            recording.figures.refused += 1
+                raise RequestRefused(f"the body has the encoding {coding[:40]!r}; send it as it is")
+            asked = parse_request(body, recording.model, recording.params, recording.message_cache)
+            place = recording.locate_request(asked)
+        except RequestRefused:
+            recording.metrics.refused += 1
             raise
         except Exception as error:  # of ours: no client is to wonder, and what it makes of it is not trained
             recording.fail(f"a request cannot be read: {type(error).__name__}: {error}")
-            raise Refused(recording.failure, status=503) from error
+            raise RequestRefused(recording.failure, status=503) from error
         if asked.stream:
-            return await _stream(request, recording, asked, place)
-        return _json(responses.completion(await recording.run(lambda: recording.answer(asked, place))))
+            return await _stream_response(request, recording, asked, place)
+        return _json_response(
+            responses.format_completion(await recording.run_request(lambda: recording.answer(asked, place)))
+        )
 
 
-async def _stream(request: web.Request, recording: Recording, asked: Asked, place: Place) -> web.StreamResponse:
+async def _stream_response(
+    request: web.Request, recording: AgentSession, asked: CompletionRequest, place: TreePosition
+) -> web.StreamResponse:
     """The head goes out at once, then what the policy says while it says it, and something now and then, so that the
     client keeps waiting. Where the client has gone, the policy is asked no longer."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     pieces, news, own = list[bytes](), asyncio.Event(), responses.new_id()
 
-    def telling(index: int) -> Telling:
+    def telling(index: int) -> StreamedResponse:
         def say(field: Field, text: str) -> None:
-            pieces.append(responses.piece(own, recording.model, index, field, text))
+            pieces.append(responses.format_delta(own, recording.model, index, field, text))
             news.set()
 
-        return recording.telling(asked, place, say)
+        return recording.make_streamed_response(asked, place, say)
 
-    told = [telling(index) for index in range(asked.choices)]
-    working = asyncio.ensure_future(recording.run(lambda: recording.answer(asked, place, own, told)))
+    told = [telling(index) for index in range(asked.num_choices)]
+    working = asyncio.ensure_future(recording.run_request(lambda: recording.answer(asked, place, own, told)))
     working.add_done_callback(lambda _: news.set())
     try:
         await response.prepare(request)
-        pieces[:0] = responses.heads(own, recording.model, asked.choices)
+        pieces[:0] = responses.format_stream_start(own, recording.model, asked.num_choices)
         while True:
             over = working.done()
             if pieces:
@@ -179,15 +185,15 @@ async def _stream(request: web.Request, recording: Recording, asked: Asked, plac
             if over:
                 break
             try:
-                async with asyncio.timeout(_ALIVE_S):
+                async with asyncio.timeout(_KEEPALIVE_S):
                     await news.wait()
                 news.clear()
             except TimeoutError:
-                await response.write(responses.WAITING)
+                await response.write(responses.KEEPALIVE)
         try:
-            events = responses.rest(working.result(), asked.usage, [one.sent for one in told])
-        except Refused as error:
-            events = iter([responses.error_event(str(error))])
+            events = responses.format_stream_end(working.result(), asked.include_usage, [one.sent for one in told])
+        except RequestRefused as error:
+            events = iter([responses.format_error_event(str(error))])
         for event in events:
             await response.write(event)
         await response.write_eof()
@@ -200,26 +206,26 @@ async def _stream(request: web.Request, recording: Recording, asked: Asked, plac
         working.cancel()
 
 
-def _json(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+def _json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
 @web.middleware
-async def _errors(
+async def _handle_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     try:
         return await handler(request)
-    except Refused as error:
-        body = responses.error(str(error), error.status, error.param, error.code)
-        return _json(body, error.status, _NO_RETRY if error.status == 503 else None)
+    except RequestRefused as error:
+        body = responses.format_error(str(error), error.status, error.param, error.code)
+        return _json_response(body, error.status, _NO_RETRY if error.status == 503 else None)
     except web.HTTPException as error:
-        return _json(responses.error(_in_words(request, error), error.status), error.status)
+        return _json_response(responses.format_error(_describe_http_error(request, error), error.status), error.status)
 
 
-def _in_words(request: web.Request, error: web.HTTPException) -> str:
+def _describe_http_error(request: web.Request, error: web.HTTPException) -> str:
     if error.status == 404:
         return f"there is no {request.path[:200]}; sessions have /v1/chat/completions and /v1/models"
     if error.status == 413:
-        return f"the body is larger than {MOST_BODY} bytes"
+        return f"the body is larger than {MAX_BODY_BYTES} bytes"
     return f"{request.method} {request.path[:200]}: {error.reason}"

@@ -16,8 +16,8 @@ import pytest
 from megarl.config import ConfigError, from_dict
 from megarl.observe.tracker import Tracker
 from megarl.observe.trackers import names
-from megarl.observe.trackers.adapter import Told
-from megarl.observe.trackers.names import KNOWN, check_trackers, opened
+from megarl.observe.trackers.adapter import TrackerRun
+from megarl.observe.trackers.names import TRACKERS, check_trackers, open_adapter
 
 pytestmark = pytest.mark.alone
 
@@ -57,7 +57,7 @@ def test_a_tracker_that_is_not_installed_is_a_mistake_before_the_run(monkeypatch
     check_trackers(["tensorboard"])
     with pytest.raises(ConfigError, match="track.trackers: tensorboard is named twice"):
         check_trackers(["tensorboard", "tensorboard"])
-    monkeypatch.setitem(names.KNOWN, "wandb", KNOWN["wandb"]._replace(package="no_such_package"))
+    monkeypatch.setitem(names.TRACKERS, "wandb", TRACKERS["wandb"]._replace(package="no_such_package"))
     with pytest.raises(ConfigError, match="track.trackers: wandb is not installed; `pip install wandb`"):
         check_trackers(["tensorboard", "wandb"])
     with pytest.raises(ConfigError, match="did you mean wandb"):
@@ -65,7 +65,7 @@ def test_a_tracker_that_is_not_installed_is_a_mistake_before_the_run(monkeypatch
 
 
 def test_all_that_can_be_named_are_known() -> None:
-    assert set(from_dict({"track": {"trackers": list(KNOWN)}}).track.trackers) == set(KNOWN)
+    assert set(from_dict({"track": {"trackers": list(TRACKERS)}}).track.trackers) == set(TRACKERS)
 
 
 def test_what_a_policy_wrote_is_only_text_in_tensorboard(tmp_path: Path) -> None:
@@ -87,18 +87,18 @@ def test_tensorboard_without_room_raises_once_a_step_and_writes_on_when_there_is
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     figures = {f"figure_{number}": 0.5 for number in range(50)}
-    sink = opened("tensorboard", Told(tmp_path, first=1))
-    sink.metrics(1, figures)
+    sink = open_adapter("tensorboard", TrackerRun(tmp_path, first=1))
+    sink.log_metrics(1, figures)
     (file,) = (tmp_path / "tensorboard").iterdir()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, before[1]))
     try:
         for step in (2, 3):
             with pytest.raises(OSError, match="File too large"):
-                sink.metrics(step, figures)
+                sink.log_metrics(step, figures)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    sink.metrics(4, figures)
+    sink.log_metrics(4, figures)
     sink.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -12,7 +12,16 @@ import pytest
 from megarl.observe import tracker as module
 from megarl.observe.tracker import Tracker, read_metrics
 from megarl.observe.trackers import adapter
-from megarl.observe.trackers.adapter import LONGEST, MOST, Row, Standing, Told, plain_name, rows_of, without_secrets
+from megarl.observe.trackers.adapter import (
+    MAX_CELL_CHARS,
+    MAX_ROLLOUTS,
+    Row,
+    TrackerRun,
+    TrackerState,
+    make_rows,
+    redact_secrets,
+    sanitize_name,
+)
 from megarl.types import Prompt, Rollout, Turn
 
 pytestmark = pytest.mark.alone
@@ -21,12 +30,12 @@ pytestmark = pytest.mark.alone
 class Played:
     """Notes what it is given. fails: of how many writings."""
 
-    appends: ClassVar[bool] = True
+    is_append_only: ClassVar[bool] = True
 
-    def __init__(self, told: Told, fails: int = 0) -> None:
-        self.told, self.fails = told, fails
+    def __init__(self, told: TrackerRun, fails: int = 0) -> None:
+        self.zero_uniform, self.fails = told, fails
         self.id = told.id or "run-1"
-        self.given: list[tuple[object, ...]] = []
+        self.argument: list[tuple[object, ...]] = []
         self.closed = False
         self.may_go_on = threading.Event()
         self.may_go_on.set()
@@ -36,13 +45,13 @@ class Played:
         if self.fails:
             self.fails -= 1
             raise ConnectionError("no way to https://me:hunter22@example.com/x")
-        self.given.append((step, dict(values)))
+        self.argument.append((step, dict(values)))
 
     def text(self, step: int, text: str) -> None:
-        self.given.append((step, text))
+        self.argument.append((step, text))
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
-        self.given.append((step, len(rows)))
+        self.argument.append((step, len(rows)))
 
     def close(self) -> None:
         self.closed = True
@@ -52,7 +61,7 @@ class Played:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
     """What was opened, one after the other."""
     found: list[Played] = []
-    monkeypatch.setattr(module, "opened", lambda name, told: found.append(Played(told)) or found[-1])
+    monkeypatch.setattr(module, "open_adapter", lambda name, told: found.append(Played(told)) or found[-1])
     return found
 
 
@@ -66,8 +75,8 @@ def test_it_is_told_everything_in_order(tmp_path: Path, made: list[Played]) -> N
     tracker.log(1, {"eval/x": 0.75})
     tracker.close()
     (sink,) = made
-    assert sink.given == [(0, {"eval/x": 0.5}), (1, {"x": 1.0}), (1, 1), (1, "look"), (1, {"eval/x": 0.75})]
-    assert sink.closed and sink.told.first == 0 and sink.told.config == {"run": {"seed": 1}}
+    assert sink.argument == [(0, {"eval/x": 0.5}), (1, {"x": 1.0}), (1, 1), (1, "look"), (1, {"eval/x": 0.75})]
+    assert sink.closed and sink.zero_uniform.first == 0 and sink.zero_uniform.config == {"run": {"seed": 1}}
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_and_gives_no_step_twice(tmp_path: Path, made: list[Played]) -> None:
@@ -83,8 +92,8 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_gives_no_step_twice(tmp_path:
     second.log(3, {"x": 30.0, "eval/x": 1.0})
     second.log(4, {"x": 40.0})
     second.close()
-    assert made[1].told.id == "run-1"
-    assert made[1].given == [(3, 1), (3, {"eval/x": 1.0}), (4, {"x": 40.0})]
+    assert made[1].zero_uniform.id == "run-1"
+    assert made[1].argument == [(3, 1), (3, {"eval/x": 1.0}), (4, {"x": 40.0})]
     assert read_metrics(tmp_path)[2] == {"x": 20.0}, "the run's own file has what was done last"
 
 
@@ -97,7 +106,7 @@ def test_figures_of_an_earlier_step_come_at_the_one_under_way(tmp_path: Path, ma
     tracker.log(4, {"eval/x": 0.75}, now=4)
     tracker.close()
     at_3, later = (3, {"eval/x": 0.5, "eval/after_step": 1.0}), [(4, {"x": 2.0}), (4, {"eval/x": 0.75})]
-    assert made[0].given == [(3, {"x": 1.0}), at_3, *later]
+    assert made[0].argument == [(3, {"x": 1.0}), at_3, *later]
     assert read_metrics(tmp_path) == {1: {"eval/x": 0.5}, 3: {"x": 1.0}, 4: {"x": 2.0, "eval/x": 0.75}}
 
 
@@ -105,14 +114,14 @@ def test_a_standing_that_was_cut_short_is_none(tmp_path: Path) -> None:
     file = tmp_path / "wandb.json"
     for text in ('{"id": "a", "st', "[]", '{"id": "a"}'):
         file.write_text(text)
-        assert Standing(file).step == -1
-    Standing(file).keep("b", 3, {"x": 1.0})
-    assert Standing(file).id == "b" and Standing(file).new(3, {"x": 1.0, "y": 2.0}) == {"y": 2.0}
+        assert TrackerState(file).step == -1
+    TrackerState(file).save("b", 3, {"x": 1.0})
+    assert TrackerState(file).id == "b" and TrackerState(file).filter_new(3, {"x": 1.0, "y": 2.0}) == {"y": 2.0}
 
 
 def test_a_failure_is_said_once_and_the_next_step_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sinks: list[Played] = []
-    monkeypatch.setattr(module, "opened", lambda name, told: sinks.append(Played(told, fails=2)) or sinks[-1])
+    monkeypatch.setattr(module, "open_adapter", lambda name, told: sinks.append(Played(told, fails=2)) or sinks[-1])
     said: list[str] = []
     tracker = Tracker(tmp_path, ["mlflow"], said.append)
     for step in (1, 2, 3):
@@ -121,38 +130,40 @@ def test_a_failure_is_said_once_and_the_next_step_is_tried(tmp_path: Path, monke
     assert said == ["could not write MLflow: no way to https://***@example.com/x; training goes on without it"], (
         "and without the password"
     )
-    assert sinks[0].given == [(3, {"x": 1.0})]
+    assert sinks[0].argument == [(3, {"x": 1.0})]
     assert sorted(read_metrics(tmp_path)) == [1, 2, 3]
 
 
 def test_one_that_never_opens_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def refuses(name: str, told: Told) -> Played:
+    def refuses(name: str, told: TrackerRun) -> Played:
         tried.append(1)
         raise SystemExit("no key")
 
-    monkeypatch.setattr(module, "opened", refuses)
+    monkeypatch.setattr(module, "open_adapter", refuses)
     said: list[str] = []
     tracker = Tracker(tmp_path, ["swanlab"], said.append)
     for step in range(10):
         tracker.log(step, {"x": 1.0})
     tracker.close()
-    assert len(tried) == adapter.PATIENCE and said == ["could not write SwanLab: no key; training goes on without it"]
+    assert len(tried) == adapter.MAX_FAILURES and said == [
+        "could not write SwanLab: no key; training goes on without it"
+    ]
 
 
 def test_a_step_does_not_wait_for_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "LAST_S", 0.05)
+    monkeypatch.setattr(adapter, "CLOSE_TIMEOUT_S", 0.05)
     hung = threading.Event()
 
-    def hangs(name: str, told: Told) -> Played:
+    def hangs(name: str, told: TrackerRun) -> Played:
         hung.wait(60)
         return Played(told)
 
-    monkeypatch.setattr(module, "opened", hangs)
+    monkeypatch.setattr(module, "open_adapter", hangs)
     said: list[str] = []
     tracker = Tracker(tmp_path, ["wandb"], said.append)
-    for step in range(adapter.WAITING + 10):
+    for step in range(adapter.QUEUE_SIZE + 10):
         tracker.log(step, {"x": 1.0})
     assert len(said) == 1 and "W&B: it is behind by" in said[0]
     tracker.close()
@@ -161,14 +172,14 @@ def test_a_step_does_not_wait_for_one_that_hangs(tmp_path: Path, monkeypatch: py
 
 
 def test_names_that_a_tracker_takes() -> None:
-    assert plain_name("rollout/reward_mean/gsm8k") == "rollout/reward_mean/gsm8k"
-    assert plain_name("/a//b|c:d/../e\n") == "_/a/_/b_c_d/_/e_"
-    assert len(plain_name("x" * 999)) == 250
+    assert sanitize_name("rollout/reward_mean/gsm8k") == "rollout/reward_mean/gsm8k"
+    assert sanitize_name("/a//b|c:d/../e\n") == "_/a/_/b_c_d/_/e_"
+    assert len(sanitize_name("x" * 999)) == 250
 
 
 def test_no_secret_is_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    assert without_secrets("bad key 0123456789abcdef\nof you") == "bad key *** of you"
+    assert redact_secrets("bad key 0123456789abcdef\nof you") == "bad key *** of you"
 
 
 def test_a_table_has_the_first_answer_of_a_few_prompts() -> None:
@@ -183,7 +194,7 @@ def test_a_table_has_the_first_answer_of_a_few_prompts() -> None:
         )
         for number in range(20)
     ]
-    rows = rows_of(7, rollouts)
-    assert len(rows) == MOST and [row[2] for row in rows] == ["a0", "a2", "a4", "a6"]
-    assert rows[0][0] == 7 and rows[0][3:] == (0.5, 2, "stop") and len(rows[0][1]) == LONGEST + 4
-    assert rows_of(7, []) == []
+    rows = make_rows(7, rollouts)
+    assert len(rows) == MAX_ROLLOUTS and [row[2] for row in rows] == ["a0", "a2", "a4", "a6"]
+    assert rows[0][0] == 7 and rows[0][3:] == (0.5, 2, "stop") and len(rows[0][1]) == MAX_CELL_CHARS + 4
+    assert make_rows(7, []) == []

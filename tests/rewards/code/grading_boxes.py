@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, SandboxConfig
-from megarl.rewards.code import Graded, Grading, grade, problem_of
+from megarl.rewards.code import GradeResult, Grading, grade, parse_problem
 from megarl.sandbox.box import Sandbox
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plain_boxes import PlainBoxes  # noqa: E402
 
 KINDS = ("plain", "bubblewrap")
-QUICK = Grading(seconds=3.0, total=12.0)
+QUICK = Grading(seconds=3.0, total_seconds=12.0)
 
 
-def graded(kind: str, code: str, truth: Any, how: Grading = QUICK) -> Graded:
+def graded(kind: str, code: str, truth: Any, how: Grading = QUICK) -> GradeResult:
     """In a box of this kind; the test is skipped where there can be none."""
-    return run(kind, lambda box: grade(code, problem_of(truth), box, how))
+    return run(kind, lambda box: grade(code, parse_problem(truth), box, how))
 
 
 def run(kind: str, work: Any) -> Any:

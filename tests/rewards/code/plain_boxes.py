@@ -17,7 +17,7 @@ from typing import Any
 
 from megarl.config import SandboxConfig
 from megarl.sandbox.box import Interpreter, Sandbox
-from megarl.sandbox.results import Collected, Limits, Output, Result
+from megarl.sandbox.results import HarnessResult, Limits, Output, Result
 
 _SEND = """
 import json as _json, os as _os
@@ -77,14 +77,14 @@ class PlainBoxes(Sandbox):
         super().__init__(SandboxConfig(backend="none"))
         self.seen: list[str] = []
 
-    async def collect(
+    async def run_harness(
         self,
         harness: str,
         count: int,
         files: Mapping[str, bytes] = {},
         stdin: bytes = b"",
         limits: Limits = Limits(),  # noqa: B008
-    ) -> Collected:
+    ) -> HarnessResult:
         self.seen += [harness, *(data.decode() for data in files.values()), stdin.decode()]
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "stdin").write_bytes(stdin)
@@ -111,7 +111,7 @@ class PlainBoxes(Sandbox):
         for number, value in lines:
             if type(number) is int and 0 <= number < count and sum(one == number for one, _ in lines) == 1:
                 results[number] = value
-        return Collected(results, count, Result(status == 0, status, b"", b"", 0.0))
+        return HarnessResult(results, count, Result(status == 0, status, b"", b"", 0.0))
 
     async def interpreter(self, limits: Limits = Limits()) -> Interpreter:  # noqa: B008
         folder = tempfile.TemporaryDirectory()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.code.scorer import LONGEST, code_of
+from megarl.rewards.code.scorer import LONGEST, extract_code
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from said import HOSTILE  # noqa: E402
@@ -42,12 +42,12 @@ from said import HOSTILE  # noqa: E402
     ],
 )
 def test_what_is_found(answer: str, code: str) -> None:
-    assert code_of(answer) == code
+    assert extract_code(answer) == code
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text(text: str) -> None:
-    assert len(code_of(HOSTILE[text])) <= LONGEST
+    assert len(extract_code(HOSTILE[text])) <= LONGEST
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_hostile_text(text: str) -> None:
     ids=range(7),
 )
 def test_many_fences_are_little_work(text: str) -> None:
-    assert len(code_of(text)) <= LONGEST
+    assert len(extract_code(text)) <= LONGEST
 
 
 @given(st.lists(st.sampled_from(["```", "```python", "\n", "a = 1", " ", "</think>", "~~~", "x"]), max_size=20))
 def test_any_text_has_code_or_none(pieces: list[str]) -> None:
-    assert isinstance(code_of("".join(pieces)), str)
+    assert isinstance(extract_code("".join(pieces)), str)

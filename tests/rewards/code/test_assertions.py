@@ -7,27 +7,37 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards.code.problems import Call, Judged, of_check, of_module, of_statements, taken_apart
+from megarl.rewards.code.problems import (
+    AssertionTest,
+    CallTest,
+    extract_call,
+    parse_humaneval,
+    parse_statements,
+    parse_test_module,
+)
 
 
 @pytest.mark.parametrize(
     ("source", "call"),
     [
-        ("assert f(1) == 2", Call(2, "equal", "f(1)")),
-        ("assert f(1) == 2, 'no'", Call(2, "equal", "f(1)")),
-        ("assert 2 == f(1)", Call(2, "equal", "f(1)")),
-        ("assert (f([1, 'a'], key=-1)) == (1, [2.5], {'x'})", Call((1, [2.5], {"x"}), "equal", "f([1, 'a'], key=-1)")),
-        ("assert f(f(1)) == {'a': None}", Call({"a": None}, "equal", "f(f(1))")),
-        ("assert f([Pair(1, 2)]) == 3", Call(3, "equal", "f([Pair(1, 2)])")),
-        ("assert f(1) is True", Call(True, "is", "f(1)")),
-        ("assert f(1) is None", Call(None, "is", "f(1)")),
-        ("assert f(1)", Call(None, "true", "f(1)")),
-        ("assert not f(1)", Call(None, "false", "f(1)")),
+        ("assert f(1) == 2", CallTest(2, "equal", "f(1)")),
+        ("assert f(1) == 2, 'no'", CallTest(2, "equal", "f(1)")),
+        ("assert 2 == f(1)", CallTest(2, "equal", "f(1)")),
+        (
+            "assert (f([1, 'a'], key=-1)) == (1, [2.5], {'x'})",
+            CallTest((1, [2.5], {"x"}), "equal", "f([1, 'a'], key=-1)"),
+        ),
+        ("assert f(f(1)) == {'a': None}", CallTest({"a": None}, "equal", "f(f(1))")),
+        ("assert f([Pair(1, 2)]) == 3", CallTest(3, "equal", "f([Pair(1, 2)])")),
+        ("assert f(1) is True", CallTest(True, "is", "f(1)")),
+        ("assert f(1) is None", CallTest(None, "is", "f(1)")),
+        ("assert f(1)", CallTest(None, "true", "f(1)")),
+        ("assert not f(1)", CallTest(None, "false", "f(1)")),
     ],
 )
-def test_what_is_a_call_and_a_value(source: str, call: Call) -> None:
+def test_what_is_a_call_and_a_value(source: str, call: CallTest) -> None:
     (statement,) = ast.parse(source).body
-    assert taken_apart(statement, {"f", "Pair"}) == call
+    assert extract_call(statement, {"f", "Pair"}) == call
 
 
 @pytest.mark.parametrize(
@@ -52,25 +62,25 @@ def test_what_is_a_call_and_a_value(source: str, call: Call) -> None:
 )
 def test_what_is_left_to_a_judge(source: str) -> None:
     (statement,) = ast.parse(source).body
-    assert taken_apart(statement, {"f"}) is None
+    assert extract_call(statement, {"f"}) is None
 
 
 def test_lists_of_assertions() -> None:
-    found = of_statements(["assert f(1) == 2", "assert math.isclose(f(2), 3)"], "import os\nlimit = 3")
-    assert found.tests == (Call(2, "equal", "f(1)"), Judged("assert math.isclose(f(2), 3)"))
-    assert found.names == ("f",) and found.judge == found.before == "import math\nimport os\nlimit = 3"
-    assert found.behind == found.beginning == ""
+    found = parse_statements(["assert f(1) == 2", "assert math.isclose(f(2), 3)"], "import os\nlimit = 3")
+    assert found.tests == (CallTest(2, "equal", "f(1)"), AssertionTest("assert math.isclose(f(2), 3)"))
+    assert found.functions == ("f",) and found.assertion_setup == found.setup == "import math\nimport os\nlimit = 3"
+    assert found.post_setup == found.code_prefix == ""
 
 
 def test_a_setup_that_needs_the_answer_comes_behind_it() -> None:
-    found = of_statements(["assert height(root) == 2"], "root = Node(1)\nroot.left = Node(2)")
-    assert found.before == "" and found.behind == "root = Node(1)\nroot.left = Node(2)"
-    assert found.tests == (Call(2, "equal", "height(root)"),)
+    found = parse_statements(["assert height(root) == 2"], "root = Node(1)\nroot.left = Node(2)")
+    assert found.setup == "" and found.post_setup == "root = Node(1)\nroot.left = Node(2)"
+    assert found.tests == (CallTest(2, "equal", "height(root)"),)
 
 
 def test_names_that_are_missing_where_they_do_no_harm() -> None:
-    found = of_statements(["assert f([Pair(1, 2)])", "assert third(f(1), 2) == 3.5"])
-    assert found.tests == (Call(None, "true", "f([Pair(1, 2)])"), Call(3.5, "equal", "third(f(1), 2)"))
+    found = parse_statements(["assert f([Pair(1, 2)])", "assert third(f(1), 2) == 3.5"])
+    assert found.tests == (CallTest(None, "true", "f([Pair(1, 2)])"), CallTest(3.5, "equal", "third(f(1), 2)"))
 
 
 PROMPT = '''
@@ -86,15 +96,15 @@ def inc(x: int) -> int:
 
 def check(body: str, entry: str = "inc", prompt: str = PROMPT) -> Any:
     lines = "\n".join(f"    {line}" for line in body.splitlines())
-    return of_check(f"METADATA = {{'a': 1}}\n\ndef check(candidate):\n{lines}\n\ncheck(inc)\n", entry, prompt)
+    return parse_humaneval(f"METADATA = {{'a': 1}}\n\ndef check(candidate):\n{lines}\n\ncheck(inc)\n", entry, prompt)
 
 
 def test_humaneval_with_assertions_alone() -> None:
     found = check(
         '"""docs"""\nassert candidate(1) == 2, "no"\nassert True, "x"\nassert helper(candidate(2)) == 3\npass'
     )
-    assert found.tests == (Call(2, "equal", "inc(1)"), Judged("assert helper(inc(2)) == 3"))
-    assert found.names == ("inc",) and found.beginning == PROMPT
+    assert found.tests == (CallTest(2, "equal", "inc(1)"), AssertionTest("assert helper(inc(2)) == 3"))
+    assert found.names == ("inc",) and found.code_prefix == PROMPT
     assert "def helper" in found.before and "def inc" not in found.before and "METADATA" not in found.before
     assert "def helper" in found.judge and "METADATA" in found.judge and "def inc" not in found.judge
     assert "check" not in found.judge
@@ -103,46 +113,57 @@ def test_humaneval_with_assertions_alone() -> None:
 def test_humaneval_with_more_than_that() -> None:
     found = check("for i in range(3):\n    assert candidate(i) == i + 1\nassert candidate(9) == 10")
     (test,) = found.tests
-    assert isinstance(test, Judged) and test.source.startswith("def check():") and test.source.endswith("\ncheck()")
+    assert (
+        isinstance(test, AssertionTest) and test.source.startswith("def check():") and test.source.endswith("\ncheck()")
+    )
     assert "candidate" not in test.source and test.source.count("inc(") == 2
 
 
 def test_arguments_of_a_judge_are_not_given_to_the_answer() -> None:
     found = check("assert candidate(METADATA['a']) == 2")
-    assert found.tests == (Judged("assert inc(METADATA['a']) == 2"),)
+    assert found.tests == (AssertionTest("assert inc(METADATA['a']) == 2"),)
 
 
 def test_texts_of_python() -> None:
-    found = of_module("import os\nassert f(1) == 2\nassert f(2) == 3\n")
-    assert found.tests == (Call(2, "equal", "f(1)"), Call(3, "equal", "f(2)")) and found.judge == "import os"
-    found = of_module("values = [1, 2]\nfor one in values:\n    assert f(one) == one + 1\n")
-    assert len(found.tests) == 1 and isinstance(found.tests[0], Judged) and found.names == ("f",)
-    found = of_module(
+    found = parse_test_module("import os\nassert f(1) == 2\nassert f(2) == 3\n")
+    assert (
+        found.tests == (CallTest(2, "equal", "f(1)"), CallTest(3, "equal", "f(2)"))
+        and found.assertion_setup == "import os"
+    )
+    found = parse_test_module("values = [1, 2]\nfor one in values:\n    assert f(one) == one + 1\n")
+    assert len(found.tests) == 1 and isinstance(found.tests[0], AssertionTest) and found.functions == ("f",)
+    found = parse_test_module(
         "from solution import f, g\nimport math\n\ndef test_a():\n    assert f(1) == 2\n\n"
         "def test_b():\n    x = g(1)\n    assert math.sqrt(x) == f(x)\n"
     )
-    assert found.tests[0] == Call(2, "equal", "f(1)") and found.names == ("f", "g")
-    assert found.tests[1] == Judged("def test_b():\n    x = g(1)\n    assert math.sqrt(x) == f(x)\ntest_b()")
-    assert found.before == "" and found.judge == "import math"
+    assert found.tests[0] == CallTest(2, "equal", "f(1)") and found.functions == ("f", "g")
+    assert found.tests[1] == AssertionTest("def test_b():\n    x = g(1)\n    assert math.sqrt(x) == f(x)\ntest_b()")
+    assert found.setup == "" and found.assertion_setup == "import math"
 
 
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: of_statements(["assert f(1) =="]), "its test 'assert f(1) ==' is no Python: "),
-        (lambda: of_statements(["assert 1 == 1"]), "its test 'assert 1 == 1' calls no function of an answer"),
-        (lambda: of_statements(["assert True"]), "calls no function of an answer"),
-        (lambda: of_statements([]), "it has no tests"),
-        (lambda: of_statements(["assert f(1) == 1"], "def"), "its setup is no Python"),
-        (lambda: of_statements(["assert close(f(1), 2)"]), "uses close, f, which nothing defines"),
-        (lambda: of_statements(["assert close(f(1), 2) == True"]), "uses close, f, which nothing defines"),
-        (lambda: of_statements(["assert close(f(1), 2) is None"]), "uses close, f, which nothing defines"),
-        (lambda: of_statements(["assert abs(f(1) - LIMIT) < 1"]), "uses LIMIT, f, which nothing defines"),
-        (lambda: of_module("from solution import f\nassert close(f(1), 2)"), "uses close, which nothing defines"),
-        (lambda: of_module("def test_a(x):\n    assert f(x)"), "its test test_a takes x, which nobody gives it"),
-        (lambda: of_module("x = 1"), "calls no function of an answer"),
-        (lambda: of_check("def verify(f): pass", "f", ""), "its `test` defines no function check(candidate)"),
-        (lambda: of_check("def check(): pass", "f", ""), "its `test` defines no function check(candidate)"),
+        (lambda: parse_statements(["assert f(1) =="]), "its test 'assert f(1) ==' is no Python: "),
+        (lambda: parse_statements(["assert 1 == 1"]), "its test 'assert 1 == 1' calls no function of an answer"),
+        (lambda: parse_statements(["assert True"]), "calls no function of an answer"),
+        (lambda: parse_statements([]), "it has no tests"),
+        (lambda: parse_statements(["assert f(1) == 1"], "def"), "its setup is no Python"),
+        (lambda: parse_statements(["assert close(f(1), 2)"]), "uses close, f, which nothing defines"),
+        (lambda: parse_statements(["assert close(f(1), 2) == True"]), "uses close, f, which nothing defines"),
+        (lambda: parse_statements(["assert close(f(1), 2) is None"]), "uses close, f, which nothing defines"),
+        (lambda: parse_statements(["assert abs(f(1) - LIMIT) < 1"]), "uses LIMIT, f, which nothing defines"),
+        (
+            lambda: parse_test_module("from solution import f\nassert close(f(1), 2)"),
+            "uses close, which nothing defines",
+        ),
+        (
+            lambda: parse_test_module("def test_a(x):\n    assert f(x)"),
+            "its test test_a takes x, which nobody gives it",
+        ),
+        (lambda: parse_test_module("x = 1"), "calls no function of an answer"),
+        (lambda: parse_humaneval("def verify(f): pass", "f", ""), "its `test` defines no function check(candidate)"),
+        (lambda: parse_humaneval("def check(): pass", "f", ""), "its `test` defines no function check(candidate)"),
         (lambda: check("assert candidate(1) == 2", "a b"), "its `entry_point` 'a b' is no name of a function"),
         (lambda: check("assert candidate(1) == 2", "inc", "def"), "its `prompt` is no Python"),
         (lambda: check("assert tolerant(candidate(1), 2)"), "uses tolerant, which nothing defines"),

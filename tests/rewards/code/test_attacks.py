@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards.code import Graded, Grading
+from megarl.rewards.code import GradeResult, Grading
 
 sys.path.insert(0, str(Path(__file__).parent))
 from code_attacks import ATTACKS  # noqa: E402
@@ -20,7 +20,7 @@ from grading_boxes import KINDS, graded  # noqa: E402
 
 SECRET = "Zq7-4815162342"
 HALVES = SECRET[:4], SECRET[4:]
-SHORT = Grading(seconds=1.5, total=4.0)
+SHORT = Grading(seconds=1.5, total_seconds=4.0)
 
 CALLS = [f"assert f(3) == {SECRET!r}", f"assert f([4, 2]) == {[SECRET]!r}"]
 JUDGED = [
@@ -48,7 +48,7 @@ def test_the_attacks_would_find_it() -> None:
 def test_an_attack_earns_nothing(attack: str, style: str) -> None:
     """In a real box alone: in a plain process they do harm."""
     truth, tests = STYLES[style]
-    assert graded("bubblewrap", ATTACKS[attack], truth, SHORT) == Graded(0, tests)
+    assert graded("bubblewrap", ATTACKS[attack], truth, SHORT) == GradeResult(0, tests)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,4 +61,4 @@ def test_who_has_the_answer_gets_it(style: str, kind: str) -> None:
         f"    return [{SECRET!r}] if isinstance(x, list) else {SECRET!r}\n"
         f"if __name__ == '__main__': print({SECRET!r})"
     )
-    assert graded(kind, answer, truth, SHORT) == Graded(tests, tests)
+    assert graded(kind, answer, truth, SHORT) == GradeResult(tests, tests)

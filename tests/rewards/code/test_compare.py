@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.code.compare import near, right, same_as_json, same_output
+from megarl.rewards.code.compare import is_close, is_correct, matches_json, matches_output
 from megarl.rewards.code.plain import Opaque
-from megarl.rewards.code.problems import Call
+from megarl.rewards.code.problems import CallTest
 
 NAN = math.nan
 
@@ -44,7 +44,7 @@ NAN = math.nan
     ],
 )
 def test_values(expected: Any, by: Any, value: Any, good: bool) -> None:
-    assert right(Call(expected, by), value) is good
+    assert is_correct(CallTest(expected, by), value) is good
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_values(expected: Any, by: Any, value: Any, good: bool) -> None:
     ],
 )
 def test_values_as_json_has_them(expected: Any, value: Any, good: bool) -> None:
-    assert right(Call(expected, "json"), value) is good
+    assert is_correct(CallTest(expected, "json"), value) is good
 
 
 PLAIN = st.recursive(
@@ -82,13 +82,18 @@ PLAIN = st.recursive(
 
 @given(PLAIN, PLAIN)
 def test_equal_ones_are_the_same(one: Any, other: Any) -> None:
-    assert same_as_json(one, one) and same_as_json(one, other) == (one == other)
+    assert matches_json(one, one) and matches_json(one, other) == (one == other)
 
 
 def test_near_ones() -> None:
-    assert near(1.0, 1.0 + 9e-7) and not near(1.0, 1.0 + 2e-6)
-    assert near(1e9, 1e9 + 900) and not near(1e9, 1e9 + 1100)
-    assert near(math.inf, math.inf) and not near(math.inf, 1e308) and not near(NAN, NAN) and not near(0.0, NAN)
+    assert is_close(1.0, 1.0 + 9e-7) and not is_close(1.0, 1.0 + 2e-6)
+    assert is_close(1e9, 1e9 + 900) and not is_close(1e9, 1e9 + 1100)
+    assert (
+        is_close(math.inf, math.inf)
+        and not is_close(math.inf, 1e308)
+        and not is_close(NAN, NAN)
+        and not is_close(0.0, NAN)
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,9 +131,9 @@ def test_near_ones() -> None:
     ],
 )
 def test_outputs(expected: str, printed: str, good: bool) -> None:
-    assert same_output(expected, printed) is good
+    assert matches_output(expected, printed) is good
 
 
 @given(st.text(), st.text())
 def test_any_text_is_right_or_wrong(one: str, other: str) -> None:
-    assert same_output(one, one) and type(same_output(one, other)) is bool
+    assert matches_output(one, one) and type(matches_output(one, other)) is bool

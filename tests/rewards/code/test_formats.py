@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rewards.code.problems import GIVEN, Call, Judged, Problem, Program, problem_of
+from megarl.rewards.code.problems import DEFAULT_IMPORTS, AssertionTest, CallTest, Problem, ProgramTest, parse_problem
 
-PRINTED = (Program("1\n", "2\n"), Program("3", "4"))
+PRINTED = (ProgramTest("1\n", "2\n"), ProgramTest("3", "4"))
 ADD = {"testtype": "functional", "input": "1\n[2]", "output": "[1, 2]"}
-ADDED = Call([1, 2], "json", name="add", arguments=(1, [2]))
+ADDED = CallTest([1, 2], "json", name="add", arguments=(1, [2]))
 PRIVATE = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([ADD, ADD])))).decode()
 
 
@@ -49,9 +49,9 @@ PRIVATE = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([ADD, ADD])))).
     ],
 )
 def test_programs(truth: Any) -> None:
-    assert problem_of(truth) == Problem(PRINTED)
+    assert parse_problem(truth) == Problem(PRINTED)
     if "array" not in repr(truth):
-        assert problem_of(json.dumps(truth)) == Problem(PRINTED)
+        assert parse_problem(json.dumps(truth)) == Problem(PRINTED)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_programs(truth: Any) -> None:
     ],
 )
 def test_functions(truth: Any) -> None:
-    assert problem_of(truth) == Problem((ADDED, ADDED), before=GIVEN)
+    assert parse_problem(truth) == Problem((ADDED, ADDED), setup=DEFAULT_IMPORTS)
 
 
 def test_values_in_lists_of_their_own() -> None:
-    found = problem_of({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[5], [6]]})
-    assert [one.by for one in found.tests if isinstance(one, Call)] == ["packed", "packed"]
-    found = problem_of({"fn_name": "f", "inputs": [[1], []], "outputs": [[5], [6, 7]]})
-    assert found.tests == (Call([5], "json", name="f", arguments=(1,)), Call([6, 7], "json", name="f"))
+    found = parse_problem({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[5], [6]]})
+    assert [one.comparison for one in found.tests if isinstance(one, CallTest)] == ["packed", "packed"]
+    found = parse_problem({"fn_name": "f", "inputs": [[1], []], "outputs": [[5], [6, 7]]})
+    assert found.tests == (CallTest([5], "json", name="f", arguments=(1,)), CallTest([6, 7], "json", name="f"))
 
 
 def test_mbpp() -> None:
@@ -89,11 +89,11 @@ def test_mbpp() -> None:
         "test_setup_code": "",
         "challenge_test_list": [],
     }
-    assert problem_of(row) == Problem((Call(2, "equal", "f(1)"),), names=("f",))
+    assert parse_problem(row) == Problem((CallTest(2, "equal", "f(1)"),), functions=("f",))
     row = {"test_list": np.array(["assert math.isclose(f(1), 2)"]), "test_imports": np.array(["import math"])}
-    assert problem_of(row).tests == (Judged("assert math.isclose(f(1), 2)"),)
-    assert problem_of(["assert f(1) == 2"]) == problem_of(json.dumps(["assert f(1) == 2"]))
-    assert problem_of("assert f(1) == 2\n").tests == (Call(2, "equal", "f(1)"),)
+    assert parse_problem(row).tests == (AssertionTest("assert math.isclose(f(1), 2)"),)
+    assert parse_problem(["assert f(1) == 2"]) == parse_problem(json.dumps(["assert f(1) == 2"]))
+    assert parse_problem("assert f(1) == 2\n").tests == (CallTest(2, "equal", "f(1)"),)
 
 
 def test_humaneval() -> None:
@@ -104,16 +104,16 @@ def test_humaneval() -> None:
         "canonical_solution": "",
         "test": "def check(candidate):\n    assert candidate(1) == 2\n",
     }
-    assert problem_of(row).tests == (Call(2, "equal", "f(1)"),)
+    assert parse_problem(row).tests == (CallTest(2, "equal", "f(1)"),)
     plus = {"task_id": "Mbpp/2", "test_list": [], "test": "x = [1]\nfor one in x:\n    assert f(one) == 2\n"}
-    assert len(problem_of({key: plus[key] for key in ("task_id", "test")}).tests) == 1
+    assert len(parse_problem({key: plus[key] for key in ("task_id", "test")}).tests) == 1
 
 
 def test_a_part_of_them() -> None:
-    found = problem_of({"inputs": list(map(str, range(100))), "outputs": list(map(str, range(100)))})
-    assert list(found.part(100)) == list(range(100)) and list(found.part(1000)) == list(range(100))
-    assert list(found.part(4)) == [0, 33, 66, 99] and list(found.part(1)) == [0]
-    assert found.part(4)[33] == Program("33", "33") and len(found.part(50)) == 50
+    found = parse_problem({"inputs": list(map(str, range(100))), "outputs": list(map(str, range(100)))})
+    assert list(found.select_tests(100)) == list(range(100)) and list(found.select_tests(1000)) == list(range(100))
+    assert list(found.select_tests(4)) == [0, 33, 66, 99] and list(found.select_tests(1)) == [0]
+    assert found.select_tests(4)[33] == ProgramTest("33", "33") and len(found.select_tests(50)) == 50
 
 
 @pytest.mark.parametrize(
@@ -155,5 +155,5 @@ def test_a_part_of_them() -> None:
 )
 def test_what_is_none(truth: Any, complaint: str) -> None:
     with pytest.raises(ValueError) as caught:
-        problem_of(truth)
+        parse_problem(truth)
     assert complaint in str(caught.value)

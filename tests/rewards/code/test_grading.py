@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, SandboxConfig
-from megarl.rewards.code import Graded, Grading, grade, problem_of
-from megarl.rewards.code.grading import _room
-from megarl.rewards.code.problems import Call, Program
+from megarl.rewards.code import GradeResult, Grading, grade, parse_problem
+from megarl.rewards.code.grading import _choose_result_bytes
+from megarl.rewards.code.problems import CallTest, ProgramTest
 from megarl.sandbox.box import Sandbox
-from megarl.sandbox.results import Collected, Output, Result
+from megarl.sandbox.results import HarnessResult, Output, Result
 
 sys.path.insert(0, str(Path(__file__).parent))
 from grading_boxes import KINDS, QUICK, graded, run  # noqa: E402
@@ -127,7 +127,7 @@ SUM = "n = int(input())\nprint(sum(map(int, input().split())))"
     ],
 )  # fmt: skip
 def test_answers(kind: str, code: str, truth: Any, passed: int, tests: int) -> None:
-    assert graded(kind, code, truth) == Graded(passed, tests)
+    assert graded(kind, code, truth) == GradeResult(passed, tests)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_answers(kind: str, code: str, truth: Any, passed: int, tests: int) -> N
 )
 def test_one_test_is_not_the_other_ones_matter(code: str, passed: int) -> None:
     truth = [f"assert f({number}) == {number}" for number in range(4)]
-    short = Grading(seconds=1.0, total=5.0)
+    short = Grading(seconds=1.0, total_seconds=5.0)
     found = graded("bubblewrap", code, truth, short)
     assert found.tests == 4 and (
         found.passed == passed or (passed == 3 and found.passed == 2 and "exit(0)\ndef" in code)
@@ -154,7 +154,7 @@ def test_one_test_is_not_the_other_ones_matter(code: str, passed: int) -> None:
 
 def test_a_judged_function_that_ends_its_process_loses_what_comes_behind() -> None:
     truth = [f"assert abs(f({number}) - {number}) < 1" for number in range(4)]
-    short = Grading(seconds=1.0, total=5.0)
+    short = Grading(seconds=1.0, total_seconds=5.0)
     assert (
         graded("bubblewrap", "import os\ndef f(x):\n    return x if x < 2 else os._exit(0)", truth, short).passed == 2
     )
@@ -175,7 +175,9 @@ def test_settings_that_are_none(settings: dict[str, Any]) -> None:
 def test_seconds_are_of_cpu() -> None:
     """Who waits for others is not late; a test's clock goes on to four times as many seconds."""
     code = "import time\ndef f(x):\n    time.sleep(3)\n    return x"
-    assert graded("bubblewrap", code, ["assert f(1) == 1"], Grading(seconds=2.0, total=20.0)) == Graded(1, 1)
+    assert graded("bubblewrap", code, ["assert f(1) == 1"], Grading(seconds=2.0, total_seconds=20.0)) == GradeResult(
+        1, 1
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,12 +185,14 @@ def test_much_is_read_and_printed(kind: str) -> None:
     text = " ".join(map(str, range(200_000)))
     truth = {"inputs": [text, "1 2"], "outputs": [text.replace(" ", "\n"), "1\n2"]}
     code = "import sys\nprint(*sys.stdin.read().split(), sep='\\n')\nprint('x' * 10**6, file=sys.stderr)"
-    assert graded(kind, code, truth) == Graded(2, 2)
+    assert graded(kind, code, truth) == GradeResult(2, 2)
 
 
 def test_a_part_of_the_tests() -> None:
     truth = {"inputs": [str(number) for number in range(30)], "outputs": [str(number) for number in range(30)]}
-    assert graded("plain", "x = input()\nprint(x if x != '29' else 0)", truth, Grading(most=3)) == Graded(2, 3)
+    assert graded("plain", "x = input()\nprint(x if x != '29' else 0)", truth, Grading(max_tests=3)) == GradeResult(
+        2, 3
+    )
 
 
 def test_nothing_that_is_expected_goes_into_a_box() -> None:
@@ -204,7 +208,7 @@ def test_nothing_that_is_expected_goes_into_a_box() -> None:
 
     async def all_of_them(_: Any) -> None:
         for truth, _mark in problems:
-            await grade("def f(x):\n    return x", problem_of(truth), box, QUICK)
+            await grade("def f(x):\n    return x", parse_problem(truth), box, QUICK)
 
     run("plain", all_of_them)
     jobs = [text for text in box.seen if text.startswith("{")]
@@ -214,10 +218,12 @@ def test_nothing_that_is_expected_goes_into_a_box() -> None:
 
 
 def test_a_result_has_room_that_says_nothing() -> None:
-    yes_no = [Program("1", "YES"), Program("2", "NO")]
-    assert _room(yes_no) == _room(yes_no[:1]) == _room(yes_no[1:]) == 1 << 16
-    assert _room([Call("x" * 10_000), Call(1)]) == 1 << 18
-    assert _room([Program("", "x" * 10**8)]) == 1 << 22
+    yes_no = [ProgramTest("1", "YES"), ProgramTest("2", "NO")]
+    assert (
+        _choose_result_bytes(yes_no) == _choose_result_bytes(yes_no[:1]) == _choose_result_bytes(yes_no[1:]) == 1 << 16
+    )
+    assert _choose_result_bytes([CallTest("x" * 10_000), CallTest(1)]) == 1 << 18
+    assert _choose_result_bytes([ProgramTest("", "x" * 10**8)]) == 1 << 22
 
 
 @pytest.mark.parametrize(
@@ -246,8 +252,8 @@ def test_tests_that_are_wrong_themselves(truth: Any, complaint: str | None) -> N
 class Silent(PlainBoxes):
     """Nothing comes out of it."""
 
-    async def collect(self, harness: str, count: int, *_: Any, **__: Any) -> Collected:
-        return Collected({}, count, Result(False, 1, b"", b"", 0.0, "exit"))
+    async def run_harness(self, harness: str, count: int, *_: Any, **__: Any) -> HarnessResult:
+        return HarnessResult({}, count, Result(False, 1, b"", b"", 0.0, "exit"))
 
 
 class Forged(PlainBoxes):
@@ -257,22 +263,22 @@ class Forged(PlainBoxes):
         super().__init__()
         self.value = value
 
-    async def collect(self, harness: str, count: int, *_: Any, **__: Any) -> Collected:
-        return Collected(dict.fromkeys(range(count), self.value), count, Result(True, 0, b"", b"", 0.0))
+    async def run_harness(self, harness: str, count: int, *_: Any, **__: Any) -> HarnessResult:
+        return HarnessResult(dict.fromkeys(range(count), self.value), count, Result(True, 0, b"", b"", 0.0))
 
 
 def test_a_box_that_does_not_work_is_no_wrong_answer() -> None:
-    async def silent(_: Any) -> Graded:
-        return await grade("def f(x): return x", problem_of(["assert f(1) == 1"]), Silent())
+    async def silent(_: Any) -> GradeResult:
+        return await grade("def f(x): return x", parse_problem(["assert f(1) == 1"]), Silent())
 
     with pytest.raises(RuntimeError, match="nothing comes out of the sandbox"):
         run("plain", silent)
 
 
 def test_a_service_has_no_judge() -> None:
-    async def asked(_: Any) -> Graded:
+    async def asked(_: Any) -> GradeResult:
         box = Sandbox(SandboxConfig(backend="http://127.0.0.1:9"))
-        return await grade("def f(x): return x", problem_of(["assert abs(f(1)) == 1"]), box)
+        return await grade("def f(x): return x", parse_problem(["assert abs(f(1)) == 1"]), box)
 
     with pytest.raises(ConfigError, match="keeps no state between calls"):
         run("plain", asked)
@@ -311,10 +317,10 @@ FORGERIES = [
 )
 @pytest.mark.parametrize("value", FORGERIES, ids=range(len(FORGERIES)))
 def test_results_that_are_forged(truth: Any, value: Any) -> None:
-    async def forged(_: Any) -> Graded:
-        return await grade("x", problem_of(truth), Forged(value))
+    async def forged(_: Any) -> GradeResult:
+        return await grade("x", parse_problem(truth), Forged(value))
 
-    assert run("plain", forged) == Graded(0, 1)
+    assert run("plain", forged) == GradeResult(0, 1)
 
 
 class Session:
@@ -357,7 +363,7 @@ def test_what_an_answers_interpreter_may_say(said: str) -> None:
             self.made += 1
             return Session(said) if self.made == 2 else await super().interpreter()
 
-    async def half(_: Any) -> Graded:
-        return await grade("x", problem_of(["assert not abs(f(1) - 17) > 1e-6"]), Half())
+    async def half(_: Any) -> GradeResult:
+        return await grade("x", parse_problem(["assert not abs(f(1) - 17) > 1e-6"]), Half())
 
-    assert run("plain", half) == Graded(0, 1)
+    assert run("plain", half) == GradeResult(0, 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards.functions import load_functions
-from megarl.rewards.reward_pool import Pool
-from megarl.types.reward_values import Failed, Reward
+from megarl.rewards.reward_pool import RewardPool
+from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from code_attacks import ATTACKS  # noqa: E402
@@ -39,14 +39,14 @@ def test_answers_of_a_policy(tmp_path: Path) -> None:
         (f"```python\n{ATTACKS['always equal, a number']}\n```", JUDGED, Reward(0.0, {"passed": 0.0})),
         ("I do not know.", PROGRAMS, Reward(0.0, {"passed": 0.0})),
     ]
-    pool = Pool(load_functions(NAMES), NAMES, 120.0, 2, tmp_path / "logs/rewards_0.log")
+    pool = RewardPool(load_functions(NAMES), NAMES, 120.0, 2, tmp_path / "logs/rewards_0.log")
     try:
-        begun = [pool.begin(said(answer, truth, "taco")) for answer, truth, _ in cases for _ in range(2)]
+        begun = [pool.submit(said(answer, truth, "taco")) for answer, truth, _ in cases for _ in range(2)]
         found = [one.result(300) for one in begun]
-        none = pool.begin(said(good, "42", "taco")).result(300)
+        none = pool.submit(said(good, "42", "taco")).result(300)
     finally:
         pool.close()
     expected = [reward for *_, reward in cases for _ in range(2)]
     for name in ("hidden_tests", "by_source"):
         assert [Reward(one[name].reward, dict(one[name].parts)) for one in found] == expected
-        assert isinstance(none[name], Failed) and "calls no function of an answer" in none[name].why
+        assert isinstance(none[name], RewardFailure) and "calls no function of an answer" in none[name].reason

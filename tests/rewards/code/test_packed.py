@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.rewards.code import problems
-from megarl.rewards.code.problems import pickled_text, unpacked
+from megarl.rewards.code.problems import read_pickled_text, unpack_tests
 
 TESTS = [{"input": "1\n", "output": "é\ud800" * 100, "testtype": "stdin"}]
 
@@ -24,13 +24,13 @@ def pack(data: bytes) -> str:
 @pytest.mark.parametrize("length", [1, 300, 70_000])
 def test_a_pickled_text(protocol: int, length: int) -> None:
     tests = [{"input": "x" * length}]
-    assert unpacked(pack(pickle.dumps(json.dumps(tests), protocol))) == tests
+    assert unpack_tests(pack(pickle.dumps(json.dumps(tests), protocol))) == tests
 
 
 def test_other_ways() -> None:
     text = json.dumps(TESTS)
     for one in (text, json.dumps(text), pack(text.encode()), pack(json.dumps(text).encode())):
-        assert unpacked(one) == (TESTS if one != json.dumps(text) else text)
+        assert unpack_tests(one) == (TESTS if one != json.dumps(text) else text)
 
 
 class Evil:
@@ -49,7 +49,7 @@ class Evil:
 )
 def test_a_pickle_of_anything_else_is_not_read(value: Any, complaint: str) -> None:
     with pytest.raises(ValueError) as caught:
-        unpacked(pack(pickle.dumps(value)))
+        unpack_tests(pack(pickle.dumps(value)))
     assert complaint in str(caught.value)
 
 
@@ -69,13 +69,13 @@ def test_a_pickle_of_anything_else_is_not_read(value: Any, complaint: str) -> No
 )
 def test_what_cannot_be_read(text: str, complaint: str) -> None:
     with pytest.raises(ValueError) as caught:
-        unpacked(text)
+        unpack_tests(text)
     assert complaint in str(caught.value)
 
 
 def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "MOST", 1 << 16)
     with pytest.raises(ValueError, match="it has more than 0 MiB"):
-        unpacked(pack(b"[" + b" " * (1 << 20) + b"]"))
+        unpack_tests(pack(b"[" + b" " * (1 << 20) + b"]"))
     with pytest.raises(ValueError, match="a pickle of 0 texts"):
-        pickled_text(b"\x80\x04.")
+        read_pickled_text(b"\x80\x04.")

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.code.compare import right
-from megarl.rewards.code.plain import DEPTH, Opaque, Unreadable, decode, encode
-from megarl.rewards.code.problems import Call
+from megarl.rewards.code.compare import is_correct
+from megarl.rewards.code.plain import DEPTH, DecodeError, Opaque, decode, encode
+from megarl.rewards.code.problems import CallTest
 
 SCALARS = (
     st.none()
@@ -81,7 +81,7 @@ def test_a_plain_value_comes_as_it_was(value: Any) -> None:
 def test_of_any_data_comes_a_plain_value_or_an_error(data: Any) -> None:
     try:
         found = decode(data)
-    except Unreadable:
+    except DecodeError:
         return
     plain = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, Opaque)
     assert type(found) in plain or type(found) is type(iter([]))
@@ -151,8 +151,8 @@ def test_what_is_beneath_a_subclass(value: Any, expected: Any) -> None:
     "value", [Equal(), [Equal()], {"a": Equal()}, (1, Equal()), object, len, np.zeros(2)], ids=type
 )
 def test_an_object_equals_nothing(value: Any) -> None:
-    call = Call(value)
-    assert not right(call, through(value)) and not right(Call(1), through(value))
+    call = CallTest(value)
+    assert not is_correct(call, through(value)) and not is_correct(CallTest(1), through(value))
 
 
 def test_large_integers() -> None:
@@ -188,7 +188,7 @@ def test_what_is_too_much() -> None:
     data: Any = ["list"]
     for _ in range(DEPTH + 1):
         data = ["list", data]
-    with pytest.raises(Unreadable):
+    with pytest.raises(DecodeError):
         decode(data)
 
 
@@ -196,7 +196,7 @@ def test_keys_that_share_a_hash_are_refused() -> None:
     keys = list(product((-1, -2), repeat=7))
     assert len(set(map(hash, keys))) == 1
     for value in (set(keys), frozenset(keys), dict.fromkeys(keys)):
-        with pytest.raises(Unreadable, match="share a hash"):
+        with pytest.raises(DecodeError, match="share a hash"):
             through(value)
     assert through(set(keys[:50])) == set(keys[:50])
 
@@ -226,5 +226,5 @@ def test_keys_that_share_a_hash_are_refused() -> None:
     ],
 )
 def test_what_nobody_has_encoded(data: Any) -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(DecodeError):
         decode(data)

@@ -13,8 +13,8 @@ import pytest
 from megarl.config.plugins import is_async
 from megarl.rewards import reward_process
 from megarl.rewards.code import Grading, HiddenTests, hidden_tests
-from megarl.rewards.functions import checked, load_functions
-from megarl.types.reward_values import Failed, Reward
+from megarl.rewards.functions import check_function, load_functions
+from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from plain_boxes import PlainBoxes  # noqa: E402
@@ -33,7 +33,7 @@ def of(scorer: HiddenTests, answer: str, truth: Any) -> Any:
 
 def test_it_is_found_by_its_name() -> None:
     assert load_functions(["megarl.rewards.code:hidden_tests"]) == {"hidden_tests": hidden_tests}
-    assert is_async(hidden_tests) and checked(hidden_tests, "it") is hidden_tests
+    assert is_async(hidden_tests) and check_function(hidden_tests, "it") is hidden_tests
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -46,7 +46,7 @@ def test_all_or_nothing(as_text: bool) -> None:
 
 def test_the_share() -> None:
     assert of(HiddenTests(share=True), TWO, TRUTH) == Reward(2 / 3, {"passed": 2 / 3}, ())
-    assert of(HiddenTests(Grading(most=1), share=True), TWO, TRUTH) == Reward(1.0, {"passed": 1.0}, ())
+    assert of(HiddenTests(Grading(max_tests=1), partial_credit=True), TWO, TRUTH) == Reward(1.0, {"passed": 1.0}, ())
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_share() -> None:
 )
 def test_a_ground_truth_without_tests_is_no_wrong_answer(truth: Any) -> None:
     found = of(HiddenTests(), ALL, truth)
-    assert isinstance(found, Failed) and "it raised ValueError: " in found.why
+    assert isinstance(found, RewardFailure) and "it raised ValueError: " in found.reason
 
 
 def test_the_example_of_the_page() -> None:
@@ -63,7 +63,7 @@ def test_the_example_of_the_page() -> None:
     code = [line.strip() for line in lines if line.startswith("    ") and "HiddenTests" in line]
     names: dict[str, Any] = {}
     exec("\n".join(code), names)
-    assert names["mine"].share and names["mine"].how == Grading(most=20, seconds=2, total=20)
+    assert names["mine"].share and names["mine"].how == Grading(max_tests=20, seconds=2, total_seconds=20)
 
 
 def test_many_at_once() -> None:
