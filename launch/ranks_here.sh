@@ -9,20 +9,20 @@ import sys
 from megarl.launch import exit_status as ending
 from megarl.config import ConfigError, load_config
 from megarl.dry_run.plan import validate
-from megarl.parallel.rendezvous import check_meeting
+from megarl.parallel.rendezvous import check_rendezvous
 
 try:
     nodes = sys.argv[1]
     if not nodes.isdecimal() or int(nodes) < 1:
         raise ConfigError(f"NNODES={nodes} must be the number of nodes, at least 1")
     if "NODE_RANK" in os.environ:
-        check_meeting(int(nodes), os.environ["NODE_RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+        check_rendezvous(int(nodes), os.environ["NODE_RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     config = load_config(sys.argv[2], sys.argv[3:])
     if config.parallel.world_size % int(nodes):
         raise ConfigError(f"parallel.world_size={config.parallel.world_size} does not divide by {nodes} nodes")
     validate(config).raise_errors()
 except Exception as error:
-    sys.exit(ending.tell(error))
+    sys.exit(ending.report_error(error))
 print(config.parallel.world_size // int(nodes))
 PYTHON
 }

@@ -25,7 +25,7 @@ MINE = '''
 
 import torch
 
-from megarl.controllers.controller import MeanOf, StepResult, mini_batches
+from megarl.controllers.controller import MetricMeans, StepResult, split_mini_batches
 from megarl.controllers.sft import SFTController
 from megarl.types import TokenLoss, TrainBatch
 
@@ -38,13 +38,13 @@ class Liked(SFTController):
         return ("actor", "judge")
 
     def step(self, flow, items):
-        batch = TrainBatch.from_rollouts(flow.judge.liked(flow.deal(items)))
+        batch = TrainBatch.from_rollouts(flow.judge.liked(flow.shard(items)))
 
         def loss(output, part):
             return TokenLoss(-output.logprobs, {"actor/nll": -output.logprobs.detach()})
 
-        means = MeanOf()
-        for mini in mini_batches(batch, self.config, seed=0):
+        means = MetricMeans()
+        for mini in split_mini_batches(batch, self.config, seed=0):
             means.add(flow.actor.update(mini, loss))
         return StepResult(means.result() | {"judge/liked": batch.num_sequences / len(items)})
 
@@ -55,7 +55,7 @@ class Taught(SFTController):
         return ("actor", "teacher")
 
     def step(self, flow, items):
-        batch = TrainBatch.from_rollouts(flow.deal(items))
+        batch = TrainBatch.from_rollouts(flow.shard(items))
         logprobs = flow.teacher.forward(batch).logprobs[batch.loss_mask]
         result = super().step(flow, items)
         return StepResult(result.metrics | {"teacher/nll": -float(logprobs.mean())})
@@ -66,7 +66,7 @@ class Lonely(Liked):
 
 
 class Eager(Liked):
-    def items(self, flow):
+    def load_items(self, flow):
         flow.judge.liked(())
 
 

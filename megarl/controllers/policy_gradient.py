@@ -79,7 +79,7 @@ def policy_loss_columns(config: Config, batch: TrainBatch | None = None) -> tupl
     """The columns that `policy_loss` reads. batch: what they are of, where it may lack `old_logprobs`."""
     names = ["old_logprobs", "advantages"]
     if batch is not None and batch.old_logprobs is None:
-        names += ["rollout_logprobs", "lag"]
+        names += ["rollout_logprobs", "staleness"]
     if config.kl.place == "loss":
         names.append("ref_logprobs")
     if load_policy_loss(config)[0].mark is not None:

@@ -272,7 +272,7 @@ def _lost_peer(error: BaseException | None) -> str:
     while error is not None:
         gloo = isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo " in str(error))
         neighbour = isinstance(error, ConnectionError) and re.match(r"rank \d+ is gone: ", str(error))
-        names = ("PushError", "DistBackendError", "DistNetworkError", "DistStoreError")
+        names = ("WeightSyncError", "DistBackendError", "DistNetworkError", "DistStoreError")
         if gloo or neighbour or type(error).__name__ in names:
             return re.sub(r"\[\S*/gloo/\S*\] ", "", str(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -287,7 +287,7 @@ def _is_first_report(text: str) -> bool:
     """Whether no other rank has said it: they raise the same error for a mistake, and one line is enough."""
     ranks = sys.modules.get("megarl.parallel.ranks")
     if ranks is not None:
-        first = ranks.first_to_say(text)
+        first = ranks.is_first_report(text)
         if first is not None:
             return bool(first)
     local = os.environ.get("LOCAL_RANK", "0")

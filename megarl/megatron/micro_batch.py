@@ -151,7 +151,7 @@ def make_micro_batch(
         follows = nth > 0
         rows[real[follows] - 1] = torch.arange(len(nth))[follows]
         support = SamplingMask.concat([SamplingMask.unrestricted(0), *chosen.sampling_mask]).index_select(rows[mine])
-    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {"routing": None, "support": None}
+    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {"routing": None, "sampling_mask": None}
     return MicroBatch(
         indices=list(indices),
         batch=ArrivingBatch(**columns).at(device),

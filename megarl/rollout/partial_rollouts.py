@@ -157,17 +157,17 @@ def merge_turns(turn: Turn, more: Turn) -> Turn:
 def to_record(partial: PartialRollout, put: StoreArray) -> dict[str, Any]:
     """As plain values that JSON can hold (`utils.exact_json` where a prompt's own may be odd), for a checkpoint; its
     arrays, which routing makes large, go through `put`."""
-    gone = ("session", "before", "branch")  # no agent's is gone on with
+    gone = ("session", "earlier_branches", "branch")  # no agent's is gone on with
     record = {
         item.name: getattr(partial, item.name) for item in dataclasses.fields(PartialRollout) if item.name not in gone
     }
     record["prompt"] = _prompt_to_record(partial.prompt, put)
-    record["task"] = None if partial.original_prompt is None else _prompt_to_record(partial.original_prompt, put)
+    record["original_prompt"] = None if partial.original_prompt is None else _prompt_to_record(partial.original_prompt, put)
     if isinstance(partial.env_reward, RewardFailure):
-        record["verdict"] = {"why": partial.env_reward.reason}
+        record["env_reward"] = {"why": partial.env_reward.reason}
     elif partial.env_reward is not None:
         said = partial.env_reward
-        record["verdict"] = {"reward": said.reward, "parts": dict(said.parts), "turns": list(said.turns)}
+        record["env_reward"] = {"reward": said.reward, "parts": dict(said.parts), "turns": list(said.turns)}
     record["turns"] = [
         {
             "token_ids": put(turn.token_ids),
@@ -180,7 +180,7 @@ def to_record(partial: PartialRollout, put: StoreArray) -> dict[str, Any]:
         for turn in partial.turns
     ]
     record["routing"] = [put(part.numpy()) for part in partial.routing]
-    record["support"] = [[put(part.counts.numpy()), put(part.ids.numpy())] for part in partial.sampling_masks]
+    record["sampling_masks"] = [[put(part.counts.numpy()), put(part.ids.numpy())] for part in partial.sampling_masks]
     return record
 
 
@@ -191,9 +191,9 @@ def from_record(record: dict[str, Any], get: LoadArray) -> PartialRollout:
         if fields["status"] not in (None, *get_args(Status)):
             raise ValueError(f"a rollout does not end as {fields['status']!r}")
         fields["prompt"] = _prompt_from_record(fields["prompt"], get)
-        fields["task"] = None if fields.get("task") is None else _prompt_from_record(fields["task"], get)
-        if (said := fields.get("verdict")) is not None:
-            fields["verdict"] = _verdict_from_record(said)
+        fields["original_prompt"] = None if fields.get("original_prompt") is None else _prompt_from_record(fields["original_prompt"], get)
+        if (said := fields.get("env_reward")) is not None:
+            fields["env_reward"] = _verdict_from_record(said)
         fields["messages"] = tuple(fields["messages"])
         fields["turns"] = tuple(
             Turn(
@@ -207,8 +207,8 @@ def from_record(record: dict[str, Any], get: LoadArray) -> PartialRollout:
             for turn in fields["turns"]
         )
         fields["routing"] = tuple(torch.from_numpy(get(part)) for part in fields["routing"])
-        fields["support"] = tuple(
-            SamplingMask(torch.from_numpy(get(counts)), torch.from_numpy(get(ids))) for counts, ids in fields["support"]
+        fields["sampling_masks"] = tuple(
+            SamplingMask(torch.from_numpy(get(counts)), torch.from_numpy(get(ids))) for counts, ids in fields["sampling_masks"]
         )
         return PartialRollout(**fields)
     except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -208,12 +208,12 @@ class TrainBatch:
         if self.routing is not None:
             changes["routing"] = tuple(self.routing[row] for row in rows.tolist())
         if self.sampling_mask is not None:
-            changes["support"] = tuple(self.sampling_mask[row] for row in rows.tolist())
+            changes["sampling_mask"] = tuple(self.sampling_mask[row] for row in rows.tolist())
         if self.sharding is not None:
-            known = {name: getattr(self.sharding, name)[numbers] for name in ("lengths", "routed", "home")}
+            known = {name: getattr(self.sharding, name)[numbers] for name in ("lengths", "routed_tokens", "home")}
             if self.sharding.sampling_mask_sizes is not None:
-                known["supported"] = self.sharding.sampling_mask_sizes[numbers]
-            changes["shares"] = replace(self.sharding, local_indices=own, **known)
+                known["sampling_mask_sizes"] = self.sharding.sampling_mask_sizes[numbers]
+            changes["sharding"] = replace(self.sharding, local_indices=own, **known)
         changes |= {"group": self.group[numbers], "sequence_reward": self.sequence_reward[numbers]}
         if self.episode is not None:
             changes["episode"] = self.episode[numbers]
@@ -224,7 +224,7 @@ class TrainBatch:
         return tuple(name for name in TOKEN_COLUMNS if getattr(self, name) is not None)
 
 
-_NON_TOKEN_FIELDS = ("cu_seqlens", "group", "episode", "sequence_reward", "routing", "support", "shares", "counts")
+_NON_TOKEN_FIELDS = ("cu_seqlens", "group", "episode", "sequence_reward", "routing", "sampling_mask", "sharding", "counts")
 TOKEN_COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _NON_TOKEN_FIELDS)
 """The [T] tensors of a batch."""
 

@@ -195,9 +195,9 @@ ROLLOUT_STATS: dict[str, Callable[[Rollout], float]] = {
     "tool_errors": lambda rollout: rollout.tool_errors,
     "drafted": lambda rollout: rollout.drafted,
     "accepted": lambda rollout: rollout.accepted,
-    "routed": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
-    "supported": lambda rollout: 0 if rollout.sampling_mask is None else len(rollout.sampling_mask.ids),
-    "oldest": lambda rollout: min((version for version, _ in rollout.version_spans), default=-1),
+    "routed_tokens": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
+    "sampling_mask_sizes": lambda rollout: 0 if rollout.sampling_mask is None else len(rollout.sampling_mask.ids),
+    "oldest_version": lambda rollout: min((version for version, _ in rollout.version_spans), default=-1),
     "rewarded_turns": lambda rollout: sum(turn.reward != 0 for turn in rollout.turns),
     "unscored": lambda rollout: len(rollout.unscored),
 }
@@ -347,7 +347,7 @@ class Rollouts:
         episodes = self.episodes
         if len(episodes) == len(self):
             return self
-        names = ("actions", "turns", "tool_calls", "tool_errors", "drafted", "accepted", "supported")
+        names = ("actions", "turns", "tool_calls", "tool_errors", "drafted", "accepted", "sampling_mask_sizes")
         counted: dict[str, Any] = {name: episodes.sum_branches(getattr(self, name)) for name in names}
         longest = self.length.new_zeros(len(episodes)).scatter_reduce(
             0, episodes.episode_ids, self.length, reduce="amax"

@@ -239,7 +239,7 @@ def test_a_single_update_needs_no_log_probs_of_before(policy: str) -> None:
             assert (apart is None) == (known.old_logprobs is not None or given is not None)
             results.append((result.loss.detach(), logprobs.grad, figures))
         torch.testing.assert_close(*results, rtol=0, atol=0)
-        assert {"rollout_logprobs", "lag"} <= {
+        assert {"rollout_logprobs", "staleness"} <= {
             *policy_loss_columns(settings, batch.with_(old_logprobs=None, staleness=given))
         }
 

@@ -169,10 +169,10 @@ def test_nothing_is_left_when_the_rank_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
     script = f"""
 import asyncio, os, signal
-from megarl.environments.catalog import Known, load_tools
-from megarl.environments.process_sessions import Sessions
+from megarl.environments.catalog import EnvironmentCatalog, load_tools
+from megarl.environments.process_sessions import EnvironmentPool
 async def leave():
-    pool = Sessions(Known(load_tools(["odd_tools:leaves"])), 60.0, 1)
+    pool = EnvironmentPool(EnvironmentCatalog(load_tools(["odd_tools:leaves"])), 60.0, 1)
     await pool.call_tool("leaves", {{"mark": {str(mark)!r}, "how": "wait"}})
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(leave())

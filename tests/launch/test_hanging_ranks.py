@@ -18,7 +18,7 @@ RANK = """
     from datetime import timedelta
     import torch.distributed as dist
     from megarl.observe.clock import Clock
-    from megarl.observe.hang_watchdog import Lookout
+    from megarl.observe.hang_watchdog import HangWatchdog
     from megarl.parallel import ranks
     def loop_in_python():
         while True:
@@ -33,15 +33,15 @@ RANK = """
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=8))
     ranks._host_group, ranks._timeout_s = dist.group.WORLD, 8.0
     job = ranks.Job(rank, 2, rank)
-    lookout = Lookout(
+    lookout = HangWatchdog(
         job, pathlib.Path("."), clock, ["actor"], lambda text: print(text, file=sys.stderr),
-        lambda rank, text: ending.tell_launcher("late", text, rank),
+        lambda rank, text: ending.notify_launcher("late", text, rank),
     )
     lookout.start()
     try:
         BODY
     finally:
-        lookout.settle()
+        lookout.drain()
         lookout.close()
 """
 HANGS = """
@@ -56,7 +56,7 @@ SLOW = """
                 while time.monotonic() < until:
                     pass
                 ranks.barrier()
-            figures, line = lookout.look(step)
+            figures, line = lookout.check_step(step)
             assert figures["perf/slowest_rank"] == 1 and figures["perf/slowest_ratio"] > 2
             if line and rank == 0:
                 print(line, file=sys.stderr)

@@ -269,7 +269,7 @@ def test_torchrun_ends_as_documented(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, time
 from megarl.launch import exit_status as ending
-with ending.one_line():
+with ending.exit_on_error():
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
@@ -277,12 +277,12 @@ with ending.one_line():
 SAVES = """
 import os, pathlib, time
 from megarl.launch import exit_status as ending
-with ending.one_line():
-    ending.answer_by_saving()
+with ending.exit_on_error():
+    ending.save_on_sigterm()
     pathlib.Path("there_" + os.environ["RANK"]).touch()
-    while not ending.asked_to_stop():
+    while not ending.is_stop_requested():
         time.sleep(0.02)
-    raise ending.Stopped("saved step 3")
+    raise ending.GracefulExit("saved step 3")
 """
 
 IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core", "math_verify": "math-verify"}

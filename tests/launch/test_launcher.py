@@ -30,15 +30,15 @@ LAUNCHER = """
 import sys
 from megarl.launch import launcher
 from megarl.processes.children import inherit_orphans
-launcher.ORPHANS_S = 1.0
-launcher.FURTHER_S = 0.5
+launcher.ORPHAN_TIMEOUT_S = 1.0
+launcher.STOPPED_MARGIN_S = 0.5
 pending = []
 def attempt(environment):
     launch = launcher.Launch((sys.executable, "rank.py"), 2, sys.argv[1] == "saves", GRACE, pending=pending)
     return launch.run(environment)
 inherit_orphans()
-with launcher.noted(pending):
-    sys.exit(launcher.until_it_ends(attempt, pending))
+with launcher.record_signals(pending):
+    sys.exit(launcher.run_with_restarts(attempt, pending))
 """
 RANK = """
 import os, pathlib, sys, time
@@ -47,16 +47,16 @@ from megarl.config import ConfigError
 rank = int(os.environ["RANK"])
 def wait():
     pathlib.Path(f"there_{rank}").write_text(str(os.getpid()))
-    while not ending.asked_to_stop():
+    while not ending.is_stop_requested():
         time.sleep(0.01)
 def stop_together():
     pathlib.Path(f"stopping_{rank}").touch()
     while not os.path.exists(f"stopping_{1 - rank}"):
         time.sleep(0.01)  # torch's agent ends those that are later than the first
-    raise ending.Stopped("saved step 3")
+    raise ending.GracefulExit("saved step 3")
 def body():
     BODY
-with ending.one_line():
+with ending.exit_on_error():
     body()
 """
 
@@ -116,7 +116,7 @@ def test_a_killed_rank_is_named_and_the_other_ends(tmp_path: Path, number: int, 
 def test_ranks_that_stay_stopped_are_killed(tmp_path: Path, which: tuple[int, ...]) -> None:
     """Nobody waits for them but the launcher, which waits as long as ranks would."""
     rules = "run_dir='.', save_every=0, max_restarts=0, timeout_s=1.0"
-    process = run_of(tmp_path, f"ending.introduce({rules}); wait()", grace=0.5)
+    process = run_of(tmp_path, f"ending.register_run({rules}); wait()", grace=0.5)
     there = pids(tmp_path, process)
     os.kill(there[1], signal.SIGSTOP)
     time.sleep(0.5)
@@ -131,8 +131,8 @@ def test_ranks_that_stay_stopped_are_killed(tmp_path: Path, which: tuple[int, ..
 
 def test_ranks_that_are_stopped_with_their_launcher_go_on_with_it(tmp_path: Path) -> None:
     """As by Ctrl-Z."""
-    body = "ending.introduce(run_dir='.', save_every=0, max_restarts=0, timeout_s=1.0); rank or wait()"
-    launcher = LAUNCHER.replace("launcher.FURTHER_S", "launcher._AWAY_S, launcher.FURTHER_S").replace("0.5", "1.5, 0.5")
+    body = "ending.register_run(run_dir='.', save_every=0, max_restarts=0, timeout_s=1.0); rank or wait()"
+    launcher = LAUNCHER.replace("launcher.STOPPED_MARGIN_S", "launcher._AWAY_S, launcher.STOPPED_MARGIN_S").replace("0.5", "1.5, 0.5")
     (tmp_path / "there_1").write_text("1")
     process = run_of(tmp_path, body, launcher=launcher)
     rank = pids(tmp_path, process)[0]
@@ -177,7 +177,7 @@ def wait_for_nobody(group: int) -> None:
 
 
 def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
-    process = run_of(tmp_path, "ending.answer_by_saving(); wait()", saves=True)
+    process = run_of(tmp_path, "ending.save_on_sigterm(); wait()", saves=True)
     pids(tmp_path, process)
     os.killpg(process.pid, signal.SIGINT)
     assert ended(process) == (130, ["ended by Ctrl-C (SIGINT)"])
@@ -185,7 +185,7 @@ def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to_all", [True, False])
 def test_sigterm_is_answered_by_saving(tmp_path: Path, to_all: bool) -> None:
-    body = "ending.answer_by_saving(); wait(); time.sleep(0.5); raise ending.Stopped('saved step 3')"
+    body = "ending.save_on_sigterm(); wait(); time.sleep(0.5); raise ending.GracefulExit('saved step 3')"
     process = run_of(tmp_path, body, saves=True)
     pids(tmp_path, process)
     (os.killpg if to_all else os.kill)(process.pid, signal.SIGTERM)
@@ -193,7 +193,7 @@ def test_sigterm_is_answered_by_saving(tmp_path: Path, to_all: bool) -> None:
 
 
 def test_a_second_sigterm_ends_the_run(tmp_path: Path) -> None:
-    body = "ending.answer_by_saving(); wait(); pathlib.Path(f'asked_{rank}').touch(); time.sleep(600)"
+    body = "ending.save_on_sigterm(); wait(); pathlib.Path(f'asked_{rank}').touch(); time.sleep(600)"
     process = run_of(tmp_path, body, saves=True)
     pids(tmp_path, process)
     process.terminate()
@@ -205,11 +205,11 @@ def test_a_second_sigterm_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_second_sigterm_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
     body = """
-    ending.answer_by_saving(); wait(); pathlib.Path(f'asked_{rank}').touch()
+    ending.save_on_sigterm(); wait(); pathlib.Path(f'asked_{rank}').touch()
     with ending.writing():
         while not pathlib.Path("written").exists():
             time.sleep(0.01)
-    raise ending.Stopped("saved step 3")"""
+    raise ending.GracefulExit("saved step 3")"""
     process = run_of(tmp_path, body, saves=True)
     pids(tmp_path, process)
     process.terminate()
@@ -253,9 +253,9 @@ def test_a_mistake_is_told_once_and_a_fault_with_its_traceback(tmp_path: Path) -
 
 ORPHAN = """
     import pathlib, subprocess
-    ending.introduce(run_dir=".", save_every=1, max_restarts=3)
+    ending.register_run(run_dir=".", save_every=1, max_restarts=3)
     left = pathlib.Path("left")
-    if ending.restarted():
+    if ending.get_restart_count():
         assert not os.path.exists("/proc/" + left.read_text())
         return
     if rank:
@@ -277,7 +277,7 @@ def test_a_run_starts_again_when_nothing_of_it_is_left(tmp_path: Path) -> None:
 
 
 def test_a_signal_between_two_starts_ends_it(tmp_path: Path) -> None:
-    process = run_of(tmp_path, 'ending.introduce(run_dir=".", save_every=1, max_restarts=3)\n    wait()')
+    process = run_of(tmp_path, 'ending.register_run(run_dir=".", save_every=1, max_restarts=3)\n    wait()')
     os.kill(pids(tmp_path, process)[1], signal.SIGKILL)
     wait_for((tmp_path / "log.txt").exists, process)
     process.terminate()
@@ -392,7 +392,7 @@ print(reached)
 def test_another_user_cannot_say_anything_to_a_launcher(tmp_path: Path, forged: str, torchrun: bool) -> None:
     """Nor to the ranks; and the run still answers a signal."""
     word = "\n" + json.dumps({"rank": 0, "kind": "run", "text": forged}) + "\n"
-    body = "ending.answer_by_saving(); wait(); stop_together()"
+    body = "ending.save_on_sigterm(); wait(); stop_together()"
     process = run_by_torchrun(tmp_path, body) if torchrun else run_of(tmp_path, body, saves=True)
     there = [process.pid, *pids(tmp_path, process)]
     assert as_other_user(INTRUDER, word, *map(str, there)) == "[]\n"
@@ -408,7 +408,7 @@ def test_a_run_whose_rank_says_what_is_no_word_goes_on(tmp_path: Path, torchrun:
     from megarl.processes import memory_files
     for text in (b"not json", b"[]", b'{"a": 1}'):
         memory_files.append(ending._Signals.launcher, b"\\n" + text + b"\\n")
-    ending.answer_by_saving(); wait(); stop_together()"""
+    ending.save_on_sigterm(); wait(); stop_together()"""
     process = run_by_torchrun(tmp_path, body) if torchrun else run_of(tmp_path, body, saves=True)
     pids(tmp_path, process)
     time.sleep(1.5)

@@ -27,13 +27,13 @@ from megarl.launch import exit_status as ending
 from megarl.config import ConfigError
 rank = int(os.environ["RANK"])
 def body():
-    ending.introduce(run_dir="run", save_every=1, max_restarts=int(os.environ["TIMES"]))
+    ending.register_run(run_dir="run", save_every=1, max_restarts=int(os.environ["TIMES"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     dist.barrier()
-    attempt = ending.restarted()
+    attempt = ending.get_restart_count()
     pathlib.Path(f"there_{attempt}_{rank}").write_text(str(os.getpid()))
     BODY
-with ending.one_line():
+with ending.exit_on_error():
     body()
 """
 

@@ -143,7 +143,7 @@ def test_type_checkers_know_the_editable_install(tmp_path: Path) -> None:
     for file in site.iterdir():
         if file.is_file():
             (packages / file.name).write_bytes(file.read_bytes())
-    wrong = "from megarl.config.strict import fits\n\n\ndef right() -> str:\n    return fits(1, int)\n"
+    wrong = "from megarl.config.strict import is_valid\n\n\ndef right() -> str:\n    return is_valid(1, int)\n"
     (tmp_path / "mine.py").write_text(wrong)
     options = ["--config-file=", "--python-executable", str(place / "bin" / "python"), "--follow-imports=silent"]
     check = [sys.executable, "-m", "mypy", *options, "mine.py"]

@@ -18,7 +18,7 @@ from megarl.megatron import build as fusions
 
 found = []
 def ask(**values):
-    found.append(sorted(name for name, is_on in fusions.fused(values).items() if is_on))
+    found.append(sorted(name for name, is_on in fusions.select_fusions(values).items() if is_on))
 
 ask(normalization="LayerNorm")
 fusions.device.has_cuda = lambda: True
@@ -32,7 +32,7 @@ for name in fusions._SOFTMAX:
 fusions.fused_layer_norm.HAVE_PERSIST_LAYER_NORM = True
 ask(normalization="RMSNorm")
 ask(normalization="LayerNorm")
-print(json.dumps([sorted(fusions.fused({})), found]))
+print(json.dumps([sorted(fusions.select_fusions({})), found]))
 """
 
 

@@ -125,8 +125,8 @@ def test_a_claim_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
-    hold = "import sys; from megarl.observe.run_folder import prepare; from megarl.config import Config\n"
-    hold += "folder = prepare(sys.argv[1], Config(), False); print('held', flush=True); sys.stdin.read()"
+    hold = "import sys; from megarl.observe.run_folder import claim_and_begin; from megarl.config import Config\n"
+    hold += "folder = claim_and_begin(sys.argv[1], Config(), False); print('held', flush=True); sys.stdin.read()"
     other = subprocess.Popen(
         [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

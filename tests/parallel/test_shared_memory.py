@@ -16,7 +16,7 @@ from megarl.parallel import shared_memory
 WRITES = """
 import json, sys
 from megarl.parallel import shared_memory
-tensor = shared_memory.mapped(*json.loads(sys.argv[1]))
+tensor = shared_memory.map_handle(*json.loads(sys.argv[1]))
 print(tensor.tolist())
 tensor[1] = 9
 """

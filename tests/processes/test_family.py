@@ -9,10 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, subprocess, sys, time
-from megarl.processes.children import children, end_orphans
+from megarl.processes.children import end_orphans, list_children
 from megarl.processes.children import inherit_orphans
 inherit_orphans()
-assert children() == [] and end_orphans((), 0.0) == []
+assert list_children() == [] and end_orphans((), 0.0) == []
 spared = subprocess.Popen(["sleep", "600"])
 middle = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600 & wait"], start_new_session=True)
 quick = subprocess.Popen(["sleep", "0.1"])
@@ -22,7 +22,7 @@ inner = [int(pid) for pid in open(f"/proc/{middle.pid}/task/{middle.pid}/childre
 os.kill(middle.pid, 9)  # its own children come here
 killed = end_orphans([spared.pid], 0.5)
 assert sorted(killed) == sorted(inner), (killed, inner)
-assert children() == [spared.pid]
+assert list_children() == [spared.pid]
 spared.kill()
 print("well")
 """

@@ -15,8 +15,8 @@ from megarl.processes.temp_folders import TempFolder
 
 MAKES = """
 import os, sys, time
-from megarl.processes.temp_folders import Scratch
-folder = Scratch("megarl-test-")
+from megarl.processes.temp_folders import TempFolder
+folder = TempFolder("megarl-test-")
 if os.fork():
     print(folder.path, flush=True)
 time.sleep(600)
@@ -33,7 +33,7 @@ def test_what_nobody_holds_is_removed_by_the_next_and_nothing_else(
         [
             sys.executable,
             "-c",
-            f"from megarl.processes import temp_folders as scratch; scratch._LONGEST = 1000\n{MAKES}",
+            f"from megarl.processes import temp_folders as scratch; scratch._MAX_PATH_CHARS = 1000\n{MAKES}",
         ],
         stdout=subprocess.PIPE,
         text=True,

@@ -178,10 +178,10 @@ def test_nothing_outlives_a_rank_that_is_killed(tmp_path: Path, victim: str) -> 
 import sys, time
 from pathlib import Path
 from megarl.rewards.functions import load_functions
-from megarl.rewards.reward_pool import Pool
+from megarl.rewards.reward_pool import RewardPool
 from megarl.types import Prompt, Rollout, Turn
 specs = ["odd_rewards:odd"]
-pool = Pool(load_functions(specs), specs, 600.0, 1, Path({str(log)!r}))
+pool = RewardPool(load_functions(specs), specs, 600.0, 1, Path({str(log)!r}))
 pool.start(); pool.ready()
 pool.begin(Rollout(Prompt("leave/{mark}", ()), (Turn((1,)),)))
 print(pool._nursery._process.pid, flush=True)

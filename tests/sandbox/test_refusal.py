@@ -148,17 +148,17 @@ AS_NOBODY = """
 import os, socket, subprocess, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 sys.path.insert(0, sys.argv[1])
-from megarl.sandbox.channel import HARNESS, opening
-from megarl.sandbox.runner_messages import Unpacker, packed
+from megarl.sandbox.channel import HARNESS_COMMAND, encode_preamble
+from megarl.sandbox.runner_messages import Unpacker, pack_message
 a, b = socket.socketpair()
 command = [sys.executable, "-I", "-S", "-c", sys.argv[2], str(b.fileno()), str(os.getpid()), sys.argv[1]]
 subprocess.Popen(command, env={}, pass_fds=[b.fileno()])
 b.close()
 setup = {"place": "/tmp/megarl-sandbox-65534", "processes": 2, "bwrap": "/usr/bin/bwrap", "python": "/usr"}
-a.sendall(packed({**setup, "packages": [], "cgroups": True, "old": False}))
+a.sendall(pack_message({**setup, "packages": [], "cgroups": True, "old": False}))
 limits = {"seconds": 30, "memory_mb": 256, "disk_mb": 16, "files": 100, "processes": 8, "open_files": 64}
-order = {"number": 1, "kind": "run", "session": False, "channel": True, "command": HARNESS, "files": [], "fetch": []}
-a.sendall(packed({**order, "limits": {**limits, "output_bytes": 65536}}, [b"", opening("n", sys.argv[3])]))
+order = {"number": 1, "kind": "run", "session": False, "channel": True, "command": HARNESS_COMMAND, "files": [], "fetch": []}
+a.sendall(pack_message({**order, "limits": {**limits, "output_bytes": 65536}}, [b"", encode_preamble("n", sys.argv[3])]))
 unpacker, said = Unpacker(), []
 while len(said) < 2 and (piece := a.recv(65536)):
     said += unpacker.feed(piece)

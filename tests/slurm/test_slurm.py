@@ -49,9 +49,9 @@ sys.exit(85 if asked else 0)
 CRASHES = """
 import os, signal, sys, time
 from megarl.launch import exit_status as ending
-with ending.one_line():
-    ending.introduce(run_dir="run", save_every=1, max_restarts=1)
-    print(f"rank {os.environ['RANK']} on {os.environ['SLURMD_NODENAME']}, attempt {ending.restarted()}", flush=True)
+with ending.exit_on_error():
+    ending.register_run(run_dir="run", save_every=1, max_restarts=1)
+    print(f"rank {os.environ['RANK']} on {os.environ['SLURMD_NODENAME']}, attempt {ending.get_restart_count()}", flush=True)
     if os.environ["SLURMD_NODENAME"] == "n2":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600 if os.environ["SLURM_STEP_NODELIST"] == "n[1-2]" else 0)
@@ -60,8 +60,8 @@ MISTAKE = """
 import os, time
 from megarl.launch import exit_status as ending
 from megarl.config import ConfigError
-with ending.one_line():
-    ending.introduce(run_dir="run", save_every=1, max_restarts=1)
+with ending.exit_on_error():
+    ending.register_run(run_dir="run", save_every=1, max_restarts=1)
     if os.environ["RANK"] == "1":
         raise ConfigError("reward.functions: gone")
     time.sleep(600)

@@ -141,7 +141,7 @@ class Paper:
         world, begun = self.config.parallel.world_size, time.thread_time()
         job = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: world)
         post = _Post(self._machines, rank, sent)
-        distribution.dist, distribution.row_exchange = job, SimpleNamespace(post=lambda: post)  # type: ignore[assignment]
+        distribution.dist, distribution.row_exchange = job, SimpleNamespace(get_row_exchange=lambda: post)  # type: ignore[assignment]
         try:
             yield
         finally:

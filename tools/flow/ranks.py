@@ -205,8 +205,8 @@ class Now:
     def timed(parts: Parts) -> None:
         from megarl.megatron.distribution import BatchDispatcher
 
-        parts.around(BatchDispatcher, "give", "rows to models")
-        parts.around(BatchDispatcher, "take_back", "numbers back")
+        parts.around(BatchDispatcher, "dispatch", "rows to models")
+        parts.around(BatchDispatcher, "collect", "numbers back")
 
     @staticmethod
     def posted() -> int:
