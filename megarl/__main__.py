@@ -1,9 +1,10 @@
-"""What works on this machine, in a few seconds: .venv/bin/python -m megarl
+"""Check what works on this machine, in a few seconds: .venv/bin/python -m megarl
 
 `megarl train`, `megarl eval`, `megarl chat` and `megarl torchrun` run the modules of these names.
 
-Version, devices, packages and programs, room. Nothing heavy is imported but torch: that a package is there does not say
-that it imports, and a run looks again before it starts. Ends with 1 where something is missing that every run needs.
+Reports version, devices, packages, programs and free space. Imports nothing heavy but torch: an installed package may
+still fail to import, and a run checks again before it starts. Exits with 1 if something is missing that every run
+needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PROGRAMS = ("train", "eval", "chat", "torchrun")
 
 
 class CheckResult(NamedTuple):
-    """state: `yes`, `no` where something can do without it, `MISSING` where nothing runs without it."""
+    """Result of one check. state: `yes`, `no` (optional and absent), or `MISSING` (every run needs it)."""
 
     name: str
     state: str
@@ -35,7 +36,7 @@ class CheckResult(NamedTuple):
 
 
 def installed_version(name: str) -> str:
-    """The version of a distribution; empty where there is none."""
+    """Return the version of a distribution, or an empty string if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +44,7 @@ def installed_version(name: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module is there, without importing it or its packages."""
+    """Return whether a module can be found, without importing it or its packages."""
     try:
         return find_spec(module.partition(".")[0]) is not None
     except (ImportError, ValueError):
@@ -52,9 +53,9 @@ def is_installed(module: str) -> bool:
 
 def check_packages() -> Iterator[CheckResult]:
     for name, module in REQUIRED.items():
-        found = installed_version(name)
-        good = bool(found) and is_installed(module)
-        yield CheckResult(name, "yes" if good else "MISSING", found or INSTALL_HINT)
+        version = installed_version(name)
+        is_usable = bool(version) and is_installed(module)
+        yield CheckResult(name, "yes" if is_usable else "MISSING", version or INSTALL_HINT)
     yield _check_optional("transformer-engine", "transformer_engine", "fused attention and norms, FP8; needed on a GPU")
     yield _check_optional("apex", "apex", "fused optimizers, from NVIDIA's source; nothing needs it")
 
@@ -72,22 +73,26 @@ def check_devices() -> list[CheckResult]:
 
     names = device.gpu_names()
     cores = f"{len(os.sched_getaffinity(0))} cores"
-    said = ", ".join(names) if names else "no GPU: trains and generates on the CPU"
-    return [CheckResult("devices", "yes", f"{said}; {cores}")]
+    devices = ", ".join(names) if names else "no GPU: trains and generates on the CPU"
+    return [CheckResult("devices", "yes", f"{devices}; {cores}")]
 
 
 def check_sandbox() -> CheckResult:
-    """Whether bubblewrap makes a box here. What the sandbox itself asks of one is more, and is asked before a run."""
+    """Check that bubblewrap can create a box. The sandbox's own checks, made before a run, are stricter."""
     name, remedy = "bubblewrap", "code of the policy runs in no box here: megarl/sandbox/README.md"
     if not (program := shutil.which("bwrap")):
         return CheckResult(name, "no", f"not installed; {remedy}")
     command = [program, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2, errors="replace")
+        process = subprocess.run(command, capture_output=True, text=True, timeout=2, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:
         return CheckResult(name, "no", f"{type(error).__name__}; {remedy}")
-    said = " ".join(done.stderr.split())[:100]
-    return CheckResult(name, "no", f"{said}; {remedy}") if done.returncode else CheckResult(name, "yes", "makes a box")
+    stderr = " ".join(process.stderr.split())[:100]
+    return (
+        CheckResult(name, "no", f"{stderr}; {remedy}")
+        if process.returncode
+        else CheckResult(name, "yes", "makes a box")
+    )
 
 
 def check_slurm() -> CheckResult:
@@ -114,10 +119,10 @@ def check_space() -> Iterator[CheckResult]:
 
 
 def run_checks() -> list[CheckResult]:
-    """All of it, in order."""
-    right = sys.version_info[:2] == (3, 11)
-    odd = "" if right else "; the lists of launch/ are for 3.11"
-    python = CheckResult("Python", "yes" if right else "no", sys.version.split()[0] + odd)
+    """Run all checks, in display order."""
+    is_supported = sys.version_info[:2] == (3, 11)
+    note = "" if is_supported else "; the lists of launch/ are for 3.11"
+    python = CheckResult("Python", "yes" if is_supported else "no", sys.version.split()[0] + note)
     return [python, *check_devices(), *check_packages(), check_sandbox(), check_slurm(), *check_space()]
 
 
@@ -129,10 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(program: str, *arguments: str) -> int:
-    """Run the module `megarl.PROGRAM` as -m does, which ends this process; returns only where a package is missing."""
+    """Run the module `megarl.PROGRAM` like `python -m`, which exits this process; return only if a package is missing."""
     sys.argv = [program, *arguments]
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # for the user's modules, as -m has it
+        sys.path.insert(0, os.getcwd())  # for the user's modules, as under `python -m`
     try:
         runpy.run_module(f"megarl.{program}", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
@@ -144,12 +149,12 @@ def run(program: str, *arguments: str) -> int:
 
 
 def print_report(arguments: Sequence[str] | None) -> int:
-    """Print the page; returns 1 where something is missing that every run needs."""
+    """Print the report; return 1 if a package that every run needs is missing."""
     Parser(__doc__, prog="python -m megarl").parse_args(arguments)
     lines = run_checks()
     print(f"MegaRL {__version__}")
-    for name, state, said in lines:
-        print(f"  {name:<20}{state:<9}{said}")
+    for name, state, detail in lines:
+        print(f"  {name:<20}{state:<9}{detail}")
     missing = [line.name for line in lines if line.state == "MISSING"]
     if missing:
         print(f"\nmissing: {', '.join(missing)}. To install what is needed: {INSTALL_HINT}")

@@ -1,5 +1,4 @@
-"""What a controller's `items` reads: prompts, conversations or pairs, in the form that the run's model has for them, of
-one file or several."""
+"""Data loading for controllers: prompts, conversations and preference pairs, in the form that the run's model takes."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 class Items:
-    """Of a flow. What is left out is said in a line of `_notes`, which is for the log."""
+    """Mixin of a flow that loads its data. Each filter that drops items adds a line to `_notes`, which is logged."""
 
     config: Config
     hf_config: dict[str, Any]
@@ -34,51 +33,57 @@ class Items:
     _notes: list[str]
 
     def load_prompts(self, files: str | Sequence[str], whole: bool = False) -> ConcatDataset[Prompt]:
-        """Read and render prompts of a file or several; those that leave no room for an answer are dropped, and a line
-        says how many. whole: whether a step takes all of them, and none is dealt out."""
+        """Read and render prompts. Prompts that leave no room for a response are dropped and counted in a note.
+
+        whole: one step takes all prompts; none are dealt out over steps.
+        """
         data, longest = self.config.data, self.config.rollout.max_context - 1
-        taken: dict[str, str] = {}
+        file_of_id: dict[str, str] = {}
 
         def load(path: str, name: str, order: str) -> tuple[list[Prompt], np.ndarray | None]:
             prompts = read_prompts(path, data.prompt_key, data.label_key, name=name, order=order)
             for prompt in prompts:
-                if (other := taken.setdefault(prompt.id, path)) != path:
-                    raise ConfigError(f"{path}: the id {prompt.id!r} is taken by a row of {other}; rename that file")
-            kept, dropped = render_prompts(prompts, self.chat.encode_prompt, longest)
+                if (other_path := file_of_id.setdefault(prompt.id, path)) != path:
+                    raise ConfigError(
+                        f"{path}: the id {prompt.id!r} is taken by a row of {other_path}; rename that file"
+                    )
+            fitting, dropped = render_prompts(prompts, self.chat.encode_prompt, longest)
             if dropped:
                 self._notes.append(
                     f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out"
                 )
-            keys = [read_key(prompt.extra, order, prompt.id) for prompt in kept] if order else None
-            return kept, None if keys is None else np.array(keys)
+            keys = [read_key(prompt.extra, order, prompt.id) for prompt in fitting] if order else None
+            return fitting, None if keys is None else np.array(keys)
 
         return self._load_files(files, load, whole)
 
     def load_conversations(self, files: str | Sequence[str]) -> ConcatDataset[Rollout]:
-        """Read conversations for SFT; those longer than the model's positions are dropped, and a line says how many."""
+        """Read conversations for SFT. Those longer than the model's positions are dropped and counted in a note."""
         data, longest = self.config.data, self._max_positions()
 
         def load(path: str, name: str, order: str) -> tuple[SFTDataset, np.ndarray | None]:
             answers = answer_key(self.config)
-            talks = read_conversations(path, self.chat.tokenizer, None, data.prompt_key, answers, name, order)
-            lengths = ranks.split_work(len(talks), lambda index: talks[index].num_tokens)
-            kept = [index for index, length in enumerate(lengths) if length <= longest]
-            dropped = len(talks) - len(kept)
-            if not kept:
-                raise conversations_too_long_error(path, len(talks), longest, min(lengths))
+            conversations = read_conversations(path, self.chat.tokenizer, None, data.prompt_key, answers, name, order)
+            lengths = ranks.split_work(len(conversations), lambda index: conversations[index].num_tokens)
+            fitting = [index for index, length in enumerate(lengths) if length <= longest]
+            dropped = len(conversations) - len(fitting)
+            if not fitting:
+                raise conversations_too_long_error(path, len(conversations), longest, min(lengths))
             if dropped:
                 self._notes.append(
-                    f"{path}: {dropped} of {len(talks)} conversations are longer than the model's {longest} "
+                    f"{path}: {dropped} of {len(conversations)} conversations are longer than the model's {longest} "
                     "positions: left out"
                 )
-            self._note_slow(talks.rows)
-            talks = talks.select(kept)
-            return talks, talks.keys
+            self._note_slow(conversations.rows)
+            conversations = conversations.select(fitting)
+            return conversations, conversations.keys
 
         return self._load_files(files, load)
 
     def load_preferences(self, files: str | Sequence[str]) -> ConcatDataset[Pair]:
-        """Read pairs; those that do not fit into a micro-batch or the model are dropped, and a line says how many."""
+        """Read preference pairs. Pairs that exceed a micro-batch or the model's positions are dropped and counted in a
+        note.
+        """
         budget = self.config.train.token_budget * self.config.parallel.cp
         longest = self._max_positions()
 
@@ -100,15 +105,17 @@ class Items:
         load: Callable[[str, str, str], tuple[Sequence[T], np.ndarray | None]],
         whole: bool = False,
     ) -> ConcatDataset[T]:
-        """Each file's items by `load(path, name, order)`, with the numbers that order them if they are trained on."""
+        """Load each file with `load(path, name, order)`, which also returns the sort keys of its items in training
+        data.
+        """
         paths, data = (files,) if isinstance(files, str) else tuple(files), self.config.data
         order = data.order if paths == data.train else ""
         names = name_datasets(paths)
-        found = [load(path, name, order) for path, name in zip(paths, names, strict=True)]
-        numbers = [keys for _, keys in found if keys is not None]
+        loaded = [load(path, name, order) for path, name in zip(paths, names, strict=True)]
+        numbers = [keys for _, keys in loaded if keys is not None]
         keys = np.concatenate(numbers) if numbers else None
         check_has_keys(keys, order, paths)
-        joined = ConcatDataset(tuple(items for items, _ in found), names, keys)
+        joined = ConcatDataset(tuple(items for items, _ in loaded), names, keys)
         if whole:
             self._notes.append(f"{len(joined):,} prompts of {', '.join(paths)}")
         elif paths == data.train:
@@ -116,7 +123,7 @@ class Items:
         return joined
 
     def _describe_epochs(self, joined: ConcatDataset[Any]) -> str:
-        """How far the run goes over its data, in a line."""
+        """Return a line that says how many passes over its data the run makes."""
         data, steps = self.config.data, self.config.run.num_rollout
         stream = Stream(joined.sizes, data.weights)
         counts = zip(
@@ -138,13 +145,13 @@ class Items:
         return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
 
     def shard(self, finished: Sequence[Rollout], together: int = 1) -> Rollouts:
-        """Conversations that every rank can read, dealt out: each keeps its share, which it alone tokenises.
+        """Deal conversations that every rank can read out to the ranks; each rank tokenizes only its share.
 
-        together: as many at a time stay with each other.
+        together: number of consecutive conversations that stay on the same rank.
         """
         units = range(self.job.rank, -(-len(finished) // together), self.job.world)
-        own = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
-        return Rollouts.gather([finished[i] for i in own], own, row_exchange.WorldComm())
+        local_indices = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
+        return Rollouts.gather([finished[i] for i in local_indices], local_indices, row_exchange.WorldComm())
 
 
 def _format_passes(passes: float) -> str:

@@ -1,13 +1,13 @@
-"""Talk to a policy in the terminal, with its tools, by the code of the rollout loop.
+"""Chat with a policy in the terminal, with its tools; turns run through the same code as rollouts.
 
     .venv/bin/python -m megarl.chat TARGET [--tools module:name ...] [--environment module:Class [--row JSON]]
                                     [--system TEXT] [section.key=value ...]
 
 TARGET is a Hugging Face folder (or the Hub's name of one in this machine's cache), a checkpoint, or a run folder, which
-stands for its newest checkpoint; of a run its tools and sampling hold, too. rollout.temperature=0 is greedy.
+stands for its newest checkpoint. A run's tools and sampling settings apply, too. rollout.temperature=0 is greedy.
 
-/reset begins a new conversation, /quit or ctrl-D ends it, and ctrl-C stops the answer. Nothing that the policy writes
-steers the terminal. Of the run's environment nobody asks for a reward.
+/reset begins a new conversation, /quit or ctrl-D ends it, and ctrl-C stops the answer. Control characters in the
+policy's output are escaped. The run's environment is not asked for a reward.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ INPUT_MARK = "> "
 
 
 def parse_row(text: str) -> dict[str, Any]:
-    """The type of `--row`: `{"ground_truth": 17}`."""
+    """Parse `--row`, such as `{"ground_truth": 17}`."""
     try:
-        found = json.loads(text)
+        row = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        row = None
+    if not isinstance(row, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object of columns, not {text[:40]!r}")
-    return found
+    return row
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
@@ -69,7 +69,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
 
 
 class Terminal:
-    """Shows a conversation on stdout."""
+    """Listener that prints the conversation to stdout."""
 
     def on_text(self, text: str) -> None:
         sys.stdout.write(printable(text))
@@ -86,28 +86,28 @@ def run_chat(options: Namespace) -> int:
     from megarl import model_sources
 
     target = model_sources.resolve_target(options.target)
-    with TempFolder("megarl-chat-") as place:
-        data = Path(place, "row.jsonl")
+    with TempFolder("megarl-chat-") as folder:
+        data = Path(folder, "row.jsonl")
         data.write_text(json.dumps({"prompt": "x"}))
-        own: dict[str, dict[str, Any]] = {
-            "run": {"dir": place, "num_rollout": 1},
+        settings: dict[str, dict[str, Any]] = {
+            "run": {"dir": folder, "num_rollout": 1},
             "data": {"train": [str(data)], "prompts_per_step": 1, "prompt_key": "prompt", "label_key": ""},
             "rollout": {"samples_per_prompt": 1},
             "options": {"scored": False},
         }
         if options.tools:
-            own["rollout"] |= {"tools": options.tools, "environments": []}
+            settings["rollout"] |= {"tools": options.tools, "environments": []}
         if options.environment:
-            own["rollout"] |= {"environments": [options.environment], "tools": []}
-        file = Path(place, "chat.yaml")
-        taken = {**model_sources.RESERVED_KEYS, "run.dir": "nothing is kept", "data": "you write the prompts"}
-        model_sources.build_config(target, own, options.overrides, file, taken)
-        ready = target.prepare(Path(place, "model"))
-        return converse(model_sources.build_config(ready, own, options.overrides, file, taken), options)
+            settings["rollout"] |= {"environments": [options.environment], "tools": []}
+        file = Path(folder, "chat.yaml")
+        reserved = {**model_sources.RESERVED_KEYS, "run.dir": "nothing is kept", "data": "you write the prompts"}
+        model_sources.build_config(target, settings, options.overrides, file, reserved)
+        ready = target.prepare(Path(folder, "model"))
+        return converse(model_sources.build_config(ready, settings, options.overrides, file, reserved), options)
 
 
 def converse(config: Config, options: Namespace) -> int:
-    """Start an engine, and answer line by line."""
+    """Start an engine and answer line by line."""
     from megarl.dry_run.plan import validate
     from megarl.engine.sglang_engine import Engine
     from megarl.environments.catalog import load_catalog
@@ -115,10 +115,10 @@ def converse(config: Config, options: Namespace) -> int:
     if config.parallel.world_size > config.rollout.tp:
         raise ConfigError(f"parallel.world_size={config.parallel.world_size}: one engine is enough; leave it out")
     validate(config).raise_errors()
-    known = load_catalog(config.rollout)
-    if agents := [name for name, one in known.environments.items() if one.kind == "agent"]:
+    catalog = load_catalog(config.rollout)
+    if agents := [name for name, entry in catalog.environments.items() if entry.kind == "agent"]:
         raise ConfigError(f"{agents[0]} is an agent, which talks to the policy by itself; name an environment or tools")
-    chat = ChatTemplate.load(config.model.path, known.tools, known.environments)
+    chat = ChatTemplate.load(config.model.path, catalog.tools, catalog.environments)
     chat.check_tools()
     engine = Engine(config)
     terminal = Terminal()
@@ -153,11 +153,11 @@ async def _open_conversation(
 
 
 def read_lines(runner: asyncio.Runner, talk: ChatConversation, engine: Engine, config: Config) -> None:
-    """Until /quit or the end of stdin."""
+    """Read lines until /quit or the end of stdin."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  what was typed can be edited, and is there again
+        import readline  # noqa: F401  line editing and history
     while True:
         try:
             line = input(INPUT_MARK).strip()
@@ -176,12 +176,12 @@ def read_lines(runner: asyncio.Runner, talk: ChatConversation, engine: Engine, c
             print(f"there is no {line.split()[0][:40]!r}; there are /reset and /quit")
         elif line:
             try:
-                ended = runner.run(_answer_line(talk, engine, config, line))
+                reason = runner.run(_answer_line(talk, engine, config, line))
             except KeyboardInterrupt:
                 engine.abort_requests()
-                ended = "stopped; the line is forgotten"
-            if ended:
-                print(f"({ended})", flush=True)
+                reason = "stopped; the line is forgotten"
+            if reason:
+                print(f"({reason})", flush=True)
 
 
 async def _answer_line(talk: ChatConversation, engine: Engine, config: Config, line: str) -> str:
@@ -198,31 +198,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 _CALL_NUMBER_STRIDE = 1 << 20
-"""By which the numbers of calls go up from one line to the next: calls of equal numbers are made once."""
+"""Step of call numbers between lines. Calls with equal numbers run only once, so lines must not share numbers."""
 
 
 class Listener(Protocol):
-    """Who shows the conversation."""
+    """Receives the events of a conversation."""
 
     def on_text(self, text: str) -> None:
-        """The policy's next words."""
+        """Handle newly generated text."""
 
     def on_turn_end(self) -> None:
-        """Its turn is over."""
+        """Handle the end of the policy's turn."""
 
     def on_tool_result(self, name: str, result: ToolResult) -> None:
-        """A tool's answer."""
+        """Handle a tool result."""
 
 
 def printable(text: str) -> str:
-    """Without characters that would steer the terminal; a model may write any byte."""
+    """Escape characters that would control the terminal; a model may emit any byte."""
     return "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in text)
 
 
 class ChatConversation:
-    """One conversation. For one event loop; `close` gives back what tools and environment have.
+    """One conversation, on one event loop. `close` releases the sessions of its tools and environment.
 
-    row: what the environment's `reset` is given, as of a row of data. system: a message before all others, if any.
+    row: argument of the environment's `reset`, in the form of a data row. system: system message, if any.
     """
 
     def __init__(
@@ -244,15 +244,15 @@ class ChatConversation:
         self.messages: tuple[Message, ...] = self._system_messages
 
     async def send(self, text: str, policy: Policy, parse: ParseFunction) -> str:
-        """Have the policy answer a line, turn by turn. What ended it, in words, where it did not end by itself.
+        """Run the policy's turns for one user message. Returns why it ended early, or an empty string.
 
-        Where it is cut off by cancelling, or aborted, the line is as if it had never been said.
+        If the task is cancelled or the rollout is aborted, the conversation stays as it was before the message.
         """
         chat, rollout = self._chat, self._config.rollout
         messages: tuple[Message, ...] = (*self.messages, {"role": "user", "content": text})
         extra = {name: value for name, value in self._row.items() if name != "ground_truth"}
-        truth = self._row.get("ground_truth")
-        prompt = Prompt(f"line-{self._lines}", messages, ground_truth=truth, extra=extra)
+        ground_truth = self._row.get("ground_truth")
+        prompt = Prompt(f"line-{self._lines}", messages, ground_truth=ground_truth, extra=extra)
         try:
             prompt = replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt)))
         except ConfigError as error:
@@ -261,20 +261,20 @@ class ChatConversation:
             return f"the conversation has {length} tokens, and rollout.max_context={rollout.max_context}: /reset it"
         seed = derive_seed(self._config.run.seed, self._lines, 0)
         self._lines += 1
-        around = RolloutContext(chat, cast(EnvironmentPool, self._persistent), parse, rollout)
-        shown = _StreamingPolicy(policy, chat, self._listener)
+        context = RolloutContext(chat, cast(EnvironmentPool, self._persistent), parse, rollout)
+        streaming_policy = _StreamingPolicy(policy, chat, self._listener)
         params = build_sampling_params(rollout, chat, greedy=False, seed=seed)
-        ended = await run_conversation(PartialRollout.begin(prompt, seed), shown, around, params)
-        if ended.status == "aborted":
+        trajectory = await run_conversation(PartialRollout.begin(prompt, seed), streaming_policy, context, params)
+        if trajectory.status == "aborted":
             if self._persistent.is_lost:
                 await self.reset()
-            return f"aborted: {ended.failure}"
-        self.messages = ended.messages
-        cut = {"length": "cut off by a length", "max_turns": "cut off by rollout.max_turns"}
-        return cut.get(str(ended.status), "")
+            return f"aborted: {trajectory.failure}"
+        self.messages = trajectory.messages
+        reasons = {"length": "cut off by a length", "max_turns": "cut off by rollout.max_turns"}
+        return reasons.get(str(trajectory.status), "")
 
     async def reset(self) -> None:
-        """Begin a new conversation."""
+        """Start a new conversation."""
         self.messages = self._system_messages
         self._persistent.close()
         self._persistent = _PersistentSessions(self._sessions, self._listener)
@@ -285,21 +285,21 @@ class ChatConversation:
 
 
 class _StreamingPolicy:
-    """A policy that is listened to while it writes."""
+    """Policy wrapper that streams its output to a listener."""
 
     def __init__(self, policy: Policy, chat: ChatTemplate, listener: Listener) -> None:
         self._policy, self._chat, self._listener = policy, chat, listener
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        words = IncrementalDetokenizer(self._chat, self._listener.on_text)
+        detokenizer = IncrementalDetokenizer(self._chat, self._listener.on_text)
         try:
             if isinstance(self._policy, StreamingPolicy):
-                return await self._policy.stream(ids, params, routed, words.add)
-            said = await self._policy.generate(ids, params, routed)
-            words.add(as_token_ids(said.token_ids))
-            return said
+                return await self._policy.stream(ids, params, routed, detokenizer.add)
+            generation = await self._policy.generate(ids, params, routed)
+            detokenizer.add(as_token_ids(generation.token_ids))
+            return generation
         finally:
-            words.end()
+            detokenizer.end()
             self._listener.on_turn_end()
 
     async def stop(self) -> None:
@@ -307,8 +307,9 @@ class _StreamingPolicy:
 
 
 class IncrementalDetokenizer:
-    """Tokens that come a few at a time, as text: none of it is said before its last byte is there, and what ends a turn
-    never is."""
+    """Incrementally decode tokens to text. Incomplete UTF-8 sequences are held back, and end-of-turn tokens are
+    dropped.
+    """
 
     def __init__(self, chat: ChatTemplate, heard: Callable[[str], None]) -> None:
         self._chat, self._on_text = chat, heard
@@ -325,14 +326,14 @@ class IncrementalDetokenizer:
     def _emit(self, whole: bool) -> None:
         text = self._chat.decode(self._ids)
         if not whole:
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the bytes of a letter whose others are to come
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete UTF-8 sequence
         if len(text) > self._num_emitted:
             self._on_text(text[self._num_emitted :])
             self._num_emitted = len(text)
 
 
 class _PersistentSessions:
-    """Sessions of which there is one, from line to line. It is begun when the first line needs it."""
+    """Environment pool with a single session that persists across lines; the first line that needs it opens it."""
 
     def __init__(self, sessions: EnvironmentPool, listener: Listener) -> None:
         self._sessions, self._listener = sessions, listener
@@ -342,10 +343,10 @@ class _PersistentSessions:
 
     async def begin(self, prompt: Prompt) -> _LineSession:
         self._lines += 1
-        first = self._session is None
+        is_new = self._session is None
         if self._session is None:
             self._session = await self._sessions.open_session(prompt)
-        messages = self._session.messages if first else prompt.messages
+        messages = self._session.messages if is_new else prompt.messages
         return _LineSession(self, self._session, messages, self._lines * _CALL_NUMBER_STRIDE, self._listener)
 
     def close(self) -> None:
@@ -355,7 +356,7 @@ class _PersistentSessions:
 
 
 class _LineSession:
-    """The session as one line's conversation has it."""
+    """View of the persistent session for one line."""
 
     def __init__(
         self,
@@ -381,11 +382,11 @@ class _LineSession:
         return None
 
     def end(self) -> None:
-        """It goes on at the next line."""
+        """Do nothing: the session continues with the next line."""
 
 
 def describe_tools(chat: ChatTemplate) -> str:
-    """The environment and the tools, in words."""
+    """Describe the environment and the tools in words."""
     environments = [f"the environment {name}" for name in chat.catalog.environments]
     return ", ".join([*environments, *chat.tools]) or "no tools"
 

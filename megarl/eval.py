@@ -1,15 +1,15 @@
-"""How good a policy is on data sets: by the engines alone, turn by turn with tools and environments as in training.
+"""Evaluate a policy on data sets: engines only, turn by turn with tools and environments as in training.
 
     .venv/bin/python -m megarl.eval TARGET --data FILE [--data FILE2] [--k 1,8] [--samples N] [--out FOLDER]
                                     [section.key=value ...]
 
 TARGET is a Hugging Face folder (or the Hub's name of one in this machine's cache), a checkpoint, or a run folder, which
-stands for its newest checkpoint. Of a run its tools, sampling and rewards hold, too, unless keys say something else.
-Where nobody says what an answer is worth, its row's data source does (`rewards/SCORERS.md`).
+stands for its newest checkpoint. A run's tools, sampling settings and rewards apply, too, unless keys override them. If
+nothing sets a reward, the data source of each row selects it (`rewards/SCORERS.md`).
 
-For each data source it prints how many prompts and answers there were, the mean reward and pass@k, each with its
-interval of 95 % (bootstrapped over prompts), the share of answers that were cut off, and their length in tokens.
-OUT is a run folder: eval.json beside the rollouts, which tools/view_rollouts.py shows.
+For each data source it prints the number of prompts and responses, the mean reward and pass@k, each with a 95 %
+interval (bootstrapped over prompts), the share of truncated responses, and their length in tokens. OUT is a run folder:
+eval.json beside the rollouts, which tools/view_rollouts.py shows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SAMPLES = 100_000
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """The type of `--k`: `1,8`."""
-    one = int_in_range(1, SAMPLES)
-    return tuple(sorted({one(part.strip()) for part in text.split(",")}))
+    """Parse `--k`, such as `1,8`."""
+    parse_count = int_in_range(1, SAMPLES)
+    return tuple(sorted({parse_count(part.strip()) for part in text.split(",")}))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
@@ -79,13 +79,13 @@ def evaluate(options: Namespace) -> int:
     target = model_sources.resolve_target(options.target)
     out: Path = options.out or Path("runs/eval", f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     check_writable_folder(out, "--out")
-    own: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "run": {"dir": str(out), "num_rollout": 1, "max_restarts": 0},
         "data": {"train": [str(path) for path in options.data], "prompts_per_step": 1},
         "rollout": {"samples_per_prompt": samples},
         "options": {"whole": True},
     }
-    taken = {
+    reserved = {
         **model_sources.RESERVED_KEYS,
         "run.dir": "--out says it",
         "run.num_rollout": "there is one step",
@@ -93,9 +93,9 @@ def evaluate(options: Namespace) -> int:
         "data.prompts_per_step": "it is all of the data",
         "rollout.samples_per_prompt": "--samples says it",
     }
-    with TempFolder("megarl-eval-") as place:
-        file = Path(place, "eval.yaml")
-        config = model_sources.build_config(target, own, options.overrides, file, taken)
+    with TempFolder("megarl-eval-") as folder:
+        file = Path(folder, "eval.yaml")
+        config = model_sources.build_config(target, settings, options.overrides, file, reserved)
         if samples > 1 and config.rollout.eval_config.temperature == 0:
             raise ConfigError(
                 f"rollout.temperature=0 gives a prompt the same answer {samples} times; set it above 0, or --k and "
@@ -103,19 +103,20 @@ def evaluate(options: Namespace) -> int:
             )
         check_folder(config)
         problems = check_ground_truths(config)
-        ready = target.prepare(out / "model")
-        config = model_sources.build_config(ready, own, options.overrides, file, taken)
-        began = time.monotonic()
+        prepared = target.prepare(out / "model")
+        config = model_sources.build_config(prepared, settings, options.overrides, file, reserved)
+        start = time.monotonic()
         status = train.main([str(file), *options.overrides])
         if status:
             return status
-        seconds = time.monotonic() - began
-    return report(options, config, ready, samples, problems, seconds)
+        seconds = time.monotonic() - start
+    return report(options, config, prepared, samples, problems, seconds)
 
 
 def check_ground_truths(config: Config) -> int:
-    """How many prompts there are. Raises ConfigError for a row of which a reward function says that it cannot judge an
-    answer to it, and for files without rows."""
+    """Return the number of prompts. Raises ConfigError for files without rows, and for a row that a reward function
+    rejects.
+    """
     from megarl.data.prompt_data import iter_prompts
     from megarl.rewards.functions import load_functions
 
@@ -139,7 +140,7 @@ def check_ground_truths(config: Config) -> int:
 
 
 def report(options: Namespace, config: Config, target: Any, samples: int, problems: int, seconds: float) -> int:
-    """Print the table, and write eval.json and answers.jsonl."""
+    """Print the table; write eval.json and answers.jsonl."""
     from megarl.checkpoint.provenance import code_revision
     from megarl.observe.eval_metrics import collect_scored, compute_metrics, format_table, iter_json_rows
     from megarl.observe.rollout_log import read_rollouts
@@ -147,11 +148,11 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
 
     out = Path(config.run.dir)
     rollouts = read_rollouts(out, 1)
-    # Of several files, those without a source have the names of these.
+    # With several files, rows without a source are counted under the first file's name.
     answers = collect_scored(rollouts, options.data[0].stem)
     if not answers:
         raise ConfigError(f"no answer has a reward; {out}/log.txt says why")
-    found = compute_metrics(answers, options.k, options.right, config.run.seed)
+    metrics = compute_metrics(answers, options.k, options.right, config.run.seed)
     tree = {
         "target": options.target,
         "model": target.model,
@@ -169,15 +170,15 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
         "without_reward": len(rollouts) - len(answers),
         "seconds": round(seconds, 1),
         "code": code_revision(),
-        "sources": {name: one.as_json() for name, one in found.items()},
+        "sources": {name: one.as_json() for name, one in metrics.items()},
     }
     lines = (exact_json.dumps(line) for line in iter_json_rows(rollouts, options.right, options.data[0].stem))
     write_atomic(out / "answers.jsonl", "".join(f"{line}\n" for line in lines))
     write_atomic(out / "eval.json", json.dumps(tree, indent=1) + "\n")
     weights = f"step {target.step}" if target.step is not None else target.model
-    of = options.target if weights == options.target else f"{options.target} ({weights})"
-    print(f"{of}: {samples} answer{'s' if samples > 1 else ''} to each prompt")
-    print(format_table(found, options.k))
+    subject = options.target if weights == options.target else f"{options.target} ({weights})"
+    print(f"{subject}: {samples} answer{'s' if samples > 1 else ''} to each prompt")
+    print(format_table(metrics, options.k))
     if tree["without_reward"]:
         print(f"{tree['without_reward']} answers without a reward (aborted, or it failed) count in nothing")
     print(f"{out}/eval.json, answers.jsonl")
@@ -186,7 +187,7 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
 
 
 def write_atomic(file: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the file atomically."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(file)

@@ -1,4 +1,4 @@
-"""What is evaluated, or talked to: a model's folder, one of the Hub's names in the cache, a checkpoint, or a run."""
+"""Resolve what to evaluate or chat with: a model folder, a Hub name in the local cache, a checkpoint, or a run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from megarl.dry_run.model_folders import folder_config
 from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
 
 POLICY_SECTIONS = ("model", "rollout", "reward", "sandbox")
-"""Sections of a run's configuration that say how its policy answers, and what an answer is worth."""
+"""Sections of a run's configuration that define how its policy responds and how responses are scored."""
 BY_SOURCE = "megarl.rewards.by_source:by_source"
 
 
 @dataclass(frozen=True)
 class Target:
-    """`given` as the user wrote it. model: an HF folder; of a checkpoint, which has yet to be converted, that which its
-    run began with. settings: sections of its run's configuration, where there is one."""
+    """A resolved TARGET; `argument` is what the user wrote.
+
+    model: an HF folder; for a checkpoint that is not converted yet, the model that its run started from. settings:
+    sections of the run's configuration, if there is a run.
+    """
 
     argument: str
     model: str
@@ -37,16 +40,19 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Short, for a folder."""
-        where = Path(self.argument).absolute()
+        """A short name, used for folders."""
+        path = Path(self.argument).absolute()
         if self.checkpoint is not None:
-            where = self.checkpoint.absolute()
-            return f"{where.parent.parent.name}-{where.name}"
-        return where.parent.name if where.name in ("export", "model") else where.name
+            path = self.checkpoint.absolute()
+            return f"{path.parent.parent.name}-{path.name}"
+        return path.parent.name if path.name in ("export", "model") else path.name
 
     def prepare(self, out: Path) -> Target:
-        """With an HF folder as its model: a checkpoint is converted into `out`, a folder that is not there yet. Raises
-        ConfigError and OSError."""
+        """Return this target with an HF folder as its model: a checkpoint is converted into `out`, which must not
+        exist.
+
+        Raises ConfigError and OSError.
+        """
         if self.checkpoint is None or self.run is None:
             return self
         if out.exists() or out.is_symlink():
@@ -61,15 +67,15 @@ class Target:
 
 
 def resolve_target(given: str) -> Target:
-    """What a path or a name means. Raises ConfigError for what is no model, nor has one."""
+    """Resolve a path or a name. Raises ConfigError if it is no model and contains none."""
     path = Path(folder_of(given))
     try:
-        there, is_model = path.is_dir(), (path / "config.json").is_file()
+        is_folder, is_model = path.is_dir(), (path / "config.json").is_file()
     except OSError as error:
         raise ConfigError(f"TARGET {given[:200]}: {error.strerror}") from None
-    if not there and path.exists():
+    if not is_folder and path.exists():
         raise ConfigError(f"TARGET {given} is a file; name the folder of a model, a checkpoint or a run")
-    if not there or is_model:
+    if not is_folder or is_model:
         folder_config(str(path), "TARGET")
         run = path.absolute().parent / "config.yaml"
         return Target(
@@ -87,7 +93,7 @@ def resolve_target(given: str) -> Target:
 
 
 def _export_target(given: str, run: Path) -> Target:
-    """Of a run that has no checkpoint: what it has exported."""
+    """Return the exported model of a run that has no checkpoint."""
     if not (run / "export/config.json").is_file():
         raise ConfigError(
             f"TARGET {given} is a run without a checkpoint and without an export: it was neither run.save_every nor "
@@ -105,16 +111,16 @@ def _checkpoint_target(given: str, folder: Path) -> Target:
             "its run folder, or convert it by tools/checkpoints.py and name the result"
         )
     run = load_config(file)
-    found = manifest.read(folder)
-    if isinstance(found, str):
-        raise ConfigError(f"{folder} is no whole checkpoint: {found}")
-    tree, files = found
-    declared = load_requirements(run)
-    if "actor" not in list_models(files) or declared.has_scalar_head:
+    contents = manifest.read(folder)
+    if isinstance(contents, str):
+        raise ConfigError(f"{folder} is no whole checkpoint: {contents}")
+    tree, files = contents
+    requirements = load_requirements(run)
+    if "actor" not in list_models(files) or requirements.has_scalar_head:
         raise ConfigError(f"{folder} has no policy; it has {', '.join(list_models(files)) or 'no model'}")
-    mine = [name for name in files if name.startswith("actor/")]
-    for look in (manifest.check_sizes, manifest.check_hashes):
-        if fault := look(folder, files, mine):
+    actor_files = [name for name in files if name.startswith("actor/")]
+    for check in (manifest.check_sizes, manifest.check_hashes):
+        if fault := check(folder, files, actor_files):
             raise ConfigError(f"{folder} is damaged: {fault}; name another checkpoint")
     step = tree.get("step")
     settings = _read_settings(file)
@@ -122,17 +128,17 @@ def _checkpoint_target(given: str, folder: Path) -> Target:
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
-    """Of a run's configuration what holds for its policy without a trainer."""
+    """Return the parts of a run's configuration that apply to its policy without a trainer."""
     tree = plain_yaml.read(file)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds no mapping of sections")
-    kept = {name: dict(tree[name]) for name in POLICY_SECTIONS if isinstance(tree.get(name), dict)}
-    kept["model"] = {name: value for name, value in kept.get("model", {}).items() if name in ("dtype",)}
+    sections = {name: dict(tree[name]) for name in POLICY_SECTIONS if isinstance(tree.get(name), dict)}
+    sections["model"] = {name: value for name, value in sections.get("model", {}).items() if name in ("dtype",)}
     for name in ("asynchronous", "oversample", "max_lag", "replay", "samples_per_prompt", "on_push"):
-        kept.get("rollout", {}).pop(name, None)
+        sections.get("rollout", {}).pop(name, None)
     data = {name: value for name, value in (tree.get("data") or {}).items() if name in ("prompt_key", "label_key")}
     roles = {name: value for name, value in (tree.get("roles") or {}).items() if name == "reward"}
-    return {**kept, "data": data, **({"roles": roles} if roles else {})}
+    return {**sections, "data": data, **({"roles": roles} if roles else {})}
 
 
 RESERVED_KEYS = {
@@ -141,7 +147,7 @@ RESERVED_KEYS = {
     "model.path": "TARGET says it",
     "rollout.replay": "engines generate",
 }
-"""Keys that a user cannot set here, and who says them."""
+"""Keys that a user cannot set here, with the reason."""
 
 
 def build_config(
@@ -151,17 +157,17 @@ def build_config(
     file: Path,
     taken: Mapping[str, str] = RESERVED_KEYS,
 ) -> Config:
-    """The configuration of engines alone, written to `file` but for the overrides: what the target's run says, then
-    `own`. Raises ConfigError.
+    """Build a generation-only configuration and write it, without the overrides, to `file`. Raises ConfigError.
 
-    Where the user names a reward, nothing of the run's is left; where nobody does, and there is no environment, rewards
-    are chosen by the data source. One engine runs, unless parallel.world_size says more.
+    `own` takes precedence over the settings of the target's run. If the user names a reward, the run's rewards are
+    dropped; if nothing defines a reward and there is no environment, the data source selects it. One engine runs unless
+    parallel.world_size is larger.
     """
     keys = [text.partition("=")[0] for text in overrides]
     for key in keys:
-        for name, who in taken.items():
+        for name, reason in taken.items():
             if key == name or key.startswith(f"{name}."):
-                raise ConfigError(f"{key} cannot be set here: {who}")
+                raise ConfigError(f"{key} cannot be set here: {reason}")
     tree: dict[str, Any] = {name: dict(section) for name, section in (target.settings or {}).items()}
     if any(key.startswith(("reward.functions", "reward.model", "roles.reward")) for key in keys):
         tree.pop("reward", None)
@@ -172,26 +178,26 @@ def build_config(
     if target.settings is None:
         tree["rollout"] = {**_fit_lengths(target), **tree.get("rollout", {})}
     config = _load_tree(tree, overrides, file)
-    more: dict[str, dict[str, Any]] = {}
-    judged = config.reward.functions or config.reward.model or config.roles.get("reward")
-    if not judged and not config.rollout.environments:
-        more["reward"] = {"functions": [BY_SOURCE]}
+    defaults: dict[str, dict[str, Any]] = {}
+    has_reward = config.reward.functions or config.reward.model or config.roles.get("reward")
+    if not has_reward and not config.rollout.environments:
+        defaults["reward"] = {"functions": [BY_SOURCE]}
     if "parallel.world_size" not in keys:
-        more["parallel"] = {"world_size": config.rollout.tp}
+        defaults["parallel"] = {"world_size": config.rollout.tp}
     if "parallel.ranks_per_node" not in keys:
         world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
-        more["parallel"] = {**more.get("parallel", {}), "ranks_per_node": world}
+        defaults["parallel"] = {**defaults.get("parallel", {}), "ranks_per_node": world}
     return _load_tree(
-        {**tree, **{name: {**tree.get(name, {}), **section} for name, section in more.items()}}, overrides, file
+        {**tree, **{name: {**tree.get(name, {}), **section} for name, section in defaults.items()}}, overrides, file
     )
 
 
 def _fit_lengths(target: Target) -> dict[str, int]:
-    """Of a model whose positions are fewer than conversations have by default, what fits it."""
-    usual, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")
-    if not isinstance(positions, int) or positions >= usual.max_context:
+    """Return lengths that fit a model with fewer positions than the default max_context."""
+    defaults, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")
+    if not isinstance(positions, int) or positions >= defaults.max_context:
         return {}
-    return {"max_context": positions, "max_new_tokens": min(usual.max_new_tokens, max(1, positions // 2))}
+    return {"max_context": positions, "max_new_tokens": min(defaults.max_new_tokens, max(1, positions // 2))}
 
 
 def _load_tree(tree: dict[str, Any], overrides: Sequence[str], file: Path) -> Config:

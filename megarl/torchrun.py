@@ -1,9 +1,9 @@
-"""torchrun, but for its end: `.venv/bin/python -m megarl.torchrun [torchrun's options] -m megarl.train CONFIG ...`.
+"""torchrun with orderly shutdown and restarts: `.venv/bin/python -m megarl.torchrun [options] -m megarl.train CONFIG
+...`.
 
-Torch's agent turns a signal into a traceback, ends ranks 30 seconds after it, reports every failure as status 1 in
-dozens of lines, and leaves a folder in /tmp. Here ranks may take their time to save, the run starts again where
-`launch/restarts.py` says so, on all nodes (`launch/nodes.py`), and the end is that of `launch/exit_status.py`: one
-line on each node, one of the documented exit statuses.
+Torch's agent turns a signal into a traceback, kills ranks 30 seconds after it, reports every failure as status 1 in
+dozens of lines, and leaves a folder in /tmp. Here ranks get time to save, `launch/restarts.py` decides on restarts, on
+all nodes alike (`launch/nodes.py`), and each node ends with one line and an exit status of `launch/exit_status.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _SignalForwarder(threading.Thread):
-    """Passes signals on to the ranks and hears what they say, also while the agent waits in C++ for other nodes; ends
-    them where those of another node have failed."""
+    """Forward signals to the ranks and read their messages, also while the agent waits in C++ for other nodes.
+
+    Also interrupts the local ranks once those of another node have failed.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -46,8 +48,8 @@ class _SignalForwarder(threading.Thread):
         self.stop_signal = 0
         self.has_killed = False
         self.has_remote_failure: Callable[[], bool] = bool  # on another node
-        self.log_folder = TempFolder("megarl-torchrun-")  # else the agent makes one, and leaves it
-        self._is_asked_twice = False  # they have been asked twice
+        self.log_folder = TempFolder("megarl-torchrun-")  # the agent would create one and leave it behind
+        self._is_asked_twice = False  # two stop signals have been forwarded
         self._deadline = float("inf")
         self._notice_deadline = float("inf")
         self._last_signal_times: dict[int, float] = {}
@@ -57,21 +59,21 @@ class _SignalForwarder(threading.Thread):
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in _HANDLED:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: None)  # the byte in the pipe is what counts
+                signal.signal(number, lambda *_: None)  # only the byte in the wakeup pipe counts
 
     def begin_attempt(self, has_failed: Callable[[], bool]) -> None:
-        """For ranks that start now."""
+        """Reset the state for ranks that start now."""
         self.messages.clear()
         self.has_killed, self._deadline, self._notice_deadline = False, float("inf"), float("inf")
         self._stopped_monitor = StoppedRankMonitor()
         self.has_remote_failure = has_failed
 
     def end_attempt(self) -> None:
-        """The ranks have ended."""
+        """Stop watching for remote failures: the ranks have exited."""
         self.has_remote_failure, self._notice_deadline = bool, float("inf")
 
     def run(self) -> None:
-        looked = 0.0
+        last_poll = 0.0
         while True:
             if select.select([self._signals], [], [], 0.2)[0]:
                 for number in os.read(self._signals, 64):
@@ -80,9 +82,9 @@ class _SignalForwarder(threading.Thread):
             self.messages.read()
             self.messages.add_late(self._stopped_monitor.poll(_find_rank_pids, self.messages.restart_policy()))
             now = time.monotonic()
-            if now - looked > _FAILURE_POLL_S and self._notice_deadline == float("inf"):
-                looked = now
-                with contextlib.suppress(RuntimeError):  # node 0 is gone, which its own ranks' peers will see
+            if now - last_poll > _FAILURE_POLL_S and self._notice_deadline == float("inf"):
+                last_poll = now
+                with contextlib.suppress(RuntimeError):  # node 0 is gone; the peers of its ranks notice
                     self._notice_deadline = now + launcher.NOTICE_S if self.has_remote_failure() else float("inf")
             if now > self._notice_deadline and self._deadline == float("inf"):
                 self._interrupt_all()
@@ -99,13 +101,13 @@ class _SignalForwarder(threading.Thread):
             return
         self._last_signal_times[number] = time.monotonic()
         if number == signal.SIGINT or self._is_asked_twice:
-            there = self._interrupt_all()
+            num_signaled = self._interrupt_all()
         else:
-            there = _signal_ranks(number)  # by a second one ranks end, but for those that are writing a checkpoint
+            num_signaled = _signal_ranks(number)  # a second one ends ranks, except those writing a checkpoint
             self._is_asked_twice = self.stop_signal != 0
         if self.stop_signal != signal.SIGINT:
             self.stop_signal = number
-        if not there:
+        if not num_signaled:
             self.remove_logs()
             _write_final_line(f"ended by {signal_name(number)}")
             os._exit(128 + number)
@@ -115,14 +117,14 @@ class _SignalForwarder(threading.Thread):
 
 
 def _write_final_line(text: str) -> None:
-    """Nothing comes behind it: what the agent waits for in C++ says that it was interrupted."""
+    """Write the last line to stderr and silence what follows: the agent's C++ wait reports its interruption there."""
     stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.write(stderr, f"{text}\n".encode())
 
 
 def _signal_ranks(number: int) -> int:
-    """Send a signal to all processes that this one has started, which are the ranks. Return their number."""
+    """Send a signal to all child processes, which are the ranks. Return their number."""
     sent = 0
     for pid in list_children():
         with contextlib.suppress(ProcessLookupError):
@@ -132,41 +134,43 @@ def _signal_ranks(number: int) -> int:
 
 
 def _find_rank_pids() -> dict[int, int]:
-    """Pids of the ranks that this process has started."""
-    found: dict[int, int] = {}
+    """Return the pids of the ranks that this process has started, by rank."""
+    pids: dict[int, int] = {}
     for pid in list_children():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has exited
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found |= {int(one[5:]): pid for one in variables if one.startswith(b"RANK=")}
-    return found
+            pids |= {int(variable[5:]): pid for variable in variables if variable.startswith(b"RANK=")}
+    return pids
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     from torch.distributed.run import parse_args
 
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
         try:
             return parse_args(list(arguments))
-        except SystemExit as leaving:
-            if leaving.code == 0:
+        except SystemExit as exit_request:
+            if exit_request.code == 0:
                 raise
-    raise ValueError(said.getvalue().strip().rpartition("error: ")[2])
+    raise ValueError(stderr.getvalue().strip().rpartition("error: ")[2])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     inherit_orphans()
-    watch = _SignalForwarder()
-    watch.start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Slurm sends it to all; it is for the ranks
+    forwarder = _SignalForwarder()
+    forwarder.start()
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGUSR1}
+    )  # Slurm sends it to every process; only the ranks handle it
     try:
         if list(sys.argv[1:] if arguments is None else arguments)[:1] in (["-V"], ["--version"]):
             print(f"MegaRL {__version__}")
             return 0
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        options.log_dir = options.log_dir or watch.log_folder.path
+        options.log_dir = options.log_dir or forwarder.log_folder.path
         options.signals_to_handle = "SIGQUIT"
         options.shutdown_timeout = int(launcher.GRACE_S)
-        return _run_with_restarts(options, watch)
+        return _run_with_restarts(options, forwarder)
     except ValueError as error:
         print(f"error: torchrun: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
@@ -174,18 +178,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: torchrun: {_rendezvous_error(error)}", file=sys.stderr, flush=True)
         return 1
     finally:
-        watch.remove_logs()
+        forwarder.remove_logs()
 
 
 def _run_with_restarts(options: argparse.Namespace, watch: _SignalForwarder) -> int:
-    """As `launcher.run_with_restarts`, on each node."""
+    """Do what `launcher.run_with_restarts` does, on each node."""
     from megarl.parallel.rendezvous import serve_local_store
 
     nodes, static = _join_nodes(options), options.rdzv_backend == "static" or options.standalone
     number, attempt = int(options.node_rank), 0
     while True:
         os.environ.update({**watch.messages.environment, RESTART_COUNT_ENV: str(attempt)})
-        watch.begin_attempt(lambda: nodes.has_remote_failure(attempt))  # noqa: B023  only while it is this one
+        watch.begin_attempt(lambda: nodes.has_remote_failure(attempt))  # noqa: B023  called within this attempt only
         with contextlib.ExitStack() as stack:
             if static and nodes.num_nodes == 1:
                 os.environ.update(stack.enter_context(serve_local_store()))
@@ -195,15 +199,15 @@ def _run_with_restarts(options: argparse.Namespace, watch: _SignalForwarder) -> 
         if report.has_failed:
             nodes.announce_failure(attempt)
         end_orphans((), launcher.ORPHAN_TIMEOUT_S)
-        # Nodes that have met otherwise do not hear of each other.
-        after = nodes.decide_next(attempt, report, watch.messages.restart_policy() if static else None)
-        if after.text:
-            print(after.text, file=sys.stderr, flush=True)
-        if not after.should_restart:
-            return after.status
+        # With other rendezvous backends, nodes do not hear of each other.
+        decision = nodes.decide_next(attempt, report, watch.messages.restart_policy() if static else None)
+        if decision.text:
+            print(decision.text, file=sys.stderr, flush=True)
+        if not decision.should_restart:
+            return decision.status
         if number == 0:
-            append_to_log(watch.messages.restart_policy(), after.text.splitlines()[-1])
-        time.sleep(after.wait_s)  # a signal meanwhile ends this process
+            append_to_log(watch.messages.restart_policy(), decision.text.splitlines()[-1])
+        time.sleep(decision.wait_s)  # a signal during the wait ends this process
         attempt += 1
 
 
@@ -215,38 +219,38 @@ def _join_nodes(options: argparse.Namespace) -> SingleNode:
 
 
 def _run_attempt(options: argparse.Namespace, port: int, watch: _SignalForwarder, name: str) -> NodeReport:
-    """Start the ranks of this node once, and wait until they have ended."""
+    """Run the ranks of this node once and wait until they have exited."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.run import run
 
     for logger in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
-    # What agents of several nodes tell each other with `--rdzv-backend=c10d` is pickled.
+    # With `--rdzv-backend=c10d` the agents of several nodes exchange pickles.
     vars(dynamic_rendezvous)["pickle"] = SealedPickle("rendezvous", launcher_key())
-    once = copy.copy(options)
-    once.master_port = port
+    attempt_options = copy.copy(options)
+    attempt_options.master_port = port
     codes: dict[int, int] = {}
     problem = ""
-    well = False
+    succeeded = False
     try:
-        run(once)
-        well = True
+        run(attempt_options)
+        succeeded = True
     except ChildFailedError as error:
-        first = min(failure.timestamp for failure in error.failures.values())
+        first_failure = min(failure.timestamp for failure in error.failures.values())
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         for rank, failure in error.failures.items():
-            ended_by_us = watch.has_killed or failure.timestamp >= first + launcher.GRACE_S - 1
+            ended_by_us = watch.has_killed or failure.timestamp >= first_failure + launcher.GRACE_S - 1
             if failure.exitcode == -signal.SIGKILL and ended_by_us:
                 del codes[rank]
     except ValueError:
         raise
     except Exception as error:
         problem = _rendezvous_error(error)
-    local = int(options.nproc_per_node) if str(options.nproc_per_node).isdigit() else 0
-    first_rank = local * int(options.node_rank)
-    ranks = tuple(range(first_rank, first_rank + local))
-    return NodeReport(name, well, codes, tuple(watch.messages.read()), watch.stop_signal, problem, ranks)
+    ranks_per_node = int(options.nproc_per_node) if str(options.nproc_per_node).isdigit() else 0
+    first_rank = ranks_per_node * int(options.node_rank)
+    ranks = tuple(range(first_rank, first_rank + ranks_per_node))
+    return NodeReport(name, succeeded, codes, tuple(watch.messages.read()), watch.stop_signal, problem, ranks)
 
 
 def _rendezvous_error(error: Exception) -> str:

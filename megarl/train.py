@@ -1,10 +1,10 @@
-"""Entry point: configuration -> flow -> run.
+"""Training entry point: load the configuration, then run its flow.
 
     .venv/bin/python -m megarl.train configs/quickstart.yaml [section.key=value ...] [--dry-run]
 
-A configuration that needs more ranks than one starts them itself, as long as they fit on one machine. Under torchrun
-(`megarl.torchrun`, which launch/ and slurm/ use, or torch's own) every rank runs this file. How it ends, and with which
-exit status, is in `launch/exit_status.py`.
+If the configuration needs more than one rank and they fit on one machine, this program starts them itself. Under
+torchrun (`megarl.torchrun`, which launch/ and slurm/ use, or torch's own) every rank runs this file. Exit statuses are
+described in `launch/exit_status.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.processes.children import inherit_orphans
 
 
 class _Parser(Parser):
-    """Its mistakes are told like those of a configuration: once, by however many ranks they are made."""
+    """Raise usage errors as ConfigError, so that they are reported once, whatever the number of ranks."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(
@@ -71,18 +71,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         HybridFlow(config).run()
         return 0
-    except BaseException as error:  # noqa: B036  the end of the program
+    except BaseException as error:  # noqa: B036  top level of the program
         return exit_status.report_error(error)
 
 
 def list_keys(words: Sequence[str] = ()) -> list[str]:
-    """A line for each configuration key: default, range and meaning; with words, of the keys whose names have one of
-    them. Raises ConfigError for a word that is in no key's name."""
+    """Return one line per configuration key with its default, range and meaning.
+
+    words: list only keys whose names contain one of these words. Raises ConfigError for a word that no key contains.
+    """
     keys = describe_keys()
     for word in words:
         if not any(word in name for name, _ in keys):
-            near = difflib.get_close_matches(word, [part for name, _ in keys for part in (name, *name.split("."))], n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            matches = difflib.get_close_matches(
+                word, [part for name, _ in keys for part in (name, *name.split("."))], n=1
+            )
+            hint = f"did you mean {matches[0]}? " if matches else ""
             raise ConfigError(f"--keys {word[:80]}: no key has this in its name; {hint}--keys alone lists all")
     ranges, meanings = describe_ranges(), describe_meanings()
     return [
@@ -95,12 +99,12 @@ def list_keys(words: Sequence[str] = ()) -> list[str]:
 def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # who reads the output has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
-    """Check the configuration, then run this program as all ranks on this machine; returns their exit status."""
+    """Check the configuration, run this program as all ranks on this machine, and return their exit status."""
     from megarl.controllers.lookup import load_requirements
     from megarl.dry_run.plan import validate
     from megarl.engine.engine_host_client import HOST_VARIABLE
@@ -119,21 +123,21 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
             "start it with slurm/ppo_moe.sh or launch/multi_node.sh"
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    declared = load_requirements(config)
-    roles = describe_rank_roles(config, declared.roles)
+    requirements = load_requirements(config)
+    roles = describe_rank_roles(config, requirements.roles)
     command = (sys.executable, "-m", "megarl.train", *arguments)
     pending: list[int] = []
 
     def attempt(environment: Mapping[str, str]) -> tuple[exit_status.RunOutcome, restarts.RestartPolicy | None]:
-        ranks = launcher.Launch(command, world, saves=config.run.save_every > 0, roles=roles, pending=pending)
+        launch = launcher.Launch(command, world, saves=config.run.save_every > 0, roles=roles, pending=pending)
         host = None
-        if declared.has_rollout and not config.rollout.replay and HOST_VARIABLE not in os.environ:
+        if requirements.has_rollout and not config.rollout.replay and HOST_VARIABLE not in os.environ:
             with launcher.block_signals((signal.SIGINT, signal.SIGUSR1)):
-                host = start_host(config)  # one for all engines, and they load while the ranks do
+                host = start_host(config)  # shared by all engines; they load while the ranks start
             environment = {**environment, HOST_VARIABLE: host.path}
         try:
-            with serve_local_store() as meeting_place:
-                return ranks.run({**environment, **meeting_place})
+            with serve_local_store() as store_env:
+                return launch.run({**environment, **store_env})
         finally:
             if host is not None:
                 host.close()
