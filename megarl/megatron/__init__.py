@@ -1,4 +1,4 @@
-"""Everything that touches Megatron-Core: building models, heads, log-probs, the training step, its checkpoint format.
+"""Everything that touches Megatron-Core: model building, heads, log-probs, the training step and checkpoints.
 
 Importing this package patches Megatron-Core for machines without a GPU (`cpu/megatron_platform.py`).
 `parallel/ranks.py` imports it for that reason alone.
@@ -7,7 +7,7 @@ Importing this package patches Megatron-Core for machines without a GPU (`cpu/me
 import sys
 import warnings
 
-# Their warnings are advice to the authors of trainers. Before the first import, which warns of missing packages.
+# These warnings are advice for trainer authors. Filter before the first import, which warns about missing packages.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
 from megarl.cpu import megatron_platform  # noqa: E402
@@ -15,9 +15,11 @@ from megarl.parallel import device  # noqa: E402
 
 
 def _import_core() -> None:
-    """Megatron-Core, once it fits the machine: here, so that nothing imports it earlier by way of this package. Without
-    wandb, which it would import on every rank, for a second or two and with two folders in the temporary folder each;
-    nothing of ours has it write there."""
+    """Import Megatron-Core, patched for this machine, before anything else in this package can import it.
+
+    Hides wandb during the import. Megatron-Core would otherwise import it on every rank, which takes a second or two
+    and leaves two temporary folders per rank. MegaRL never logs to wandb through Megatron.
+    """
     is_hidden = "wandb" not in sys.modules
     if is_hidden:
         sys.modules["wandb"] = None  # type: ignore[assignment]  # `import wandb` raises ImportError

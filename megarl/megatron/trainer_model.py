@@ -1,7 +1,7 @@
-"""A policy, critic or reward model on Megatron-Core: forward over a batch, training step, weights and state.
+"""A policy, critic or reward model on Megatron-Core: forward pass, training step, weights and state.
 
-All ranks call every method with the same batch, of which each rank has its own sequences. The batch is split here: over
-data parallel ranks, into micro-batches, and over Megatron's pipeline schedule.
+All ranks call every method with the same batch, of which each rank holds its own sequences. This module splits the
+batch over data parallel ranks and into micro-batches, and runs them through Megatron's pipeline schedule.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megarl.types.batch import select_columns
 
 
 def sum_metrics(parts: Iterable[Mapping[str, SupportsFloat]]) -> dict[str, float]:
-    """Figures by name, in the order of the parts, so that all who have the same parts have the same bits."""
+    """Sum metrics by name, in the order of `parts`, so that ranks with equal parts get bitwise equal sums."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -51,15 +51,16 @@ def sum_metrics(parts: Iterable[Mapping[str, SupportsFloat]]) -> dict[str, float
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
 ShardLoader = Callable[[Param, int, int], torch.Tensor]
 FP8_ROWS = 32
-"""Transformer Engine multiplies in FP8 only matrices with multiples of 16 rows, in blocks with scales, of 32."""
+"""Row multiple for FP8: Transformer Engine requires multiples of 16 rows, or of 32 with block scales."""
 OUTPUT_NAMES = {"actor": ("logprobs",), "critic": ("values",), "reward_model": ("scores",)}
-"""Which fields of ModelOutput a forward pass of each role is for."""
+"""The fields of `ModelOutput` that a forward pass computes by default, by role."""
 
 
 class MegatronModel:
-    """`total_updates`: optimizer steps of the whole run, for the schedule. Weights are arbitrary until loaded.
+    """A model on Megatron-Core with its optimizer and schedule. Weights are arbitrary until loaded.
 
-    With `trains=False` there are no gradients and no optimizer: forward only, from weights that are loaded once.
+    total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+    trains: if False, the model has neither gradients nor an optimizer and is forward-only; its weights are loaded once.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class MegatronModel:
                 dp=ranks.dp,
                 token_budget=config.train.token_budget * ranks.cp,
                 quadratic_cost=quadratic_cost(hf_config),
-                # Megatron's interleaved schedule takes micro-batches by the pipeline's length.
+                # Megatron's interleaved schedule needs a multiple of the pipeline size.
                 multiple=ranks.pp if ranks.vpp > 1 else 1,
-                should_keep_groups=role == "reward_model",  # whose loss compares the scores of a group
+                should_keep_groups=role == "reward_model",  # its loss compares the scores within a group
                 routing_shape=self.replay_shape,
                 has_logits=role == "actor",
             )
@@ -115,39 +116,40 @@ class MegatronModel:
     # ---- weights
 
     def params(self) -> list[Param]:
-        """The table of all parameters of this model, on whatever ranks they are."""
+        """Return the table of all parameters of this model, across all ranks."""
         table = family_of(self.hf_config).params(self.hf_config, self.ranks.tp, self.ranks.etp, bool(self.mtp_layers))
         if self.role == "actor":
             return table
         return critic_params(table, int(self.hf_config["hidden_size"]))
 
     def local_params(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters, in place, by canonical name (see `parameter_names.py`). With LoRA they are the base
-        model's."""
+        """Return this rank's parameters, in place, by canonical name (see `parameter_names.py`).
+
+        With LoRA these are the base model's parameters.
+        """
         self._weight_offload.onload()
         return {name: tensor.detach() for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items()}
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
-        """This rank's factors of `adapter_params`, in place, by canonical name; none without LoRA."""
+        """Return this rank's factors of `adapter_params`, in place, by canonical name; empty without LoRA."""
         self._weight_offload.onload()
         return lora.local_adapters(self.chunks)
 
     def adapter_params(self) -> list[Param]:
-        """The table of all adapters of this model."""
+        """Return the table of all adapters of this model."""
         return adapter_params(self.params(), self.config.lora) if self.config.lora.rank else []
 
     def merged_params(self) -> Mapping[str, torch.Tensor]:
-        """What the model computes with: `local_params`, with LoRA each with its adapter added as it is asked for."""
+        """Return the effective weights: `local_params`, with LoRA adapters merged lazily on each lookup."""
         settings = self.config.lora
         if not settings.rank:
             return self.local_params()
         return lora.MergedWeights(self.local_params(), self.local_adapters(), settings.alpha / settings.rank)
 
     def load_shards(self, get: ShardLoader) -> None:
-        """Fill every local parameter with `get(param, parts, part)`, the shard as `models.layout_algebra.pieces` cuts
-        it.
+        """Fill every local parameter with the shard `get(param, parts, part)`, cut as by `layout_algebra.split_param`.
 
-        Raises ConfigError on all ranks, naming the first tensor, where some are not finite.
+        Raises ConfigError on all ranks, naming the first such tensor, if any element is not finite.
         """
         table = {param.megatron: param for param in self.params()}
         not_finite = []
@@ -160,13 +162,13 @@ class MegatronModel:
             tensor.copy_(value)
             if not bool(torch.isfinite(tensor).all()):
                 not_finite.append(" or ".join(item.name for item in table[name].hf))
-        if found := [name for names in all_gather_objects(not_finite, self.ranks.host_group) for name in names]:
-            raise ConfigError(f"{found[0]} has elements that are not finite; these weights cannot be trained")
+        if bad_names := [name for names in all_gather_objects(not_finite, self.ranks.host_group) for name in names]:
+            raise ConfigError(f"{bad_names[0]} has elements that are not finite; these weights cannot be trained")
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # the fp32 masters
 
     def load_hf(self, folder: str | Path) -> None:
-        """Load an HF folder; a value head stays zero unless the folder has one. Raises ConfigError."""
+        """Load weights from an HF folder. A value head stays zero unless the folder has one. Raises ConfigError."""
         from megarl.models.hf_folder import open_hf
 
         weights = open_hf(folder)
@@ -185,17 +187,20 @@ class MegatronModel:
         self.load_shards(get)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Host copies of the local parameters."""
+        """Return host copies of the local parameters."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.local_params().items()}
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Within the block the model is the base model, which with LoRA is what it was at first."""
+        """Disable the adapters within the block, so that a LoRA model equals its initial weights."""
         return lora.disable_adapters(self.chunks)
 
     @contextmanager
     def swap_weights(self, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Within the block the model has the weights of `tensors`, a `snapshot`, which meanwhile holds the model's own:
-        the two are exchanged tensor by tensor, there and back. No update may happen inside."""
+        """Use the weights in `tensors`, a `snapshot`, within the block.
+
+        Weights are exchanged in place, tensor by tensor, so `tensors` holds the model's own weights within the block.
+        No update may happen inside.
+        """
         self._exchange(tensors)
         try:
             yield
@@ -207,16 +212,18 @@ class MegatronModel:
         if tensors.keys() != local.keys():
             raise ValueError(f"these are not this model's weights: {sorted(tensors.keys() ^ local.keys())[:5]} differ")
         for name, tensor in local.items():
-            own = tensor.to("cpu", copy=True)
+            current = tensor.to("cpu", copy=True)
             tensor.copy_(tensors[name])
-            tensors[name].copy_(own)
+            tensors[name].copy_(current)
 
     # ---- the device's memory
 
     def offload(self, weights: bool = True) -> int:
-        """Give the device's memory to others: optimizer states, and weights if they are wanted there too, go to the
-        host, gradients are dropped. Returns how many bytes. Whatever is asked of the model next takes back what it
-        needs."""
+        """Free device memory and return the number of bytes freed.
+
+        Moves optimizer states, and weights if `weights` is set, to the host and drops gradients. The next call that
+        needs them onloads them again.
+        """
         params = [param for chunk in self.chunks for param in chunk.parameters()]
         freed = 0
         if self.optimizer is not None:
@@ -227,8 +234,7 @@ class MegatronModel:
 
     @contextmanager
     def _on_device(self, states: bool = True) -> Iterator[None]:
-        """Within the block Megatron is in this model's layout, and the model's weights are on the device, and its
-        optimizer states if they are wanted too."""
+        """Onload the weights, and optimizer states if `states` is set, and activate this model's layout in Megatron."""
         self._weight_offload.onload()
         if states:
             self._optimizer_offload.onload()
@@ -241,59 +247,61 @@ class MegatronModel:
     def forward(
         self, batch: TrainBatch, temperature: float = 1.0, names: Sequence[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """What the model says of each token: `logprobs` of a policy, `values` of a critic, `scores` of a reward model.
+        """Compute per-token `logprobs` of a policy, `values` of a critic or `scores` of a reward model.
 
-        Returns [T] fp32 host tensors in the batch's order. `temperature` divides a policy's logits. names: which fields
-        of `ModelOutput` else, such as a policy's `entropy`.
+        Returns [T] fp32 host tensors in the batch's order.
+
+        temperature: divides a policy's logits.
+        names: the fields of `ModelOutput` to return instead of the role's default, such as a policy's `entropy`.
         """
         names = names or OUTPUT_NAMES[self.role]
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             output = self._reader.read(micro, emitted, temperature, "entropy" in names)
-            found = {name: getattr(output, name).float().cpu() for name in names}
-            return emitted.new_zeros(()), torch.zeros((), dtype=torch.int), (micro.indices, found)
+            outputs = {name: getattr(output, name).float().cpu() for name in names}
+            return emitted.new_zeros(()), torch.zeros((), dtype=torch.int), (micro.indices, outputs)
 
         for chunk in self.chunks:
             chunk.eval()
         plan = self.dispatcher.plan(batch, forward_only=True)
         rows = self.dispatcher.dispatch(batch, plan, ("tokens",))
         with self._on_device(states=False):
-            done, _ = self.oom_retry.run(
+            results, _ = self.oom_retry.run(
                 batch, plan, lambda cut: self._schedule(rows, cut, consume, True), trains=False
             )
-        return self.dispatcher.collect(batch, plan, done, names)()
+        return self.dispatcher.collect(batch, plan, results, names)()
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
-        """One optimizer step on sum(loss_weights * loss) over `batch`.
+        """Take one optimizer step on sum(loss_weights * loss) over `batch` and return its metrics.
 
-        Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 when the gradient was not finite and
-        nothing was changed), `mtp_loss` where MTP layers are trained, and the aux losses that are on, all under the
-        role's name, and the metrics of `loss_fn` under their own names. A reward model's loss gets all sequences of a
-        group in one micro-batch. Raises ConfigError on all ranks where the step has made weights that are not finite.
+        Metrics prefixed with the role: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 if the
+        gradient was not finite and nothing changed), `mtp_loss` if MTP layers are trained, and each enabled aux loss.
+        Metrics of `loss_fn` keep their own names. A reward model's loss gets all sequences of a group in one
+        micro-batch. Raises ConfigError on all ranks if the step produces non-finite weights.
         """
         if batch.loss_weights is None:
             raise ValueError("a training batch needs loss_weights")
-        # Megatron divides gradients by the global number of tokens, its aux losses being scaled up by the local one.
-        # Our loss is scaled up by the global one, and is what it says after the division.
+        # Megatron scales its aux losses by the local token count and divides gradients by the global one. Scale our
+        # loss by the global token count, so that the division cancels.
         total_tokens = int(batch.lengths.sum())
         plan = self.dispatcher.plan(batch, forward_only=False)
         rows = self.dispatcher.dispatch(batch, plan, select_columns(loss_fn, batch))
 
         def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            own = 0 if self.ranks.cp_rank else len(micro.unpadded_indices)  # each token is counted once
-            tokens = torch.tensor(own, dtype=torch.int, device=emitted.device)
-            if not micro.indices:  # padding, so that this rank takes part in its peers' collectives
+            token_count = 0 if self.ranks.cp_rank else len(micro.unpadded_indices)  # each token is counted once
+            tokens = torch.tensor(token_count, dtype=torch.int, device=emitted.device)
+            if not micro.indices:  # an empty micro-batch, so that this rank joins its peers' collectives
                 return emitted.float().sum() * 0.0, tokens, {}
             result = loss_fn(self._reader.read(micro, emitted, temperature), micro.batch.for_loss(loss_fn))
             weights = micro.batch.loss_weights
             assert weights is not None
             loss = (weights * result.loss).sum()
-            figures = {f"{self.role}/loss": loss.detach()} | result.reduce_metrics(micro.batch)
+            local_metrics = {f"{self.role}/loss": loss.detach()} | result.reduce_metrics(micro.batch)
             if self.mtp_layers:
-                ahead = self._reader.mtp_loss(micro, emitted)
-                figures[f"{self.role}/mtp_loss"] = ahead.detach()
-                loss = loss + self.config.train.mtp * ahead
-            return loss * total_tokens, tokens, figures
+                mtp_loss = self._reader.mtp_loss(micro, emitted)
+                local_metrics[f"{self.role}/mtp_loss"] = mtp_loss.detach()
+                loss = loss + self.config.train.mtp * mtp_loss
+            return loss * total_tokens, tokens, local_metrics
 
         def gradients(cut: MicroBatchPlan) -> list[Any]:
             for chunk in self.chunks:
@@ -303,26 +311,26 @@ class MegatronModel:
             return self._schedule(rows, cut, consume, forward_only=False)
 
         with self._on_device():
-            done, plan = self.oom_retry.run(batch, plan, gradients, trains=True)
+            results, plan = self.oom_retry.run(batch, plan, gradients, trains=True)
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(plan[0]))
-            norm, taken = optimizer.take_step(self.optimizer, self.scheduler)
-        figures = sum_metrics(done) if self.dispatcher.is_reporter else {}
-        everyone = all_gather_objects((figures, optimizer.has_finite_weights(self.chunks)), self.ranks.host_group)
-        if broken := [rank for rank, (_, finite) in enumerate(everyone) if not finite]:
+            norm, is_taken = optimizer.take_step(self.optimizer, self.scheduler)
+        local_metrics = sum_metrics(results) if self.dispatcher.is_reporter else {}
+        gathered = all_gather_objects((local_metrics, optimizer.has_finite_weights(self.chunks)), self.ranks.host_group)
+        if bad_ranks := [rank for rank, (_, finite) in enumerate(gathered) if not finite]:
             name = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
             raise ConfigError(
                 f"an update of the {self.role.replace('_', ' ')} has made weights that are not finite (on rank "
-                f"{self.ranks.members[broken[0]]}; the gradient's norm was {norm:g}); nothing is saved of it: lower "
+                f"{self.ranks.members[bad_ranks[0]]}; the gradient's norm was {norm:g}); nothing is saved of it: lower "
                 f"{name}.lr"
             )
-        metrics = sum_metrics(figures for figures, _ in everyone)
+        metrics = sum_metrics(local_metrics for local_metrics, _ in gathered)
         metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})
         metrics.update(
             {
                 f"{self.role}/grad_norm": norm,
                 f"{self.role}/lr": float(self.scheduler.get_lr({})),
                 f"{self.role}/tokens": float(total_tokens),
-                f"{self.role}/skipped": float(not taken),
+                f"{self.role}/skipped": float(not is_taken),
             }
         )
         return metrics
@@ -330,40 +338,43 @@ class MegatronModel:
     def _schedule(
         self, rows: LocalRows, plan: MicroBatchPlan, consume: Callable[..., Any], forward_only: bool
     ) -> list[Any]:
-        """Run this rank's micro-batches through Megatron's schedule. The last stage gets `consume`'s third results.
+        """Run this rank's micro-batches through Megatron's schedule; the last stage returns `consume`'s third results.
 
-        A chunk's micro-batch is made when the schedule comes to it, and what autograd does not keep of it is gone when
-        the chunk is done: of many, the device has those in flight.
+        A chunk's micro-batch is built when the schedule reaches it, and released after the chunk's pass except for what
+        autograd saves. So the device holds only the micro-batches in flight.
         """
-        mine, noted = plan[self.ranks.dp_rank], self.oom_retry.track_current
-        place = device.device()
-        # Megatron's bf16 wrapper would make an fp32 copy of what the last stage emits.
-        keep_type = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
+        micro_batches, track_current = plan[self.ranks.dp_rank], self.oom_retry.track_current
+        target_device = device.device()
+        # Without this, Megatron's bf16 wrapper makes an fp32 copy of the last stage's output.
+        output_kwargs = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
         fp8 = self.config.model.megatron.get("fp8")
-        at = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
-        foresees = 0 if forward_only else self.mtp_layers
+        padding_args = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
+        mtp_layers = 0 if forward_only else self.mtp_layers
 
-        def made_for(chunk: torch.nn.Module) -> Iterator[MicroBatch]:
-            replayed = None
+        def iter_micro_batches(chunk: torch.nn.Module) -> Iterator[MicroBatch]:
+            replay_shard = None
             if self.replay_shape is not None:
-                replayed = routing_replay.make_replay_shard(chunk, self.ranks.tp, self.ranks.tp_rank, rows.layers)
-            return (make_micro_batch(rows.select(some), some, place, *at, foresees, replayed) for some in noted(mine))
+                replay_shard = routing_replay.make_replay_shard(chunk, self.ranks.tp, self.ranks.tp_rank, rows.layers)
+            return (
+                make_micro_batch(rows.select(indices), indices, target_device, *padding_args, mtp_layers, replay_shard)
+                for indices in track_current(micro_batches)
+            )
 
-        sources = [made_for(chunk) for chunk in self.chunks]
+        sources = [iter_micro_batches(chunk) for chunk in self.chunks]
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
             if self.replay_shape is not None:
                 routing_replay.start_micro_batch(model, micro.routing, self.replay_shape)
-            ahead = bool(foresees) and unwrap(model).post_process
-            embeds = ahead or unwrap(model).pre_process
+            runs_mtp = bool(mtp_layers) and unwrap(model).post_process
+            needs_tokens = runs_mtp or unwrap(model).pre_process
             output = model(
-                input_ids=micro.tokens if embeds else None,
-                position_ids=micro.positions if embeds else None,
+                input_ids=micro.tokens if needs_tokens else None,
+                position_ids=micro.positions if needs_tokens else None,
                 attention_mask=None,
                 packed_seq_params=micro.packed,
-                labels=micro.next_tokens if ahead else None,
-                **keep_type,
+                labels=micro.next_tokens if runs_mtp else None,
+                **output_kwargs,
             )
             return output, partial(consume, micro)
 
@@ -371,8 +382,8 @@ class MegatronModel:
             forward_step_func=forward_step,
             data_iterator=sources if len(sources) > 1 else sources[0],
             model=self.chunks,
-            num_microbatches=len(mine),
-            seq_length=1,  # ignored: stages tell each other the length of each micro-batch
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # ignored: stages send each other the length of each micro-batch
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -380,18 +391,18 @@ class MegatronModel:
     # ---- state
 
     def save_snapshot(self) -> None:
-        """Remember the model as it is, for `rollback`."""
+        """Take the snapshot that `rollback` restores."""
         with self._on_device():
             self._rollback_snapshot.capture(self.chunks, self.optimizer, self.scheduler)
 
     def rollback(self) -> None:
-        """To what it was at the last `keep`; the learning rate's schedule begins anew, with its warm-up."""
+        """Restore the last `save_snapshot` and restart the learning-rate schedule, warm-up included."""
         with self._on_device():
             self._rollback_snapshot.restore(self.chunks, self.optimizer)
         optimizer.set_schedule_step(self.scheduler, 0)
 
     def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Weights, optimizer and scheduler for `megatron.core.dist_checkpointing.save` and `load`."""
+        """Return weights, optimizer and scheduler for `megatron.core.dist_checkpointing.save` and `load`."""
         with self._on_device():
             metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
             model = {
@@ -405,7 +416,7 @@ class MegatronModel:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `dist_checkpointing.load(model.sharded_state_dict(is_loading=True), folder)` returned."""
+        """Load the result of `dist_checkpointing.load(model.sharded_state_dict(is_loading=True), folder)`."""
         with self._on_device():
             for i, chunk in enumerate(self.chunks):
                 unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"])
