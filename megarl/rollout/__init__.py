@@ -1,4 +1,4 @@
-"""Rollouts: the scheduler of conversations, one conversation turn by turn, and the session server for agents.
+"""Rollout generation: the conversation scheduler, the turn-by-turn rollout loop, and the session server for agents.
 
 Built on `engine/` (SGLang), `chat_format/` (templates) and `environments/` (tools).
 """

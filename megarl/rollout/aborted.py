@@ -1,4 +1,4 @@
-"""Rollouts that a failure or a time-out cut off: how many there may be, and what is said of them."""
+"""Limits on rollouts aborted by a failure or a timeout, and the error that reports them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _MAX_REASONS = 3
 
 
 class TooManyAborted(RuntimeError):
-    """So many rollouts are aborted, while others are under way, that `rollout.max_aborted` cannot be kept. failures: of
-    those of one engine."""
+    """Too many rollouts are aborted to satisfy `rollout.max_aborted`, while others are still running.
+
+    `failures` holds the reasons of one engine's aborted rollouts.
+    """
 
     def __init__(self, count: int, of: int, failures: Sequence[str]) -> None:
         super().__init__(f"{count} of {of} rollouts were aborted")
@@ -21,24 +23,24 @@ class TooManyAborted(RuntimeError):
 
 
 def summarize_aborts(rollouts: Rollouts) -> str:
-    """`12 x it was not done within rollout.step_timeout, ...`, the most frequent first; empty where none is aborted."""
+    """Return `12 x it was not done within rollout.step_timeout, ...`, most frequent first; empty if none is aborted."""
     return _summarize_reasons(rollouts.failures)
 
 
 def _summarize_reasons(failures: Iterable[str]) -> str:
-    found = Counter(failures)
-    shown = [f"{count} x {' '.join(reason.split())}" for reason, count in found.most_common(_MAX_REASONS)]
-    more = f", and {len(found) - _MAX_REASONS} other reasons" if len(found) > _MAX_REASONS else ""
+    counts = Counter(failures)
+    shown = [f"{count} x {' '.join(reason.split())}" for reason, count in counts.most_common(_MAX_REASONS)]
+    more = f", and {len(counts) - _MAX_REASONS} other reasons" if len(counts) > _MAX_REASONS else ""
     return ", ".join(shown) + more
 
 
 def is_over_abort_limit(count: int, of: int, config: RolloutConfig) -> bool:
-    """Whether so many aborted rollouts are more than `rollout.max_aborted` of all allows."""
+    """Return whether `count` aborted rollouts exceed the share `rollout.max_aborted` of `of`."""
     return count > config.max_aborted * of
 
 
 def check_abort_limit(rollouts: Rollouts, config: Config) -> None:
-    """Raise ConfigError where more than `rollout.max_aborted` of them are, an episode being one."""
+    """Raise ConfigError if more than `rollout.max_aborted` of the episodes are aborted."""
     rollouts = rollouts.merge_branches()
     count = int(rollouts.has_status("aborted").sum())
     if is_over_abort_limit(count, len(rollouts), config.rollout):
@@ -46,7 +48,7 @@ def check_abort_limit(rollouts: Rollouts, config: Config) -> None:
 
 
 def format_abort_error(count: int, of: int, failures: Iterable[str], config: Config) -> str:
-    """What is said where too many are aborted."""
+    """Format the error for too many aborted rollouts."""
     return (
         f"{count} of {of} rollouts were aborted, more than rollout.max_aborted="
         f"{config.rollout.max_aborted:g} allows: {_summarize_reasons(failures)}. What the engines say is in "

@@ -1,7 +1,8 @@
-"""Generation that goes on while models are trained: an engine's share of the groups of this step and of later ones.
+"""Continuous generation during training: one engine's share of the groups of this step and of later ones.
 
-Groups have numbers, through all steps. They are admitted step by step, as far ahead as they may be begun by the weights
-of now; an engine begins the next one whenever it has room, and a step takes its own when they are complete.
+Groups are numbered across all steps. They are admitted step by step, as far ahead as `rollout.max_lag` lets them start
+with the current weights. An engine starts the next group whenever it has room, and a step collects its groups once they
+are complete.
 """
 
 from __future__ import annotations
@@ -36,19 +37,23 @@ from megarl.rollout.scheduler import (
 from megarl.types import Prompt
 
 _POLL_S = 0.05
-"""How often it is asked whether a step's groups are complete, on whichever engine."""
+"""Seconds between checks whether a step's groups are complete on all engines."""
 _RETURNED_POLL_S = 0.5
-"""How often an engine that has room looks for what another, which is lost, has given back."""
+"""Seconds between checks, by an engine that has room, for groups that a lost engine returned."""
 
 OnBusyInterval = Callable[[float, float], None]
-"""Told from when to when the engine had something to do, in time.monotonic's seconds."""
+"""Called with the start and end (`time.monotonic` seconds) of an interval in which the engine was busy."""
 
 
 class GroupStream:
-    """All of it is for one event loop, in which `run` goes on.
+    """One engine's continuous generation. Use it only in the event loop that runs `run`.
 
-    tickets: without an end, shared by the engines. groups: that it has room for at once, with so many samples each;
-    `config.concurrency` bounds it, too. seconds: that a conversation may take. lost: is told where the engine is lost.
+    Args:
+        tickets: unlimited queue, shared by the engines
+        samples: conversations per group
+        groups: maximum number of concurrent groups, also bounded by `config.concurrency`
+        seconds: timeout of one group's conversations
+        lost: called when the engine is lost
     """
 
     def __init__(
@@ -67,101 +72,110 @@ class GroupStream:
         self._samples, self._timeout, self._on_busy_interval, self._on_engine_lost = samples, seconds, at_work, lost
         self._gate = RequestGate(policy, max(1, min(around.config.concurrency, samples * groups)), around.halt)
         self._admitted: dict[int, tuple[Prompt, int, int]] = {}
-        """By number: the prompt, the seed of its step, and which group of the step it is."""
+        """By group number: the prompt, the seed of its step, and the group's index within the step."""
         self._num_admitted = self._num_collected = 0
         self._pending_groups: dict[int, ReturnedGroup] = {}
-        """What this engine is to begin when it is admitted, by number."""
+        """Groups claimed by this engine that start once they are admitted, by number."""
         self._active_groups: dict[int, list[PartialRollout]] = {}
         self._complete_groups: dict[int, Group] = {}
         self._start_times: dict[int, float] = {}
-        """When each of this engine's groups was begun, of those that no step has taken."""
+        """Start time of each of this engine's groups that no step has collected."""
         self._queue_updates = ShieldedTasks()
         self.is_lost = False
-        """Whether its engine is, and `reconnect` has not been called since."""
+        """True from the loss of the engine until `reconnect`."""
         self._num_interrupted = self._num_restarted = 0
         self._changed = asyncio.Condition()
         self._collected_at, self._busy_seconds = time.monotonic(), 0.0
 
     async def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
-        """The groups of a further step may be begun; their seeds are those that the step's own would have."""
+        """Allow the groups of one more step to start, with the seeds that the step itself would use."""
         for group, prompt in enumerate(prompts):
             self._admitted[self._num_admitted + group] = prompt, seed, group
         self._num_admitted += len(prompts)
         await self._notify()
 
     async def run(self, watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever) -> None:
-        """Begin what is admitted, until this is cancelled. Returns where the engine is lost, as the policy or `watch`
-        say by EngineLost: what is complete stays, all else is given back, for whichever engine has room."""
+        """Start admitted groups until cancelled.
+
+        Returns if the engine is lost, which the policy or `watch` reports by raising EngineLost. Complete groups are
+        kept; all others return to the queue for any engine with room.
+        """
         try:
-            async with asyncio.TaskGroup() as talks:
-                talks.create_task(watch())
+            async with asyncio.TaskGroup() as task_group:
+                task_group.create_task(watch())
                 while await self._gate.wait_for_room():
                     await self._queue_updates.run(self._claim_group())
                     if (number := min(self._pending_groups, default=self._num_admitted)) >= self._num_admitted:
                         await self._wait_for_group()
                         continue
-                    await self._gate.wait_for_room()  # a pause may have begun meanwhile
+                    await self._gate.wait_for_room()  # a pause may have started meanwhile
                     prompt, seed, group = self._admitted[number]
-                    waiting = self._pending_groups.pop(number)
-                    begun = waiting.group or make_group(prompt, self._context.chat, seed, group, self._samples)
-                    self._num_restarted += waiting.num_interrupted
+                    pending = self._pending_groups.pop(number)
+                    begun = pending.group or make_group(prompt, self._context.chat, seed, group, self._samples)
+                    self._num_restarted += pending.num_interrupted
                     self._active_groups[number], self._start_times[number] = list(begun), time.monotonic()
-                    talks.create_task(self._run_group(number, open_slots(begun, self._gate)))
-        except BaseExceptionGroup as failed:
-            lost = find_engine_loss(failed)
-            if lost is None:
-                raise find_first_error(failed) from None
-            await self._handle_engine_loss(lost)
+                    task_group.create_task(self._run_group(number, open_slots(begun, self._gate)))
+        except BaseExceptionGroup as errors:
+            engine_loss = find_engine_loss(errors)
+            if engine_loss is None:
+                raise find_first_error(errors) from None
+            await self._handle_engine_loss(engine_loss)
 
     async def reconnect(self, policy: Policy, around: RolloutContext) -> None:
-        """The engine is there again, as another policy: `run` may be called anew."""
+        """Attach the restarted engine as a new policy; `run` may then be called again."""
         self._context = replace(around, halt=self._context.halt)
         self._gate.policy, self.is_lost = policy, False
         await asyncio.to_thread(self._queue.count_lost_engines, -1)
         await self.resume()
 
     async def collect(self, count: int) -> GenerationResult | None:
-        """Of the next `count` groups those that are this engine's, in order, when all of these are complete, here or
-        elsewhere. Their rollouts are numbered within the step, from 0 on. None where no engine is left."""
+        """Wait until the next `count` groups are complete on all engines, and return this engine's share in order.
+
+        Groups are numbered within the step, from 0. Returns None if all engines are lost.
+        """
         first, last = self._num_collected, self._num_collected + count
         while await asyncio.to_thread(self._queue.count_complete, first) < count:
             if self.is_lost and await asyncio.to_thread(self._queue.count_lost_engines) == self._queue.num_engines:
                 return None
             await asyncio.sleep(_POLL_S)
-        taken = sorted(number for number in self._complete_groups if number < last)
+        numbers = sorted(number for number in self._complete_groups if number < last)
         rollouts = [
-            one for number in taken for one in to_rollouts(self._complete_groups.pop(number), self._admitted[number][2])
+            rollout
+            for number in numbers
+            for rollout in to_rollouts(self._complete_groups.pop(number), self._admitted[number][2])
         ]
         now = time.monotonic()
-        ages = tuple(now - self._start_times.pop(number) for number in taken)
+        ages = tuple(now - self._start_times.pop(number) for number in numbers)
         for number in range(self._num_collected, last):
             del self._admitted[number]
         self._num_collected = last
-        (before, self._collected_at), (was, self._busy_seconds) = (
+        (last_collected_at, self._collected_at), (previous_busy, self._busy_seconds) = (
             (self._collected_at, now),
             (self._busy_seconds, self._gate.measure_busy_seconds()),
         )
-        (gone, self._num_interrupted), (again, self._num_restarted) = (
+        (num_interrupted, self._num_interrupted), (num_restarted, self._num_restarted) = (
             (self._num_interrupted, 0),
             (self._num_restarted, 0),
         )
-        slots, seconds = self._gate.num_slots, now - before
-        busy = self._busy_seconds - was
+        num_slots, seconds = self._gate.num_slots, now - last_collected_at
+        busy_seconds = self._busy_seconds - previous_busy
         return GenerationResult(
             rollouts,
             [],
-            num_slots=slots,
+            num_slots=num_slots,
             seconds=seconds,
-            busy_seconds=busy,
+            busy_seconds=busy_seconds,
             group_ages=ages,
-            num_interrupted=gone,
-            num_restarted=again,
+            num_interrupted=num_interrupted,
+            num_restarted=num_restarted,
         )
 
     async def pause(self, how: OnWeightSync) -> None:
-        """Have the policy free for other weights: nothing is begun until `resume`. What is under way is cut off, and
-        gone on with then; or stays as it is, in an engine that pauses itself; or is waited for. An engine that is lost
-        is free."""
+        """Free the policy for a weight sync; nothing starts until `resume`.
+
+        `how` says what becomes of running requests: abort them and continue later ("retract"), keep them in an engine
+        that pauses itself ("in_place"), or wait for them ("wait"). A lost engine is free.
+        """
         if how == "wait":
             self._gate.is_admitting = False
             await self._gate.drain()
@@ -174,17 +188,17 @@ class GroupStream:
                     self._on_engine_lost(lost)
                     async with self._changed:
                         await self._changed.wait_for(lambda: self.is_lost)
-        if (worked := self._gate.pop_busy_interval()) is not None:
-            self._on_busy_interval(*worked)
+        if (busy_interval := self._gate.pop_busy_interval()) is not None:
+            self._on_busy_interval(*busy_interval)
 
     async def resume(self) -> None:
         self._gate.reopen()
 
     async def _claim_group(self) -> None:
-        """Get a group to begin: one that a lost engine has given back, else one that nobody has begun."""
-        back: ReturnedGroup | None = await asyncio.to_thread(self._queue.claim_returned)
-        if back is not None:
-            self._pending_groups[back.number] = back
+        """Claim a group to start: one that a lost engine returned, otherwise a new one."""
+        returned: ReturnedGroup | None = await asyncio.to_thread(self._queue.claim_returned)
+        if returned is not None:
+            self._pending_groups[returned.number] = returned
         elif not self._pending_groups:
             number = await asyncio.to_thread(self._queue.claim)
             assert number is not None, "the tickets of a stream have no end"
@@ -203,21 +217,21 @@ class GroupStream:
     async def _handle_engine_loss(self, lost: EngineLost) -> None:
         self._on_engine_lost(lost)
         await self._queue_updates.wait_all()
-        for number, begun in self._active_groups.items():
-            group = restart_unfinished(begun)
-            gone = sum(one.status is None for one in group)
-            self._num_interrupted += gone
-            await asyncio.to_thread(self._queue.return_group, ReturnedGroup(number, group, gone))
+        for number, active in self._active_groups.items():
+            group = restart_unfinished(active)
+            num_interrupted = sum(partial.status is None for partial in group)
+            self._num_interrupted += num_interrupted
+            await asyncio.to_thread(self._queue.return_group, ReturnedGroup(number, group, num_interrupted))
             del self._start_times[number]
-        for waiting in self._pending_groups.values():
-            await asyncio.to_thread(self._queue.return_group, waiting)
+        for pending in self._pending_groups.values():
+            await asyncio.to_thread(self._queue.return_group, pending)
         self._active_groups, self._pending_groups = {}, {}
         await asyncio.to_thread(self._queue.count_lost_engines, 1)
         self.is_lost = True
         await self._notify()
 
     async def _wait_for_group(self) -> None:
-        """Wait for news, or for as long as it takes until something may have been given back."""
+        """Wait for a change, at most until it is time to check for returned groups again."""
         try:
             async with asyncio.timeout(_RETURNED_POLL_S), self._changed:
                 await self._changed.wait_for(

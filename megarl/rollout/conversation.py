@@ -1,4 +1,4 @@
-"""The rollout loop: the policy writes, tools answer, until the policy is done. Token ids in, token ids out."""
+"""The rollout loop: alternate policy turns and tool calls until the policy is done. Token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ async def reject_agents() -> SessionServer:
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """What a conversation needs besides the policy.
+    """Everything a conversation needs besides the policy.
 
-    halt: set where all are to stop as they are, and go on in a later step. Whoever sets it sees to it that the policy
-    answers what it was asked. ended: is told of each conversation that has ended, but for aborted ones; of no group.
-    agents: the server that agents ask, which listens then.
+    Attributes:
+        halt: set to stop all conversations where they are, to continue in a later step. Whoever sets it must make the
+            policy return its open requests.
+        on_rollout_finished: called with each finished conversation, except aborted ones; its group number is not set
+        get_session_server: returns the server that agents query, started on first use
     """
 
     chat: ChatTemplate
@@ -48,7 +50,7 @@ class RolloutContext:
 
 
 class Halted(Exception):
-    """The conversation is to stop here."""
+    """The conversation must stop at this point."""
 
 
 async def run_conversation(
@@ -58,42 +60,50 @@ async def run_conversation(
     params: dict[str, Any],
     deadline: float | None = None,
 ) -> PartialRollout:
-    """Carry a conversation on, to its end or until `around.halt`; then its status is None, and it can be carried on.
+    """Continue a conversation to its end or until `around.halt` is set.
 
-    params: SGLang's sampling parameters but for max_new_tokens, which follows from the budget. The whole conversation
-    stays within `max_context` tokens, the policy within `max_turns` turns, and each of these within `max_new_tokens`,
-    however often it was stopped; results of tools are cut to `max_observation` tokens each, and together to what room
-    there is. Status: `stop` when the policy ended a turn without a call, or with an end token that leaves no room for
-    an answer; `length` when a turn or the context was full; `max_turns`; `aborted` when the engine cut it off, a
-    request of it failed, or it was not done by `deadline`, in the event loop's time: then `failure` says which, and the
-    turns are those it had. So it is when its environment can go on no more.
+    A halted conversation has status None and can be continued. It keeps every token that the policy sampled, and its
+    session: a tool call that was running is not repeated. A conversation with an environment but no session, as loaded
+    from a checkpoint, restarts.
 
-    One that is stopped keeps every token that the policy has chosen, and its session: of a turn whose tools were at
-    work no call is made a second time. One with an environment that has none, out of a checkpoint, is begun anew.
+    The conversation stays within `max_context` tokens, the policy within `max_turns` turns, and each turn within
+    `max_new_tokens`, however often it is halted. Each tool result is truncated to `max_observation` tokens, and all
+    results of a turn to the remaining context.
+
+    The final status is one of:
+
+    - `stop`: the policy ended a turn without a call, or with an end token that leaves no room for a result
+    - `length`: a turn or the context was full
+    - `max_turns`: the policy called a tool in its last turn
+    - `aborted`: the engine aborted the request, a request failed, the environment was lost, or the conversation was not
+      done by `deadline` (event-loop time). `failure` holds the reason, and the turns so far are kept.
+
+    Args:
+        params: SGLang's sampling parameters without max_new_tokens, which follows from the budget
     """
-    talk = _Conversation(begun, policy, around, params)
+    conversation = _Conversation(begun, policy, around, params)
     failure = ""
     try:
         async with asyncio.timeout_at(deadline):
-            status = await talk.run()
-            now = replace(talk.state, status=status)
+            status = await conversation.run()
+            result = replace(conversation.state, status=status)
             if status != "aborted":
-                now = replace(now, env_reward=await talk.get_reward())
-        return talk.close(now)
+                result = replace(result, env_reward=await conversation.get_reward())
+        return conversation.close(result)
     except Halted:
-        return talk.state
+        return conversation.state
     except TimeoutError:
         failure = "it was not done within rollout.step_timeout"
     except (RequestFailed, SessionLost) as error:
         failure = str(error)
     except BaseException:
-        talk.close(talk.state)
+        conversation.close(conversation.state)
         raise
-    return talk.close(replace(talk.state, status="aborted", failure=failure))
+    return conversation.close(replace(conversation.state, status="aborted", failure=failure))
 
 
 class _Conversation:
-    """`now`: the conversation as far as it has come, which is what is kept of it where it is cut off."""
+    """One running conversation. `state` is its progress, and is what remains if it is interrupted."""
 
     def __init__(self, begun: PartialRollout, policy: Policy, around: RolloutContext, params: dict[str, Any]) -> None:
         self.state = begun
@@ -114,7 +124,7 @@ class _Conversation:
                 return status
 
     async def _open_session(self) -> None:
-        """Have a session. The prompt is rendered again where it is another one then, or its tools are."""
+        """Open a session, and render the prompt again if the environment changed it or its tools."""
         chat, config = self._context.chat, self._context.config
         now = self.state if chat.catalog.find_environment(self.state.prompt) is None else self.state.restart()
         task = now.prompt
@@ -135,62 +145,62 @@ class _Conversation:
         self.state = replace(PartialRollout.begin(prompt, now.seed), original_prompt=task, session=session)
 
     async def get_reward(self) -> RewardResult | None:
-        """What its environment says, now that it is over."""
-        now = self.state
-        said = [message for message in now.messages if message["role"] == "assistant"]
-        answer = str(said[-1].get("content") or "") if said else ""
-        turns = [self._context.chat.decode(turn.token_ids) for turn in now.turns if turn.is_action]
-        return await self._session.reward(answer, now.messages, turns)
+        """Return the environment's reward for the finished conversation."""
+        state = self.state
+        assistant_messages = [message for message in state.messages if message["role"] == "assistant"]
+        answer = str(assistant_messages[-1].get("content") or "") if assistant_messages else ""
+        turns = [self._context.chat.decode(turn.token_ids) for turn in state.turns if turn.is_action]
+        return await self._session.reward(answer, state.messages, turns)
 
     def close(self, now: PartialRollout) -> PartialRollout:
-        """Without its session, which is given back."""
+        """Release the session and return the conversation without it."""
         if now.session is not None:
             now.session.close()
         return replace(now, session=None)
 
     async def _generate_turn(self) -> Status | None:
-        """The policy's turn, or the rest of it. None where it ended with what may be a call.
+        """Generate the policy's turn, or the rest of it. Returns None if the turn may end with a call.
 
-        A token's routing is taken from the first request that ran it, which is the one that sampled what follows it.
+        A token's routing comes from the first request that ran it, which is the one that sampled the next token.
         """
-        chat, config, now = self._context.chat, self._context.config, self.state
-        context = now.token_ids
-        budget = min(config.max_new_tokens - now.num_turn_tokens, config.max_context - len(context))
+        chat, config, state = self._context.chat, self._context.config, self.state
+        context = state.token_ids
+        budget = min(config.max_new_tokens - state.num_turn_tokens, config.max_context - len(context))
         if budget <= 0:
             return "length"
-        out = await self._policy.generate(context, {**self._params, "max_new_tokens": budget}, now.num_routed)
-        turns, last = now.turns, None
+        out = await self._policy.generate(context, {**self._params, "max_new_tokens": budget}, state.num_routed)
+        turns, last_token = state.turns, None
         if len(out.token_ids):
-            own, last = (
+            new_turn, last_token = (
                 Turn(out.token_ids, out.logprobs, True, out.weight_version, out.versions, cached_tokens=out.cached),
                 int(out.token_ids[-1]),
             )
-            turns = (*turns[:-1], merge_turns(turns[-1], own)) if now.num_turn_tokens else (*turns, own)
-        now = self.state = replace(
-            now,
+            turns = (*turns[:-1], merge_turns(turns[-1], new_turn)) if state.num_turn_tokens else (*turns, new_turn)
+        state = self.state = replace(
+            state,
             turns=turns,
-            num_turn_tokens=now.num_turn_tokens + len(out.token_ids),
-            drafted=now.drafted + out.drafted,
-            accepted=now.accepted + out.accepted,
-            routing=now.routing if out.routing is None else (*now.routing, out.routing),
-            sampling_masks=now.extend_masks(out.sampling_mask, len(out.token_ids)),
+            num_turn_tokens=state.num_turn_tokens + len(out.token_ids),
+            drafted=state.drafted + out.drafted,
+            accepted=state.accepted + out.accepted,
+            routing=state.routing if out.routing is None else (*state.routing, out.routing),
+            sampling_masks=state.extend_masks(out.sampling_mask, len(out.token_ids)),
         )
-        over = (
-            last in chat.end_token_ids or len(out.token_ids) == budget
-        )  # though it may have been cut off at that moment
-        if out.finish_reason == "abort" and not over and self._context.halt.is_set():
+        is_complete = (
+            last_token in chat.end_token_ids or len(out.token_ids) == budget
+        )  # even if it was aborted at that moment
+        if out.finish_reason == "abort" and not is_complete and self._context.halt.is_set():
             raise Halted
-        self.state = replace(now, is_turn_complete=True, num_turns=now.num_turns + 1)
-        if last is not None and last == chat.end_of_call:
+        self.state = replace(state, is_turn_complete=True, num_turns=state.num_turns + 1)
+        if last_token is not None and last_token == chat.end_of_call:
             return None
         self._append_messages({"role": "assistant", "content": self._decode_turn()})
-        if out.finish_reason == "abort" and not over:
+        if out.finish_reason == "abort" and not is_complete:
             self.state = replace(self.state, failure=out.abort_reason)
             return "aborted"
-        return "stop" if last in chat.end_token_ids or out.finish_reason == "stop" else "length"
+        return "stop" if last_token in chat.end_token_ids or out.finish_reason == "stop" else "length"
 
     def _decode_turn(self) -> str:
-        """The policy's last turn in words, without what ends it."""
+        """Decode the policy's last turn, without its end token."""
         chat, tokens = (
             self._context.chat,
             self.state.turns[-1].token_ids if self.state.num_turn_tokens else as_token_ids(()),
@@ -201,57 +211,60 @@ class _Conversation:
         self.state = replace(self.state, messages=(*self.state.messages, *messages))
 
     async def _run_tools(self) -> Status | None:
-        """What the tools say to the policy's turn; None where it is the policy's turn again."""
-        around, now, schemas = self._context, self.state, self._session.schemas
-        chat, config = around.chat, around.config
+        """Run the turn's tool calls and append their results. Returns None if the policy continues."""
+        context, state, schemas = self._context, self.state, self._session.schemas
+        chat, config = context.chat, context.config
         turn = self._decode_turn()
-        after = str(now.messages[-1]["role"]) if now.messages else "user"
-        begins = chat.find_content_start(turn, after)  # calls in its reasoning are none
-        reply = await self._run_unless_halted(around.parse_tool_calls(turn[begins:], schemas))
-        reply = replace(reply, text=turn[:begins] + reply.text)
-        allowed = {schema["function"]["name"] for schema in schemas}
-        names = [call.name if call.name in allowed else "error" for call in reply.calls]
-        ids = [format_call_id(name, number) for number, name in enumerate([*names, "error"], now.tool_calls)]
-        said = _make_assistant_message(reply, ids)
+        previous_role = str(state.messages[-1]["role"]) if state.messages else "user"
+        content_start = chat.find_content_start(turn, previous_role)  # ignore calls inside its reasoning
+        reply = await self._run_unless_halted(context.parse_tool_calls(turn[content_start:], schemas))
+        reply = replace(reply, text=turn[:content_start] + reply.text)
+        known_names = {schema["function"]["name"] for schema in schemas}
+        names = [call.name if call.name in known_names else "error" for call in reply.calls]
+        call_ids = [format_call_id(name, number) for number, name in enumerate([*names, "error"], state.tool_calls)]
+        assistant_message = _make_assistant_message(reply, call_ids)
         if not reply.calls and not reply.error:
-            self._append_messages(said)
+            self._append_messages(assistant_message)
             return "stop"
-        if now.num_turns == config.max_turns:
-            self._append_messages(said)
+        if state.num_turns == config.max_turns:
+            self._append_messages(assistant_message)
             return "max_turns"
-        numbers = range(now.tool_calls, now.tool_calls + len(reply.calls))
+        call_numbers = range(state.tool_calls, state.tool_calls + len(reply.calls))
         results = await self._run_unless_halted(
             asyncio.gather(
                 *(
                     self._session.call(number, call.name, call.arguments)
-                    for number, call in zip(numbers, reply.calls, strict=True)
+                    for number, call in zip(call_numbers, reply.calls, strict=True)
                 )
             )
         )
         texts = [*(result.text for result in results), *([f"Error: {reply.error}"] if reply.error else ())]
-        answers: list[Message] = [  # what the policy calls a tool that does not exist reaches no template
-            {"role": "tool", "name": name, "tool_call_id": own, "content": text}
-            for name, own, text in zip([*names, "error"], ids, texts, strict=False)
+        observations: list[Message] = [  # the template never sees the name of a tool that does not exist
+            {"role": "tool", "name": name, "tool_call_id": call_id, "content": text}
+            for name, call_id, text in zip([*names, "error"], call_ids, texts, strict=False)
         ]
-        room = config.max_context - now.num_tokens - 1
-        found = truncate_observations(
-            chat, answers, schemas, config.max_observation, room, count_reserved_tokens(config)
+        max_tokens = config.max_context - state.num_tokens - 1
+        truncated = truncate_observations(
+            chat, observations, schemas, config.max_observation, max_tokens, count_reserved_tokens(config)
         )
-        failed = sum(not result.ok for result in results) + bool(reply.error)
-        now = replace(now, tool_calls=now.tool_calls + len(results), tool_errors=now.tool_errors + failed)
-        self.state = now
-        self._append_messages(said)
-        if found is None:
+        num_failed = sum(not result.ok for result in results) + bool(reply.error)
+        state = replace(state, tool_calls=state.tool_calls + len(results), tool_errors=state.tool_errors + num_failed)
+        self.state = state
+        self._append_messages(assistant_message)
+        if truncated is None:
             return "length"
-        shown, ids_shown = found
-        self._append_messages(*shown)
+        shown_messages, observation_ids = truncated
+        self._append_messages(*shown_messages)
         self.state = replace(
-            self.state, turns=(*now.turns, Turn(as_token_ids(ids_shown))), num_turn_tokens=0, is_turn_complete=False
+            self.state,
+            turns=(*state.turns, Turn(as_token_ids(observation_ids))),
+            num_turn_tokens=0,
+            is_turn_complete=False,
         )
         return None
 
     async def _run_unless_halted(self, work: Awaitable[T]) -> T:
-        """What comes of the work, which is cancelled where all are to stop."""
+        """Await `work`; cancel it and raise `Halted` if `halt` is set first."""
         working = asyncio.ensure_future(work)
         halted = asyncio.ensure_future(self._context.halt.wait())
         try:
@@ -270,21 +283,21 @@ def _make_assistant_message(reply: ParsedResponse, ids: Sequence[str]) -> Messag
     message: Message = {"role": "assistant", "content": reply.text}
     if reply.calls:
         message["tool_calls"] = [
-            {"id": own, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call, own in zip(reply.calls, ids, strict=False)
+            {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call, call_id in zip(reply.calls, ids, strict=False)
         ]
     return message
 
 
 def build_sampling_params(config: RolloutConfig, chat: ChatTemplate, greedy: bool, seed: int) -> dict[str, Any]:
-    """SGLang's sampling parameters of one conversation, without max_new_tokens."""
+    """Return SGLang's sampling parameters for one conversation, without max_new_tokens."""
     params: dict[str, Any] = {"stop_token_ids": sorted(chat.end_token_ids), "skip_special_tokens": False}
     if greedy or config.temperature == 0:
         return {**params, "temperature": 0.0}
-    cut = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p")}
-    return {**params, "temperature": config.temperature, **cut, "sampling_seed": seed}
+    truncation = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p")}
+    return {**params, "temperature": config.temperature, **truncation, "sampling_seed": seed}
 
 
 def derive_seed(seed: int, group: int, sample: int) -> int:
-    """Seed of one conversation, 32 bits; depends on nothing but its three numbers."""
+    """Return a conversation's 32-bit seed, which depends only on these three numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{group}/{sample}".encode()).digest()[:4], "big")

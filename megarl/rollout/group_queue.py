@@ -1,4 +1,4 @@
-"""Which engine begins which group, and when enough are complete: counters that all engines of a generation share."""
+"""Assign groups to engines and count complete ones, with counters shared by all engines of a generation."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any, Protocol
 
 
 class SharedStore(Protocol):
-    """What all engines of a job see: counters, and notes by name."""
+    """Key-value store shared by all engines of a job: atomic counters, and notes by name."""
 
     def add(self, name: str, more: int) -> int:
-        """What the counter of this name is with so many more; one step, whoever else counts meanwhile."""
+        """Add `more` to the counter atomically and return its new value."""
         ...
 
     def put(self, name: str, note: Any) -> None:
-        """note: plain data, see `parallel.encoding`."""
+        """Store a note of plain data, see `parallel.encoding`."""
         ...
 
     def get(self, name: str) -> Any:
-        """A note that was put there; it is gone then."""
+        """Remove and return a stored note."""
         ...
 
 
 UNLIMITED = sys.maxsize
-"""Groups of a generation that goes on."""
+"""Number of groups in continuous generation."""
 
 
 class LocalKVStore:
-    """The board of one process, for engines that it feeds itself."""
+    """Store of one process, for the engines it drives itself."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -49,12 +49,16 @@ class LocalKVStore:
 
 
 class GroupQueue:
-    """The groups of one generation: each goes to the engine that asks next, whichever that is.
+    """The groups of one generation, each claimed by the next engine that asks.
 
-    So an engine that is slow holds what it has begun and nothing else; and what one that is lost has not completed is
-    given back, for whoever has room. groups: to be begun, with the numbers from 0 on. engines: that share them. board,
-    name: where the counters are, and what they are called there; every engine of the generation has the same, and no
-    other generation does. carried: groups that engines go on with, besides.
+    A slow engine thus holds only the groups it has started, and a lost engine's incomplete groups return to the queue.
+
+    Args:
+        groups: number of groups to start, numbered from 0
+        engines: number of engines that share them
+        board, name: store of the counters and their prefix in it, the same for all engines of this generation and used
+            by no other
+        carried: groups that engines continue besides these
     """
 
     def __init__(
@@ -64,59 +68,63 @@ class GroupQueue:
         self._store: SharedStore = board or LocalKVStore()
         self._name, self._claimed_key, self._complete_key = name, f"{name}/taken", f"{name}/complete"
         self._reclaimed: set[int] = set()
-        """Of what was given back, what somebody has begun again."""
+        """Indices of returned groups that some engine has claimed again."""
         self.groups_per_engine = -(-(groups + carried) // engines)
-        """Groups that an engine has at once where they are dealt out evenly. Nobody is to begin more, or the first to
-        come would take all of a small generation, while the others have nothing to do."""
+        """Groups per engine if dealt evenly, the maximum number an engine should start at once.
+
+        Otherwise the first engine to ask would claim all of a small generation while the others idle.
+        """
 
     def claim(self) -> int | None:
-        """The number of a group that nobody has begun, which the caller does; None where all are."""
+        """Claim the next group and return its number, or None if all are claimed."""
         if self.count_claimed() == self._num_groups:
-            return None  # without a count more, for who asks again and again
+            return None  # do not count repeated requests
         number = self._store.add(self._claimed_key, 1) - 1
         return number if number < self._num_groups else None
 
     def count_claimed(self) -> int:
-        """How many groups were begun: those with the numbers below this one."""
+        """Return how many groups are claimed, which are those with lower numbers."""
         return min(self._store.add(self._claimed_key, 0), self._num_groups)
 
     def mark_complete(self, of: int = 0) -> int:
-        """Say that a group is complete. How many were so before, over all engines: no two are told the same. of: what
-        is counted by itself, where not all of them are one."""
+        """Count a group as complete, and return how many were complete before, over all engines.
+
+        The result is unique per call. `of` selects a separate counter.
+        """
         return self._store.add(f"{self._complete_key}/{of}", 1) - 1
 
     def count_complete(self, of: int = 0) -> int:
-        """How many groups are complete."""
+        """Return how many groups are complete."""
         return self._store.add(f"{self._complete_key}/{of}", 0)
 
     def count_aborted(self, more: int = 0) -> int:
-        """How many conversations are aborted, over all engines, with so many more."""
+        """Add `more` aborted conversations and return their number over all engines."""
         return self._store.add(f"{self._name}/aborted", more)
 
-    # --- engines that are lost
+    # --- lost engines
 
     def return_group(self, what: Any) -> None:
-        """Leave a group that was begun, which another engine is to complete: plain data."""
-        place = self._store.add(f"{self._name}/back", 1) - 1
-        self._store.put(f"{self._name}/back/{place}", what)
-        self._store.add(f"{self._name}/there/{place}", 1)
+        """Return a started group (plain data) for another engine to complete."""
+        index = self._store.add(f"{self._name}/back", 1) - 1
+        self._store.put(f"{self._name}/back/{index}", what)
+        self._store.add(f"{self._name}/there/{index}", 1)
 
     def claim_returned(self) -> Any | None:
-        """A group that was given back, which the caller completes; None where there is none."""
-        for place in range(self._store.add(f"{self._name}/back", 0)):
-            if place in self._reclaimed or not self._store.add(f"{self._name}/there/{place}", 0):
+        """Claim a returned group, or return None if there is none."""
+        for index in range(self._store.add(f"{self._name}/back", 0)):
+            if index in self._reclaimed or not self._store.add(f"{self._name}/there/{index}", 0):
                 continue
-            self._reclaimed.add(place)
-            if self._store.add(f"{self._name}/again/{place}", 1) == 1:
+            self._reclaimed.add(index)
+            if self._store.add(f"{self._name}/again/{index}", 1) == 1:
                 self._store.add(f"{self._name}/again", 1)
-                return self._store.get(f"{self._name}/back/{place}")
+                return self._store.get(f"{self._name}/back/{index}")
         return None
 
     def count_unclaimed(self) -> int:
-        """Groups that nobody has begun, or begun again."""
-        back, again = (self._store.add(f"{self._name}/{which}", 0) for which in ("back", "again"))
-        return self._num_groups - self.count_claimed() + back - again
+        """Return how many groups, new or returned, no engine has claimed."""
+        num_returned, num_reclaimed = (self._store.add(f"{self._name}/{which}", 0) for which in ("back", "again"))
+        return self._num_groups - self.count_claimed() + num_returned - num_reclaimed
 
     def count_lost_engines(self, more: int = 0) -> int:
-        """How many of the engines are lost, with so many more."""
+        """Add `more` lost engines and return their number."""
         return self._store.add(f"{self._name}/lost", more)

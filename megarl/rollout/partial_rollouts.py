@@ -1,4 +1,4 @@
-"""A conversation as far as it has come: what is kept of one that is stopped, to go on in a later step."""
+"""The state of a conversation, which can be halted and continued in a later step."""
 
 from __future__ import annotations
 
@@ -29,21 +29,29 @@ from megarl.types import (
 )
 
 StoreArray = Callable[[npt.NDArray[Any]], int]
-"""Keeps an array; what it is found again by."""
+"""Stores an array and returns the index to load it by."""
 LoadArray = Callable[[int], npt.NDArray[Any]]
-"""The array that was kept under this number, which can be written to."""
+"""Returns a writable array stored under this index."""
 
 
 @dataclass(frozen=True)
 class PartialRollout:
-    """turns, messages, tool_calls ...: as of a `Rollout`. The last turn may be one that the policy has not finished.
+    """A conversation in progress or finished.
 
-    routing, support: as of a `Rollout`, in parts. written: tokens of the policy's turn, which is the last one then; 0
-    where it is to begin its turn. whole: that turn is over, and its calls were not answered. taken: the policy's turns
-    that are over. status: of a conversation that has ended, None of all others. task: the prompt as the data set has
-    it, where an environment has made another of it. before: of an agent's episode that became several sequences, its
-    branches before this one, which is the last; branch: which of them this is. session: its tools and environment,
-    where it has been begun here; a record is without these three.
+    `turns`, `messages`, `tool_calls`, `routing`, `sampling_masks` and so on are as in `Rollout`, with the last two in
+    parts. The last turn may be one that the policy has not finished. Records omit `session`, `earlier_branches` and
+    `branch`.
+
+    Attributes:
+        num_turn_tokens: tokens so far of the policy's current turn, which is then the last turn; 0 if it has not
+            started
+        is_turn_complete: the current turn is finished, but its calls are not answered
+        num_turns: finished turns of the policy
+        status: None until the conversation has ended
+        original_prompt: the prompt as in the dataset, if an environment replaced it
+        earlier_branches: for an agent's episode of several sequences, the branches before this one, which is the last
+        branch: which branch of the episode this is
+        session: tools and environment of the conversation, if it started in this process
     """
 
     prompt: Prompt
@@ -69,11 +77,11 @@ class PartialRollout:
 
     @staticmethod
     def begin(prompt: Prompt, seed: int) -> PartialRollout:
-        """A conversation of which there is only the prompt, rendered (`token_ids`)."""
+        """Start a conversation from a rendered prompt (with `token_ids`)."""
         return PartialRollout(prompt, seed, (Turn(prompt.token_ids),), prompt.messages)
 
     def restart(self) -> PartialRollout:
-        """The same from its beginning; what it had is given back."""
+        """Close its session and start again from the original prompt."""
         if self.session is not None:
             self.session.close()
         return PartialRollout.begin(self.original_prompt or self.prompt, self.seed)
@@ -88,35 +96,39 @@ class PartialRollout:
 
     @property
     def num_routed(self) -> int:
-        """Tokens whose routing is known, from the first on."""
+        """Number of leading tokens with known routing."""
         return sum(map(len, self.routing))
 
     def extend_masks(self, more: SamplingMask | None, tokens: int) -> tuple[SamplingMask, ...]:
-        """`support` with that of so many tokens that it has chosen since; None of those whose sampling was not cut off,
-        as all may have been in an earlier run."""
+        """Return `sampling_masks` extended by the masks of `tokens` newly sampled tokens.
+
+        `more` is None if they were sampled without truncation, as an earlier run may have done for all tokens.
+        """
         if more is None:
             return (
                 (*self.sampling_masks, SamplingMask.unrestricted(tokens))
                 if self.sampling_masks and tokens
                 else self.sampling_masks
             )
-        chosen = sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
-        return (*(self.sampling_masks or ((SamplingMask.unrestricted(chosen),) if chosen else ())), more)
+        num_sampled = sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
+        return (*(self.sampling_masks or ((SamplingMask.unrestricted(num_sampled),) if num_sampled else ())), more)
 
     @property
     def oldest_version(self) -> int | None:
-        """The first version of the weights that has chosen a token of it; None where none has."""
+        """Oldest weight version that sampled one of its tokens; None if there is none."""
         return min(
             (version for turn in self.turns if turn.is_action for version, _ in turn.version_spans), default=None
         )
 
     def to_rollouts(self, group: int, sample: int) -> list[Rollout]:
-        """What it is where it has ended, as the sample of this number: its branches, one where it has no others. They
-        have all ended as the last did."""
-        return list(as_branches([one.to_rollout(group) for one in (*self.earlier_branches, self)], sample))
+        """Convert a finished conversation to rollouts of this sample, one per branch.
+
+        All branches share the status of the last.
+        """
+        return list(as_branches([branch.to_rollout(group) for branch in (*self.earlier_branches, self)], sample))
 
     def to_rollout(self, group: int) -> Rollout:
-        """This sequence, where it has ended."""
+        """Convert this finished sequence. Raises ValueError if it has not ended."""
         if self.status is None:
             raise ValueError("the conversation has not ended")
         return Rollout(
@@ -139,35 +151,42 @@ class PartialRollout:
 
 
 def merge_turns(turn: Turn, more: Turn) -> Turn:
-    """A turn of the policy with what it has written since. What was cached is of the request that began it."""
-    runs: list[tuple[int, int]] = []
+    """Concatenate two parts of a policy turn. `cached_tokens` is that of the request that started it."""
+    spans: list[tuple[int, int]] = []
     for version, tokens in (*turn.version_spans, *more.version_spans):
-        before = runs.pop()[1] if runs and runs[-1][0] == version else 0
-        runs.append((version, before + tokens))
+        previous_tokens = spans.pop()[1] if spans and spans[-1][0] == version else 0
+        spans.append((version, previous_tokens + tokens))
     return Turn(
         np.concatenate([turn.token_ids, more.token_ids]),
         np.concatenate([turn.logprobs, more.logprobs]),
         is_action=True,
         weight_version=more.weight_version,
-        versions=tuple(runs) if len(runs) > 1 else (),
+        versions=tuple(spans) if len(spans) > 1 else (),
         cached_tokens=turn.cached_tokens,
     )
 
 
 def to_record(partial: PartialRollout, put: StoreArray) -> dict[str, Any]:
-    """As plain values that JSON can hold (`utils.exact_json` where a prompt's own may be odd), for a checkpoint; its
-    arrays, which routing makes large, go through `put`."""
-    gone = ("session", "earlier_branches", "branch")  # no agent's is gone on with
+    """Convert to plain JSON-compatible values for a checkpoint.
+
+    Arrays, which routing makes large, are stored through `put`. Encode with `utils.exact_json`, since a prompt may hold
+    unusual values.
+    """
+    omitted = ("session", "earlier_branches", "branch")  # agents' conversations are never continued
     record = {
-        item.name: getattr(partial, item.name) for item in dataclasses.fields(PartialRollout) if item.name not in gone
+        item.name: getattr(partial, item.name)
+        for item in dataclasses.fields(PartialRollout)
+        if item.name not in omitted
     }
     record["prompt"] = _prompt_to_record(partial.prompt, put)
-    record["original_prompt"] = None if partial.original_prompt is None else _prompt_to_record(partial.original_prompt, put)
+    record["original_prompt"] = (
+        None if partial.original_prompt is None else _prompt_to_record(partial.original_prompt, put)
+    )
     if isinstance(partial.env_reward, RewardFailure):
         record["env_reward"] = {"why": partial.env_reward.reason}
     elif partial.env_reward is not None:
-        said = partial.env_reward
-        record["env_reward"] = {"reward": said.reward, "parts": dict(said.parts), "turns": list(said.turns)}
+        reward = partial.env_reward
+        record["env_reward"] = {"reward": reward.reward, "parts": dict(reward.parts), "turns": list(reward.turns)}
     record["turns"] = [
         {
             "token_ids": put(turn.token_ids),
@@ -185,15 +204,17 @@ def to_record(partial: PartialRollout, put: StoreArray) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any], get: LoadArray) -> PartialRollout:
-    """The conversation that a record was made of. Raises ConfigError where it is no such record."""
+    """Restore a conversation from its record. Raises ConfigError for an invalid record."""
     try:
         fields = dict(record)
         if fields["status"] not in (None, *get_args(Status)):
             raise ValueError(f"a rollout does not end as {fields['status']!r}")
         fields["prompt"] = _prompt_from_record(fields["prompt"], get)
-        fields["original_prompt"] = None if fields.get("original_prompt") is None else _prompt_from_record(fields["original_prompt"], get)
-        if (said := fields.get("env_reward")) is not None:
-            fields["env_reward"] = _verdict_from_record(said)
+        fields["original_prompt"] = (
+            None if fields.get("original_prompt") is None else _prompt_from_record(fields["original_prompt"], get)
+        )
+        if (reward := fields.get("env_reward")) is not None:
+            fields["env_reward"] = _verdict_from_record(reward)
         fields["messages"] = tuple(fields["messages"])
         fields["turns"] = tuple(
             Turn(
@@ -208,7 +229,8 @@ def from_record(record: dict[str, Any], get: LoadArray) -> PartialRollout:
         )
         fields["routing"] = tuple(torch.from_numpy(get(part)) for part in fields["routing"])
         fields["sampling_masks"] = tuple(
-            SamplingMask(torch.from_numpy(get(counts)), torch.from_numpy(get(ids))) for counts, ids in fields["sampling_masks"]
+            SamplingMask(torch.from_numpy(get(counts)), torch.from_numpy(get(ids)))
+            for counts, ids in fields["sampling_masks"]
         )
         return PartialRollout(**fields)
     except (LookupError, TypeError, ValueError, AttributeError) as error:

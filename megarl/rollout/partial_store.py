@@ -1,7 +1,7 @@
-"""Conversations that are gone on with in a later step, in a file: of one engine, a part of a checkpoint.
+"""Save one engine's partial rollouts to a file, which is part of a checkpoint.
 
-A line of JSON, then the arrays that it numbers, one after the other, as they are in memory. Routing makes these large,
-so they are never all in memory a second time, and what samples of a prompt share is written once.
+The file is a line of JSON followed by the arrays it numbers, in their in-memory format. Arrays are streamed, because
+routing makes them too large for a second copy in memory, and arrays shared by samples of a prompt are written once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megarl.utils import exact_json
 
 
 def write_groups(file: Path, groups: Sequence[Group]) -> Entry:
-    """Raises OSError where the file system does not take it."""
+    """Write the groups to a file. Raises OSError if the file system fails."""
     arrays: list[npt.NDArray[Any]] = []
-    places: dict[int, int] = {}
+    index_by_id: dict[int, int] = {}
 
     def put(array: npt.NDArray[Any]) -> int:
-        if id(array) not in places:
-            places[id(array)] = len(arrays)
+        if id(array) not in index_by_id:
+            index_by_id[id(array)] = len(arrays)
             arrays.append(array)
-        return places[id(array)]
+        return index_by_id[id(array)]
 
     def write(stream: HashingFile) -> None:
-        records = [[to_record(one, put) for one in group] for group in groups]
+        records = [[to_record(partial, put) for partial in group] for group in groups]
         shapes = [[str(array.dtype), array.shape] for array in arrays]
         stream.write(exact_json.dumps({"groups": records, "arrays": shapes}).encode() + b"\n")
         for array in arrays:
@@ -43,7 +43,7 @@ def write_groups(file: Path, groups: Sequence[Group]) -> Entry:
 
 
 def read_groups(file: Path) -> list[Group]:
-    """What was written. Raises ConfigError where the file is not of this program."""
+    """Read groups from a file. Raises ConfigError if it is not in this format."""
     try:
         with file.open("rb") as stream:
             tree = exact_json.loads(stream.readline().decode())
@@ -54,17 +54,20 @@ def read_groups(file: Path) -> list[Group]:
 
 
 def assign_groups(files: Sequence[Path], engine: int, engines: int) -> list[Group]:
-    """What an engine goes on with: where there are as many engines as there were, what it had; else every group goes to
-    one of them in turn. files: of the engines that there were, in their order."""
+    """Return the groups that an engine continues.
+
+    If the number of engines is unchanged, each engine gets its previous groups; otherwise groups are dealt out
+    round-robin. `files` belong to the previous engines, in order.
+    """
     if len(files) == engines:
         return read_groups(files[engine])
-    mine: list[Group] = []
-    seen = 0
+    local_groups: list[Group] = []
+    num_seen = 0
     for file in files:
         groups = read_groups(file)
-        mine += groups[(engine - seen) % engines :: engines]
-        seen += len(groups)
-    return mine
+        local_groups += groups[(engine - num_seen) % engines :: engines]
+        num_seen += len(groups)
+    return local_groups
 
 
 def _read_array(stream: Any, dtype: str, shape: list[int]) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Who may ask the policy for something now: so many at once, nobody while its weights are replaced."""
+"""Bound concurrent requests to the policy, and block them during a weight sync."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from megarl.rollout.conversation import Halted
 from megarl.types import Ids, SamplingMask, as_token_ids
 
 _RETRY_S = 0.1
-"""How often the policy is told again to stop."""
+"""Seconds between repeated requests to stop the policy."""
 OVERCOMMIT = 2
-"""Conversations that are under way at most over those that the engine has room for: tools are at work in the others."""
+"""Maximum ratio of running conversations to engine slots; the excess waits for tools."""
 
 
 class RequestGate:
-    """For how many conversations the policy has room, which are under way, and which of these do not need it now.
+    """Counts running conversations, idle ones among them, and open requests.
 
-    admits: whether conversations may be begun.
+    Attributes:
+        num_slots: conversations for which the policy has room
+        num_idle: running conversations that do not need the policy, because tools are at work
+        is_admitting: whether conversations may start
     """
 
     def __init__(self, policy: Policy, size: int, halt: asyncio.Event) -> None:
@@ -40,13 +43,13 @@ class RequestGate:
         self._no_requests, self._no_conversations = asyncio.Event(), asyncio.Event()
 
     async def wait_for_room(self) -> bool:
-        """Wait until there is room for another conversation; False where all are to stop."""
+        """Wait for room for another conversation; return False if all must stop."""
         while not self.halt.is_set():
-            free = (
+            has_room = (
                 self.num_conversations - self.num_idle < self.num_slots
                 and self.num_conversations < OVERCOMMIT * self.num_slots
             )
-            if free and self.is_admitting and self.open.is_set():
+            if has_room and self.is_admitting and self.open.is_set():
                 return True
             self.changed.clear()
             await self.changed.wait()
@@ -61,41 +64,41 @@ class RequestGate:
         self.changed.set()
 
     def close(self) -> None:
-        """Nothing more is asked of the policy until `reopen`."""
+        """Block new requests until `reopen`."""
         self.open.clear()
 
     def reopen(self) -> None:
-        """Conversations are begun again, and seats go on, with what was cut off, too."""
+        """Admit conversations and requests again, and continue aborted requests."""
         self.is_admitting = True
         self.open.set()
         self.changed.set()
 
     async def abort_requests(self) -> None:
-        """Return when the policy has answered all that it was asked, as far as it is written; close the room first."""
+        """Abort all requests and wait until the policy has returned their partial outputs. Close the gate first."""
         while self.num_requests:
             self._no_requests.clear()
             await self.policy.stop()
-            await _wait_for_event(self._no_requests, _RETRY_S)  # then again, for a request may have been on its way
+            await _wait_for_event(self._no_requests, _RETRY_S)  # then repeat: a request may have been in flight
 
     async def drain(self) -> None:
-        """Return when all conversations are over; see to it that none is begun."""
+        """Wait until all conversations have ended; the caller must prevent new ones."""
         while self.num_conversations:
             self._no_conversations.clear()
             await self._no_conversations.wait()
 
     def measure_busy_seconds(self) -> float:
-        """Seconds that the policy was asked for something, added up over what it was asked for at the same time."""
+        """Return the seconds with open requests, summed over concurrent requests."""
         self.count_requests(0)
         return self._busy_seconds
 
     def pop_busy_interval(self) -> tuple[float, float] | None:
-        """From when to when it was asked for something since the last call; None for never."""
+        """Return the start and end of request activity since the last call, or None if there was none."""
         self.count_requests(0)
-        found, self._busy_interval = self._busy_interval, None
-        return found
+        interval, self._busy_interval = self._busy_interval, None
+        return interval
 
     def count_requests(self, more: int) -> None:
-        """So many more ask."""
+        """Change the number of open requests by `more`."""
         now = time.monotonic()
         if self.num_requests:
             self._busy_seconds += self.num_requests * (now - self._counted_at)
@@ -104,7 +107,7 @@ class RequestGate:
         self.notify()
 
     def notify(self) -> None:
-        """Something has changed."""
+        """Wake all waiters after a change."""
         if not self.num_requests:
             self._no_requests.set()
         if not self.num_conversations:
@@ -113,8 +116,11 @@ class RequestGate:
 
 
 class RequestSlot:
-    """The policy as one conversation has it, which waits for its turn. An answer that is cut off, since the weights are
-    replaced, is gone on with by the new ones: with the tokens that it had, whose keys and values are computed anew."""
+    """The policy as seen by one conversation, which waits for a free slot.
+
+    A request aborted by a weight sync continues with the new weights: its tokens are kept, and their keys and values
+    are recomputed.
+    """
 
     def __init__(self, room: RequestGate) -> None:
         self._gate, self._is_idle, self._num_requests = room, False, 0
@@ -129,28 +135,28 @@ class RequestSlot:
         self._set_idle(away=False)
         async with self._gate.free_slots:
             try:
-                said = await self._generate(ids, params, routed, heard)
-                while said.finish_reason == "abort" and not self._gate.open.is_set():
-                    said = await self._continue(said, ids, params, routed, heard)
-                return said
+                generation = await self._generate(ids, params, routed, heard)
+                while generation.finish_reason == "abort" and not self._gate.open.is_set():
+                    generation = await self._continue(generation, ids, params, routed, heard)
+                return generation
             finally:
                 self._num_requests -= 1
-                self._set_idle(away=not self._num_requests)  # an agent may ask for several things at once
+                self._set_idle(away=not self._num_requests)  # an agent may send concurrent requests
 
     async def _generate(
         self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: TokenCallback | None
     ) -> Generation:
-        room = self._gate
-        await room.open.wait()
-        if room.halt.is_set():
+        gate = self._gate
+        await gate.open.wait()
+        if gate.halt.is_set():
             raise Halted
-        room.count_requests(1)
+        gate.count_requests(1)
         try:
-            if heard is not None and isinstance(room.policy, StreamingPolicy):
-                return await room.policy.stream(ids, params, routed, heard)
-            return await room.policy.generate(ids, params, routed)
+            if heard is not None and isinstance(gate.policy, StreamingPolicy):
+                return await gate.policy.stream(ids, params, routed, heard)
+            return await gate.policy.generate(ids, params, routed)
         finally:
-            room.count_requests(-1)
+            gate.count_requests(-1)
 
     async def _continue(
         self,
@@ -160,19 +166,19 @@ class RequestSlot:
         routed: int,
         heard: TokenCallback | None,
     ) -> Generation:
-        written, budget = said.token_ids, params["max_new_tokens"] - len(said.token_ids)
-        if len(written) and int(written[-1]) in params.get("stop_token_ids", ()):
-            return replace(said, finish_reason="stop", abort_reason="")  # it was done at that moment
+        new_ids, budget = said.token_ids, params["max_new_tokens"] - len(said.token_ids)
+        if len(new_ids) and int(new_ids[-1]) in params.get("stop_token_ids", ()):
+            return replace(said, finish_reason="stop", abort_reason="")  # it finished just before the abort
         if not budget:
             return replace(said, finish_reason="length", abort_reason="")
-        known = routed + (0 if said.routing is None else len(said.routing))
-        context = np.concatenate([as_token_ids(ids), written])
+        num_routed = routed + (0 if said.routing is None else len(said.routing))
+        context = np.concatenate([as_token_ids(ids), new_ids])
         return merge_generations(
-            said, await self._generate(context, {**params, "max_new_tokens": budget}, known, heard)
+            said, await self._generate(context, {**params, "max_new_tokens": budget}, num_routed, heard)
         )
 
     def mark_idle(self) -> None:
-        """The conversation does not need the policy now, until it asks."""
+        """Mark the conversation as not needing the policy until its next request."""
         self._set_idle(away=True)
 
     def release(self) -> None:
@@ -189,23 +195,26 @@ class RequestSlot:
 
 
 def merge_generations(said: Generation, more: Generation) -> Generation:
-    """An answer that was cut off, with what followed. A token's routing is of the request that ran it first; what was
-    cached is of the one that wrote the first token."""
-    runs = [run for run in (*_version_spans(said), *_version_spans(more)) if run[1]]
+    """Join an aborted generation with its continuation.
+
+    A token's routing comes from the request that ran it first, and `cached` from the request that wrote the first
+    token.
+    """
+    spans = [span for span in (*_version_spans(said), *_version_spans(more)) if span[1]]
     versions: list[tuple[int, int]] = []
-    for version, tokens in runs:
-        before = versions.pop()[1] if versions and versions[-1][0] == version else 0
-        versions.append((version, before + tokens))
-    records = [part for part in (said.routing, more.routing) if part is not None]
-    supports = [part for part in (said.sampling_mask, more.sampling_mask) if part is not None]
+    for version, tokens in spans:
+        previous_tokens = versions.pop()[1] if versions and versions[-1][0] == version else 0
+        versions.append((version, previous_tokens + tokens))
+    routings = [part for part in (said.routing, more.routing) if part is not None]
+    masks = [part for part in (said.sampling_mask, more.sampling_mask) if part is not None]
     return replace(
         more,
         token_ids=np.concatenate([said.token_ids, more.token_ids]),
         logprobs=np.concatenate([said.logprobs, more.logprobs]),
         weight_version=versions[-1][0] if versions else more.weight_version,
         versions=tuple(versions) if len(versions) > 1 else (),
-        routing=torch.cat(records) if records else None,
-        sampling_mask=SamplingMask.concat(supports) if supports else None,
+        routing=torch.cat(routings) if routings else None,
+        sampling_mask=SamplingMask.concat(masks) if masks else None,
         drafted=said.drafted + more.drafted,
         accepted=said.accepted + more.accepted,
         cached=said.cached if len(said.token_ids) else more.cached,

@@ -1,4 +1,4 @@
-"""Rollouts by an engine: its client, the processes of tools and environments, and what looks after it."""
+"""Run rollouts on one engine: its client, the processes of tools and environments, and its watchdog."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from megarl.types import Prompt, Rollout
 T = TypeVar("T")
 _POLL_S = 1.0
 _REQUEST_MARGIN_S = 60.0
-"""By which a request's own limit comes after the deadline of all, which says why."""
+"""How much later a request times out than the overall deadline, whose error is more specific."""
 
 
 async def _run_watched(work: Coroutine[Any, Any, T], look: Callable[[], None]) -> T:
-    """The result, or what `look` raises, which is called again and again meanwhile, in a thread: it may wait."""
+    """Await `work` while calling `look` repeatedly in a thread, where it may block; its exception ends the work."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=_POLL_S))[0]:
@@ -47,11 +47,14 @@ async def _run_watched(work: Coroutine[Any, Any, T], look: Callable[[], None]) -
 
 
 class RolloutRunner:
-    """Rollouts by one engine, in a thread of their own; those of its tools and environments are kept from one call
-    to the next, until `close`.
+    """Rollouts by one engine, in a separate thread.
 
-    routing: of the engine's record of it, where the rollouts are to carry one. ended: as of `RolloutContext`. lost: is
-    told at once where the engine is lost, in the thread of generation, once or more.
+    Processes of tools and environments are reused across calls until `close`.
+
+    Args:
+        routing: shape of the engine's routing record, if rollouts carry one
+        ended: as `RolloutContext.on_rollout_finished`
+        lost: called immediately when the engine is lost, in the generation thread, possibly more than once
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class RolloutRunner:
     ) -> None:
         self._engine, self._chat, self._config, self._routing = engine, chat, config, routing
         self._on_rollout_finished, self._on_engine_lost = ended, lost
-        self._loop = asyncio.new_event_loop()  # the processes belong to one
+        self._loop = asyncio.new_event_loop()  # asyncio subprocesses are bound to one loop
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
         self._environments: EnvironmentPool | None = None
         self._session_server: SessionServer | None = None
@@ -75,14 +78,14 @@ class RolloutRunner:
         self._client: Client | None = None
         self._stream_task: asyncio.Task[None] | None = None
         self._stream_engine_start = 0
-        """Of the engine, which the stream is of."""
+        """The engine's start number to which the stream is bound."""
         self._client_by_gate: dict[RequestGate, Client] = {}
-        """Of generations by themselves that are under way."""
+        """Clients of running generations outside the stream."""
         self._pause_lock, self._is_paused = asyncio.Lock(), False
-        """Held while nothing may be asked of the engine."""
+        """Held while no request may be sent to the engine."""
 
     def generate(self, prompts: Sequence[Prompt], **settings: Any) -> GenerationResult:
-        """What comes of `begin`."""
+        """Run `start_generation` and wait for its result."""
         return self.start_generation(prompts, **settings).result()
 
     def start_generation(
@@ -100,25 +103,30 @@ class RolloutRunner:
         look: Callable[[], None] = lambda: None,
         held_out: bool = False,
     ) -> Future[GenerationResult]:
-        """Rollouts of those prompts whose tickets this engine gets, ordered by group, then by sample, and what is to be
-        gone on with; the engine must be ready. See `gather_rollouts`.
+        """Start generating rollouts for the prompts that this engine claims; see `gather_rollouts`.
 
-        tickets: that the engines share to which the same prompts are given; all are this engine's by default. samples:
-        per prompt, `config.samples_per_prompt` by default. seed: of the step; each sample's own is recorded in it.
-        look: called every second, in a thread; what it raises ends this. held_out: sampled as in an evaluation.
+        The engine must be ready. The generation ends within `config.step_timeout`. A request that fails or times out
+        yields an aborted rollout, and the engine stops working on it. If the engine is lost, the generation ends
+        immediately, see `GenerationResult.engine_loss`. A weight sync by `pause` and `resume` does not end it.
 
-        Done within `config.step_timeout`; what fails or is late by itself is an aborted rollout, of which the engine
-        has then let go, too. Where the engine is lost, this ends at once, see `GenerationResult.engine_loss`. Where it gets other
-        weights meanwhile, by `pause` and `resume`, this goes on by them.
+        Args:
+            tickets: queue shared by the engines that receive the same prompts; by default this engine takes all groups
+            samples: rollouts per prompt, `config.samples_per_prompt` by default
+            seed: seed of the step; each sample records its own, derived from it
+            look: called every second in a thread; an exception it raises ends the generation
+            held_out: sample with the evaluation settings
+
+        Returns:
+            a future of the rollouts, ordered by group and then by sample, and of the groups to continue later
         """
         engine, config = self._engine, self._config.eval_config if held_out else self._config
 
         async def run() -> GenerationResult:
             deadline = asyncio.get_running_loop().time() + config.step_timeout
             async with self._new_client() as client:
-                if config != self._config:  # then nothing is trained on it
+                if config != self._config:  # evaluation rollouts are never trained on
                     client.should_request_masks = False
-                talks = gather_rollouts(
+                generation = gather_rollouts(
                     prompts,
                     tickets or GroupQueue(len(prompts)),
                     client,
@@ -136,10 +144,10 @@ class RolloutRunner:
                     opened=lambda room: self._client_by_gate.update({room: client}),
                 )
                 try:
-                    gathered = await _run_watched(talks, look)
-                    if gathered.engine_loss is not None:
-                        self._on_engine_lost(gathered.engine_loss)  # where a request was the first to see it
-                    return await self._drop_aborted(gathered)
+                    result = await _run_watched(generation, look)
+                    if result.engine_loss is not None:
+                        self._on_engine_lost(result.engine_loss)  # in case a request noticed first
+                    return await self._drop_aborted(result)
                 finally:
                     self._client_by_gate = {room: of for room, of in self._client_by_gate.items() if of is not client}
 
@@ -152,10 +160,10 @@ class RolloutRunner:
             self._on_engine_lost(lost)
             raise
 
-    # --- generation that goes on
+    # --- continuous generation
 
     def start_stream(self, tickets: GroupQueue, *, samples: int, groups: int, at_work: OnBusyInterval) -> None:
-        """Begin one, see `Stream`; until `close`. The engine must be ready."""
+        """Start continuous generation until `close`; see `GroupStream`. The engine must be ready."""
 
         async def start() -> None:
             client = await self._new_stream_client()
@@ -179,29 +187,33 @@ class RolloutRunner:
         return asyncio.create_task(stream.run(partial(self._watch, client, self._stream_engine_start)))
 
     async def _new_stream_client(self) -> Client:
-        before, self._client = self._client, None
-        if before is not None:
-            await before.__aexit__(None, None, None)
+        old_client, self._client = self._client, None
+        if old_client is not None:
+            await old_client.__aexit__(None, None, None)
         self._client = await self._new_client().__aenter__()
         return self._client
 
     def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
-        """The groups of a further step may be begun."""
+        """Allow the groups of one more step to start."""
         self._submit(self._running_stream.admit(prompts, seed)).result()
 
     def collect(self, count: int, look: Callable[[], None] = lambda: None) -> Future[GenerationResult | None]:
-        """Of the next `count` groups those that are this engine's, when they are complete; None where no engine is left
-        that could complete them. look: as of `begin`."""
+        """Return this engine's share of the next `count` groups once these are complete on all engines.
+
+        The future's result is None if no engine is left to complete them. `look` is as in `start_generation`.
+        """
 
         async def run() -> GenerationResult | None:
-            taken = await _run_watched(self._run_unless_stream_fails(self._running_stream.collect(count)), look)
-            return None if taken is None else await self._drop_aborted(taken)
+            result = await _run_watched(self._run_unless_stream_fails(self._running_stream.collect(count)), look)
+            return None if result is None else await self._drop_aborted(result)
 
         return self._submit(run())
 
     def pause(self, how: OnWeightSync) -> None:
-        """Have the engine free for other weights, until `resume`: what is under way, of a stream or by itself, is cut
-        off, held in the engine or waited for. One that is lost is free."""
+        """Free the engine for a weight sync, until `resume`.
+
+        Requests in progress are aborted, held in the engine or awaited, as `how` says. A lost engine is free.
+        """
         if self._stream is None and not self._client_by_gate:
             return
         self._submit(self._pause(how)).result()
@@ -220,7 +232,7 @@ class RolloutRunner:
         await asyncio.gather(*paused)
 
     async def _drain_gate(self, room: RequestGate, how: OnWeightSync) -> None:
-        """See `Stream.pause`; where the engine is lost, who has the room sees it, too."""
+        """Like `GroupStream.pause`; if the engine is lost, the generation that uses the gate notices it too."""
         if how == "wait":
             room.is_admitting = False
             await room.drain()
@@ -233,17 +245,19 @@ class RolloutRunner:
                 self._on_engine_lost(lost)
 
     def resume(self) -> None:
-        """Go on, by the weights that the engine was given; with a stream of one that was lost by a new client."""
+        """Continue with the new weights; if the stream's engine was lost, reconnect with a new client."""
         if self._stream is None and not self._is_paused:
             return
         stream = self._stream
-        anew = stream is not None and (stream.is_lost or self._stream_engine_start != self._engine.start_number)
-        if not anew:
+        needs_reconnect = stream is not None and (
+            stream.is_lost or self._stream_engine_start != self._engine.start_number
+        )
+        if not needs_reconnect:
             self._engine.resume_generation()
-        self._submit(self._resume(anew)).result()
+        self._submit(self._resume(needs_reconnect)).result()
 
     async def _resume(self, anew: bool = False) -> None:
-        """anew: with another client for the stream."""
+        """Reopen all gates. `anew` reconnects the stream with a new client."""
         for room, client in self._client_by_gate.items():
             client.weight_version = self._engine.weight_version
             room.reopen()
@@ -269,13 +283,13 @@ class RolloutRunner:
         return self._stream
 
     async def _run_unless_stream_fails(self, work: Coroutine[Any, Any, T]) -> T:
-        """What comes of the work, or what the stream has ended by."""
-        task, goes_on = asyncio.ensure_future(work), self._stream_task
-        assert goes_on is not None
+        """Await `work`, or raise the error that ended the stream."""
+        task, stream_task = asyncio.ensure_future(work), self._stream_task
+        assert stream_task is not None
         try:
-            await asyncio.wait([task, goes_on], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, stream_task], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                goes_on.result()  # returns where the engine is lost, which the work knows of
+                stream_task.result()  # returns normally if the engine is lost, which `work` handles
             return await task
         finally:
             task.cancel()
@@ -306,7 +320,7 @@ class RolloutRunner:
         )
 
     async def _get_session_server(self) -> SessionServer:
-        """For agents, when the first of them comes; its sessions may outlive a client, as a stream's do."""
+        """Start the server for agents on first use. Its sessions may outlive a client, as in a stream."""
         async with self._server_lock:
             if self._session_server is None:
 
@@ -325,29 +339,31 @@ class RolloutRunner:
 
     @property
     def tool_call_stats(self) -> dict[str, ToolCallStats]:
-        """Calls that reached tools so far, by the tool's name."""
+        """Calls that reached tools so far, by tool name."""
         return {} if self._environments is None else dict(self._environments.tool_call_stats)
 
     @property
     def session_metrics(self) -> SessionMetrics:
-        """Of agents' sessions so far."""
+        """Metrics of agents' sessions so far."""
         server = self._session_server
         if server is None:
             return SessionMetrics()
 
-        async def figures() -> SessionMetrics:
+        async def read_metrics() -> SessionMetrics:
             return server.metrics
 
-        # Where they are opened and closed, for a stream goes on meanwhile.
-        return asyncio.run_coroutine_threadsafe(figures(), self._loop).result()
+        # Read them in the loop that updates them: a stream keeps running meanwhile.
+        return asyncio.run_coroutine_threadsafe(read_metrics(), self._loop).result()
 
     async def _drop_aborted(self, gathered: GenerationResult) -> GenerationResult:
-        """See to it that the engine does not work on what was aborted. It lets go of everything: a stream goes on
-        with what is its own."""
+        """Stop the engine from working on aborted rollouts.
+
+        The engine drops all requests; a stream resumes its own.
+        """
         if gathered.engine_loss is not None or (self._stream is not None and self._stream.is_lost):
             return gathered
-        ended = [one.status for group in gathered.partials for one in group]
-        if "aborted" in [*ended, *(rollout.status for rollout in gathered.rollouts)]:
+        statuses = [conversation.status for group in gathered.partials for conversation in group]
+        if "aborted" in [*statuses, *(rollout.status for rollout in gathered.rollouts)]:
             try:
                 await self._pause("retract")
                 await asyncio.to_thread(self._engine.abort_requests)
@@ -364,7 +380,7 @@ class RolloutRunner:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """End what is under way, and the processes; safe to call twice."""
+        """Cancel running work and end the processes; safe to call twice."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -383,6 +399,6 @@ class RolloutRunner:
         server, self._session_server = self._session_server, None
         if server is not None:
             await server.aclose()
-        sessions, self._environments = self._environments, None
-        if sessions is not None:
-            await sessions.aclose()
+        environments, self._environments = self._environments, None
+        if environments is not None:
+            await environments.aclose()

@@ -1,8 +1,7 @@
-"""Schedule one engine's share of a generation: start groups while the engine has capacity, stop when enough are
-complete.
+"""Schedule one engine's share of a generation.
 
-`run_agent` runs one episode of an agent, a client of the policy in its own process, and collects what its session
-recorded.
+Groups start while the engine has capacity, and all conversations stop once enough groups are complete. `run_agent` runs
+one episode of an agent, which is a client of the policy in its own process, and collects what its session recorded.
 """
 
 from __future__ import annotations
@@ -30,10 +29,13 @@ from megarl.types.reward_values import RewardError, parse_reward
 async def run_agent(
     begun: PartialRollout, policy: Policy, around: RolloutContext, params: dict[str, Any], deadline: float | None = None
 ) -> PartialRollout:
-    """Let an agent work on a prompt, until it returns; `before` are all branches of the episode but the last.
+    """Run an agent on a prompt until it returns.
 
-    params, deadline: as of `run_conversation`. It is `aborted` where the agent raises, its process dies, it asks the
-    policy for nothing, is not done by `deadline`, or a request of it has failed.
+    The result is the last branch of the episode; all others are in `earlier_branches`. It is `aborted` if the agent
+    raises, its process dies, it never queries the policy, it is not done by `deadline`, or one of its requests failed.
+
+    Args:
+        params, deadline: as in `run_conversation`
     """
     loop = asyncio.get_running_loop()
     server = await around.get_session_server()
@@ -46,14 +48,14 @@ async def run_agent(
         recording.fail(str(error))
     finally:
         await server.close(recording)
-    *before, last = recording.collect_branches()
+    *earlier, last = recording.collect_branches()
     if last.status == "aborted":
-        return replace(last, earlier_branches=tuple(before))
-    return replace(last, earlier_branches=tuple(before), env_reward=_make_verdict(value, last))
+        return replace(last, earlier_branches=tuple(earlier))
+    return replace(last, earlier_branches=tuple(earlier), env_reward=_make_verdict(value, last))
 
 
 def _make_verdict(value: Any, last: PartialRollout) -> RewardResult | None:
-    """None where it has returned none: then others say what it was worth."""
+    """Parse an agent's return value; None leaves the reward to the reward functions."""
     if value is None:
         return None
     try:
@@ -63,24 +65,29 @@ def _make_verdict(value: Any, last: PartialRollout) -> RewardResult | None:
 
 
 _POLL_S = 0.1
-"""How often it is asked whether there are enough groups, and how often the policy is told again to stop."""
+"""Seconds between checks for enough complete groups, and between repeated requests to stop the policy."""
 _RETURNED_POLL_S = 0.5
-"""How often an engine that has nothing more to begin looks for what another, which is lost, has given back."""
+"""Seconds between an idle engine's checks for groups that a lost engine returned."""
 
 Group = tuple[PartialRollout, ...]
-"""All conversations of one prompt, by sample."""
+"""All conversations of one prompt, ordered by sample."""
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """rollouts: of groups that are complete, ordered by group, then by sample. partials: groups to go on with in a
-    later step, on this engine. anew: conversations that were begun anew, for their first tokens were too old.
+    """What one engine generated.
 
-    slots: answers that the policy was asked for at once, at most. seconds: that it took. busy: how long it was asked
-    for something, in seconds of one slot. ages: of a stream, the seconds since each of the groups was begun.
-
-    lost: where the engine was lost, by what. gone: conversations that were under way there. again: those of lost
-    engines that were begun anew on this one.
+    Attributes:
+        rollouts: rollouts of complete groups, ordered by group, then by sample
+        partials: groups to continue in a later step, on this engine
+        num_stale: conversations restarted because their first tokens were too stale
+        num_slots: maximum number of concurrent requests to the policy
+        seconds: duration of the generation
+        busy_seconds: slot-seconds during which a request was running
+        group_ages: for a stream, seconds since each group started
+        engine_loss: why the engine was lost, or None
+        num_interrupted: conversations that were running on the engine when it was lost
+        num_restarted: conversations of lost engines that were restarted on this one
     """
 
     rollouts: list[Rollout]
@@ -95,7 +102,7 @@ class GenerationResult:
     num_restarted: int = 0
 
     def merge(self, more: GenerationResult) -> GenerationResult:
-        """With what the same engine, or the one in its place, has gathered since."""
+        """Combine with a later result of the same engine or of its replacement."""
         return GenerationResult(
             sorted([*self.rollouts, *more.rollouts], key=lambda one: one.group),
             [*self.partials, *more.partials],
@@ -112,8 +119,11 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class ReturnedGroup:
-    """A group that an engine had begun when it was lost, without sessions. group: None where only its number was taken.
-    gone: its conversations that were under way."""
+    """A group that a lost engine had started, stripped of its sessions.
+
+    `group` is None if the engine had only claimed the number. `num_interrupted` counts its conversations that were
+    running.
+    """
 
     number: int
     group: Group | None
@@ -142,26 +152,30 @@ async def gather_rollouts(
     watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever,
     opened: Callable[[RequestGate], None] = lambda room: None,
 ) -> GenerationResult:
-    """`samples` conversations of each prompt whose ticket this engine gets; ticket i is of prompt i, whose rollouts are
-    of group `first_group + i`. A group is begun where the policy has room: it is asked for `config.concurrency` answers
-    at once, or for an even share of all groups where that is less. While tools work there is room for others.
+    """Generate `samples` conversations for each prompt that this engine claims from the queue.
 
-    needed: groups that are wanted of all engines. When so many are complete, all others are stopped as they are. Those
-    that count are the first `needed` in the order in which the tickets were told of them, and their place in it takes
-    the place of the prompt's number; what is complete after them is a partial, too, and counts at once in a later step.
-    carried: partials to go on with, before a new group is begun; only where `needed` is given. version: of the policy's
-    weights; a conversation with a token of weights more than `config.max_lag` versions older is begun anew.
+    Number i of the queue is prompt i, whose rollouts form group `first_group + i`. A group starts when the policy has
+    room, which is `config.concurrency` concurrent requests, or an even share of all groups if that is less.
+    Conversations that wait for tools make room for others.
 
-    of: rollouts of the generation, of all engines. When more than `config.max_aborted` of these are aborted while
-    others are under way, TooManyAborted is raised; without it, and at the deadline, all are waited for.
+    If the engine is lost, the result holds the groups complete by then. In every other group, finished conversations
+    are kept and the rest are reset to their prompt; the group returns to the queue for any engine with room, or to
+    `partials` if enough groups are complete.
 
-    What is not done at `deadline`, in the event loop's time, is aborted, also if its turn has not come by then.
-
-    watch: goes on meanwhile, and raises EngineLost where the engine is lost, as the policy may. What is complete then
-    is returned; of all other groups the conversations that are done stay as they are, the rest are at their beginning
-    again, and the tickets have them for whichever engine has room. Where enough are complete, they are partials.
-
-    opened: is told of the room, for who replaces the policy's weights meanwhile closes it first.
+    Args:
+        needed: number of groups wanted over all engines. Once that many are complete, all other conversations stop
+            where they are. The first `needed` groups in order of completion count, and their position in that order
+            replaces the prompt's number. Groups completed later become partials, which count immediately in a later
+            step.
+        carried: partials to continue before any new group starts; requires `needed`
+        version: version of the policy's weights. A conversation with a token from weights more than `config.max_lag`
+            versions older is restarted.
+        of: rollouts of the generation over all engines. If more than `config.max_aborted` of these are aborted while
+            others are running, `TooManyAborted` is raised. Without it, and after the deadline, all conversations are
+            awaited.
+        deadline: event-loop time at which unfinished conversations are aborted, including those that never started
+        watch: runs concurrently and raises `EngineLost` when the engine is lost; the policy may raise it too
+        opened: receives the request gate, because a weight sync closes it first
     """
     if carried and needed is None:
         raise ValueError("conversations are gone on with only where it is said how many groups are needed")
@@ -170,36 +184,37 @@ async def gather_rollouts(
     start = time.monotonic()
     room = RequestGate(policy, max(1, min(around.config.concurrency, samples * tickets.groups_per_engine)), around.halt)
     opened(room)
-    left = deque(sorted(carried, key=lambda group: not _is_finished(group)))
+    remaining_carried = deque(sorted(carried, key=lambda group: not _is_finished(group)))
     complete: dict[int, Group] = {}
     partials: list[Group] = []
-    begun: dict[int, tuple[int, list[PartialRollout]]] = {}
-    """Not complete yet, with their numbers, in the order in which they were begun."""
-    anew = again = turn = 0
-    counting = ShieldedTasks()
+    active: dict[int, tuple[int, list[PartialRollout]]] = {}
+    """Incomplete groups and their numbers, in the order in which they started."""
+    num_stale = num_restarted = turn = 0
+    queue_updates = ShieldedTasks()
 
     async def next_group() -> None:
-        nonlocal anew, again, turn
+        nonlocal num_stale, num_restarted, turn
         number: int | None = 0
         group: Group
-        if left:
-            group = left.popleft()
-            old = [
-                one.oldest_version is not None and version - one.oldest_version > around.config.max_lag for one in group
+        if remaining_carried:
+            group = remaining_carried.popleft()
+            stale_flags = [
+                partial.oldest_version is not None and version - partial.oldest_version > around.config.max_lag
+                for partial in group
             ]
-            anew += sum(old)
-            pairs = zip(group, old, strict=True)
-            group = tuple(one.restart() if is_old else one for one, is_old in pairs)
-        elif (back := await asyncio.to_thread(tickets.claim_returned)) is not None:
-            again += back.num_interrupted
-            number, group = back.number, back.group
+            num_stale += sum(stale_flags)
+            pairs = zip(group, stale_flags, strict=True)
+            group = tuple(partial.restart() if is_stale else partial for partial, is_stale in pairs)
+        elif (returned := await asyncio.to_thread(tickets.claim_returned)) is not None:
+            num_restarted += returned.num_interrupted
+            number, group = returned.number, returned.group
         elif (number := await asyncio.to_thread(tickets.claim)) is not None:
             group = make_group(prompts[number], around.chat, seed, first_group + number, samples)
         else:
             return
         assert number is not None
         turn += 1
-        begun[turn] = number, list(group)
+        active[turn] = number, list(group)
 
     async def finish(number: int, group: Group) -> None:
         if needed is not None:
@@ -221,27 +236,27 @@ async def gather_rollouts(
         if count < of and is_over_abort_limit(count, of, around.config):
             raise TooManyAborted(count, of, failures)
 
-    async def work(turn: int, seats: dict[int, RequestSlot]) -> None:
-        number, group = begun[turn]
+    async def run_claimed_group(turn: int, seats: dict[int, RequestSlot]) -> None:
+        number, group = active[turn]
         await run_group(group, seats, around, greedy, deadline, note_aborted)
-        del begun[turn]
+        del active[turn]
         if _is_finished(group):
-            await counting.run(finish(number, tuple(group)))
+            await queue_updates.run(finish(number, tuple(group)))
         else:
             partials.append(tuple(group))
 
-    lost: EngineLost | None = None
+    engine_loss: EngineLost | None = None
     try:
-        async with asyncio.TaskGroup() as together:
-            others = [together.create_task(watch())]
+        async with asyncio.TaskGroup() as task_group:
+            watchers = [task_group.create_task(watch())]
             if needed is not None:
-                others.append(together.create_task(_stop_when_enough(tickets, needed, room)))
+                watchers.append(task_group.create_task(_stop_when_enough(tickets, needed, room)))
             tasks: set[asyncio.Task[None]] = set()
             while await room.wait_for_room():
-                known = turn
-                await counting.run(next_group())
-                if turn > known:
-                    tasks.add(together.create_task(work(turn, open_slots(begun[turn][1], room))))
+                previous_turn = turn
+                await queue_updates.run(next_group())
+                if turn > previous_turn:
+                    tasks.add(task_group.create_task(run_claimed_group(turn, open_slots(active[turn][1], room))))
                 elif not tasks:
                     break
                 else:
@@ -249,42 +264,44 @@ async def gather_rollouts(
                 tasks = {task for task in tasks if not task.done()}
             if tasks:
                 await asyncio.wait(tasks)
-            for other in others:
-                other.cancel()
-    except BaseExceptionGroup as failed:
-        lost = find_engine_loss(failed)
-        if lost is None:
-            raise find_first_error(failed) from None
-    gone = 0
-    if lost is not None:
-        await counting.wait_all()
-        enough = needed is not None and await asyncio.to_thread(tickets.count_complete) >= needed
-        unfinished = [(number, restart_unfinished(group)) for number, group in begun.values()]
-        gone = sum(one.status is None for _, group in unfinished for one in group)
-        unfinished += [(0, restart_unfinished(group)) for group in left]
-        left.clear()
+            for watcher in watchers:
+                watcher.cancel()
+    except BaseExceptionGroup as errors:
+        engine_loss = find_engine_loss(errors)
+        if engine_loss is None:
+            raise find_first_error(errors) from None
+    num_interrupted = 0
+    if engine_loss is not None:
+        await queue_updates.wait_all()
+        has_enough = needed is not None and await asyncio.to_thread(tickets.count_complete) >= needed
+        unfinished = [(number, restart_unfinished(group)) for number, group in active.values()]
+        num_interrupted = sum(partial.status is None for _, group in unfinished for partial in group)
+        unfinished += [(0, restart_unfinished(group)) for group in remaining_carried]
+        remaining_carried.clear()
         for number, group in unfinished:
-            if enough:
+            if has_enough:
                 partials.append(group)
             else:
-                back = ReturnedGroup(number, group, sum(one.status is None for one in group))
-                await asyncio.to_thread(tickets.return_group, back)
-    rollouts = [one for number in sorted(complete) for one in to_rollouts(complete[number], first_group + number)]
+                returned = ReturnedGroup(number, group, sum(partial.status is None for partial in group))
+                await asyncio.to_thread(tickets.return_group, returned)
+    rollouts = [
+        partial for number in sorted(complete) for partial in to_rollouts(complete[number], first_group + number)
+    ]
     return GenerationResult(
         rollouts,
-        [*partials, *left],
-        anew,
+        [*partials, *remaining_carried],
+        num_stale,
         room.num_slots,
         time.monotonic() - start,
         room.measure_busy_seconds(),
-        engine_loss=lost,
-        num_interrupted=gone,
-        num_restarted=again,
+        engine_loss=engine_loss,
+        num_interrupted=num_interrupted,
+        num_restarted=num_restarted,
     )
 
 
 class ShieldedTasks:
-    """Counts on the tickets, each of which is done to its end also where whoever wants it is cancelled meanwhile."""
+    """Queue updates that run to completion even if the caller is cancelled meanwhile."""
 
     def __init__(self) -> None:
         self._pending: set[asyncio.Task[None]] = set()
@@ -296,25 +313,25 @@ class ShieldedTasks:
         await asyncio.shield(task)
 
     async def wait_all(self) -> None:
-        """Return when all are done."""
+        """Wait until all updates are done."""
         await asyncio.gather(*self._pending)
 
 
 def make_group(prompt: Prompt, chat: ChatTemplate, seed: int, group: int, samples: int) -> Group:
-    """Of a prompt that is rendered or not, with the seeds of this group's samples."""
+    """Start a group: render the prompt if needed and derive one seed per sample."""
     if not len(prompt.token_ids):
         prompt = replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt)))
     return tuple(PartialRollout.begin(prompt, derive_seed(seed, group, sample)) for sample in range(samples))
 
 
 def restart_unfinished(group: Sequence[PartialRollout]) -> Group:
-    """Those that have ended as they are; whoever gets them has no session of another engine's."""
-    return tuple(one if one.status is not None else one.restart() for one in group)
+    """Keep finished conversations and restart the rest, so that no session of another engine remains."""
+    return tuple(partial if partial.status is not None else partial.restart() for partial in group)
 
 
 def open_slots(group: Sequence[PartialRollout], room: RequestGate) -> dict[int, RequestSlot]:
-    """One for each conversation that has not ended, by its sample."""
-    return {sample: room.open_slot() for sample, one in enumerate(group) if one.status is None}
+    """Open a request slot for each unfinished conversation, keyed by sample."""
+    return {sample: room.open_slot() for sample, partial in enumerate(group) if partial.status is None}
 
 
 async def run_group(
@@ -325,55 +342,57 @@ async def run_group(
     deadline: float | None,
     aborted: Callable[[str], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Have the group's conversations as far as they come, side by side; each is in its place in `group` then. aborted:
-    is told why one is, when it is."""
+    """Run the group's conversations concurrently and store each result at its index in `group`.
+
+    `aborted` is called with the reason as soon as a conversation is aborted.
+    """
 
     async def converse(sample: int, seat: RequestSlot) -> None:
-        one = group[sample]
-        params = build_sampling_params(around.config, around.chat, greedy, one.seed)
-        if one.session is None and around.chat.catalog.environments:
+        begun = group[sample]
+        params = build_sampling_params(around.config, around.chat, greedy, begun.seed)
+        if begun.session is None and around.chat.catalog.environments:
             seat.mark_idle()  # a reset may take a while
         try:
-            by_agent = around.chat.catalog.is_run_by_agent(one.prompt)
-            done = await (run_agent if by_agent else run_conversation)(one, seat, around, params, deadline)
+            is_agent = around.chat.catalog.is_run_by_agent(begun.prompt)
+            result = await (run_agent if is_agent else run_conversation)(begun, seat, around, params, deadline)
         finally:
             seat.release()
-        group[sample] = done
-        if done.status not in (None, "aborted"):
-            around.on_rollout_finished(done.to_rollout(0))  # an episode is scored by its last branch
-        if done.status == "aborted" and aborted is not None:
-            await aborted(done.failure)
+        group[sample] = result
+        if result.status not in (None, "aborted"):
+            around.on_rollout_finished(result.to_rollout(0))  # an episode is scored by its last branch
+        if result.status == "aborted" and aborted is not None:
+            await aborted(result.failure)
 
-    async with asyncio.TaskGroup() as own:
+    async with asyncio.TaskGroup() as task_group:
         for sample, seat in seats.items():
-            own.create_task(converse(sample, seat))
+            task_group.create_task(converse(sample, seat))
 
 
 def to_rollouts(group: Group, number: int) -> list[Rollout]:
-    """By sample; the branches of an episode one after the other."""
-    return [rollout for sample, one in enumerate(group) for rollout in one.to_rollouts(number, sample)]
+    """Return the group's rollouts by sample; the branches of an episode are consecutive."""
+    return [rollout for sample, partial in enumerate(group) for rollout in partial.to_rollouts(number, sample)]
 
 
 def _is_finished(group: Sequence[PartialRollout]) -> bool:
-    return all(one.status is not None for one in group)
+    return all(partial.status is not None for partial in group)
 
 
 def find_first_error(error: BaseException) -> BaseException:
-    """Of errors at the same time, in tasks of tasks."""
+    """Return the first leaf of nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def find_engine_loss(error: BaseException) -> EngineLost | None:
-    """Of errors at the same time, that of the engine, by which the others may be."""
+    """Find an `EngineLost` among concurrent errors; it may have caused the others."""
     if isinstance(error, BaseExceptionGroup):
-        return next((found for one in error.exceptions if (found := find_engine_loss(one)) is not None), None)
+        return next((loss for child in error.exceptions if (loss := find_engine_loss(child)) is not None), None)
     return error if isinstance(error, EngineLost) else None
 
 
 async def _stop_when_enough(tickets: GroupQueue, needed: int, room: RequestGate) -> None:
-    """Stop all conversations when so many groups are complete, here or elsewhere, and see to it that they do."""
+    """Stop all conversations once `needed` groups are complete on any engine, and abort open requests."""
     while not room.halt.is_set():
         try:
             async with asyncio.timeout(_POLL_S):
@@ -381,7 +400,7 @@ async def _stop_when_enough(tickets: GroupQueue, needed: int, room: RequestGate)
         except TimeoutError:
             if await asyncio.to_thread(tickets.count_complete) >= needed:
                 room.stop()
-    while True:  # again, for a request may have been on its way
+    while True:  # repeat: a request may have been in flight
         if room.num_requests:
             await room.policy.stop()
         await asyncio.sleep(_POLL_S)
