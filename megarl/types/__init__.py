@@ -1,50 +1,49 @@
-"""Every value that crosses a stage of the loop.
+"""Values that cross a stage of the loop.
 
-Host side: frozen dataclasses, one per notion (`Prompt`, `Turn`, `Rollout`). Training side: one packed batch
-(`TrainBatch`) of `[T]` tensors, T tokens of sequences laid end to end without padding.
+Host side: frozen dataclasses, one per concept (`Prompt`, `Turn`, `Rollout`). Training side: one packed batch
+(`TrainBatch`) of `[T]` tensors: the T tokens of its sequences, laid end to end without padding.
 
-**What is of a sequence is everywhere, what is of a token is where it was made.** Of N rollouts every rank has the
-figures, as [N] tensors: lengths, groups, rewards, how they ended. The texts, tokens and records of one are on one rank,
-its home, which leads the engine that wrote it. There its tokens' columns are computed and kept, and from there a model
-is sent the rows that it computes. Functions of tokens (`algorithms/`) are functions of each sequence, so they are right
-on a part of them; what is said of all tokens, a mean or a sum, goes through `total`, which adds up the parts:
+**Per-sequence values are on every rank; per-token values stay on the rank that generated them.** Every rank has [N]
+tensors over all N rollouts: lengths, groups, rewards, statuses. The text, tokens and records of a rollout are on one
+rank, its home, which leads the engine that generated it. The home rank computes and stores the columns of its tokens,
+and sends a model the rows that it needs. Functions of tokens (`algorithms/`) treat each sequence by itself, so they are
+correct on a subset of the sequences. A mean or sum over all tokens goes through an all-reduce of the partial results:
 
-    kl_mean = token_mean(kl, batch.loss_mask, batch.total)         and not kl.mean(), which is of this rank's tokens
+    kl_mean = token_mean(kl, batch.loss_mask, batch.all_reduce)    not kl.mean(), which covers this rank's tokens only
 
-On one rank all is here, and `total` gives back what it is given.
+On a single rank `all_reduce` is the identity.
 
-Alignment, written down here once and meant everywhere else: **index t speaks about token t.**
+Alignment, defined here once and used everywhere: **index t speaks about token t.**
 `logprobs[t]` is log p(tokens[t] | tokens before it), `values[t]` is the critic's value of the state in which
-token t was chosen (that is, before it), `advantages[t]`, `returns[t]` and `rewards[t]` belong to the choice of
-token t, and `loss_mask[t]` is True when the policy chose token t. The first token of a sequence has no
+token t was sampled (that is, before it), `advantages[t]`, `returns[t]` and `rewards[t]` belong to the choice of
+token t, and `loss_mask[t]` is True when the policy sampled token t. The first token of a sequence has no
 prediction: its entries are 0 and its mask is False. Models emit at index t what they predict for t + 1; the
-shift happens in `megarl/megatron/` and nowhere else. `scores[t]`, of a reward model, is about the
-conversation up to and including token t, which is where it is emitted: there is no shift, and the score of the whole is
-at its last token.
+shift happens in `megarl/megatron/` and nowhere else. A reward model's `scores[t]` rates the conversation up to and
+including token t, where it is emitted: there is no shift, and the score of the whole conversation is at its last token.
 
 A worked example, one tool call in two turns (ids made up; A = action):
 
-    turn 0  prompt       [1 2 3]      is_action=False
-    turn 1  tool call    [7 8]        is_action=True    logprobs [-.1 -.2]
-    turn 2  tool answer  [4 5]        is_action=False
-    turn 3  statement    [9]          is_action=True    logprobs [-.3]
+    turn 0  prompt         [1 2 3]      is_action=False
+    turn 1  tool call      [7 8]        is_action=True    logprobs [-.1 -.2]
+    turn 2  tool response  [4 5]        is_action=False
+    turn 3  answer         [9]          is_action=True    logprobs [-.3]
 
     tokens            1  2  3  7    8    4  5  9
     positions         0  1  2  3    4    5  6  7
     loss_mask         .  .  .  A    A    .  .  A
     rollout_logprobs  0  0  0  -.1  -.2  0  0  -.3
     rewards           0  0  0  0    0    0  0  r        (an outcome reward sits on the last action)
-    turn_rewards      0  0  0  0    a    0  0  b        (a turn's own reward on the last token of it)
+    turn_rewards      0  0  0  0    a    0  0  b        (a turn's own reward sits on its last token)
 
-One thing is about what becomes of a token, not of its choice: `routing[t]` names the experts that token t went through
-as an input, on the way to what predicts token t + 1. The engine never runs the last token; a
-record covers those before it.
+`routing[t]` is the exception: it describes token t as an input, not as a choice. It names the experts that processed
+token t on the way to the prediction of token t + 1. The engine never runs the last token, so a record covers the
+tokens before it.
 
-`support[t]`, where sampling was cut off, are the ids that token t could have had: log-probs and entropies are of the
-distribution over these.
+With truncated sampling, `sampling_mask` holds the ids that could have been sampled at t. Log-probs and entropies are
+then those of the distribution over these ids.
 
-`rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `sampling_mask.py` and `comm.py` what they
-are made of. Where an agent's conversation became several sequences, these are one episode: `episodes.py`.
+`rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `sampling_mask.py` and `comm.py` have their
+building blocks. An agent's conversation may become several sequences, which form one episode: `episodes.py`.
 """
 
 from megarl.types.arrays import Ids, Logprobs, as_token_ids, no_logprobs

@@ -1,4 +1,4 @@
-"""Token ids and log-probs as arrays that nobody changes, and values that have such arrays in them."""
+"""Read-only arrays of token ids and log-probs, and equality of dataclasses that contain them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
-"""[tokens] int32, read-only. Where a value takes it, any sequence of whole numbers will do: an array is made of it."""
+"""[tokens] int32, read-only. Dataclasses accept any sequence of integers and convert it."""
 
 Logprobs = npt.NDArray[np.float32]
-"""[tokens] float32, read-only; made of any sequence of numbers, like `Ids`."""
+"""[tokens] float32, read-only. Dataclasses accept any sequence of numbers and convert it."""
 
 
 _MAX_TOKEN_ID = 2**31 - 1
 
 
 def as_token_ids(values: npt.ArrayLike) -> Ids:
-    """Token ids as a read-only array, without a copy of one that is such an array already.
+    """Return token ids as a read-only array. Does not copy an int32 array.
 
-    Raises ValueError for what is not a list of whole numbers, each of them from 0 to 2^31 - 1.
+    Raises ValueError unless `values` is a flat list of integers from 0 to 2^31 - 1.
     """
-    given = np.asarray(values)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+    ids = np.asarray(values)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"token ids are a list of whole numbers, not {str(values)[:80]}")
-    if given.size and given.min() < 0:
-        raise ValueError(f"a token id is negative: {given.min()}")
-    if given.dtype != np.int32 and given.size and given.max() > _MAX_TOKEN_ID:
-        raise ValueError(f"no token has the id {given.max()}")
-    return as_read_only(given.astype(np.int32, copy=False), values)
+    if ids.size and ids.min() < 0:
+        raise ValueError(f"a token id is negative: {ids.min()}")
+    if ids.dtype != np.int32 and ids.size and ids.max() > _MAX_TOKEN_ID:
+        raise ValueError(f"no token has the id {ids.max()}")
+    return as_read_only(ids.astype(np.int32, copy=False), values)
 
 
 def as_read_only(array: npt.NDArray[Any], given: object) -> npt.NDArray[Any]:
-    """The array, or a view of it where it is the one that was given, which its owner may go on writing to."""
+    """Make `array` read-only. If it is the caller's own array (`given`), return a read-only view and leave that one
+    writable."""
     if array.flags.writeable:
         array = array.view() if array is given else array
         array.setflags(write=False)
@@ -51,8 +52,8 @@ def no_logprobs() -> Logprobs:
 
 
 def fields_equal(left: object, right: object) -> bool:
-    """Equality of two values of one class field by field, arrays by what is in them; NaN is like NaN. Fields with
-    `compare=False` are left out."""
+    """Compare two instances of a dataclass field by field: arrays by content, NaN equal to NaN. Skips fields with
+    `compare=False`."""
     for item in (item for item in fields(left) if item.compare):  # type: ignore[arg-type]
         a, b = getattr(left, item.name), getattr(right, item.name)
         if not (np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else a == b):
@@ -61,5 +62,5 @@ def fields_equal(left: object, right: object) -> bool:
 
 
 def concat(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The parts one after the other; there may be none."""
+    """Concatenate the arrays; no parts give an empty array."""
     return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)

@@ -1,6 +1,6 @@
-"""The training side: packed batches, model outputs and losses, aligned as `types/__init__.py` describes.
+"""Training side: packed batches, model outputs and losses, aligned as `types/__init__.py` defines.
 
-A loss declares with `@reads` which columns of a batch it uses. Only those are sent to the model that it trains.
+A loss declares with `@reads` which columns of a batch it uses; only these are sent to the model that it trains.
 """
 
 from __future__ import annotations
@@ -22,68 +22,62 @@ from megarl.types.sampling_mask import SamplingMask
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """Which rank has which of a batch's N sequences."""
+    """Distribution of a batch's N sequences over the ranks."""
 
     lengths: torch.Tensor  # [N] int64 tokens
-    routed_tokens: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
+    routed_tokens: torch.Tensor  # [N] int64 leading tokens with recorded routing
     home: torch.Tensor  # [N] int64, the rank
-    local_indices: torch.Tensor  # [n] int64, which of the N are here; the batch has their tokens in this order
+    local_indices: torch.Tensor  # [n] int64, the sequences on this rank, in the order of the batch's tokens
     comm: Comm = field(compare=False, repr=False)
-    sampling_mask_sizes: torch.Tensor | None = (
-        None  # [N] int64 ids in the records of `support`; None where there are none
-    )
+    sampling_mask_sizes: torch.Tensor | None = None  # [N] int64 ids in the sampling masks; None without masks
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a whole mini-batch, of which a rank and a micro-batch have shares: what its metrics are means over."""
+    """Denominators of the metrics of a global mini-batch, of which ranks and micro-batches have shares."""
 
     actions: int
-    sequences: int  # with an action token
-    positive_actions: int = 0  # action tokens of those whose reward is above 0
+    sequences: int  # with at least one action token
+    positive_actions: int = 0  # action tokens of sequences with a reward above 0
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """N sequences, of which n are here, packed into `[T]` tensors; see the head of this file for the alignment.
+    """N sequences, n of them on this rank, packed into `[T]` tensors; `types/__init__.py` defines the alignment.
 
-    float tensors are fp32. Without `shares` all sequences are here, on each rank: n is N.
+    Float tensors are fp32. Without `sharding` every rank has all sequences: n is N.
     """
 
     tokens: torch.Tensor  # [T] int32 or int64
-    cu_seqlens: torch.Tensor  # [n + 1] int64, cu_seqlens[i] is where the i-th of those here starts, cu_seqlens[n] == T
-    loss_mask: torch.Tensor  # [T] bool, True where the policy chose the token
+    cu_seqlens: torch.Tensor  # [n + 1] int64, start of each local sequence; cu_seqlens[n] == T
+    loss_mask: torch.Tensor  # [T] bool, True where the policy sampled the token
     group: torch.Tensor  # [N] int64, samples of one prompt share a number
-    sequence_reward: torch.Tensor  # [N] reward of each sequence, that of its turns included
-    rollout_logprobs: torch.Tensor  # [T] as the engine reported them
+    sequence_reward: torch.Tensor  # [N] reward of each sequence, turn rewards included
+    rollout_logprobs: torch.Tensor  # [T] behavior log-probs, as the engine reported them
     old_logprobs: torch.Tensor | None = None  # [T] of the policy before the first update on this batch
-    trainer_logprobs: torch.Tensor | None = None  # [T] likewise, also of tokens that older weights chose; to be read
-    unreplayed_logprobs: torch.Tensor | None = None  # [T] likewise, where the trainer has chosen its experts itself
+    trainer_logprobs: torch.Tensor | None = None  # [T] the same, also for tokens of older weights; for metrics
+    unreplayed_logprobs: torch.Tensor | None = None  # [T] the same, with the trainer's own expert routing
     ref_logprobs: torch.Tensor | None = None  # [T]
     values: torch.Tensor | None = None  # [T]
-    rewards: torch.Tensor | None = None  # [T] token rewards: outcome plus, where asked for, the KL penalty
+    rewards: torch.Tensor | None = None  # [T] token rewards: outcome plus, if configured, the KL penalty
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]
-    staleness: torch.Tensor | None = (
-        None  # [T] int32 versions by which the weights that chose it are older; None: all are 0
-    )
-    importance: torch.Tensor | None = None  # [T] weight of the policy's loss: what sampled is not what learns; None: 1
+    staleness: torch.Tensor | None = None  # [T] int32 age in versions of the weights that sampled; None: all 0
+    importance: torch.Tensor | None = None  # [T] weight of the policy loss, corrects for the sampler; None: 1
     turn_rewards: torch.Tensor | None = None  # [T] each turn's own reward on its last token; None: no turn has any
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
-    routing: tuple[torch.Tensor, ...] | None = None  # n records as of `Rollout`; the policy's model replays them
-    sampling_mask: tuple[SamplingMask, ...] | None = (
-        None  # n records, of each of a sequence's tokens; of policies' models
-    )
+    routing: tuple[torch.Tensor, ...] | None = None  # n records as in `Rollout`; the policy's model replays them
+    sampling_mask: tuple[SamplingMask, ...] | None = None  # n masks over all tokens of a sequence, for policy models
     sharding: BatchSharding | None = None
-    marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss has chosen out of the whole mini-batch
-    counts: Counts | None = None  # of the mini-batch that this is, or is a part of
-    episode: torch.Tensor | None = None  # [N] int64, branches of one episode share a number; None: all are alone
+    marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss selected from the global mini-batch
+    counts: Counts | None = None  # of the global mini-batch that this batch is, or is a part of
+    episode: torch.Tensor | None = None  # [N] int64, branches of one episode share a number; None: no branches
 
     @staticmethod
     def from_rollouts(rollouts: Rollouts | Sequence[Rollout]) -> TrainBatch:
-        """Pack finished rollouts; a rollout without any action token is packed too and has an empty mask.
+        """Pack finished rollouts, also those without an action token, whose mask is empty.
 
-        Of a plain sequence each rank packs what it is given, as one that is alone.
+        A plain sequence is packed as if this rank were the only one.
         """
         rollouts = rollouts if isinstance(rollouts, Rollouts) else Rollouts.gather(rollouts)
         turns = [turn for rollout in rollouts.local for turn in rollout.turns]
@@ -92,19 +86,19 @@ class TrainBatch:
         mask = np.repeat(np.array([turn.is_action for turn in turns], dtype=np.bool_), lengths)
         logprobs = np.zeros(len(mask), dtype=np.float32)
         logprobs[mask] = concat([turn.logprobs for turn in turns], np.float32)
-        lag = None
+        staleness = None
         if bool((rollouts.staleness > 0).any()):
             versions = concat([turn.token_versions for turn in turns], np.int32)
-            lag = torch.from_numpy(np.where(mask, np.maximum(rollouts.version - versions, 0), 0).astype(np.int32))
+            staleness = torch.from_numpy(np.where(mask, np.maximum(rollouts.version - versions, 0), 0).astype(np.int32))
         turn_rewards = None
         if bool((rollouts.rewarded_turns > 0).any()):
-            placed = np.zeros(len(mask), dtype=np.float32)
+            reward_column = np.zeros(len(mask), dtype=np.float32)
             ends = np.cumsum(lengths, dtype=np.int64)
             for turn, length, end in zip(turns, lengths, ends.tolist(), strict=True):
                 if length and turn.reward:
-                    placed[end - 1] = turn.reward
-            turn_rewards = torch.from_numpy(placed)
-        shares = BatchSharding(
+                    reward_column[end - 1] = turn.reward
+            turn_rewards = torch.from_numpy(reward_column)
+        sharding = BatchSharding(
             rollouts.length,
             rollouts.routed_tokens,
             rollouts.home,
@@ -120,11 +114,11 @@ class TrainBatch:
             episode=rollouts.episode if len(rollouts.episodes) < len(rollouts) else None,
             sequence_reward=rollouts.reward.float(),
             rollout_logprobs=torch.from_numpy(logprobs),
-            staleness=lag,
+            staleness=staleness,
             turn_rewards=turn_rewards,
             routing=_pack_routing(rollouts),
             sampling_mask=_pack_sampling_masks(rollouts),
-            sharding=None if isinstance(rollouts.comm, LocalComm) else shares,
+            sharding=None if isinstance(rollouts.comm, LocalComm) else sharding,
         )
 
     @property
@@ -134,12 +128,12 @@ class TrainBatch:
 
     @property
     def local_indices(self) -> torch.Tensor:
-        """[n] which of the N sequences are here."""
+        """[n] indices of this rank's sequences among the N."""
         return torch.arange(len(self.cu_seqlens) - 1) if self.sharding is None else self.sharding.local_indices
 
     @property
     def comm(self) -> Comm:
-        """Those who have the others."""
+        """The ranks that share this batch."""
         return LOCAL if self.sharding is None else self.sharding.comm
 
     @property
@@ -149,18 +143,18 @@ class TrainBatch:
 
     @property
     def episodes(self) -> Episodes:
-        """Which of the N sequences are branches of one episode."""
+        """The episodes of all N sequences."""
         return Episodes.singletons(self.num_sequences) if self.episode is None else Episodes.from_ids(self.episode)
 
     @property
     def local_episodes(self) -> Episodes:
-        """The same of the n that are here, of episodes all of whose branches are."""
+        """The episodes of the n local sequences. All branches of an episode are on one rank."""
         return Episodes.from_ids(self.local_indices if self.episode is None else self.episode[self.local_indices])
 
     @property
     def cu_episodes(self) -> torch.Tensor:
-        """`cu_seqlens` of the episodes that are here, whose branches lie end to end: what makes a function of sequences
-        one of episodes."""
+        """`cu_seqlens` of the local episodes, whose branches are adjacent. Turns a function of sequences into a
+        function of episodes."""
         return self.local_episodes.merge_cu_seqlens(self.cu_seqlens)
 
     @property
@@ -175,11 +169,11 @@ class TrainBatch:
         return torch.repeat_interleave(self.local_indices.to(self.cu_seqlens.device), self.cu_seqlens.diff())
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of a small tensor over the ranks that have sequences of this batch, the same on all. Collective."""
+        """Sum a small tensor over the ranks that share this batch; the same result on all. Collective."""
         return self.comm.all_reduce(part)
 
     def all_gather(self, figures: torch.Tensor) -> torch.Tensor:
-        """[n] -> [N]: a number of each sequence that is here -> those of all, on every rank. Collective."""
+        """[n] -> [N]: gather one number per local sequence on every rank. Collective."""
         if self.sharding is None:
             return figures
         rows = self.comm.all_gather_rows(torch.stack([self.local_indices.double(), figures.double()], dim=1))
@@ -188,18 +182,20 @@ class TrainBatch:
         return result
 
     def with_(self, **changes: Any) -> TrainBatch:
-        """A new batch with the named tensors in place of the old ones."""
+        """Return a copy with the named fields replaced."""
         return replace(self, **changes)
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
-        """The sub-batch of the given sequences, in the given order; each of them stays where it is, and branches of an
-        episode beside each other."""
-        numbers = torch.as_tensor(list(indices), dtype=torch.int64)
-        place = torch.full((self.num_sequences,), -1, dtype=torch.int64)  # among those here, of all N
-        place[self.local_indices] = torch.arange(len(self.local_indices))
-        rows = place[numbers]
-        own = (rows >= 0).nonzero().squeeze(1)
-        rows = rows[own]
+        """Return the sub-batch of the given sequences, in the given order.
+
+        Sequences stay on their ranks. `indices` must keep the branches of an episode adjacent.
+        """
+        sequences = torch.as_tensor(list(indices), dtype=torch.int64)
+        local_row = torch.full((self.num_sequences,), -1, dtype=torch.int64)  # [N] local row of each sequence, else -1
+        local_row[self.local_indices] = torch.arange(len(self.local_indices))
+        rows = local_row[sequences]
+        kept = (rows >= 0).nonzero().squeeze(1)
+        rows = rows[kept]
         lengths = self.cu_seqlens.diff()[rows]
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         shift = self.cu_seqlens[rows] - starts[:-1]
@@ -210,116 +206,127 @@ class TrainBatch:
         if self.sampling_mask is not None:
             changes["sampling_mask"] = tuple(self.sampling_mask[row] for row in rows.tolist())
         if self.sharding is not None:
-            known = {name: getattr(self.sharding, name)[numbers] for name in ("lengths", "routed_tokens", "home")}
+            sharding_columns = {
+                name: getattr(self.sharding, name)[sequences] for name in ("lengths", "routed_tokens", "home")
+            }
             if self.sharding.sampling_mask_sizes is not None:
-                known["sampling_mask_sizes"] = self.sharding.sampling_mask_sizes[numbers]
-            changes["sharding"] = replace(self.sharding, local_indices=own, **known)
-        changes |= {"group": self.group[numbers], "sequence_reward": self.sequence_reward[numbers]}
+                sharding_columns["sampling_mask_sizes"] = self.sharding.sampling_mask_sizes[sequences]
+            changes["sharding"] = replace(self.sharding, local_indices=kept, **sharding_columns)
+        changes |= {"group": self.group[sequences], "sequence_reward": self.sequence_reward[sequences]}
         if self.episode is not None:
-            changes["episode"] = self.episode[numbers]
+            changes["episode"] = self.episode[sequences]
         return self.with_(cu_seqlens=starts, **changes)
 
     def columns(self) -> tuple[str, ...]:
-        """Names of the [T] tensors that there are."""
+        """Return the names of the [T] tensors that are set."""
         return tuple(name for name in TOKEN_COLUMNS if getattr(self, name) is not None)
 
 
-_NON_TOKEN_FIELDS = ("cu_seqlens", "group", "episode", "sequence_reward", "routing", "sampling_mask", "sharding", "counts")
+_NON_TOKEN_FIELDS = (
+    "cu_seqlens",
+    "group",
+    "episode",
+    "sequence_reward",
+    "routing",
+    "sampling_mask",
+    "sharding",
+    "counts",
+)
 TOKEN_COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _NON_TOKEN_FIELDS)
-"""The [T] tensors of a batch."""
+"""Names of the [T] tensors of a batch."""
 
 
 def _pack_routing(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
-    """Of the rollouts that are here, empty where one has none; None where no rollout has one, here or elsewhere."""
+    """Return the routing of the local rollouts, empty for those without; None if no rollout on any rank has one."""
     if not bool((rollouts.routed_tokens > 0).any()):
         return None
-    found = [rollout.routing for rollout in rollouts.local]
-    shapes = {record.shape[1:] for record in found if record is not None}
+    records = [rollout.routing for rollout in rollouts.local]
+    shapes = {record.shape[1:] for record in records if record is not None}
     if len(shapes) > 1:
         raise ValueError(f"rollouts whose routing has different shapes per token: {sorted(map(tuple, shapes))}")
-    for record, rollout in zip(found, rollouts.local, strict=True):
+    for record, rollout in zip(records, rollouts.local, strict=True):
         if record is not None and len(record) > (tokens := rollout.num_tokens):
             raise ValueError(f"a rollout of {tokens} tokens has the routing of {len(record)}")
     (shape,) = shapes or {torch.Size((0, 0))}
-    none = torch.zeros((0, *shape), dtype=torch.uint8)
-    return tuple(none if record is None else record for record in found)
+    empty = torch.zeros((0, *shape), dtype=torch.uint8)
+    return tuple(empty if record is None else record for record in records)
 
 
 def _pack_sampling_masks(rollouts: Rollouts) -> tuple[SamplingMask, ...] | None:
-    """Of the rollouts that are here, with nothing for the tokens that no policy chose; None where no rollout's sampling
-    was cut off, here or elsewhere."""
+    """Return the sampling masks of the local rollouts over all their tokens, unrestricted at tokens that the policy did
+    not sample; None if no rollout on any rank has one."""
     if not bool((rollouts.sampling_mask_sizes > 0).any()):
         return None
-    found = []
+    masks = []
     for rollout in rollouts.local:
-        whose = torch.cat([torch.full((len(turn.token_ids),), turn.is_action) for turn in rollout.turns])
-        record = (
+        is_action = torch.cat([torch.full((len(turn.token_ids),), turn.is_action) for turn in rollout.turns])
+        mask = (
             SamplingMask.unrestricted(rollout.num_actions) if rollout.sampling_mask is None else rollout.sampling_mask
         )
-        if len(record) != rollout.num_actions:
+        if len(mask) != rollout.num_actions:
             raise ValueError(
-                f"a rollout whose policy chose {rollout.num_actions} tokens says of {len(record)} what they could be"
+                f"a rollout whose policy chose {rollout.num_actions} tokens says of {len(mask)} what they could be"
             )
-        spread = record.index_select((whose.cumsum(0) - 1).where(whose, -1))
-        if bool((outside := spread.excludes(torch.tensor(rollout.token_ids))).any()):
+        token_mask = mask.index_select((is_action.cumsum(0) - 1).where(is_action, -1))
+        if bool((outside := token_mask.excludes(torch.tensor(rollout.token_ids))).any()):
             raise ValueError(f"token {int(outside.nonzero()[0])} of a rollout is not among those that could be chosen")
-        found.append(spread)
-    return tuple(found)
+        masks.append(token_mask)
+    return tuple(masks)
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a model says of a micro-batch; index t speaks about token t, as at the head of this file. On the device."""
+    """Model outputs for a micro-batch, on the device. Index t speaks about token t, see `types/__init__.py`."""
 
     logprobs: torch.Tensor | None = None  # [T] of the policy
-    entropy: torch.Tensor | None = None  # [T] of the distribution that token t was drawn from
+    entropy: torch.Tensor | None = None  # [T] of the distribution that token t was sampled from
     values: torch.Tensor | None = None  # [T] of the critic
-    scores: torch.Tensor | None = None  # [T] of a reward model, of each beginning of the sequence
+    scores: torch.Tensor | None = None  # [T] of a reward model, for each prefix of the sequence
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a loss returns: a number per token, and further numbers per token or per sequence to be logged.
+    """Return value of a loss: a number per token, and metrics per token or per sequence.
 
-    The optimizer step minimises sum(loss_weights * loss). The weights are shares of the global mini-batch, so the
-    result does not depend on how it was cut up.
+    The optimizer step minimizes sum(loss_weights * loss). The weights are shares of the global mini-batch, so the
+    result does not depend on the split into ranks and micro-batches.
     """
 
     loss: torch.Tensor  # [T], differentiable
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [T], detached
-    sequence_metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [n], 0 of those without an action
+    sequence_metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> [n], 0 without action tokens
 
     def reduce_metrics(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """What is logged: each metric's share of its mean over the mini-batch, to be added up over its parts.
+        """Return each metric's share of its mean over the mini-batch; the caller sums over micro-batches and ranks.
 
-        A metric is a mean over the mini-batch's action tokens, or over its sequences that have some, whatever the loss
-        is a mean of. Without `counts`, as of a reward model, it is weighted as the loss.
+        A metric is a mean over the mini-batch's action tokens, or over its sequences with action tokens, however the
+        loss is averaged. Without `counts`, as for a reward model, metrics are weighted like the loss.
         """
         counts, weights = batch.counts, batch.loss_weights
         assert weights is not None
         if counts is not None:
             weights = batch.loss_mask.float().div_(max(counts.actions, 1))
-        found = {name: (weights * metric).sum().detach() for name, metric in self.metrics.items()}
+        reduced = {name: (weights * metric).sum().detach() for name, metric in self.metrics.items()}
         for name, metric in self.sequence_metrics.items():
             assert counts is not None, f"{name} is a mean over sequences, of which the batch has no counts"
-            found[name] = (metric.sum() / max(counts.sequences, 1)).detach()
-        return found
+            reduced[name] = (metric.sum() / max(counts.sequences, 1)).detach()
+        return reduced
 
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 
 REQUIRED_COLUMNS = ("tokens", "loss_mask", "loss_weights")
-"""What every loss is given; what is of a sequence, such as `group`, is everywhere."""
+"""Columns that every loss receives. Per-sequence tensors such as `group` are always available."""
 
 
 def reads(*columns: str) -> Callable[[Loss], Loss]:
-    """Name the columns that a loss reads beside ALWAYS:
+    """Declare the columns that a loss reads in addition to `REQUIRED_COLUMNS`.
 
         @reads("values", "returns")
         def critic_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss: ...
 
-    Another column of its `part` cannot be read then. A loss that says nothing is given all that there are. Raises
-    ConfigError for a name that is no column.
+    The loss cannot read other columns of `part`. An undecorated loss receives all columns. Raises ConfigError for an
+    unknown column.
     """
     if unknown := [name for name in columns if name not in TOKEN_COLUMNS]:
         raise ConfigError(f"@reads: {unknown[0]!r} is no column of a batch; there are {', '.join(TOKEN_COLUMNS)}")
@@ -332,11 +339,11 @@ def reads(*columns: str) -> Callable[[Loss], Loss]:
 
 
 def get_declared_columns(loss: Callable[..., Any]) -> tuple[str, ...] | None:
-    """What a loss has named; None where it has said nothing."""
+    """Return the columns declared with `@reads`; None without a declaration."""
     return getattr(loss, "reads", None)
 
 
 def select_columns(loss: Callable[..., Any], batch: TrainBatch) -> tuple[str, ...]:
-    """The columns of a batch that a loss is given, of those that there are."""
-    named = get_declared_columns(loss)
-    return tuple(name for name in batch.columns() if named is None or name in named or name in REQUIRED_COLUMNS)
+    """Return the columns of `batch` that the loss receives."""
+    declared = get_declared_columns(loss)
+    return tuple(name for name in batch.columns() if declared is None or name in declared or name in REQUIRED_COLUMNS)

@@ -1,6 +1,6 @@
-"""All ranks of a job, as far as values are concerned that are put together of what each of them has.
+"""Collectives over all ranks of a job, for code that must not depend on `torch.distributed`.
 
-No process group here: `parallel.ranks` has the ranks that there are, `Alone` is one that has everything.
+This module has no process groups: `parallel.ranks` implements `Comm` for real ranks, `LocalComm` for a single one.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from typing import Any, Protocol
 import torch
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
-"""Adds up a small tensor over all ranks' shares of a batch: the same shape and dtype, the same bits on every rank."""
+"""Sums a small tensor over all ranks' shares of a batch. Same shape and dtype, bitwise equal on every rank."""
 
 
 def local_all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """The `AllReduce` where one rank holds everything."""
+    """The `AllReduce` of a single rank: the identity."""
     return x
 
 
 class Comm(Protocol):
-    """All ranks of a job, for values that are put together of what each has. Collective, and the same on all."""
+    """Communicator over all ranks of a job. Every method is collective and returns the same on all ranks."""
 
     @property
     def rank(self) -> int: ...
 
     def all_reduce(self, mine: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, which are small and of one shape."""
+        """Sum small tensors of equal shape."""
         ...
 
     def all_gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
-        """[n, ...] -> [N, ...], by rank; n may be another on each."""
+        """[n, ...] -> [N, ...], ordered by rank; n may differ between ranks."""
         ...
 
     def all_gather_objects(self, mine: Any) -> list[Any]:
-        """Small host values, by rank."""
+        """Gather small host values, ordered by rank."""
         ...
 
 
 class LocalComm:
-    """One rank that has everything."""
+    """`Comm` of a single rank."""
 
     rank = 0
 

@@ -6,13 +6,13 @@ branches come from one attempt at the task and earn one reward, so **an episode 
 means over sequences, in mini-batches and in metrics. The mean over tokens is unaffected: each token occurs once.
 
 A function of sequences becomes a function of episodes by concatenating the branches of an episode in order.
-`Episodes.merge_cu_seqlens` turns the cu_seqlens of sequences into those of episodes, so that an episode in several branches gives
-the same result as one that stayed whole.
+`Episodes.merge_cu_seqlens` turns the cu_seqlens of sequences into those of episodes, so that an episode in several
+branches gives the same result as one that stayed whole.
 
-    sequences                    0    1    2    3        of which 1 and 2 are branches of one episode
-    row                          0    1    1    2
-    action tokens                4    3    5    2        sums(..)   4  8  2
-    cu_seqlens                0    10   16   30   35     starts(..) 0  10  30  35
+    sequences                    0    1    2    3        1 and 2 are branches of one episode
+    episode_ids                  0    1    1    2
+    action tokens                4    3    5    2        sum_branches(..)      4  8  2
+    cu_seqlens                0    10   16   30   35     merge_cu_seqlens(..)  0  10  30  35
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ import torch
 
 @dataclass(frozen=True)
 class Branch:
-    """Which of an episode's branches a rollout is, and what its client has made of the history.
+    """Position of a rollout among the branches of its episode, and how its client changed the history.
 
-    Training reads none of it: a branch is trained by the ids that the engine saw, whatever is said here.
+    For logging only: training uses the ids that the engine saw, whatever this says.
     """
 
     number: int
-    """From 0 on, in the order in which their last answers came."""
+    """Counted from 0, in the order of the branches' last responses."""
     forks: int
-    """How often the client has left a history that it had begun, in the whole episode: the same on all its branches."""
+    """How often the client left a history that it had begun, over the whole episode; equal on all its branches."""
     has_drifted: bool
-    """Whether its last answer would have been asked for with other ids if all before it had been rendered and tokenised
-    afresh."""
+    """Whether rendering and tokenizing the history from scratch would have given other ids in the request for the last
+    response."""
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """Which of N sequences are branches of the same of E episodes. Those of one follow each other, the last one last,
-    and are on one rank."""
+    """The mapping of N sequences to E episodes. Branches of an episode are adjacent, in order, and on one rank."""
 
-    episode_ids: torch.Tensor  # [N] int64, the episode of each sequence: from 0 on, by at most one more than before
+    episode_ids: torch.Tensor  # [N] int64, the episode of each sequence: starts at 0, each entry grows by at most 1
 
     @staticmethod
     def from_ids(number: torch.Tensor) -> Episodes:
-        """number: [N], the same for branches of one episode, other than that of the sequence before for the first."""
+        """Build from `number` [N]: branches of an episode share a number, adjacent episodes have different ones."""
         first = torch.ones(len(number), dtype=torch.bool)
         first[1:] = number[1:] != number[:-1]
         return Episodes(first.cumsum(0) - 1)
 
     @staticmethod
     def singletons(count: int) -> Episodes:
-        """So many sequences, each an episode."""
+        """Return `count` sequences, each an episode by itself."""
         return Episodes(torch.arange(count))
 
     def __len__(self) -> int:
@@ -64,63 +63,63 @@ class Episodes:
 
     @property
     def sizes(self) -> torch.Tensor:
-        """[E] branches of each."""
+        """[E] number of branches."""
         return torch.bincount(self.episode_ids, minlength=len(self))
 
     @property
     def first(self) -> torch.Tensor:
-        """[E] the sequence that is the first branch of each."""
+        """[E] index of the first branch."""
         return self.last - self.sizes + 1
 
     @property
     def last(self) -> torch.Tensor:
-        """[E] the sequence that is the last branch of each."""
+        """[E] index of the last branch."""
         return self.sizes.cumsum(0) - 1
 
     @property
     def is_last(self) -> torch.Tensor:
-        """[N] bool."""
-        found = torch.zeros(len(self.episode_ids), dtype=torch.bool)
-        found[self.last] = True
-        return found
+        """[N] bool, True for last branches."""
+        is_last = torch.zeros(len(self.episode_ids), dtype=torch.bool)
+        is_last[self.last] = True
+        return is_last
 
     def take_last(self, x: torch.Tensor) -> torch.Tensor:
-        """[N] -> [E]: what is the same for all branches, such as the reward."""
+        """[N] -> [E]: take a value that all branches share, such as the reward."""
         return x[self.last]
 
     def sum_branches(self, x: torch.Tensor) -> torch.Tensor:
-        """[N] -> [E]: added up over the branches."""
+        """[N] -> [E]: sum over the branches."""
         return x.new_zeros(len(self)).index_add(0, self.episode_ids, x)
 
     def expand(self, x: torch.Tensor) -> torch.Tensor:
-        """[E] -> [N]: to every branch."""
+        """[E] -> [N]: copy to every branch."""
         return x[self.episode_ids]
 
     def merge_cu_seqlens(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """[N + 1] -> [E + 1]: where episodes start in tokens of which `cu_seqlens` says where sequences do."""
+        """[N + 1] -> [E + 1]: turn the token offsets of sequences into those of episodes."""
         return torch.cat([cu_seqlens[:1], cu_seqlens[1:][self.last]])
 
     def sequence_indices(self, episodes: Sequence[int]) -> list[int]:
-        """The branches of these, in their order."""
+        """Return the indices of all branches of `episodes`, in order."""
         first, last = self.first.tolist(), self.last.tolist()
-        return [number for one in episodes for number in range(first[one], last[one] + 1)]
+        return [index for episode in episodes for index in range(first[episode], last[episode] + 1)]
 
 
 def assign_episode_ids(group: torch.Tensor, episode: torch.Tensor, **same: torch.Tensor) -> torch.Tensor:
-    """[N] a number that the branches of an episode share, and no other sequence has: that of the first of them.
+    """Return [N] episode ids, unique over all groups: the index of the episode's first branch.
 
-    group, episode: [N] as of a `Rollout`; below 0 are those alone. same: [N] figures that are an episode's. Raises
-    ValueError where branches of one do not follow each other, or differ in these.
+    group, episode: [N] as in `Rollout`; a negative episode is a rollout without branches. same: [N] values that all
+    branches of an episode must share. Raises ValueError if branches are not adjacent or differ in such a value.
     """
-    branch, pairs = episode >= 0, torch.stack([group, episode], dim=1)
-    if not bool(branch.any()):
+    is_branch, pairs = episode >= 0, torch.stack([group, episode], dim=1)
+    if not bool(is_branch.any()):
         return torch.arange(len(group))
-    first = torch.ones_like(branch)
-    first[1:] = ~branch[1:] | (pairs[1:] != pairs[:-1]).any(dim=1)
-    if len((beginnings := pairs[branch & first]).unique(dim=0)) < len(beginnings):
+    starts_episode = torch.ones_like(is_branch)
+    starts_episode[1:] = ~is_branch[1:] | (pairs[1:] != pairs[:-1]).any(dim=1)
+    if len((first_pairs := pairs[is_branch & starts_episode]).unique(dim=0)) < len(first_pairs):
         raise ValueError("branches of an episode do not follow each other")
-    episodes = Episodes(first.cumsum(0) - 1)
-    for name, figure in same.items():
-        if not torch.equal(episodes.expand(episodes.take_last(figure)), figure):
+    episodes = Episodes(starts_episode.cumsum(0) - 1)
+    for name, column in same.items():
+        if not torch.equal(episodes.expand(episodes.take_last(column)), column):
             raise ValueError(f"branches of an episode have another {name} each")
     return episodes.expand(episodes.first)

@@ -1,4 +1,4 @@
-"""What an algorithm says of itself, which configuration, checks, plans and the flow read before anything starts."""
+"""Requirements of an algorithm, which configuration, checks, planner and flow read before anything starts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from megarl.config import Config
 
 ItemKind = Literal["prompts", "conversations", "pairs", "rows"]
-"""What the loader deals out, a step at a time: prompts to answer, finished conversations, pairs of a preferred answer
-and another, or rows of a form that only the algorithm knows, which is not checked before its `items` reads them."""
+"""What the loader yields: prompts, finished conversations, preference pairs, or rows whose format only the algorithm
+knows and which are not checked before its `items` reads them."""
 
 ITEM_KINDS: tuple[ItemKind, ...] = get_args(ItemKind)
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """A controller's declaration for one configuration. `controllers/controller.py` says what each of them means."""
+    """A controller's declaration for one configuration. `controllers/controller.py` documents the fields."""
 
     name: str
-    """As messages have it: that of the configuration."""
+    """The algorithm's name in the configuration, used in messages."""
     item: ItemKind
     roles: tuple[str, ...]
     trained_roles: tuple[str, ...]
@@ -34,15 +34,15 @@ class Requirements:
 
     @property
     def has_rollout(self) -> bool:
-        """Whether it samples from the policy, and so has engines."""
+        """True if the algorithm samples from the policy."""
         return "rollout" in self.roles
 
     def has_engines(self, config: Config) -> bool:
-        """Whether engines are started, as what is sampled is not read from a record."""
+        """True if the run starts engines: it samples, and does not replay recorded rollouts."""
         return self.has_rollout and not config.rollout.replay
 
     @property
     def main_role(self) -> str:
-        """The role whose model is exported, and has `model.path` and `parallel`; the engines where nothing is
+        """The role whose model is exported and which `model.path` and `parallel` describe; `rollout` if nothing is
         trained."""
         return self.trained_roles[0] if self.trained_roles else "rollout"

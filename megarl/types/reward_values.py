@@ -1,4 +1,4 @@
-"""What comes of asking for a reward: a `Reward`, or the words for why there is none."""
+"""Results of computing a reward: a `Reward`, or a `RewardFailure` with its reason."""
 
 from __future__ import annotations
 
@@ -12,73 +12,72 @@ from megarl.config.strict import ConfigError
 
 @dataclass(frozen=True)
 class Reward:
-    """What a reward function may return in place of a number; a dict with these keys will do as well.
+    """What a reward function may return instead of a number. A dict with these keys works as well.
 
     return {"reward": 1.0, "parts": {"format": 0.5}, "turns": [0.0, -0.1]}
     """
 
     reward: float = 0.0
-    """Of the conversation as a whole."""
+    """Reward of the whole conversation."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Figures that are recorded and logged beside it, by name; they are not added to it."""
+    """Named values that are recorded and logged but not added to the reward."""
     turns: Sequence[float] = ()
-    """What each turn of the policy's is worth by itself, which is added; empty where that is nothing."""
+    """Reward of each of the policy's turns, added to the total. Empty if turns have no rewards of their own."""
 
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """There is no reward."""
+    """A reward that could not be computed."""
 
     reason: str
-    """In one line; the same for all samples that fail alike."""
+    """One line, equal for all samples that fail for the same reason."""
 
 
 RewardResult = Reward | RewardFailure
 
 ServiceReward = tuple[float, dict[str, float]]
-"""What a service adds to a rollout's reward, and the parts of it by name."""
+"""The amount that a service adds to a rollout's reward, and its parts by name."""
 
 MAX_REWARD = 1e6
-"""Beyond it fp32 can no longer tell advantages apart: squares that are summed have 24 bits."""
+"""Above it fp32 cannot distinguish advantages: sums of squares have 24 bits."""
 
 
 class RewardError(ConfigError):
-    """A reward that raised, took too long, or is something else than a number."""
+    """A reward function raised, timed out, or did not return a number."""
 
 
 def parse_reward(value: Any, turns: int, about: str = "it") -> Reward:
-    """What a function has returned for a rollout with so many turns of the policy's, made sense of.
+    """Parse the return value of a reward function for a rollout with `turns` turns of the policy.
 
-    Raises RewardError, which begins with `about`, for anything but finite numbers of at most `LARGEST` where they
-    belong.
+    Raises RewardError, prefixed with `about`, unless all values are finite numbers of at most `MAX_REWARD`.
     """
     if isinstance(value, Mapping):
         if unknown := [name for name in value if name not in ("reward", "parts", "turns")]:
             raise RewardError(f"{about} returned {unknown[0]!r}, which is none of reward, parts, turns")
         if "reward" not in value and value.get("turns") is None:
             raise RewardError(f"{about} returned neither `reward` nor `turns`")
-        given = {name: item for name, item in value.items() if item is not None or name == "reward"}
-        value = Reward(**given)
+        present = {name: item for name, item in value.items() if item is not None or name == "reward"}
+        value = Reward(**present)
     if not isinstance(value, Reward):
         return Reward(parse_number(value, about))
     if not isinstance(value.parts, Mapping) or not all(isinstance(name, str) and name for name in value.parts):
         raise RewardError(f"{about} returned `parts` that are no mapping of names to numbers")
-    of_turns = value.turns.tolist() if hasattr(value.turns, "tolist") else value.turns
-    if not isinstance(of_turns, list | tuple):
-        raise RewardError(f"{about} returned `turns` that are a {type(of_turns).__name__}, not a list of numbers")
-    if of_turns and len(of_turns) != turns:
-        raise RewardError(f"{about} returned {len(of_turns)} `turns` for {turns} turns of the policy's")
-    found = Reward(
+    turn_rewards = value.turns.tolist() if hasattr(value.turns, "tolist") else value.turns
+    if not isinstance(turn_rewards, list | tuple):
+        raise RewardError(f"{about} returned `turns` that are a {type(turn_rewards).__name__}, not a list of numbers")
+    if turn_rewards and len(turn_rewards) != turns:
+        raise RewardError(f"{about} returned {len(turn_rewards)} `turns` for {turns} turns of the policy's")
+    result = Reward(
         parse_number(value.reward, about),
         {name: parse_number(part, f"{about}, part {name},") for name, part in value.parts.items()},
-        tuple(parse_number(turn, f"{about}, turn {number},") for number, turn in enumerate(of_turns)),
+        tuple(parse_number(turn, f"{about}, turn {number},") for number, turn in enumerate(turn_rewards)),
     )
-    parse_number(sum_reward(found), f"{about}, with its turns,")
-    return found
+    parse_number(sum_reward(result), f"{about}, with its turns,")
+    return result
 
 
 def parse_model_score(score: float) -> RewardResult:
-    """What a model's score of a conversation comes to."""
+    """Convert a reward model's score of a conversation."""
     try:
         return Reward(parse_number(score, "the model"))
     except RewardError as error:
@@ -86,18 +85,18 @@ def parse_model_score(score: float) -> RewardResult:
 
 
 def sum_reward(reward: Reward) -> float:
-    """Of the conversation as a whole and of its turns."""
+    """Return the total reward: that of the conversation plus those of its turns."""
     return math.fsum((reward.reward, *reward.turns))
 
 
 def parse_number(value: Any, about: str) -> float:
-    """A number that a reward may be. Raises RewardError, which begins with `about`, for what is none."""
+    """Return `value` as a float. Raises RewardError, prefixed with `about`, if it cannot be a reward."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()  # a scalar of numpy or torch
     if not isinstance(value, bool | int | float):
         try:
             shown = repr(str(value)[:80])
-        except Exception:  # its __str__ is a user's, too
+        except Exception:  # __str__ is user code
             shown = "which cannot be shown"
         if isinstance(value, Awaitable):
             shown = "which nobody awaits: make it a function by `async def`"

@@ -1,4 +1,4 @@
-"""Host side: a task, a conversation about it turn by turn, and the figures of many that every rank knows."""
+"""Host side: a task, a conversation about it turn by turn, and the statistics of all rollouts on every rank."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from megarl.types.reward_values import RewardResult
 from megarl.types.sampling_mask import SamplingMask
 
 Message = dict[str, Any]
-"""One chat message in the OpenAI form: role, content, and tool_calls where there are some."""
+"""A chat message in OpenAI's format: role, content, and tool_calls if any."""
 
 Status = Literal["stop", "length", "max_turns", "aborted"]
-"""Why a rollout ended: the policy stopped, ran out of tokens, ran out of turns, or was cut off by a failure."""
+"""Why a rollout ended: the policy stopped, ran out of tokens, ran out of turns, or a failure aborted it."""
 
 STATUSES: tuple[Status, ...] = get_args(Status)
-"""By the numbers of `Rollouts.status`."""
+"""Indexed by `Rollouts.status`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A task, as it comes out of a data set.
+    """A task from a data set.
 
     `token_ids` are the rendered chat with the generation prompt, filled in by the loader; `tools` are the names
     of the tools that the policy may call. `ground_truth` and `extra` are for the reward and never reach the policy.
 
-    The ids are an array because turn 0 of every sample is one: all samples share the prompt's, and it is turned into
-    numbers of Python only inside of a request. It also takes 4 bytes a token, a tuple 8 and up to 32 for the number.
+    The ids are an array that turn 0 of all samples shares, and become Python ints only inside a request. An array takes
+    4 bytes per token; a tuple takes 8, and up to 32 for the int.
     """
 
     id: str
@@ -54,11 +54,11 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A run of tokens that one party wrote: the prompt, the policy, or a tool.
+    """Consecutive tokens of one author: the prompt, the policy, or a tool.
 
     `logprobs` has one entry per token for an action and is empty otherwise. `weight_version` is the version of the
-    weights that chose the last token, and all others unless `versions` says something else; -1 for tokens that no
-    policy chose. A turn during which the weights changed stays one turn: it is one thing that the policy said.
+    weights that sampled the last token, and all others unless `versions` is set; -1 for tokens that the policy did not
+    sample. A turn during which the weights changed stays one turn, because it is one message of the policy.
     """
 
     token_ids: Ids
@@ -66,12 +66,12 @@ class Turn:
     is_action: bool = False
     weight_version: int = -1
     versions: tuple[tuple[int, int], ...] = ()
-    """(version, tokens) of one run of tokens after the other, where the weights changed meanwhile; else empty."""
+    """(version, tokens) of consecutive spans if the weights changed during the turn; otherwise empty."""
     reward: float = 0.0
-    """What an action turn itself was found to be worth; it is a part of the rollout's reward."""
+    """Reward of an action turn by itself; a part of the rollout's reward."""
     cached_tokens: int = field(default=-1, compare=False)
-    """Of all tokens before an action turn, how many the engine had in its cache when it was asked for it; -1 where that
-    is not on record. It depends on which request came first, so turns that are alike may differ in it."""
+    """Tokens before an action turn that the engine had in its prefix cache; -1 if not recorded. It depends on the order
+    of requests, so otherwise equal turns may differ in it."""
 
     def __post_init__(self) -> None:
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
@@ -93,12 +93,12 @@ class Turn:
 
     @property
     def version_spans(self) -> tuple[tuple[int, int], ...]:
-        """(version, tokens) of one run of tokens after the other that weights of one version chose."""
+        """(version, tokens) of consecutive spans sampled by one version of the weights."""
         return self.versions or ((self.weight_version, len(self.token_ids)),)
 
     @property
     def token_versions(self) -> Ids:
-        """Version of the weights that chose each token."""
+        """[tokens] version of the weights that sampled each token."""
         return np.repeat(
             np.array([run[0] for run in self.version_spans], np.int32), [tokens for _, tokens in self.version_spans]
         )
@@ -108,15 +108,15 @@ class Turn:
 class Rollout:
     """One conversation: the token ids that the engine saw, turn by turn. Turn 0 is the rendered prompt.
 
-    `group` numbers the prompt within the step: samples of one prompt share it. `messages` is the conversation in
-    words, for rewards and readers; training reads only the turns.
+    `group` numbers the prompt within the step: samples of one prompt share it. `messages` is the conversation as text,
+    for rewards and readers; training reads only the turns.
     """
 
     prompt: Prompt
     turns: tuple[Turn, ...]
     status: Status = "stop"
     reward: float = 0.0
-    """What all of it is worth, that of its turns included."""
+    """Total reward, turn rewards included."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     seed: int = 0
     group: int = 0
@@ -124,31 +124,30 @@ class Rollout:
     tool_calls: int = 0
     tool_errors: int = 0
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """[known, MoE layers, topk]: the experts that each of the first `known` tokens went through in the engine, in any
-    order. uint8 where the model has at most 256 of them, else int16. None where nothing was recorded."""
+    """[recorded tokens, MoE layers, topk]: the experts that processed each of the leading tokens in the engine, in any
+    order. uint8 for models with at most 256 experts, else int16. None if not recorded."""
     sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
-    """Of the tokens that the policy chose, one after the other, those that it could have chosen, where sampling was cut
-    off; None where it never was."""
+    """Sampling masks of the policy's tokens, in order. None if sampling was never truncated."""
     drafted: int = 0
-    """Tokens that were drafted for the policy (rollout.draft_tokens)."""
+    """Draft tokens proposed to the policy (rollout.draft_tokens)."""
     accepted: int = 0
-    """Those of them that it accepted."""
+    """Draft tokens that the policy accepted."""
     failure: str = ""
-    """Of an aborted rollout, what cut it off."""
+    """Why the rollout was aborted."""
     env_reward: RewardResult | None = None
-    """What its environment says it is worth, a part of the reward; None where nobody was asked."""
+    """The environment's part of the reward; None if the environment was not asked."""
     unscored: dict[str, str] = field(default_factory=dict)
-    """Where it has no reward, by the parts of it that failed: why. Its `reward` is 0 then, and means nothing."""
+    """Failed parts of the reward and the reason of each. If any, `reward` is 0 and meaningless."""
     episode: int = -1
-    """Shared by the branches of one episode of an agent, within a group; -1 where the conversation is all of it. How it
-    ended and its reward are the same on all of them; tokens that the policy chose, calls and drafts are each counted in
-    one, and in the others the tokens are of turns with `is_action` False."""
+    """Number within the group that the branches of an agent's episode share; -1 for an episode without branches. Status
+    and reward are equal on all branches. Each sampled token, call and draft counts in exactly one branch; in the other
+    branches the tokens belong to turns with `is_action` False."""
     branch: Branch | None = None
-    """Of an agent's episode, alone or not, which one it is; None of all others."""
+    """Position within an agent's episode, also if it has a single branch; None for all other rollouts."""
 
     @property
     def token_ids(self) -> Ids:
-        """All turns' in one array, made when it is asked for."""
+        """Token ids of all turns in one array, concatenated on each access."""
         return concat([turn.token_ids for turn in self.turns], np.int32)
 
     @property
@@ -157,17 +156,17 @@ class Rollout:
 
     @property
     def num_actions(self) -> int:
-        """Tokens that the policy chose."""
+        """Number of tokens that the policy sampled."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
 
     @property
     def version_spans(self) -> tuple[tuple[int, int], ...]:
-        """(version, tokens) of the tokens that the policy chose, as of a `Turn`."""
+        """`Turn.version_spans` of all action turns."""
         return tuple(run for turn in self.turns if turn.is_action for run in turn.version_spans)
 
     @property
     def answer(self) -> str:
-        """What the policy said last, as text."""
+        """Text of the policy's last message."""
         for message in reversed(self.messages):
             if message["role"] == "assistant":
                 return str(message.get("content") or "")
@@ -175,12 +174,16 @@ class Rollout:
 
 
 def as_branches(conversations: Sequence[Rollout], episode: int) -> tuple[Rollout, ...]:
-    """An agent's conversations, in the order in which they came, as branches of one episode, which has ended as the
-    last of them has; one conversation as it is."""
+    """Turn an agent's conversations, in order, into branches of one episode with the status of the last one.
+
+    Returns a single conversation unchanged.
+    """
     if len(conversations) < 2:
         return tuple(conversations)
     last = conversations[-1]
-    return tuple(replace(one, episode=episode, status=last.status, failure=last.failure) for one in conversations)
+    return tuple(
+        replace(rollout, episode=episode, status=last.status, failure=last.failure) for rollout in conversations
+    )
 
 
 ROLLOUT_STATS: dict[str, Callable[[Rollout], float]] = {
@@ -201,43 +204,39 @@ ROLLOUT_STATS: dict[str, Callable[[Rollout], float]] = {
     "rewarded_turns": lambda rollout: sum(turn.reward != 0 for turn in rollout.turns),
     "unscored": lambda rollout: len(rollout.unscored),
 }
-"""What every rank knows of every rollout, beside its reward: whole numbers."""
+"""Integer statistics of a rollout that every rank has, in addition to the reward."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """N rollouts in an order that is the same on all ranks: figures of all of them, and those whose home is here."""
+    """N rollouts in the same order on all ranks: statistics of all of them, and the local rollouts themselves."""
 
     local: tuple[Rollout, ...]
-    local_indices: torch.Tensor  # [n] int64, which of the N those `here` are, ascending
+    local_indices: torch.Tensor  # [n] int64, ascending indices of `local` among the N
     home: torch.Tensor  # [N] int64, the rank that has it
     group: torch.Tensor  # [N] int64, samples of one prompt share a number
-    episode: torch.Tensor  # [N] int64, branches of one episode share a number, which no other rollout has
+    episode: torch.Tensor  # [N] int64, unique over groups; branches of one episode share it
     length: torch.Tensor  # [N] int64 tokens
     prompt_length: torch.Tensor  # [N] int64 tokens
-    actions: torch.Tensor  # [N] int64 tokens that the policy chose
+    actions: torch.Tensor  # [N] int64 tokens that the policy sampled
     turns: torch.Tensor  # [N] int64 turns of the policy
-    status: torch.Tensor  # [N] int64, place in STATUSES
+    status: torch.Tensor  # [N] int64, index into STATUSES
     tool_calls: torch.Tensor  # [N] int64
     tool_errors: torch.Tensor  # [N] int64
     drafted: torch.Tensor  # [N] int64
     accepted: torch.Tensor  # [N] int64
-    routed_tokens: torch.Tensor  # [N] int64 tokens at the beginning whose routing was recorded
-    sampling_mask_sizes: (
-        torch.Tensor
-    )  # [N] int64 ids in the record of what could have been sampled; 0 where nothing was cut off
-    oldest_version: torch.Tensor  # [N] int64, first version of the weights that chose a token of it; -1 where none did
+    routed_tokens: torch.Tensor  # [N] int64 leading tokens with recorded routing
+    sampling_mask_sizes: torch.Tensor  # [N] int64 ids in the sampling mask; 0 without one
+    oldest_version: torch.Tensor  # [N] int64, oldest version of the weights that sampled a token; -1 without any
     rewarded_turns: torch.Tensor  # [N] int64 turns with a reward of their own
-    unscored: torch.Tensor  # [N] int64 parts of its reward that failed; where there is one it has no reward
-    reward: torch.Tensor  # [N] float64; 0 where it has none
-    reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 where a rollout has no such part
-    source: torch.Tensor  # [N] int64, place in `sources`
-    sources: tuple[str, ...] = ()  # the prompts' data_source, each once, in the order of the alphabet
-    failures: tuple[str, ...] = ()  # of the aborted ones, in no order; of an episode one
-    unscored_reasons: tuple[
-        tuple[str, str, str], ...
-    ] = ()  # (part, why, id of the sample) of each that failed, likewise
-    version: int = -1  # of the policy's weights as they are now; -1 where nobody said
+    unscored: torch.Tensor  # [N] int64 failed parts of the reward; above 0 the rollout has no reward
+    reward: torch.Tensor  # [N] float64; 0 without a reward
+    reward_parts: dict[str, torch.Tensor]  # [N] float64 each; 0 for rollouts without this part
+    source: torch.Tensor  # [N] int64, index into `sources`
+    sources: tuple[str, ...] = ()  # distinct data_source of the prompts, sorted
+    failures: tuple[str, ...] = ()  # of aborted rollouts, unordered, one per episode
+    unscored_reasons: tuple[tuple[str, str, str], ...] = ()  # (part, reason, prompt id), unordered, one per episode
+    version: int = -1  # current version of the policy's weights; -1 if unknown
     comm: Comm = field(default=LOCAL, compare=False, repr=False)
 
     @staticmethod
@@ -248,144 +247,154 @@ class Rollouts:
         version: int = -1,
         episode: torch.Tensor | None = None,
     ) -> Rollouts:
-        """Put together what all ranks have. order: a number for each of those here, by which all of them are ordered;
-        equal ones by rank, then as they are given, and so are all where it is None. Branches of an episode must follow
-        each other in it, and be on one rank. episode: the figure, where it is known. Collective."""
+        """Gather the statistics of all ranks' rollouts. Collective.
+
+        order: sort key of each local rollout; ties are sorted by rank, then by position in `here`. None sorts all this
+        way. Branches of an episode must be adjacent in the order, and on one rank. episode: [N] episode ids, if known.
+        """
         ends = _last_branches(here)
         keys = torch.zeros(len(here), dtype=torch.int64) if order is None else torch.as_tensor(order, dtype=torch.int64)
-        mine = (
+        local_info = (
             sorted({name for rollout in here for name in rollout.reward_parts}),
             [rollout.failure or "no reason on record" for rollout in ends if rollout.status == "aborted"],
             sorted({rollout.prompt.data_source for rollout in here}),
             [(part, why, rollout.prompt.id) for rollout in ends for part, why in rollout.unscored.items()],
         )
-        said = everyone.all_gather_objects(mine)
-        parts = sorted({name for names, *_ in said for name in names})
-        sources = sorted({name for _, _, names, _ in said for name in names})
-        at_source = {name: number for number, name in enumerate(sources)}
-        whole = [
-            [*(get(rollout) for get in ROLLOUT_STATS.values()), at_source[rollout.prompt.data_source]]
+        all_info = everyone.all_gather_objects(local_info)
+        parts = sorted({name for names, *_ in all_info for name in names})
+        sources = sorted({name for _, _, names, _ in all_info for name in names})
+        source_index = {name: index for index, name in enumerate(sources)}
+        local_stats = [
+            [*(get(rollout) for get in ROLLOUT_STATS.values()), source_index[rollout.prompt.data_source]]
             for rollout in here
         ]
         rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in here]
-        numbers = torch.tensor(whole, dtype=torch.int64).reshape(len(here), len(ROLLOUT_STATS) + 1)
-        marks = torch.stack([keys, torch.full_like(keys, everyone.rank)], dim=1)
-        rated = torch.tensor(rewards, dtype=torch.float64).reshape(len(here), 1 + len(parts))
-        # One exchange for both: the rewards' bits, as whole numbers.
-        table = everyone.all_gather_rows(torch.cat([marks, numbers, rated.view(torch.int64)], dim=1))
+        stats = torch.tensor(local_stats, dtype=torch.int64).reshape(len(here), len(ROLLOUT_STATS) + 1)
+        sort_keys = torch.stack([keys, torch.full_like(keys, everyone.rank)], dim=1)
+        scores = torch.tensor(rewards, dtype=torch.float64).reshape(len(here), 1 + len(parts))
+        # One collective for both: rewards travel as the int64 view of their bits.
+        table = everyone.all_gather_rows(torch.cat([sort_keys, stats, scores.view(torch.int64)], dim=1))
         table = table[torch.sort(table[:, 0], stable=True).indices]
-        rated = table[:, 3 + len(ROLLOUT_STATS) :].contiguous().view(torch.float64)
-        own = (table[:, 1] == everyone.rank).nonzero().squeeze(1)
-        at = torch.sort(keys, stable=True).indices.tolist()  # equal keys of one rank are in its own order above, too
-        home, figures = (
+        scores = table[:, 3 + len(ROLLOUT_STATS) :].contiguous().view(torch.float64)
+        local_indices = (table[:, 1] == everyone.rank).nonzero().squeeze(1)
+        # Stable like the sort of `table`, so both orders agree.
+        local_order = torch.sort(keys, stable=True).indices.tolist()
+        home, columns = (
             table[:, 1].contiguous(),
             {name: table[:, i].contiguous() for i, name in enumerate(ROLLOUT_STATS, 2)},
         )
         if episode is None:
-            episode = assign_episode_ids(figures["group"], figures["episode"], home=home, status=figures["status"])
+            episode = assign_episode_ids(columns["group"], columns["episode"], home=home, status=columns["status"])
         return Rollouts(
-            local=tuple(here[i] for i in at),
-            local_indices=own,
+            local=tuple(here[i] for i in local_order),
+            local_indices=local_indices,
             home=home,
-            **figures | {"episode": episode},
-            reward=rated[:, 0].contiguous(),
-            reward_parts={name: rated[:, column].contiguous() for column, name in enumerate(parts, 1)},
+            **columns | {"episode": episode},
+            reward=scores[:, 0].contiguous(),
+            reward_parts={name: scores[:, column].contiguous() for column, name in enumerate(parts, 1)},
             source=table[:, 2 + len(ROLLOUT_STATS)].contiguous(),
             sources=tuple(sources),
-            failures=tuple(reason for _, reasons, *_ in said for reason in reasons),
-            unscored_reasons=tuple(one for *_, failed in said for one in failed),
+            failures=tuple(reason for _, reasons, *_ in all_info for reason in reasons),
+            unscored_reasons=tuple(entry for *_, failed in all_info for entry in failed),
             version=version,
             comm=everyone,
         )
 
     @staticmethod
     def concat(parts: Sequence[Rollouts]) -> Rollouts:
-        """One after the other, of several generations of a step; their groups have different numbers, or are meant to
-        be the same; their episodes are different ones. There is at least one; version and `everyone` are those of the
-        last."""
+        """Concatenate one or more parts, such as several generations of a step.
+
+        Equal group numbers are taken as the same group; episodes of different parts stay distinct. `version` and `comm`
+        are those of the last part.
+        """
         last, sizes = parts[-1], [len(part) for part in parts]
         names = sorted({name for part in parts for name in part.reward_parts})
         zeros = [torch.zeros(size, dtype=torch.float64) for size in sizes]
         offsets = np.cumsum([0, *sizes[:-1]]).tolist()
         sources = tuple(sorted({source for part in parts for source in part.sources}))
-        places = [torch.tensor([sources.index(source) for source in part.sources] or [0]) for part in parts]
-        figures: dict[str, Any] = {
+        source_maps = [torch.tensor([sources.index(source) for source in part.sources] or [0]) for part in parts]
+        columns: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *ROLLOUT_STATS, "reward")
         }
-        further = np.cumsum([0, *(max(part.episode.tolist(), default=0) + 1 for part in parts)]).tolist()
-        figures["episode"] = torch.cat([part.episode + first for part, first in zip(parts, further, strict=False)])
+        episode_offsets = np.cumsum([0, *(max(part.episode.tolist(), default=0) + 1 for part in parts)]).tolist()
+        columns["episode"] = torch.cat(
+            [part.episode + start for part, start in zip(parts, episode_offsets, strict=False)]
+        )
         return replace(
             last,
             local=tuple(rollout for part in parts for rollout in part.local),
             local_indices=torch.cat([part.local_indices + offset for part, offset in zip(parts, offsets, strict=True)]),
-            **figures,
-            source=torch.cat([place[part.source] for part, place in zip(parts, places, strict=True)]),
+            **columns,
+            source=torch.cat([source_map[part.source] for part, source_map in zip(parts, source_maps, strict=True)]),
             sources=sources,
             reward_parts={
-                name: torch.cat([part.reward_parts.get(name, none) for part, none in zip(parts, zeros, strict=True)])
+                name: torch.cat(
+                    [part.reward_parts.get(name, missing) for part, missing in zip(parts, zeros, strict=True)]
+                )
                 for name in names
             },
             failures=tuple(reason for part in parts for reason in part.failures),
-            unscored_reasons=tuple(one for part in parts for one in part.unscored_reasons),
+            unscored_reasons=tuple(entry for part in parts for entry in part.unscored_reasons),
         )
 
     def __len__(self) -> int:
         return len(self.home)
 
     def replace_local(self, here: Sequence[Rollout]) -> Rollouts:
-        """The same with others in the place of those that are here, one for each. Collective."""
+        """Return a copy with each local rollout replaced by that of `here`. Collective."""
         return Rollouts.gather(here, self.local_indices, self.comm, self.version, self.episode)
 
     @property
     def episodes(self) -> Episodes:
-        """Which of them are branches of one."""
+        """The episodes of the N rollouts."""
         return Episodes.from_ids(self.episode)
 
     def merge_branches(self) -> Rollouts:
-        """One for each episode: its last branch, with what is counted, such as action tokens, turns and tool calls,
-        added up over all branches, the prompt of the first, and the length of the longest."""
+        """Return one rollout per episode: the last branch, with counts (action tokens, turns, tool calls and so on)
+        summed over all branches, the prompt length of the first branch, and the length of the longest."""
         episodes = self.episodes
         if len(episodes) == len(self):
             return self
         names = ("actions", "turns", "tool_calls", "tool_errors", "drafted", "accepted", "sampling_mask_sizes")
-        counted: dict[str, Any] = {name: episodes.sum_branches(getattr(self, name)) for name in names}
+        counts: dict[str, Any] = {name: episodes.sum_branches(getattr(self, name)) for name in names}
         longest = self.length.new_zeros(len(episodes)).scatter_reduce(
             0, episodes.episode_ids, self.length, reduce="amax"
         )
         return replace(
             self.select(episodes.is_last),
-            **counted,
+            **counts,
             prompt_length=self.prompt_length[episodes.first],
             length=longest,
         )
 
     @property
     def staleness(self) -> torch.Tensor:
-        """[N] int64: by how many versions the first of its tokens is older than the weights now; 0 where nobody said
-        which they are."""
+        """[N] int64: age in versions of the oldest sampled token; 0 if the current version is unknown."""
         return torch.where(self.oldest_version >= 0, (self.version - self.oldest_version).clamp(min=0), 0)
 
     def has_status(self, *statuses: Status) -> torch.Tensor:
-        """[N] bool: which of them ended so."""
+        """[N] bool: True for rollouts with one of `statuses`."""
         return torch.isin(self.status, torch.tensor([STATUSES.index(status) for status in statuses]))
 
     def select(self, keep: torch.Tensor) -> Rollouts:
-        """Those where `keep`, [N] bool, says so, in their order."""
-        kept = keep[self.local_indices]
-        figures = {name: getattr(self, name)[keep] for name in ("home", *ROLLOUT_STATS, "source", "reward")}
+        """Return the rollouts where `keep` ([N] bool) is True, in order."""
+        local_keep = keep[self.local_indices]
+        columns = {name: getattr(self, name)[keep] for name in ("home", *ROLLOUT_STATS, "source", "reward")}
         return replace(
             self,
-            local=tuple(rollout for rollout, stays in zip(self.local, kept.tolist(), strict=True) if stays),
-            local_indices=(keep.cumsum(0) - 1)[self.local_indices[kept]],
-            **figures,
+            local=tuple(rollout for rollout, is_kept in zip(self.local, local_keep.tolist(), strict=True) if is_kept),
+            local_indices=(keep.cumsum(0) - 1)[self.local_indices[local_keep]],
+            **columns,
             reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
         )
 
 
 def _last_branches(here: Sequence[Rollout]) -> list[Rollout]:
-    """The last branch of each episode, of which things are said once, and those that are alone."""
+    """Return the last branch of each episode, and all rollouts without branches."""
     return [
-        one
-        for one, after in zip_longest(here, here[1:])
-        if after is None or one.episode < 0 or (one.group, one.episode) != (after.group, after.episode)
+        rollout
+        for rollout, following in zip_longest(here, here[1:])
+        if following is None
+        or rollout.episode < 0
+        or (rollout.group, rollout.episode) != (following.group, following.episode)
     ]
