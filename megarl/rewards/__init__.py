@@ -1,4 +1,4 @@
-"""Reward functions, reward models and services, and the processes that call them. `README.md` lists them.
+"""Reward functions, reward models, reward services, and the worker processes that call them. `README.md` lists them.
 
-A reward function of your own may live in any module: name it `module:name` in `reward.functions`.
+A custom reward function may live in any module: name it as `module:name` in `reward.functions`.
 """

@@ -1,6 +1,6 @@
 """Combine the parts of a reward (functions, environments, a model, a service) into one number by weights.
 
-If a part failed there is no reward. `Rollout.env_reward` holds the part that an environment gave.
+If any part failed, the rollout has no reward. `Rollout.env_reward` holds the environment's part.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ from megarl.types.reward_values import MAX_REWARD, RewardError, RewardResult, pa
 
 PART = "environment"
 NO_REWARD = RewardFailure("its agent returned no reward, and there are no reward.functions")
-"""An agent may leave it to others, who must be there then."""
+"""An agent may leave the reward to the reward functions, which must then exist."""
 
 
 def has_environment_reward(config: RolloutConfig, others: bool) -> bool:
-    """Whether environments have a `reward`. others: whether there are other parts. Raises ConfigError where there are
-    none, and nobody would say what the conversations of an environment are worth."""
+    """Return whether any environment has a `reward`. others: whether the reward has other parts.
+
+    Raises ConfigError for an environment without a reward if there are no other parts either.
+    """
     environments = load_catalog(config).environments.values()
-    for one in environments:
-        if not one.has_reward and not others:
+    for environment in environments:
+        if not environment.has_reward and not others:
             raise ConfigError(
-                f"{ENVIRONMENTS_KEY}: {one.spec} has no `reward`, and there are no reward.functions: nobody says what its "
+                f"{ENVIRONMENTS_KEY}: {environment.spec} has no `reward`, and there are no reward.functions: "
+                "nobody says what its "
                 "conversations are worth; give it one, or set the latter"
             )
-    return any(one.has_reward for one in environments)
+    return any(environment.has_reward for environment in environments)
 
 
 Weights = Mapping[str, float]
-"""By part; one that is not named weighs 1."""
+"""Weights by part; a missing part has weight 1."""
 
 
 def check_weights(given: Any, parts: Collection[str], key: str = "reward.weights") -> dict[str, float]:
-    """The weights, if they are finite numbers of at most `LARGEST` for parts that there are. Raises ConfigError."""
+    """Return the weights as floats. Raises ConfigError for an unknown part or a weight beyond `MAX_REWARD`."""
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"{key} must be a mapping of parts to numbers, such as {{gsm8k: 0.5}}, not {short_repr(given)}"
         )
     for name, weight in given.items():
         if name not in parts:
-            near = closest_match(str(name), parts)
-            hint = f"; did you mean {near}?" if near else ""
+            match = closest_match(str(name), parts)
+            hint = f"; did you mean {match}?" if match else ""
             raise ConfigError(
                 f"{key}: no part of the reward is called {short_repr(name)}{hint} (it has {', '.join(parts)})"
             )
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not number or not abs(weight) <= MAX_REWARD:
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not abs(weight) <= MAX_REWARD:
             raise ConfigError(
                 f"{key}.{name} must be a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, not {short_repr(weight)}"
             )
@@ -60,60 +63,65 @@ def check_weights(given: Any, parts: Collection[str], key: str = "reward.weights
 
 
 def combine_reward(rollout: Rollout, verdicts: Mapping[str, RewardResult], weights: Weights) -> Rollout:
-    """The rollout with its reward, the parts of it before their weights, and the rewards of its turns.
+    """Return the rollout with its total reward, its unweighted parts, and its turn rewards.
 
-    What a part says besides is recorded as `part/name`. Where a part failed, or all of it is beyond `LARGEST`, there is
-    no reward: `unscored` says why, and no turn has one either.
+    Sub-parts are recorded as `part/name`. If a part failed, or the total exceeds `MAX_REWARD`, there is no reward:
+    `unscored` holds the reasons, and no turn has a reward either.
     """
-    good = {name: said for name, said in verdicts.items() if not isinstance(said, RewardFailure)}
+    successes = {name: verdict for name, verdict in verdicts.items() if not isinstance(verdict, RewardFailure)}
     parts: dict[str, float] = {}
-    for name, said in good.items():
-        parts |= {name: sum_reward(said)} | {f"{name}/{part}": value for part, value in said.parts.items()}
-    unscored = {name: said.reason for name, said in verdicts.items() if isinstance(said, RewardFailure)}
-    weighed = {name: weights.get(name, 1.0) for name in good}
-    whole = math.fsum(weighed[name] * parts[name] for name in good)
+    for name, verdict in successes.items():
+        parts |= {name: sum_reward(verdict)} | {f"{name}/{part}": value for part, value in verdict.parts.items()}
+    unscored = {name: verdict.reason for name, verdict in verdicts.items() if isinstance(verdict, RewardFailure)}
+    applied_weights = {name: weights.get(name, 1.0) for name in successes}
+    total = math.fsum(applied_weights[name] * parts[name] for name in successes)
     try:
-        parse_number(whole, "the sum of all parts")
+        parse_number(total, "the sum of all parts")
     except RewardError as error:
         unscored["sum"] = str(error)
     turns = rollout.turns
-    if any(turn.reward for turn in turns) or any(said.turns for said in good.values()):
-        of_turns = iter(range(sum(turn.is_action for turn in turns)))
+    if any(turn.reward for turn in turns) or any(verdict.turns for verdict in successes.values()):
+        action_indices = iter(range(sum(turn.is_action for turn in turns)))
         turns = tuple(
-            replace(turn, reward=0.0 if unscored else _combine_turn_reward(next(of_turns), good, weighed))
+            replace(
+                turn, reward=0.0 if unscored else _combine_turn_reward(next(action_indices), successes, applied_weights)
+            )
             if turn.is_action
             else turn
             for turn in turns
         )
-    reward = 0.0 if unscored else whole
+    reward = 0.0 if unscored else total
     return replace(rollout, turns=turns, reward=reward, reward_parts=parts, unscored=unscored)
 
 
 def clear_reward(rollout: Rollout) -> Rollout:
-    """Without any reward, as one that was aborted."""
+    """Return the rollout without any reward, as for an aborted one."""
     return replace(combine_reward(rollout, {}, {}), reward_parts={})
 
 
 def combine_episode_rewards(
     rollouts: Rollouts, verdicts: Sequence[Mapping[str, RewardResult]], weights: Weights
 ) -> list[Rollout]:
-    """Those that are here with their rewards. verdicts: of each episode that was not aborted, on its last branch, which
-    alone has what was said of turns; the reward is of all branches."""
-    said, episodes = iter(verdicts), Episodes.from_ids(rollouts.episode[rollouts.local_indices])
-    last = [
-        clear_reward(one) if one.status == "aborted" else combine_reward(one, next(said), weights)
-        for one in (rollouts.local[number] for number in episodes.last.tolist())
+    """Return the local rollouts with their rewards.
+
+    verdicts: one per episode that was not aborted, on its last branch. Only the last branch gets turn rewards; all
+    branches get the episode's reward.
+    """
+    next_verdict, episodes = iter(verdicts), Episodes.from_ids(rollouts.episode[rollouts.local_indices])
+    last_branches = [
+        clear_reward(rollout) if rollout.status == "aborted" else combine_reward(rollout, next(next_verdict), weights)
+        for rollout in (rollouts.local[number] for number in episodes.last.tolist())
     ]
     return [
-        last[number]
+        last_branches[number]
         if is_last
         else replace(
-            clear_reward(one),
-            reward=last[number].reward,
-            reward_parts=last[number].reward_parts,
-            unscored=last[number].unscored,
+            clear_reward(rollout),
+            reward=last_branches[number].reward,
+            reward_parts=last_branches[number].reward_parts,
+            unscored=last_branches[number].unscored,
         )
-        for one, number, is_last in zip(
+        for rollout, number, is_last in zip(
             rollouts.local, episodes.episode_ids.tolist(), episodes.is_last.tolist(), strict=True
         )
     ]

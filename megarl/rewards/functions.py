@@ -1,4 +1,4 @@
-"""Reward functions: found by name, and what they return made sense of."""
+"""Load reward functions by name and check their signatures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megarl.config import ConfigError, plugins
 from megarl.types import Rollout
 
 RewardFunction = Callable[[Rollout], Any]
-"""Looks at a finished rollout and returns a number of at most `LARGEST`, where a bool counts as 0 or 1, or a `Reward`;
-a coroutine function is awaited. It is given a copy of what could be changed, without the engine's records of routing
-and of what could have been sampled."""
+"""Takes a finished rollout and returns a number of magnitude at most `MAX_REWARD` (a bool counts as 0 or 1), or a
+`Reward`. A coroutine function is awaited. The function receives a copy of mutable fields, without the engine's routing
+and sampling-mask records."""
 
 
 def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
-    """The functions of `reward.functions`, each `module:name`, by name (by module:name where a name is taken).
+    """Load the functions of `reward.functions`, each `module:name`, by name (by `module:name` where a name is taken).
 
-    Raises ConfigError for a module that cannot be imported, a name that it lacks, what is no function of a rollout, and
-    what is listed twice.
+    Raises ConfigError for a module that cannot be imported, a missing name, an object that is not a function of a
+    rollout, and a duplicate entry.
     """
     functions: dict[str, RewardFunction] = {}
     for name in names:
@@ -33,7 +33,7 @@ def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
 
 
 def check_function(function: Any, what: str) -> RewardFunction:
-    """The function, if it can be called with a rollout and may return a number; else ConfigError."""
+    """Return the function if it can be called with a rollout and may return a number; else raise ConfigError."""
     if not callable(function):
         raise ConfigError(f"{what} is a {type(function).__name__}, not a function of a Rollout")
     if isinstance(function, type):
@@ -44,6 +44,6 @@ def check_function(function: Any, what: str) -> RewardFunction:
         inspect.signature(function).bind(None)
     except TypeError as error:
         raise ConfigError(f"{what} must take a Rollout and nothing else: {error}") from None
-    except ValueError:  # of C, which does not say
+    except ValueError:  # a C function without a signature
         pass
     return function  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Ground truths, looked at before anything starts: what no reward function could compare an answer with."""
+"""Check ground truths before anything starts, so that a reward function never meets one that it cannot use."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from megarl.rewards.functions import load_functions
 from megarl.types import Prompt
 
 CHECK_BUDGET_S = 20.0
-"""Of one file so long is looked at. What is behind is met when its turn comes."""
+"""Seconds spent on one file. Later rows are checked when they are used."""
 _NAMED = 3
 _MAX_BAD_FRACTION = 0.5
-"""Share of the rows of which a file is another function's, and none that has a few bad rows."""
+"""A file with a larger fraction of unusable rows belongs to another function, rather than having a few bad rows."""
 
 Check = Callable[[Prompt], Any]
-"""Raises ValueError where a prompt's ground truth cannot be compared with anything."""
+"""Raises ValueError for a prompt whose ground truth cannot be used."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_prompt_check(check: Check) -> Callable[[F], F]:
-    """Of a reward function: by what its prompts can be looked at beforehand, which is its attribute `check`."""
+    """Decorate a reward function with the check of its prompts, as attribute `check`."""
 
-    def give(function: F) -> F:
+    def decorate(function: F) -> F:
         setattr(function, "check", check)  # noqa: B010  functions have no such attribute by themselves
         return function
 
-    return give
+    return decorate
 
 
 def check_truth_file(config: Config, path: str) -> list[str]:
-    """`check_truths` of a file of prompts, by the run's own functions."""
+    """Run `check_truths` on a file of prompts with the run's reward functions."""
     rows = iter_prompts(Path(path), config.data.prompt_key, config.data.label_key)
     return check_truths(load_functions(config.reward.functions), rows, path)
 
@@ -42,33 +42,35 @@ def check_truth_file(config: Config, path: str) -> list[str]:
 def check_truths(
     functions: Mapping[str, Any], rows: Iterable[tuple[str, Prompt]], path: str, seconds: float = CHECK_BUDGET_S
 ) -> list[str]:
-    """What is to be said of a file, in a line for each function that has found something, the first rows by name.
+    """Return one message per function that rejects rows of a file, naming the first rows.
 
-    functions: those with an attribute `check` look. rows: (where it stands, prompt). Raises ConfigError where more than
-    half of what was looked at is of no use to a function.
+    functions: those with an attribute `check` take part. rows: (location, prompt). Raises ConfigError if a function
+    rejects more than half of the rows checked.
     """
     checks = {name: check for name, function in functions.items() if (check := getattr(function, "check", None))}
     if not checks:
         return []
-    wrong: dict[str, list[str]] = {name: [] for name in checks}
+    rejected: dict[str, list[str]] = {name: [] for name in checks}
     counts = dict.fromkeys(checks, 0)
-    looked, end, said = 0, time.monotonic() + seconds, []
+    num_checked, deadline, messages = 0, time.monotonic() + seconds, []
     for where, prompt in rows:
         for name, check in checks.items():
             try:
                 check(prompt)
             except ValueError as error:
                 counts[name] += 1
-                if len(wrong[name]) < _NAMED:
-                    wrong[name].append(f"{where}: {' '.join(str(error).split())[:300]}")
-        looked += 1
-        if time.monotonic() >= end:
-            said.append(f"{path}: the first {looked} rows' ground truths were looked at, in {seconds:g} s")
+                if len(rejected[name]) < _NAMED:
+                    rejected[name].append(f"{where}: {' '.join(str(error).split())[:300]}")
+        num_checked += 1
+        if time.monotonic() >= deadline:
+            messages.append(f"{path}: the first {num_checked} rows' ground truths were looked at, in {seconds:g} s")
             break
-    for name, found in wrong.items():
-        if found:
-            line = f"{counts[name]} of {looked} rows have no ground truth that {name} can use; {'; '.join(found)}"
-            if counts[name] > _MAX_BAD_FRACTION * looked:
+    for name, examples in rejected.items():
+        if examples:
+            line = (
+                f"{counts[name]} of {num_checked} rows have no ground truth that {name} can use; {'; '.join(examples)}"
+            )
+            if counts[name] > _MAX_BAD_FRACTION * num_checked:
                 raise ConfigError(f"{path}: {line}")
-            said.append(f"{path}: {line}")
-    return said
+            messages.append(f"{path}: {line}")
+    return messages

@@ -1,8 +1,8 @@
-"""Reward functions in processes of their own, each call with a deadline, beside whatever the rank does meanwhile.
+"""Call reward functions in worker processes, each call with a timeout, concurrently with the rank's work.
 
-A function may hang, crash, leave the interpreter, or eat all memory: then its process is killed and replaced, and only
-the call that did it fails. Own code, as the pools of `concurrent.futures` and `multiprocessing` run the user's script
-again in each process, are lost when one of these dies, and leave what it has started.
+A function may hang, crash, exit the interpreter, or exhaust memory: its process is then killed and replaced, and only
+that call fails. The pools of `concurrent.futures` and `multiprocessing` do not serve here: they run the user's script
+again in each process, break when a process dies, and leak what it has started.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megarl.types import Rollout
 from megarl.types.reward_values import RewardFailure, RewardResult
 
 MAX_CONCURRENT = 64
-"""Calls of coroutine functions that a process has at the same time."""
+"""Concurrent calls of coroutine functions per process."""
 GRACE_S = 10.0
-"""How long a process of coroutines may take beyond the deadline, which it keeps itself, to say so."""
+"""Extra seconds for a process of coroutine functions, which enforces the timeout itself, to report it."""
 
 Verdicts = Mapping[str, RewardResult]
-"""By the function's name."""
+"""Verdicts by function name."""
 
 
 @dataclass(frozen=True)
 class PendingVerdicts:
-    """What the functions say of one rollout. known: what they have said so far, by name."""
+    """Verdicts on one rollout that are still being computed. completed: those available so far, by function name."""
 
     future: Future[Verdicts]
     completed: dict[str, RewardResult]
@@ -46,7 +46,7 @@ class PendingVerdicts:
         return self.future.result(seconds)
 
     def cancel(self) -> Verdicts:
-        """What there is of it, where nobody waits for more; functions that have not been called for it are not."""
+        """Stop waiting and return the verdicts so far. Functions that have not been called yet are not called."""
         self.future.cancel()
         return dict(self.completed)
 
@@ -59,7 +59,7 @@ class _Call:
 
 
 class _ProcessSlot:
-    """For a process of a kind, which is made when there is something to do, and again when it is gone."""
+    """Slot for one worker process, which starts on first use and restarts after it has exited."""
 
     def __init__(self, nursery: ForkServer, kind: Kind) -> None:
         self._fork_server, self._kind = nursery, kind
@@ -67,24 +67,24 @@ class _ProcessSlot:
         self._making = asyncio.Lock()
 
     async def get_process(self) -> WorkerProcess:
-        """Raises Gone."""
+        """Return a live process. Raises WorkerUnavailable."""
         async with self._making:
             if self._process is None or not self._process.is_alive:
                 try:
                     self._process = await self._fork_server.start_worker({"kind": self._kind})
-                except WorkerUnavailable:  # once more, for the nursery itself may have been lost
+                except WorkerUnavailable:  # retry once: the fork server itself may have died
                     self._process = await self._fork_server.start_worker({"kind": self._kind})
             return self._process
 
 
 class RewardPool:
-    """In a thread of its own, until `close`.
+    """Pool of worker processes for reward functions. Runs in its own thread until `close`.
 
-    functions: by name, of the modules `specs`, in the same order. limit: seconds of a call. size: processes, each made
-    when it is first needed; functions and coroutine functions are called in different ones, of which there is one of
-    each at least, and one more for what a process of many calls has died of. log: a file for what functions print.
-    limits: of the processes, which have nothing else of this one's environment. at_once: calls of coroutine functions
-    that a process has at the same time; the time of one that waits for its turn does not count.
+    functions: by name, loaded from `specs`, in the same order. limit: seconds per call. size: number of processes, each
+    started when first needed. Functions and coroutine functions use separate processes, at least one of each kind; one
+    extra process isolates a call after a process of concurrent calls has died. log: file for what functions print.
+    limits: limits of the processes, which inherit nothing else of this process's environment. at_once: concurrent calls
+    of coroutine functions per process; time spent waiting for a free slot does not count.
     """
 
     def __init__(
@@ -112,33 +112,35 @@ class RewardPool:
         self._first_starts: list[asyncio.Task[WorkerProcess]] = []
 
     def start(self) -> None:
-        """Have a process of each kind come up, in the background."""
+        """Start a process of each kind in the background."""
         with self._starting:
             if not self._thread.is_alive():
                 self._thread.start()
                 asyncio.run_coroutine_threadsafe(self._set_up(), self._loop).result()
 
     def wait_ready(self) -> None:
-        """Wait for these, if it was started. Raises ConfigError where other processes cannot have the functions."""
-        for first in self._first_starts:
+        """Wait for the started processes. Raises ConfigError if worker processes cannot load the functions."""
+        for start in self._first_starts:
             try:
-                asyncio.run_coroutine_threadsafe(_result(first), self._loop).result()
+                asyncio.run_coroutine_threadsafe(_result(start), self._loop).result()
             except WorkerUnavailable as error:
                 raise ConfigError(f"reward.functions={list(self._names)}: {error}; see {self._log}") from None
 
     def submit(self, rollout: Rollout) -> PendingVerdicts:
-        """What each function says of a rollout; from any thread. The functions are shown a copy, without the engine's
-        records, group, episode and reward."""
-        shown = replace(
+        """Score a rollout with every function. Thread-safe.
+
+        The functions receive a copy without the engine's records, group, episode, and reward.
+        """
+        copied_rollout = replace(
             rollout, routing=None, sampling_mask=None, reward=0.0, reward_parts={}, unscored={}, group=0, episode=-1
         )
         if self._closed:
             (never := Future[Verdicts]()).cancel()
             return PendingVerdicts(never, {})
         self.start()
-        known: dict[str, RewardResult] = {}
+        completed: dict[str, RewardResult] = {}
         return PendingVerdicts(
-            asyncio.run_coroutine_threadsafe(self._collect_verdicts(shown, known), self._loop), known
+            asyncio.run_coroutine_threadsafe(self._collect_verdicts(copied_rollout, completed), self._loop), completed
         )
 
     def close(self) -> None:
@@ -152,42 +154,42 @@ class RewardPool:
             if not self._loop.is_closed():
                 self._loop.close()
 
-    # --- in the thread
+    # --- in the pool's thread
 
     async def _set_up(self) -> None:
         self._queues: dict[str, asyncio.Queue[_Call]] = {name: asyncio.Queue() for name in (*self._sizes, "alone")}
-        places = {
+        slots = {
             kind: [_ProcessSlot(self._fork_server, kind) for _ in range(size)] for kind, size in self._sizes.items()
         }
-        self._first_starts = [asyncio.create_task(of_kind[0].get_process()) for of_kind in places.values()]
-        work = [(place, "sync") for place in places.get("sync", ())]
-        for _ in range(self._max_concurrent):  # the first call goes to each process in turn, then the second ...
-            work += [(place, "async") for place in places.get("async", ())]
-        if "async" in places:
-            work.append((_ProcessSlot(self._fork_server, "async"), "alone"))
-        self._tasks = [asyncio.create_task(self._run_queue(place, queue)) for place, queue in work]
+        self._first_starts = [asyncio.create_task(slots_of_kind[0].get_process()) for slots_of_kind in slots.values()]
+        slot_queues = [(slot, "sync") for slot in slots.get("sync", ())]
+        for _ in range(self._max_concurrent):  # round-robin: one call to each process, then the next ...
+            slot_queues += [(slot, "async") for slot in slots.get("async", ())]
+        if "async" in slots:
+            slot_queues.append((_ProcessSlot(self._fork_server, "async"), "alone"))
+        self._tasks = [asyncio.create_task(self._run_queue(slot, queue)) for slot, queue in slot_queues]
 
     async def _collect_verdicts(self, rollout: Rollout, known: dict[str, RewardResult]) -> Verdicts:
         loop = asyncio.get_running_loop()
 
-        async def answer(number: int, name: str) -> RewardResult:
+        async def call_function(number: int, name: str) -> RewardResult:
             call = _Call(number, rollout, loop.create_future())
             self._queues[self._kinds[number]].put_nowait(call)
             known[name] = await call.future
             return known[name]
 
-        said = await asyncio.gather(*(answer(number, name) for number, name in enumerate(self._names)))
-        return dict(zip(self._names, said, strict=True))
+        verdicts = await asyncio.gather(*(call_function(number, name) for number, name in enumerate(self._names)))
+        return dict(zip(self._names, verdicts, strict=True))
 
     async def _run_queue(self, place: _ProcessSlot, queue: str) -> None:
-        """Make the calls of a queue, one after the other."""
+        """Run the calls of a queue, one at a time."""
         while True:
             call = await self._queues[queue].get()
             if call.future.done():
                 continue
             try:
                 verdict = await self._call_function(place, call, among_others=queue == "async")
-            except Exception as error:  # noqa: BLE001  ours, which is for who waits for it
+            except Exception as error:  # noqa: BLE001  a bug of ours: raise it at the waiter
                 call.future.set_exception(error)
                 continue
             if isinstance(verdict, RewardFailure):
@@ -198,28 +200,28 @@ class RewardPool:
                 call.future.set_result(verdict)
 
     def _log_failure(self, call: _Call, why: str) -> None:
-        """Into the log, where it stands beside what the function has printed."""
+        """Append a failure to the log, next to what the function printed."""
         when, line = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(why.split())
         try:
             with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(f"{when}  {self._names[call.function]} of prompt {call.rollout.prompt.id!r}: {line}\n")
         except OSError:
-            pass  # it is in the rollout, too
+            pass  # the rollout records it, too
 
     async def _call_function(self, place: _ProcessSlot, call: _Call, among_others: bool) -> RewardResult | None:
-        """None where a process has ended that had other calls, too, any of which may have done it."""
+        """Run one call. Returns None if the process died with other calls in flight, any of which may be the cause."""
         limit = self._limit if self._kinds[call.function] == "sync" else self._limit + GRACE_S
         try:
             order = encode_call(call.function, call.rollout)
-        except Exception as error:  # of pickling what a data set or a tool has put into it
+        except Exception as error:  # pickling of objects from a data set or a tool
             return RewardFailure(f"the conversation cannot be sent to its process: {plugins.format_error(error)}")
         try:
             process = await place.get_process()
         except WorkerUnavailable as error:
             return RewardFailure(str(error))
         try:
-            said = await process.request(order, limit)
-            return decode_verdict(said, count_actions(call.rollout))
+            response = await process.request(order, limit)
+            return decode_verdict(response, count_actions(call.rollout))
         except TimeoutError:
             process.end()
             return None if among_others else RewardFailure(describe_timeout(self._limit))

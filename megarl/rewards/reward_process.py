@@ -1,11 +1,11 @@
-"""Call reward functions: in worker processes, with a deadline, or in the rank for functions that cannot leave it.
+"""Call reward functions: in worker processes with a timeout, or in the rank for functions that cannot leave it.
 
-A forked process runs `serve`. A request is the number of a function and the rollout; a response is
+A forked worker process runs `serve`. A request holds a function's index and the rollout; a response is either
 {"number", "reward", "parts", "turns"} or {"number", "failed": why}.
 
 `Deadline` limits a call in the main thread. Functions may use `signal.alarm`, which works only there, so they run
-there, and a watching thread sends an otherwise unused signal whose handler raises. Where that has no effect, as in C
-code or in a function that catches everything, the thread says so and ends the process.
+there, and a watchdog thread sends an otherwise unused signal whose handler raises. Where that has no effect, as in C
+code or in a function that catches everything, the thread logs an error and exits the process.
 
 `score` calls functions that a script passes as objects, such as closures, which no other process could import.
 """
@@ -41,25 +41,25 @@ from megarl.types.reward_values import Reward, RewardError, RewardFailure, Rewar
 
 TIMEOUT_SIGNAL = signal.SIGRTMIN + 7
 GRACE_S = 10.0
-"""How long a function has to come back once it is told."""
+"""Seconds that a function has to return after the timeout signal."""
 _AGAIN_S = 1.0
 _LOOK_S = 0.1
 
 
 class RewardTimeout(BaseException):
-    """Time is up. Not an Exception, which functions catch."""
+    """Raised in the main thread when a call exceeds its timeout. Not an Exception, because functions catch those."""
 
 
 class Deadline:
-    """Within a `with` block of it, what happens between `begin` and `end` may take so many seconds.
+    """Limit the time between `begin` and `end` within its `with` block.
 
-    TookTooLong is raised out of what takes longer. For the main thread: in others nothing can be interrupted, and only
-    the last resort is left.
+    Raises RewardTimeout out of a call that takes longer. Works in the main thread only: other threads cannot be
+    interrupted, so there only the last resort remains, exiting the process.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._call: tuple[str, float] | None = None  # what is going on, and when it must be over
+        self._call: tuple[str, float] | None = None  # description of the running call, and its deadline
         self._raised = False
         self._closed = threading.Event()
         self._main = threading.current_thread() is threading.main_thread()
@@ -81,12 +81,12 @@ class Deadline:
             signal.signal(TIMEOUT_SIGNAL, self._previous_handler)
 
     def begin(self, what: str) -> None:
-        """what: names the call in the last line."""
+        """Start the clock for a call. what: names the call in the error line if the process has to exit."""
         self._raised = False
         self._call = what, time.monotonic() + self.seconds
 
     def end(self) -> None:
-        """Raises TookTooLong where the function has swallowed that."""
+        """Stop the clock. Raises RewardTimeout if the function swallowed it."""
         self._call = None
         if self._raised:
             raise RewardTimeout
@@ -97,17 +97,17 @@ class Deadline:
             raise RewardTimeout
 
     def _watch(self) -> None:
-        told = 0.0
+        last_signal = 0.0
         while not self._closed.wait(_LOOK_S):
             call, now = self._call, time.monotonic()
             if call is None or now < call[1]:
-                told = 0.0
+                last_signal = 0.0
             elif now > call[1] + GRACE_S:
                 _exit_with_error(
                     f"error: {call[0]} took longer than reward.timeout={self.seconds:g} s, and does not stop"
                 )
-            elif self._main and now - told >= _AGAIN_S:
-                told = now
+            elif self._main and now - last_signal >= _AGAIN_S:
+                last_signal = now
                 signal.pthread_kill(threading.main_thread().ident or 0, TIMEOUT_SIGNAL)
 
 
@@ -117,18 +117,21 @@ def _exit_with_error(line: str) -> None:
 
 
 Kind = Literal["sync", "async"]
-"""Of functions: those that a process calls one after the other, and those that it awaits, many at once."""
+"""Functions that a process calls one at a time, or coroutine functions that it awaits concurrently."""
 
 _FUNCTION = struct.Struct(">i")
 
 
 def describe_timeout(limit: float) -> str:
-    """Why there is no reward where a call takes longer than `limit` seconds."""
+    """Return the failure reason for a call that took longer than `limit` seconds."""
     return f"it took longer than reward.timeout={limit:g} s; make it faster or raise that"
 
 
 def call(function: RewardFunction, rollout: Rollout) -> RewardResult:
-    """What comes of it, `SystemExit` and the like included, but for Ctrl-C."""
+    """Call a function and return its reward or failure.
+
+    Every exception becomes a failure, `SystemExit` included, except KeyboardInterrupt.
+    """
     try:
         return parse_reward(function(rollout), count_actions(rollout))
     except BaseException as error:  # noqa: B036  whatever the user's function raises
@@ -136,44 +139,39 @@ def call(function: RewardFunction, rollout: Rollout) -> RewardResult:
 
 
 async def call_async(function: RewardFunction, rollout: Rollout, limit: float) -> RewardResult:
-    """The same of a coroutine function, which is cancelled where it takes longer than `limit` seconds."""
-    until = asyncio.timeout(limit)
+    """As `call` for a coroutine function, which is cancelled after `limit` seconds."""
+    deadline = asyncio.timeout(limit)
     try:
-        async with until:
+        async with deadline:
             value = await function(rollout)
         verdict: RewardResult = parse_reward(value, count_actions(rollout))
     except BaseException as error:  # noqa: B036
         verdict = to_failure(error)
-    return (
-        RewardFailure(describe_timeout(limit)) if until.expired() else verdict
-    )  # whatever it has made of being cancelled
+    # A function may swallow its cancellation and still return a value.
+    return RewardFailure(describe_timeout(limit)) if deadline.expired() else verdict
 
 
 def count_actions(rollout: Rollout) -> int:
-    """Turns of the policy's."""
+    """Return the number of the policy's turns."""
     return sum(turn.is_action for turn in rollout.turns)
 
 
 def to_failure(error: BaseException) -> RewardFailure:
-    """What an error says, in one line; raises it on where it is Ctrl-C."""
+    """Convert an exception into a one-line failure. Re-raises KeyboardInterrupt."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, RewardError):
         return RewardFailure(str(error))
-    frames = [
-        encode_frame
-        for encode_frame in traceback.extract_tb(error.__traceback__)
-        if Path(encode_frame.filename) != Path(__file__)
-    ]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return RewardFailure(f"it raised {plugins.format_error(error)}{place}")
 
 
-# --- in a process of its own ----------------------------------------------------------------------------------
+# --- in a worker process --------------------------------------------------------------------------------------
 
 
 def serve(wire: socket.socket, given: dict[str, Any], order: dict[str, Any]) -> None:
-    """Load the functions, and call them until nobody asks. given: {"specs", "limit"}, order: {"kind"}."""
+    """Load the functions and answer requests until the other end closes. given: {"specs", "limit"}; order: {"kind"}."""
     try:
         functions = list(load_functions(given["specs"]).values())
     except ConfigError as error:
@@ -193,7 +191,7 @@ async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction],
     reader, writer = await asyncio.open_connection(sock=wire)
     tasks: set[asyncio.Task[None]] = set()
 
-    async def one(number: int, function: int, rollout: Rollout) -> None:
+    async def answer_call(number: int, function: int, rollout: Rollout) -> None:
         verdict = await call_async(functions[function], rollout, limit)
         writer.write(encode_frame({"number": number, **_encode_verdict(verdict)}))
 
@@ -202,13 +200,13 @@ async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction],
             number, content = await read_order(reader)
         except asyncio.IncompleteReadError:
             return
-        task = asyncio.create_task(one(number, *_decode_call(content)))
+        task = asyncio.create_task(answer_call(number, *_decode_call(content)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
 def encode_call(function: int, rollout: Rollout) -> bytes:
-    """Raises whatever pickling does."""
+    """Encode a request. Raises whatever pickling the rollout raises."""
     return _FUNCTION.pack(function) + pickle.dumps(rollout, 5)
 
 
@@ -223,17 +221,17 @@ def _encode_verdict(verdict: RewardResult) -> dict[str, Any]:
 
 
 def decode_verdict(said: Mapping[str, Any], turns: int) -> RewardResult:
-    """Of an answer. Raises RewardError or KeyError where it is none."""
+    """Decode a response. Raises RewardError or KeyError for a malformed one."""
     if "failed" in said:
         return RewardFailure(str(said["failed"]))
     parse_number(said["reward"], "it")
-    found = parse_reward({name: said[name] for name in ("reward", "parts", "turns")}, turns)
-    assert isinstance(found, Reward)
-    return found
+    reward = parse_reward({name: said[name] for name in ("reward", "parts", "turns")}, turns)
+    assert isinstance(reward, Reward)
+    return reward
 
 
 MAX_CONCURRENT = 64
-"""Calls of a coroutine function at the same time."""
+"""Concurrent calls of a coroutine function."""
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
@@ -243,17 +241,19 @@ def score(
     timeout: float = math.inf,
     most_failed: float = math.inf,
 ) -> list[dict[str, RewardResult]]:
-    """What each function says of each rollout, by name. timeout: seconds of one call. most_failed: when more rollouts
-    than these have no reward, no function is called any more, and the others are `NOT_SCORED`.
+    """Return each function's verdict on each rollout, by function name.
 
-    A coroutine function is awaited for all of them, many at once; another is called for one after the other, in the
-    main thread, so that it may use signals.
+    timeout: seconds per call. most_failed: once more rollouts than this have failed, no further function is called, and
+    the remaining rollouts are `NOT_SCORED`.
+
+    A coroutine function is awaited for many rollouts concurrently. Any other function is called for one rollout at a
+    time, in the main thread, so that it may use signals.
     """
     verdicts: list[dict[str, RewardResult]] = [{} for _ in rollouts]
     failed: set[int] = set()
 
-    def note(number: int, name: str, verdict: RewardResult) -> bool:
-        """Whether to go on."""
+    def record(number: int, name: str, verdict: RewardResult) -> bool:
+        """Record a verdict. Returns whether to continue."""
         if len(failed) <= most_failed:
             verdicts[number][name] = verdict
             failed.update([number] if isinstance(verdict, RewardFailure) else [])
@@ -263,10 +263,10 @@ def score(
     with deadline or nullcontext():
         for name, function in functions.items():
             if is_async(function):
-                asyncio.run(_score_async(name, function, rollouts, timeout, note))
+                asyncio.run(_score_async(name, function, rollouts, timeout, record))
                 continue
             for number, rollout in enumerate(rollouts):
-                if len(failed) > most_failed or not note(
+                if len(failed) > most_failed or not record(
                     number, name, _call_with_deadline(name, function, rollout, deadline)
                 ):
                     break
@@ -280,18 +280,18 @@ async def _score_async(
     timeout: float,
     note: Callable[[int, str, RewardResult], bool],
 ) -> None:
-    at_once = asyncio.Semaphore(MAX_CONCURRENT)
-    goes_on = True
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT)
+    should_continue = True
 
-    async def one(number: int, rollout: Rollout) -> None:
-        nonlocal goes_on
-        async with at_once:
-            if goes_on and not note(number, name, await call_async(function, _copy_rollout(rollout), timeout)):
-                goes_on = False
+    async def score_rollout(number: int, rollout: Rollout) -> None:
+        nonlocal should_continue
+        async with semaphore:
+            if should_continue and not note(number, name, await call_async(function, _copy_rollout(rollout), timeout)):
+                should_continue = False
                 for task in tasks:
                     task.cancel()
 
-    tasks = [asyncio.ensure_future(one(number, rollout)) for number, rollout in enumerate(rollouts)]
+    tasks = [asyncio.ensure_future(score_rollout(number, rollout)) for number, rollout in enumerate(rollouts)]
     if tasks:
         await asyncio.wait(tasks)
     for task in tasks:
@@ -302,12 +302,12 @@ async def _score_async(
 def _call_with_deadline(
     name: str, function: RewardFunction, rollout: Rollout, deadline: Deadline | None
 ) -> RewardResult:
-    shown = _copy_rollout(rollout)
+    copied_rollout = _copy_rollout(rollout)
     try:
         try:
             if deadline is not None:
                 deadline.begin(f"reward function {name} on the sample {rollout.prompt.id!r}")
-            return parse_reward(function(shown), count_actions(rollout))
+            return parse_reward(function(copied_rollout), count_actions(rollout))
         finally:
             if deadline is not None:
                 deadline.end()
@@ -320,23 +320,23 @@ def _call_with_deadline(
             and place.is_relative_to(_PACKAGE_FOLDER)
             and place.parent != Path(__file__).parent
         ):
-            raise  # of a handler of signals, which came in the middle
+            raise  # raised by one of our signal handlers, which interrupted the function
         return to_failure(error)
 
 
 def _copy_rollout(rollout: Rollout) -> Rollout:
-    """The rollout with copies of all that a function could change in place."""
+    """Return the rollout with copies of everything that a function could mutate."""
     prompt = rollout.prompt
-    own = replace(
+    copied_prompt = replace(
         prompt,
         messages=_copy_value(prompt.messages),
         ground_truth=_copy_value(prompt.ground_truth),
         extra=_copy_value(prompt.extra),
     )
-    turns = tuple(map(replace, rollout.turns))  # a turn makes its arrays read-only, which pickling undoes
+    turns = tuple(map(replace, rollout.turns))  # constructing a turn makes its arrays read-only; pickling undoes it
     return replace(
         rollout,
-        prompt=own,
+        prompt=copied_prompt,
         turns=turns,
         messages=_copy_value(rollout.messages),
         reward_parts={},

@@ -1,4 +1,4 @@
-"""What is to be said of the reward role's settings before anything starts."""
+"""Check the reward role's settings before anything starts."""
 
 from __future__ import annotations
 
@@ -21,64 +21,65 @@ PARTS = {"http": service.PART, "judge": judge.PART}
 
 
 def options_for_model(options: Mapping[str, Any], service: str) -> dict[str, Any]:
-    """Those of the role's options that are for what computes `reward.model`. service: what is asked beside it, if
-    any."""
-    own = {field.name for field in dataclasses.fields(_OF_SERVICE[service])} if service else set()
-    return {name: value for name, value in options.items() if name not in own and name != "reward_fn"}
+    """Return the role's options that configure the backend of `reward.model`. service: the other backend, if any."""
+    service_options = {field.name for field in dataclasses.fields(_OF_SERVICE[service])} if service else set()
+    return {name: value for name, value in options.items() if name not in service_options and name != "reward_fn"}
 
 
 def options_for_service(options: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Those that are for what is asked. model: what computes `reward.model` beside it, if anything."""
-    own = {field.name for field in dataclasses.fields(ClassifierOptions)} if model == "transformers" else set()
-    return {name: value for name, value in options.items() if name not in own and name != "reward_fn"}
+    """Return the role's options that configure the service or judge. model: the backend of `reward.model`, if any."""
+    model_options = (
+        {field.name for field in dataclasses.fields(ClassifierOptions)} if model == "transformers" else set()
+    )
+    return {name: value for name, value in options.items() if name not in model_options and name != "reward_fn"}
 
 
 def build_service(config: Config, options: Mapping[str, Any]) -> Service | Judge | None:
-    """What is asked elsewhere for a part of the reward, None where nobody is. Raises ConfigError for its options."""
-    model, asked = role_backends(config, "reward")
-    given = options_for_service(options, model)
-    if asked == "http":
-        return Service(ServiceOptions.read(given))
-    return Judge(JudgeOptions.read(given)) if asked == "judge" else None
+    """Build the client of the reward service or judge, None without one. Raises ConfigError for invalid options."""
+    model, service_backend = role_backends(config, "reward")
+    service_options = options_for_service(options, model)
+    if service_backend == "http":
+        return Service(ServiceOptions.read(service_options))
+    return Judge(JudgeOptions.read(service_options)) if service_backend == "judge" else None
 
 
 def check_reward(config: Config, declared: Requirements, options: dict[str, Any]) -> None:
-    """Raise ConfigError where nothing would reward anything, or a backend and its options do not go together.
+    """Raise ConfigError if nothing computes a reward, or if a backend and its options do not match.
 
-    options: of the role's worker, one of ours; `reward_fn` may be among them.
+    options: options of the role's worker, one of ours; may include `reward_fn`.
     """
     functions, model = list(load_functions(config.reward.functions)), config.reward.model
-    backend, asked = role_backends(config, "reward")
-    rest = options_for_model(options, asked)
-    if asked:
+    backend, service_backend = role_backends(config, "reward")
+    model_opts = options_for_model(options, service_backend)
+    if service_backend:
         build_service(config, options)
-    elif backend != "transformers" and rest:
+    elif backend != "transformers" and model_opts:
         raise ConfigError(
-            f"roles.reward.options.{min(rest)}: the backend {backend or MEGATRON} takes no options; leave it out"
+            f"roles.reward.options.{min(model_opts)}: the backend {backend or MEGATRON} takes no options; leave it out"
         )
     if backend == "transformers":
-        ClassifierOptions.read(rest)
+        ClassifierOptions.read(model_opts)
         if not model:
             raise ConfigError("roles.reward.backend=transformers needs reward.model, the folder of a classifier")
     if backend == "pool" and model:
         raise ConfigError(f"reward.model={model} with roles.reward.backend=pool, which has no model: leave one out")
-    others = bool(functions or model or "reward_fn" in options or asked)
-    played = composite.has_environment_reward(config.rollout, others)
-    if not others and not played:
+    has_other_parts = bool(functions or model or "reward_fn" in options or service_backend)
+    has_environment = composite.has_environment_reward(config.rollout, has_other_parts)
+    if not has_other_parts and not has_environment:
         raise ConfigError(
             f"reward.functions is empty; {declared.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or "
             "reward.model, or what answers elsewhere, roles.reward.backend=http or judge, or rollout.environments"
         )
-    given = options.get("reward_fn")
-    parts = functions if given is None else [getattr(given, "__name__", "reward_fn")]
-    further = [composite.PART] if played else []
-    further += [*(["model"] if model else []), *([PARTS[asked]] if asked else [])]
-    check_names(parts, further)
-    check_weights(config.reward.weights, [*parts, *further])
+    reward_fn = options.get("reward_fn")
+    function_names = functions if reward_fn is None else [getattr(reward_fn, "__name__", "reward_fn")]
+    other_names = [composite.PART] if has_environment else []
+    other_names += [*(["model"] if model else []), *([PARTS[service_backend]] if service_backend else [])]
+    check_names(function_names, other_names)
+    check_weights(config.reward.weights, [*function_names, *other_names])
 
 
 def check_names(functions: Collection[str], others: Collection[str]) -> None:
-    """Raise ConfigError for a reward function that is called like another part of the reward."""
+    """Raise ConfigError for a reward function with the name of another part of the reward."""
     for name in others:
         if name in functions:
             raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")

@@ -1,17 +1,18 @@
-"""Rewards by a service elsewhere, over HTTP.
+"""Rewards from an external service over HTTP.
 
-The protocol, all of it. To each URL go requests `POST`, `Content-Type: application/json`, with some conversations:
+The complete protocol: each request is a `POST` with `Content-Type: application/json` and a batch of conversations:
 
     {"conversations": [{"id": "17", "data_source": "gsm8k", "prompt": [{"role": "user", "content": "2+3?"}],
                         "messages": [.., {"role": "assistant", "content": "5"}], "answer": "5", "status": "stop",
                         "ground_truth": "5", "extra": {}}]}
 
-`messages` is the whole conversation, `prompt` what it began with, `answer` what the policy said last; `status`, why it
-ended; the others are of the data set's row. The answer is `200` with a JSON list, one entry for each in their order: a
-number, or `{"reward": 0.5, "parts": {"style": 0.2}}`, whose parts are recorded beside it and not added. What is tried
-again is said in `http_requests.py`; before the first step each URL is asked by `GET`, and may answer that as it likes.
+`messages` is the whole conversation, `prompt` its beginning, `answer` the policy's last message, and `status` the
+reason why it ended; the other fields come from the data set's row. The response has status 200 and is a JSON list with
+one entry per conversation, in order: a number, or `{"reward": 0.5, "parts": {"style": 0.2}}`. The parts are logged but
+not added. `http_requests.py` says which failures are retried. Before the first step each URL receives a `GET`, to which
+any response will do.
 
-An entry that is neither fails its rollout, an answer that is no such list those of its request.
+An entry of any other form fails its rollout. A response that is not such a list fails all rollouts of its request.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megarl.types import Rollout
 from megarl.types.reward_values import RewardError, RewardFailure, ServiceReward, parse_number
 
 PART = "service"
-"""Name of its part of a reward."""
+"""Name of this part of the reward."""
 _MOST_PARTS = 32
 _NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
@@ -40,10 +41,12 @@ _NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 @dataclass(frozen=True)
 class ServiceOptions(HttpOptions):
     batch: PositiveInt = 16
-    """Conversations of a request."""
+    """Conversations per request."""
 
 
 class Service:
+    """Client of a reward service."""
+
     part = PART
 
     def __init__(self, options: ServiceOptions) -> None:
@@ -51,39 +54,41 @@ class Service:
         self.client = HttpClient(options, "reward service")
 
     def check_reachable(self) -> None:
-        """Raise ConfigError unless somebody answers at each URL, whatever it is."""
+        """Raise ConfigError unless each URL responds, with whatever status."""
         self.client.check_reachable()
 
     def score(self, rollouts: Sequence[Rollout], most_failed: float = math.inf) -> list[ServiceReward | RewardFailure]:
-        """What the service says of each of them, or why there is nothing that could be taken. most_failed: when there
-        is nothing for more than these, the others are not asked about any more."""
-        found: list[ServiceReward | RewardFailure] = [NOT_SCORED] * len(rollouts)
-        sent: list[tuple[int, bytes]] = []
+        """Return the service's reward of each rollout, or the reason of a failure.
+
+        most_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
+        """
+        rewards: list[ServiceReward | RewardFailure] = [NOT_SCORED] * len(rollouts)
+        encoded: list[tuple[int, bytes]] = []
         for number, rollout in enumerate(rollouts):
             text = _encode_rollout(rollout)
             if isinstance(text, RewardFailure):
-                found[number] = text
+                rewards[number] = text
             else:
-                sent.append((number, text))
+                encoded.append((number, text))
         size = self.options.batch
-        batches = [sent[i : i + size] for i in range(0, len(sent), size)]
+        batches = [encoded[i : i + size] for i in range(0, len(encoded), size)]
         bodies = [b'{"conversations": [' + b", ".join(text for _, text in batch) + b"]}" for batch in batches]
-        failed = sum(isinstance(one, RewardFailure) and one is not NOT_SCORED for one in found)
+        failed = sum(isinstance(reward, RewardFailure) and reward is not NOT_SCORED for reward in rewards)
 
-        def note(index: int, answer: HttpResponse | RewardFailure) -> bool:
+        def record(index: int, answer: HttpResponse | RewardFailure) -> bool:
             nonlocal failed
             for (number, _), parts in zip(
                 batches[index], self._parse_response(answer, len(batches[index])), strict=True
             ):
-                found[number] = parts
+                rewards[number] = parts
                 failed += isinstance(parts, RewardFailure)
             return failed <= most_failed
 
-        self.client.post_all(bodies, goes_on=note)
-        return found
+        self.client.post_all(bodies, goes_on=record)
+        return rewards
 
     def max_duration(self, count: int) -> float:
-        """Seconds that so many rollouts of a rank may take at most."""
+        """Return the maximum seconds that this many rollouts of a rank may take."""
         return self.client.max_duration(-(-count // self.options.batch))
 
     def _parse_response(
@@ -116,7 +121,7 @@ class Service:
 
 
 def _check_parts(parts: Any) -> dict[str, Any]:
-    """Parts are columns of the rollout log and names of metrics, so that not everything will do."""
+    """Return the parts of an entry. Their names are restricted, because they become log columns and metric names."""
     if not isinstance(parts, dict):
         raise RewardError(f"it returned `parts` that are no mapping, but {preview(strict.short_repr(parts))}")
     if len(parts) > _MOST_PARTS:
@@ -129,7 +134,7 @@ def _check_parts(parts: Any) -> dict[str, Any]:
 
 def _encode_rollout(rollout: Rollout) -> bytes | RewardFailure:
     prompt = rollout.prompt
-    about = {
+    fields = {
         "id": prompt.id,
         "data_source": prompt.data_source,
         "prompt": prompt.messages,
@@ -140,6 +145,6 @@ def _encode_rollout(rollout: Rollout) -> bytes | RewardFailure:
         "extra": prompt.extra,
     }
     try:
-        return orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
         return RewardFailure(f"the sample cannot be sent to a reward service as JSON: {error}")

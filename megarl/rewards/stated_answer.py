@@ -13,22 +13,25 @@ _GROUPS = re.compile(r"(?<![\d.,])[0-9]{1,3}(?:(?:\\[,;:! ]|\{\\?,\}|[ \u00a0\u2
 
 
 def join_thousands(text: str) -> str:
-    r"""The text of a result with numbers in one piece: `1 080`, `1\,080`, `1{,}080` become `1080`. In prose the first
-    may be two numbers."""
+    r"""Join the digit groups of numbers in a result: `1 080`, `1\,080`, `1{,}080` become `1080`.
+
+    Not for prose, where the first form may be two numbers.
+    """
     return _GROUPS.sub(lambda found: re.sub(r"[^0-9]", "", found.group()), text)
 
 
 def has_false_equation(text: str) -> bool:
-    """Whether different numbers stand on two sides of `=`, as in `3 = 5`; such a text states no result."""
+    """Return whether two sides of `=` are different numbers, as in `3 = 5`. Such a text states no result."""
     sides = [number for side in text[-1000:].split("=") if (number := parse_number(side)) is not None]
     return len(set(sides)) > 1
 
 
 def find_numbers(text: str) -> list[Decimal]:
-    """All decimal numbers of a text, in order, exact.
+    """Return all decimal numbers of a text, in order and exact.
 
-    Knows thousands separators, a dollar sign before or behind the minus, and a full stop that ends a sentence. A minus
-    is a sign only where nothing stands right before it that could be subtracted from: in "-5" and "= -5", not in "9-5".
+    Handles thousands separators, a dollar sign before or after the minus, and a full stop at the end of a sentence. A
+    minus is a sign only if nothing that it could subtract from stands right before it: in "-5" and "= -5", not in
+    "9-5".
     """
     numbers = []
     for match in _DIGITS.finditer(text):
@@ -39,7 +42,7 @@ def find_numbers(text: str) -> list[Decimal]:
 
 
 def parse_number(value: object) -> Decimal | None:
-    """A ground truth, int, float or text such as "1,080" or "$5.", as an exact number; None where it is not one."""
+    """Return a ground truth (an int, a float, or a text such as "1,080" or "$5.") as an exact number, or None."""
     text = str(value).strip()
     numbers = find_numbers(text)
     if len(numbers) != 1 or re.sub(r"[-\N{MINUS SIGN}0-9,.$\s]", "", text):
@@ -51,13 +54,12 @@ _BARE = re.compile(r"[^\s$\\{}]{1,50}")
 
 
 def find_box(text: str) -> int:
-    r"""Where the last `\boxed` or `\fbox` begins; -1 where there is none."""
+    r"""Return the index of the last `\boxed` or `\fbox`, -1 without one."""
     return max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{}` or `\fbox{}` holds, without spaces around it. None where there is none, or it is never
-    closed."""
+    r"""Return the stripped content of the last `\boxed{}` or `\fbox{}`; None without one or if it is unclosed."""
     start = find_box(text)
     if start < 0:
         return None
@@ -65,45 +67,47 @@ def extract_boxed(text: str) -> str | None:
     while text[start : start + 1].isspace():
         start += 1
     if text[start : start + 1] == "{":
-        inside = extract_braced(text, start)
-        return None if inside is None else inside.strip()
-    bare = _BARE.match(text, start)  # TeX boxes a single sign without braces, too: \boxed5
-    return bare.group() if bare else None
+        content = extract_braced(text, start)
+        return None if content is None else content.strip()
+    token = _BARE.match(text, start)  # TeX also boxes a single token without braces: \boxed5
+    return token.group() if token else None
 
 
 def extract_braced(text: str, start: int) -> str | None:
-    r"""What the braces that open at `start` hold, where `\{` and `\}` are none; None where none open, or they are
-    never closed."""
+    r"""Return the content of the braces that open at `start`, or None if none open there or they are unclosed.
+
+    Escaped braces `\{` and `\}` do not count.
+    """
     if text[start : start + 1] != "{":
         return None
-    depth, place = 0, start
-    while place < len(text):
-        if text[place] == "\\":
-            place += 1
-        elif text[place] == "{":
+    depth, position = 0, start
+    while position < len(text):
+        if text[position] == "\\":
+            position += 1
+        elif text[position] == "{":
             depth += 1
-        elif text[place] == "}":
+        elif text[position] == "}":
             depth -= 1
             if depth == 0:
-                return text[start + 1 : place]
-        place += 1
+                return text[start + 1 : position]
+        position += 1
     return None
 
 
 def extract_tagged(text: str, tag: str) -> str | None:
-    """What the last `<tag>` that is closed holds, without spaces around it; None where there is none."""
+    """Return the stripped content of the last closed `<tag>`, or None."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if start < 0 else text[start + len(tag) + 2 : end].strip()
 
 
 def extract_final_part(text: str) -> str:
-    """What is between the last `<answer>` tags; all of the text where there are none, or a box stands behind them."""
-    between = extract_tagged(text, "answer")
-    return text if between is None or find_box(text) > text.rfind("</answer>") else between
+    """Return the content of the last `<answer>` tags; the whole text without tags or if a box follows them."""
+    tagged = extract_tagged(text, "answer")
+    return text if tagged is None or find_box(text) > text.rfind("</answer>") else tagged
 
 
 def extract_answer(text: str) -> str:
-    """What is between `<answer>` tags, or all of it where there are none."""
-    between = extract_tagged(text, "answer")
-    return text.strip() if between is None else between
+    """Return the content of the `<answer>` tags, or the whole text without any."""
+    tagged = extract_tagged(text, "answer")
+    return text.strip() if tagged is None else tagged
