@@ -1,8 +1,8 @@
-"""What an engine is told on a machine with GPUs. `cpu/sglang_arguments.py` is the counterpart for CPUs.
+"""SGLang settings on a machine with GPUs. `cpu/sglang_arguments.py` is the counterpart for CPUs.
 
-`check_allocator` refuses `expandable_segments`, since the engine receives weights by CUDA IPC: blocks of torch's
-allocator are then no CUDA allocations that a handle could name. Whether another process can open them depends on torch,
-driver and container, and SGLang's memory saver refuses the setting.
+`check_allocator` refuses `expandable_segments`, because the engine receives weights by CUDA IPC: blocks of torch's
+allocator are then no CUDA allocations that an IPC handle could name. Whether another process can open them depends on
+torch, driver and container, and SGLang's memory saver refuses the setting.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megarl.parallel import device
 from megarl.reshard.plan.engine_settings import check_blackwell, choose_runner
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where torch reads its allocator's settings; the second since 2.9, and the first still."""
+"""Variables from which torch reads allocator settings; it added the second in 2.9 and still reads the first."""
 
 
 def check_allocator(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where the environment sets `expandable_segments`."""
+    """Raise ConfigError if the environment sets `expandable_segments`."""
     for name in ALLOCATOR_VARIABLES:
         for setting in environ.get(name, "").split(","):
             key, _, value = setting.partition(":")
@@ -37,17 +37,20 @@ def check_allocator(environ: Mapping[str, str]) -> None:
 
 
 START_METHOD = ""
-"""As SGLang does it: a process that has used CUDA cannot be forked."""
+"""SGLang's default: a process that has used CUDA cannot be forked."""
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """All that `server_args.check` lets pass may be set; the allocator must be able to share memory."""
+    """Check that the allocator can share memory. Any setting that passes `server_args.check` is allowed."""
     check_allocator(os.environ)
 
 
 def server_args(config: Config, first_device: int) -> dict[str, Any]:
-    """SGLang's settings for this kind of machine; the memory saver lets the weights sleep while the ranks train. Of a
-    draft model, which is not pushed where it is not trained, SGLang keeps a copy on the host meanwhile."""
+    """Return SGLang's settings for this kind of machine.
+
+    The memory saver lets the weights be offloaded while the ranks train. SGLang backs up a draft model on the host
+    meanwhile, since an untrained draft model is not part of the weight sync.
+    """
     blackwell = torch.cuda.get_device_capability()[0] >= 10
     runner = choose_runner(config.rollout.sglang, blackwell)
     if blackwell:
@@ -63,22 +66,22 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
 
 
 def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
-    """Environment of the engine's processes."""
+    """Return the environment of the engine's processes."""
     return {}
 
 
 def has_memory_saver() -> bool:
-    """Whether sleeping frees the engine's memory."""
+    """Return whether sleeping frees the engine's memory."""
     return True
 
 
 def allocate(size: int) -> torch.Tensor:
-    """[size] uint8 that `pack` can share."""
+    """Allocate [size] uint8 that `pack` can share."""
     return torch.empty(size, dtype=torch.uint8, device=device.device())
 
 
 def pack(tensors: NamedTensors) -> bytes:
-    """Pickle of [(name, tensor)] by SGLang's own serializer: CUDA IPC handles, with devices named by UUID."""
+    """Pickle [(name, tensor)] with SGLang's serializer: CUDA IPC handles, with devices named by UUID."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 

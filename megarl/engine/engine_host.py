@@ -1,21 +1,21 @@
-"""Stands between a machine's ranks and its SGLang servers.
+"""Host process between a machine's ranks and its SGLang servers.
 
     python -m megarl.engine.engine_host FD PARENT FOLDER [preload]
 
-Importing SGLang takes ten seconds of a core. With `preload` the host does it once and all processes of all engines are
-forked from it; without, as a process that has used CUDA cannot be forked, each server is a program of its own.
-`engine_host_client.py` is the ranks' side.
+Importing SGLang takes ten seconds of a core. With `preload` the host imports it once and all processes of all engines
+are forked from the host. Without, because a process that has used CUDA cannot be forked, each server is a program of
+its own. `engine_host_client.py` is the ranks' side.
 
-For each connection the host forks a supervisor. A rank must not be a server's parent, because SGLang kills its parent's
-whole process tree when a start fails; and a server must not outlive its rank, however that dies. So the supervisor
-starts the server and ends it when the connection closes, which the kernel does for a rank that was killed, too. As
-subreaper it inherits whatever the server leaves behind, so nothing escapes. The host ends, and all of them with it, at
+The host forks a supervisor for each connection. A rank must not be a server's parent, because SGLang kills its parent's
+whole process tree when a start fails; and a server must not outlive its rank, however the rank dies. So the supervisor
+starts the server and ends it when the connection closes; for a killed rank the kernel closes it. As subreaper the
+supervisor inherits whatever the server leaves behind, so no process escapes. The host ends, with all supervisors, at
 SIGTERM, which the kernel sends when the process that started it dies.
 
-Each supervisor has a folder for what its engine leaves lying about, named by its pid, in the host's. It is removed with
-what SGLang has put in shared memory besides, by the supervisor, or by the host where that was killed. The host's folder
-is removed by the process that started it, or, where that is gone, by the last of these to end. A host that was killed
-is started again with the same folder and the same socket.
+Each supervisor has a scratch folder for its engine, named by its pid, within the host's folder. The supervisor removes
+it together with what SGLang has left in shared memory; if the supervisor was killed, the host does. The process that
+started the host removes the host's folder; if that is gone, the last of these processes to end does. A host that was
+killed is started again with the same folder and socket.
 
 A connection carries one line of JSON {"log": path, "environment": {...}, "settings": {...}} and, when the server has
 ended, its exit status as a line.
@@ -51,16 +51,17 @@ def _children() -> list[int]:
 
 
 def _reap() -> bool:
-    """Whether there was a child that had ended."""
-    found = False
+    """Reap ended children; return whether there were any."""
+    has_reaped = False
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
-            found = True
-    return found
+            has_reaped = True
+    return has_reaped
 
 
 def _kill_children(spared: Callable[[int], bool], grace: float) -> None:
-    """Kill the children, and theirs as they arrive here, until none is left; the spared ones after `grace` seconds."""
+    """Kill the children, and their orphans as these are reparented, until none is left; spare the `spared` for
+    `grace` seconds."""
     deadline = time.monotonic() + grace
     while children := _children():
         for pid in children:
@@ -72,7 +73,7 @@ def _kill_children(spared: Callable[[int], bool], grace: float) -> None:
 
 
 def _fork(work: Callable[[], None]) -> int:
-    """Pid of a child that does the work and exits, with status 1 if that raised; it never comes back here."""
+    """Fork a child that runs `work` and exits, with status 1 if it raised; return the child's pid."""
     if pid := os.fork():
         return pid
     status = 1
@@ -80,9 +81,9 @@ def _fork(work: Callable[[], None]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         work()
         status = 0
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:  # noqa: B036  whatever it is, the child must not go on as its parent
+    except SystemExit as exit_request:
+        status = exit_request.code if isinstance(exit_request.code, int) else int(exit_request.code is not None)
+    except BaseException:  # noqa: B036  the child must never continue as its parent
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError, ValueError):
@@ -92,13 +93,16 @@ def _fork(work: Callable[[], None]) -> int:
 
 
 def _instance_id(folder: Path) -> str:
-    """By what SGLang shall call the engine with this folder."""
+    """Return SGLang's instance id for the engine with this folder."""
     return hashlib.blake2s(bytes(folder), digest_size=6).hexdigest()
 
 
 def _remove_engine_files(folder: Path) -> None:
-    """Remove what an engine whose processes are gone has left: its folder, and the file in shared memory by which they
-    tell each other their load. SGLang never removes it; its name is as in `sglang.srt.managers.load_snapshot`."""
+    """Remove what a dead engine has left: its folder, and the shared-memory file by which its processes report their
+    load.
+
+    SGLang never removes that file; its name is as in `sglang.srt.managers.load_snapshot`.
+    """
     name = _instance_id(folder)
     digest = hashlib.blake2s(name.encode(), digest_size=4).hexdigest()
     Path(f"/dev/shm/sglang_loads_{name}_{digest}.shm").unlink(missing_ok=True)
@@ -115,8 +119,12 @@ def remove_host_folder(path: str) -> None:
 
 
 class EngineHost:
-    """listener: where ranks connect; its starter has bound it. folder: its own, with the listener's socket in it.
-    preload: import SGLang here, for all engines. starter: handle (pidfd) of the process that has started it."""
+    """Accepts connections of ranks, and forks a supervisor for each.
+
+    listener: socket where ranks connect, bound by the process that started the host. folder: the host's folder, which
+    contains the listener's socket. preload: import SGLang here, for all engines. starter: pidfd of the process that
+    started the host.
+    """
 
     def __init__(self, listener: socket.socket, folder: Path, preload: bool, starter: int) -> None:
         self._listener = listener
@@ -124,22 +132,22 @@ class EngineHost:
         self._preload = preload
         self._starter = starter
         self._pid = os.getpid()
-        self._import_log = tempfile.TemporaryFile()  # noqa: SIM115  what the import prints belongs to each engine's log
+        self._import_log = tempfile.TemporaryFile()  # noqa: SIM115  output of the import, copied to each engine's log
         self._has_import_failed = False
 
     def run(self) -> None:
         """Serve until SIGTERM."""
         inherit_orphans()
-        self._remove_dead_folders()  # of a host before this one
+        self._remove_dead_folders()  # left by a previous host
         if self._preload:
             self._import_sglang()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until here there was nothing to end but this
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # before, there were no children to end
         try:
             while True:
                 if select.select([self._listener], [], [], _POLL_S)[0]:
                     connection, _ = self._listener.accept()
                     with connection:
-                        _fork(lambda: self._supervise(connection))  # noqa: B023  the child uses it at once
+                        _fork(lambda: self._supervise(connection))  # noqa: B023  the child uses it immediately
                 if _reap():
                     self._remove_dead_folders()
         finally:
@@ -147,17 +155,18 @@ class EngineHost:
                 os.kill(pid, signal.SIGTERM)
             _kill_children(lambda pid: True, grace=10.0)
             self._clean_up()
-            os._exit(0)  # taking SGLang's modules apart would take two seconds
+            os._exit(0)  # tearing down SGLang's modules would take two seconds
 
     def _remove_dead_folders(self) -> None:
-        """A supervisor that was killed has left its folder."""
+        """Remove the folders of supervisors that were killed."""
         with contextlib.suppress(OSError):
             for folder in self._folder.iterdir():
                 if folder.is_dir() and not Path(f"/proc/{folder.name}").exists():
                     _remove_engine_files(folder)
 
     def _clean_up(self) -> None:
-        """Remove what nobody needs any more: of the host's folder all, where whoever has started it is gone."""
+        """Remove the folders of dead supervisors; also the host's own if its starter is gone and no supervisor uses
+        it."""
         self._remove_dead_folders()
         with contextlib.suppress(OSError):
             if _has_ended(self._starter) and not any(path.is_dir() for path in self._folder.iterdir()):
@@ -169,19 +178,19 @@ class EngineHost:
             from megarl.engine import engine_server
 
             engine_server.import_sglang()
-        except BaseException:  # noqa: B036  told to each rank that asks for an engine
+        except BaseException:  # noqa: B036  reported to each rank that asks for an engine
             traceback.print_exc()
             self._has_import_failed = True
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # else each process would copy these pages when it collects garbage
+        gc.freeze()  # otherwise garbage collection would copy these pages in each process
 
     def _supervise(self, connection: socket.socket) -> None:
         self._listener.close()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         with connection.makefile("rb") as lines:
-            order = json.loads(lines.readline())
-        with open(order["log"], "ab") as log:
+            request = json.loads(lines.readline())
+        with open(request["log"], "ab") as log:
             self._import_log.seek(0)
             shutil.copyfileobj(self._import_log, log)
             _print_to(log)
@@ -191,17 +200,17 @@ class EngineHost:
         inherit_orphans()
         scratch = self._folder / str(os.getpid())
         scratch.mkdir(mode=0o700)
-        os.environ.update(order["environment"], TMPDIR=str(scratch))
+        os.environ.update(request["environment"], TMPDIR=str(scratch))
         tempfile.tempdir = None
-        settings = {**order["settings"], "instance": _instance_id(scratch)}
+        settings = {**request["settings"], "instance": _instance_id(scratch)}
         try:
             server = _fork(lambda: self._serve(connection, settings, os.getppid()))
-            while not (ended := os.waitpid(server, os.WNOHANG))[0]:
+            while not (wait_result := os.waitpid(server, os.WNOHANG))[0]:
                 closed, _, _ = select.select([connection], [], [], _POLL_S)
                 if closed or os.getppid() != self._pid:
                     return
-            time.sleep(0.2)  # let its last lines reach the log
-            connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(ended[1]))
+            time.sleep(0.2)  # let the server's last lines reach the log
+            connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(wait_result[1]))
         finally:
             _kill_children(is_tracker, grace=5.0)
             _remove_engine_files(scratch)
@@ -217,10 +226,12 @@ class EngineHost:
 
             engine_server.main(settings)
             return
-        with tempfile.TemporaryFile() as text:  # not the command line, where others could read the API key
-            text.write(json.dumps(settings).encode())
-            text.seek(0)
-            os.dup2(text.fileno(), 0)
+        with (
+            tempfile.TemporaryFile() as settings_file
+        ):  # on stdin: other users could read the API key from a command line
+            settings_file.write(json.dumps(settings).encode())
+            settings_file.seek(0)
+            os.dup2(settings_file.fileno(), 0)
         os.execv(sys.executable, [sys.executable, "-m", "megarl.engine.engine_server"])
 
 
@@ -230,7 +241,7 @@ def _print_to(file: IO[bytes]) -> None:
 
 
 def _has_ended(process: int) -> bool:
-    """By its handle (pidfd)."""
+    """Return whether the process of this pidfd has ended."""
     return bool(select.select([process], [], [], 0)[0])
 
 
@@ -242,7 +253,7 @@ def _exit_early(folder: str, starter: int) -> None:
 
 def _main(listener: int, parent: int, folder: str, preload: bool) -> None:
     starter = os.pidfd_open(os.getppid())
-    if os.getppid() != parent:  # it was killed before this one had begun
+    if os.getppid() != parent:  # the parent was killed before this process began
         shutil.rmtree(folder, ignore_errors=True)
         return
     signal.signal(signal.SIGTERM, lambda *_: _exit_early(folder, starter))

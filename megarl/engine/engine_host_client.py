@@ -1,4 +1,4 @@
-"""A rank's view of the process that its engines come from, see `engine_host.py`."""
+"""A rank's view of the engine host (`engine_host.py`), the process that starts its engines."""
 
 from __future__ import annotations
 
@@ -29,33 +29,34 @@ _TORCHRUN_VARIABLES = re.compile(
     r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE|ROLE_|MASTER_(ADDR|PORT)"
 )
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|WEBHOOK)S?($|_)", re.I)
-"""Names of what an engine has no use for: it has a key of its own, and its model lies in a folder."""
+"""Variables to withhold from the engine: it has its own API key, and loads its model from a folder."""
 _POLL_S = 0.2
 _SELF_SUSPENDED_S = 10.0
-"""Between two looks: this process was stopped itself, and the host with it."""
+"""A longer gap between two polls means that this process was itself stopped, and the host with it."""
 _RESUME_AFTER_S = 10.0
-"""After so long a host that is stopped is continued."""
+"""A host that is stopped for this long is continued."""
 _MIN_UPTIME_S, _MAX_EARLY_EXITS = 60.0, 3
-"""A host that ends before so many seconds, so often in a row, is not started again."""
+"""A host that ends within `_MIN_UPTIME_S` more than `_MAX_EARLY_EXITS` times in a row is not restarted."""
 
 
 def secret_variables(config: Config) -> set[str]:
-    """Names of the variables in which a configuration says that there are secrets."""
+    """Return the names of the variables that hold secrets according to the configuration."""
     options = [role.get("options") for role in config.roles.values() if isinstance(role, Mapping)]
-    found = {str(given["auth_env"]) for given in options if isinstance(given, Mapping) and given.get("auth_env")}
-    hook = config.track.webhook
-    return found | ({hook.removeprefix("env:")} if hook.startswith("env:") else set())
+    names = {str(option["auth_env"]) for option in options if isinstance(option, Mapping) and option.get("auth_env")}
+    webhook = config.track.webhook
+    return names | ({webhook.removeprefix("env:")} if webhook.startswith("env:") else set())
 
 
 class HostProcess:
-    """A host that this process started and that ends with it. preload: have it import SGLang, and fork engines from it.
+    """A host that this process started, and that ends with it. preload: the host imports SGLang and forks engines from
+    itself.
 
-    environment: is added to this process's, without what torchrun has put there, with whose variables the engine's
-    ranks would wait for a store that torchrun keeps, and without what looks like a secret or is `hidden`, by its name.
+    environment: added to this process's environment. Removed from that are torchrun's variables, since the engine's
+    ranks would wait for torchrun's store, and whatever looks like a secret or is named in `hidden`.
 
-    A thread looks after it. A host that has ended, which has ended its engines too, is started again at the same
-    socket, where what has connected meanwhile waits for it; one that is stopped (SIGSTOP) is continued. Where it ends
-    time and again nobody listens there any more.
+    A thread supervises the host. If it ends, which ends its engines too, it is restarted on the same socket, where new
+    connections wait for it meanwhile. If it is stopped (SIGSTOP), it is continued. A host that keeps ending is given
+    up, and its socket is closed.
     """
 
     def __init__(self, environment: Mapping[str, str], preload: bool, hidden: Collection[str] = ()) -> None:
@@ -73,35 +74,35 @@ class HostProcess:
         self._listener.listen()
         self._closing = threading.Event()
         self.process: subprocess.Popen[bytes]
-        """The host that there is now."""
+        """The current host."""
         started = Future[None]()
         self._thread = threading.Thread(target=self._run, args=(started,), name="engine host", daemon=True)
         self._thread.start()
         started.result()
 
     def close(self) -> None:
-        """End it and all of its engines."""
+        """End the host and all of its engines."""
         self._closing.set()
         self._thread.join()
         self._listener.close()
         self._folder.close()
 
-    # --- in the thread, whose end would be the host's as well
+    # --- run in the supervising thread; the host dies with the thread that started it
 
     def _run(self, started: Future[None]) -> None:
         try:
             self._start()
-        except BaseException as error:  # noqa: B036  raised where a host is asked for
+        except BaseException as error:  # noqa: B036  re-raised by the constructor
             started.set_exception(error)
             return
         started.set_result(None)
-        began = looked = time.monotonic()
-        stopped_since, ended = float("inf"), 0
+        started_at = last_poll = time.monotonic()
+        stopped_since, early_exits = float("inf"), 0
         while not self._closing.wait(_POLL_S):
             now = time.monotonic()
-            if not is_stopped(self.process.pid) or now - looked > _SELF_SUSPENDED_S:
+            if not is_stopped(self.process.pid) or now - last_poll > _SELF_SUSPENDED_S:
                 stopped_since = float("inf")
-            looked = now
+            last_poll = now
             if self.process.poll() is None:
                 if is_stopped(self.process.pid):
                     stopped_since = min(stopped_since, now)
@@ -109,15 +110,15 @@ class HostProcess:
                         _warn("was stopped (SIGSTOP), and is continued")
                         self.process.send_signal(signal.SIGCONT)
                 continue
-            ended = ended + 1 if now - began < _MIN_UPTIME_S else 1
-            if ended > _MAX_EARLY_EXITS:
-                _warn(f"ended {ended} times within {_MIN_UPTIME_S:g} s each, and is not started again")
+            early_exits = early_exits + 1 if now - started_at < _MIN_UPTIME_S else 1
+            if early_exits > _MAX_EARLY_EXITS:
+                _warn(f"ended {early_exits} times within {_MIN_UPTIME_S:g} s each, and is not started again")
                 self._listener.close()
                 os.unlink(self.path)
                 break
             _warn(f"ended ({_describe_exit(self.process.returncode)}), and is started again")
-            began = now
-            with contextlib.suppress(OSError):  # then it is found ended, as before
+            started_at = now
+            with contextlib.suppress(OSError):  # the next poll finds it ended again
                 self._start()
         self._closing.wait()
         self._terminate()
@@ -134,12 +135,12 @@ class HostProcess:
             stderr=subprocess.DEVNULL,
             pass_fds=[self._listener.fileno(), self._folder.lock],
             env=self._environment,
-            start_new_session=True,  # Ctrl-C reaches this process only, which then ends the host
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the host
         )
 
     def _terminate(self) -> None:
         self.process.terminate()
-        self.process.send_signal(signal.SIGCONT)  # one that is stopped would not hear it
+        self.process.send_signal(signal.SIGCONT)  # a stopped process would not receive SIGTERM
         try:
             self.process.wait(timeout=15)
         except subprocess.TimeoutExpired:
@@ -156,20 +157,20 @@ def _describe_exit(code: int) -> str:
 
 
 class HostedServer:
-    """A server in the care of a host; it lives no longer than this object's connection to it."""
+    """A server run by a host. It ends when this object's connection to the host closes."""
 
     def __init__(self, path: str, log: Path, environment: Mapping[str, str], settings: Mapping[str, Any]) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._status: int | None = None
         self.is_abandoned = False
-        """Whether it has ended with whoever was to tell how: its supervisor or the host."""
-        self._poll_lock = threading.Lock()  # only one is told
-        order = {"log": str(log.resolve()), "environment": dict(environment), "settings": dict(settings)}
+        """True if it ended without an exit status, because its supervisor or host was killed."""
+        self._poll_lock = threading.Lock()  # the exit status can be read only once
+        request = {"log": str(log.resolve()), "environment": dict(environment), "settings": dict(settings)}
         self._socket.connect(path)
-        self._socket.sendall(json.dumps(order).encode() + b"\n")
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
 
     def poll(self) -> int | None:
-        """None while it runs or is about to, else its exit status; -9 where nobody was left to tell it."""
+        """Return None while it runs or is about to, else its exit status; -9 if nobody was left to report it."""
         return self._wait(0.0)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of an engine that can generate no more: how that is called, and how it is told from a bad request."""
+"""Lost engines: errors, and a watchdog that tells an engine that died or hangs from one that refuses a request."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Literal, NoReturn, Protocol
 Fault = Literal["died", "hangs", "did not start again"]
 
 _POLL_S = 1.0
-"""How often it is asked whether the engine's process is there."""
+"""Interval between checks that the engine's process exists."""
 _SILENCE_S = 5.0
-"""After so long without an answer, while some are asked for, it is asked for a sign of life."""
+"""With requests pending, ask for a sign of life after this long without a response."""
 
 
 class EngineError(RuntimeError):
-    """The engine did not start, died, or refused a push. The message ends with its last log lines."""
+    """The engine did not start, died, or refused a weight sync. The message ends with its last log lines."""
 
 
 class EngineLost(EngineError):
-    """An engine that has to be started again; what it had under way is lost. unnoticed: seconds from its last sign of
-    life until this was found, so the longest that it may have been gone. start: which start of it is lost; 0 where that
-    is not known."""
+    """The engine must be started again; its requests are lost.
+
+    unnoticed: seconds from its last sign of life until detection, an upper bound on how long it has been gone. start:
+    `start_number` of the lost engine; 0 if unknown.
+    """
 
     def __init__(self, fault: Fault, text: str, unnoticed: float = 0.0, start: int = 0) -> None:
         super().__init__(text)
@@ -29,65 +31,66 @@ class EngineLost(EngineError):
 
 
 class WatchedClient(Protocol):
-    """Whoever asks the engine: a `Client`."""
+    """What `watch` needs of a `Client`."""
 
     num_pending: int
-    """Answers that it waits for."""
+    """Number of responses in flight."""
     last_response_time: float
-    """When the last one came, in time.monotonic's seconds."""
+    """When the last response arrived, as time.monotonic seconds."""
 
     async def is_alive(self, seconds: float) -> bool:
-        """Whether the engine gives a sign of life within so many seconds."""
+        """Return whether the engine gives a sign of life within `seconds`."""
         ...
 
 
 class WatchedEngine(Protocol):
-    """An `Engine`."""
+    """What `watch` needs of an `Engine`."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether it was told to stop at the next token."""
+        """True while generation is paused."""
         ...
 
     def check_running(self, start: int = 0) -> None:
-        """Raise EngineLost where it is gone, or was started again after this start."""
+        """Raise EngineLost if the engine is gone, or was started again after this start."""
         ...
 
     def hang_error(self, seconds: float) -> EngineLost:
-        """What is said where it gave no sign of life for so long."""
+        """Return the EngineLost for an engine that gave no sign of life for `seconds`."""
         ...
 
 
 async def watch(engine: WatchedEngine, asked: WatchedClient, limit: float, start: int = 0) -> NoReturn:
-    """Look after an engine until it is lost; EngineLost says why. limit: seconds that it may go without a sign of life
-    while it is asked for something. start: as of `check_runs`.
+    """Watch an engine until it is lost; raises EngineLost with the reason.
 
-    Signs are an answer, and SGLang's own look at its health, which is good when its scheduler has finished a batch
-    since it was asked: with work under way that is a token, else one token that it makes for that.
+    limit: seconds that it may go without a sign of life while requests are pending. start: as for `check_running`.
+
+    Signs of life are a response, and SGLang's health check. The check passes when the scheduler has finished a batch
+    since it was called: with running requests that is one token of theirs, otherwise one token generated for the check.
     """
-    seen = alive = time.monotonic()
-    sign: asyncio.Task[bool] | None = None
-    began = seen
+    last_sign = last_running = time.monotonic()
+    health_check: asyncio.Task[bool] | None = None
+    check_started = last_sign
     try:
         while True:
             now = time.monotonic()
             try:
                 engine.check_running(start)
             except EngineLost as lost:
-                lost.detection_delay = max(0.0, now - max(alive, asked.last_response_time))
+                lost.detection_delay = max(0.0, now - max(last_running, asked.last_response_time))
                 raise
-            alive = now
+            last_running = now
             if not asked.num_pending or engine.is_paused:
-                seen = now
-            seen = max(seen, asked.last_response_time)
-            if sign is not None and sign.done():
-                seen, sign = max(seen, began) if sign.result() else seen, None
-            if now - seen > limit:
-                raise engine.hang_error(now - seen)
-            if sign is None and now - seen > min(_SILENCE_S, limit / 4):
-                began, sign = now, asyncio.create_task(asked.is_alive(limit))
+                last_sign = now
+            last_sign = max(last_sign, asked.last_response_time)
+            if health_check is not None and health_check.done():
+                last_sign, health_check = max(last_sign, check_started) if health_check.result() else last_sign, None
+            if now - last_sign > limit:
+                raise engine.hang_error(now - last_sign)
+            if health_check is None and now - last_sign > min(_SILENCE_S, limit / 4):
+                check_started, health_check = now, asyncio.create_task(asked.is_alive(limit))
             await asyncio.sleep(_POLL_S)
     finally:
-        if sign is not None:
-            sign.cancel()
-            await asyncio.wait([sign])
+        if health_check is not None:
+            health_check.cancel()
+            await asyncio.wait([health_check])

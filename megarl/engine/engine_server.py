@@ -2,7 +2,7 @@
 
 Settings: {"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or "", "instance": name,
 "secret": text}.
-Writes to `facts` what the rank must know of SGLang's tool-call parser, so that a rank never has to import SGLang.
+It writes to `facts` what the rank must know about SGLang's tool-call parser, so that a rank never has to import SGLang.
 """
 
 from __future__ import annotations
@@ -21,39 +21,42 @@ from megarl.parallel.rendezvous import STORE_FOLDER_ENV
 
 
 def find_tool_call_marker(parser: str) -> str:
-    """The text that a reply contains once for each call where SGLang's parser has a word for that, or else exactly when
-    it sees calls at all; empty if there is none."""
+    """Return the text by which SGLang's parser recognizes tool calls; empty if there is none.
+
+    A response contains it once per call if the parser marks single calls, or else exactly when the parser sees any
+    call.
+    """
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     detector = FunctionCallParser(tools=[], tool_call_parser=parser).detector
-    words = (getattr(detector, name, "") for name in ("tool_call_start_token", "bot_token"))
-    marker = next((str(word).strip() for word in words if word), "")
-    unmarked = ("", '{"name": "f", "arguments": {}}', "[f(a=1)]")
-    return "" if any(detector.has_tool_call(text) for text in unmarked) else marker
+    markers = (getattr(detector, name, "") for name in ("tool_call_start_token", "bot_token"))
+    marker = next((str(candidate).strip() for candidate in markers if candidate), "")
+    unmarked_texts = ("", '{"name": "f", "arguments": {}}', "[f(a=1)]")
+    return "" if any(detector.has_tool_call(text) for text in unmarked_texts) else marker
 
 
 def _force_start_method(method: str) -> None:
-    """Whatever SGLang asks for: it sets "spawn", by which each of its processes imports everything once more."""
-    ask = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda *_, **__: ask(method, force=True)
+    """Override the start method that SGLang asks for: under its "spawn" each process would import everything again."""
+    set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda *_, **__: set_start_method(method, force=True)
 
 
 def _set_instance_id(name: str) -> None:
-    """By this name, and no random one, SGLang calls what it keeps in shared memory, so that others can remove it."""
+    """Replace the random instance id in SGLang's shared-memory names, so that others can remove those files."""
     from sglang.srt.server_args import PortArgs
 
-    make = PortArgs.init_new
+    init_new = PortArgs.init_new
 
-    def named(*args: Any, **kwargs: Any) -> PortArgs:
-        ports = make(*args, **kwargs)
+    def init_with_id(*args: Any, **kwargs: Any) -> PortArgs:
+        ports = init_new(*args, **kwargs)
         ports.instance_id = name
         return ports
 
-    PortArgs.init_new = staticmethod(named)
+    PortArgs.init_new = staticmethod(init_with_id)
 
 
 def import_sglang() -> None:
-    """Import all that an engine's processes will need, but for what depends on its model."""
+    """Import all that an engine's processes will need, except what depends on the model."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -65,10 +68,11 @@ def import_sglang() -> None:
 
 
 def main(settings: dict[str, Any]) -> None:
+    """Run the server until it ends, then kill its child processes."""
     os.environ[job_secret.SECRET_ENV] = settings[
         "secret"
-    ]  # for SGLang's further processes, which may be no forks of this
-    if settings["server_args"].get("nnodes", 1) == 1:  # the parts of an engine across nodes have no folder in common
+    ]  # for SGLang's child processes, which need not be forks of this one
+    if settings["server_args"].get("nnodes", 1) == 1:  # an engine across nodes has no common folder
         os.environ[STORE_FOLDER_ENV] = tempfile.gettempdir()
     import_sglang()
     sglang_plugin.seal_pickles()
@@ -87,5 +91,5 @@ def main(settings: dict[str, Any]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-if __name__ == "__main__":  # SGLang's children import this file anew under another name
+if __name__ == "__main__":  # SGLang's children import this file again under another name
     main(json.load(sys.stdin))

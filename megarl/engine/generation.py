@@ -1,4 +1,4 @@
-"""What can continue a conversation, and what it answers: an engine (`client.py`), or a script in a test."""
+"""What can continue a conversation (an engine, `client.py`, or a script in a test), and the result."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from megarl.types import Ids, Logprobs, SamplingMask
 
 
 class RequestFailed(RuntimeError):
-    """One request was refused, cut off, or answered with what cannot be an answer. Its conversation is aborted; other
-    requests go on, for the engine is there."""
+    """One request was refused, aborted, or answered with an invalid response.
+
+    The conversation is aborted. The engine still runs, so other requests go on.
+    """
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What the policy wrote in one turn, with the log-prob of each token as sampled and the version of the weights.
+    """One response of the policy, with each token's log-prob as sampled and the weight version.
 
-    finish: `stop` after an end token, which is the last id; `length` after max_new_tokens; `abort` when cut off, for
-    the `reason`; then there may be no tokens.
-    weight_version, versions: as of a `Turn`; of weights that were replaced in the middle of a request, keys and values
-    staying as they were, the oldest, for the tokens after it were drawn by neither.
-    routing: [tokens, MoE layers, topk], the experts of the tokens that were asked for, see `Policy`; as of a `Rollout`.
-    support: where sampling was cut off, what could have been drawn in the place of each token; the log-probs are of the
-    distribution over these.
-    drafted, accepted: tokens that were drafted for it (rollout.draft_tokens), and those of them that it accepted.
-    cached: of the tokens that were asked for, those that the engine had in its cache; -1 where it does not say.
+    finish_reason: `stop` after an end token, which is the last id; `length` after max_new_tokens; `abort` if aborted
+    for `abort_reason`, possibly without tokens.
+    weight_version, versions: as in `Turn`. If weights were replaced mid-request while the KV cache stayed,
+    weight_version is the oldest, because later tokens come from neither version alone.
+    routing: [tokens, MoE layers, topk], the experts of the requested tokens, see `Policy`; as in `Rollout`.
+    sampling_mask: if sampling was truncated, the tokens that could have been drawn at each position. The log-probs are
+    then of the distribution over these.
+    drafted, accepted: number of draft tokens (rollout.draft_tokens), and how many of them were accepted.
+    cached: number of prompt tokens found in the engine's prefix cache; -1 if not reported.
     """
 
     token_ids: Ids
@@ -45,32 +47,32 @@ class Generation:
 
 
 class Policy(Protocol):
-    """Whatever can continue a conversation: an engine, or a script in a test."""
+    """Anything that can continue a conversation: an engine, or a script in a test."""
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         """Continue `ids` under SGLang's sampling `params`.
 
-        Where routing is recorded, that of the first `routed` tokens is known from before; what comes back is of the
-        others, but for the last one written, which the engine has not run. Raises RequestFailed.
+        If routing is recorded, the caller already has that of the first `routed` tokens. The result covers the rest,
+        except the last generated token, which the engine has not run. Raises RequestFailed.
         """
         ...
 
     async def stop(self) -> None:
-        """Have what is being generated answered now, as far as it is written, as cut off. What is asked for later, or
-        is on its way, is not stopped."""
+        """Abort all running requests; each returns what it has generated so far. Later requests, and those still on
+        their way, are not affected."""
         ...
 
 
 TokenCallback = Callable[[Ids], None]
-"""Is told the next tokens of an answer while it is written."""
+"""Receives the next tokens of a response while it is generated."""
 
 
 @runtime_checkable
 class StreamingPolicy(Protocol):
-    """A policy that can be listened to."""
+    """A policy that can stream tokens."""
 
     async def stream(
         self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: TokenCallback
     ) -> Generation:
-        """As `Policy.generate`, with the same result."""
+        """Run `Policy.generate`, with the same result, and pass tokens to `heard` as they arrive."""
         ...

@@ -1,7 +1,7 @@
-"""SGLang's parsers of tool calls without an engine, in a process of their own: for the dry run.
+"""SGLang's tool-call parsers without an engine, in a separate process: for the dry run.
 
-As a program: a line of stdin is the JSON of [parser, text, schemas], and the line of stdout that answers it what
-`Client.parse_tool_calls` returns; of [parser] its `tool_call_marker`.
+As a program: each line of stdin is JSON. [parser, text, schemas] is answered on stdout by a line with the result of
+`Client.parse_tool_calls`; [parser] by the parser's `tool_call_marker`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-_MAX_ANSWER_BYTES = 1 << 26  # bytes of an answer
+_MAX_ANSWER_BYTES = 1 << 26
 
 
 class ParserProcess:
-    """Stands for a `Client`, as far as `check_parser` needs one. Raises RuntimeError where SGLang cannot be imported."""
+    """Stand-in for a `Client`, as far as `check_parser` needs one. Raises RuntimeError if SGLang cannot be imported."""
 
     async def __aenter__(self) -> ParserProcess:
         self._process = await asyncio.create_subprocess_exec(
@@ -43,8 +43,8 @@ class ParserProcess:
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
     ) -> tuple[str, list[Any]] | None:
-        found = await self._call([parser, text, list(tools)])
-        return None if found is None else (found[0], found[1])
+        result = await self._call([parser, text, list(tools)])
+        return None if result is None else (result[0], result[1])
 
     async def _call(self, order: list[Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -52,15 +52,15 @@ class ParserProcess:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             await self._process.stdin.drain()
         if not (line := await self._process.stdout.readline()):
-            _, said = await self._process.communicate()
-            raise RuntimeError(" ".join(said.decode(errors="replace").split())[-300:] or "its process ended")
+            _, stderr = await self._process.communicate()
+            raise RuntimeError(" ".join(stderr.decode(errors="replace").split())[-300:] or "its process ended")
         return json.loads(line)
 
 
 def _main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what SGLang prints while it is imported
-    # SGLang's own package imports the engine, which takes ten seconds, and its parsers use nothing of it.
+    os.dup2(2, 1)  # SGLang prints while it is imported
+    # SGLang's top-level package imports the engine, which takes ten seconds and which the parsers do not need.
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.submodule_search_locations is None:
         sys.exit("SGLang is not installed")
@@ -76,10 +76,12 @@ def _main() -> None:
         if text is None:
             return find_tool_call_marker(parser)
         try:
-            rest, calls = FunctionCallParser([Tool(**schema) for schema in schemas], parser).parse_non_stream(text)
-        except Exception:  # the engine answers with status 500 then
+            normal_text, calls = FunctionCallParser([Tool(**schema) for schema in schemas], parser).parse_non_stream(
+                text
+            )
+        except Exception:  # the engine would answer with status 500
             return None
-        return rest, [call.model_dump() for call in calls]
+        return normal_text, [call.model_dump() for call in calls]
 
     for line in sys.stdin:
         answers.write(json.dumps(answer(*json.loads(line))) + "\n")

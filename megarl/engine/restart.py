@@ -1,4 +1,4 @@
-"""An engine that is lost is started again, in the background, by its lead."""
+"""Restart a lost engine in the background, on its lead rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from megarl.engine.engine_loss import EngineError, EngineLost
 from megarl.engine.sglang_engine import Engine
 
 _DEATH_CHECK_S = 3.0
-"""For so long an engine that has failed may take to be seen dead."""
+"""How long a failed engine may take to be recognized as dead."""
 
 
 class EngineRestart:
-    """Of one engine, on each rank that has processes of it. `lost` may be told in any thread, the rest is for one."""
+    """Restarts one engine, on each rank that has processes of it. `report_lost` may be called from any thread, all else
+    from one."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -26,22 +27,24 @@ class EngineRestart:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is being started, or was and has not been waited for."""
+        """True from the start of a restart until `wait`."""
         return self._start_future is not None
 
     def report_lost(self, found: EngineLost) -> None:
-        """It is: begin to start it again, where all of its processes are this rank's. Whoever looks now and then may
-        say so of one that was started again since, and has long been there."""
+        """Record that the engine is lost, and start it again if all of its processes belong to this rank.
+
+        A watcher that polls rarely may report a start that has since been replaced; such reports are ignored.
+        """
         with self._lock:
-            of_before = found.start_number and found.start_number != self.engine.start_number
-            if self._error is not None or self._start_future is not None or of_before:
+            is_stale = found.start_number and found.start_number != self.engine.start_number
+            if self._error is not None or self._start_future is not None or is_stale:
                 return
             self._error = found
             if self.engine.nnodes == 1:
                 self._submit_start()
 
     def check(self) -> None:
-        """See whether it is there, which nobody has done for a while."""
+        """Check that the engine runs, after a time in which nobody has watched it."""
         with self._lock:
             if self._error is None and self._start_future is None:
                 try:
@@ -52,7 +55,7 @@ class EngineRestart:
                         self._submit_start()
 
     def restart_if_lost(self, error: EngineError) -> bool:
-        """Whether the engine that failed by this is one to start again; that is begun then."""
+        """Return whether the engine that failed with `error` is lost. If so, its restart begins."""
         until = time.monotonic() + _DEATH_CHECK_S
         while not isinstance(error, EngineLost) and time.monotonic() < until:
             try:
@@ -65,24 +68,24 @@ class EngineRestart:
         return isinstance(error, EngineLost)
 
     def pop_error(self) -> EngineLost | None:
-        """What it was lost by, once."""
+        """Return the error that the engine was lost by, and clear it."""
         with self._lock:
-            found, self._error = self._error, None
-            return found
+            error, self._error = self._error, None
+            return error
 
     def ensure_started(self) -> None:
-        """Start it again, where that has not begun by itself: others have found that it is lost."""
+        """Begin the restart if it has not begun, because other ranks have found the engine lost."""
         with self._lock:
             if self._start_future is None:
                 self._submit_start()
 
     def wait(self) -> float:
-        """Seconds that it took to be there again, 0 where it was never away; `found` says what it is lost by where it
-        did not start."""
-        starting = self._start_future
-        if starting is None:
+        """Wait for the restart and return the seconds it took, 0 if there was none. If it failed, `pop_error` returns
+        the error."""
+        future = self._start_future
+        if future is None:
             return 0.0
-        failed = starting.exception()
+        failed = future.exception()
         with self._lock:
             self._start_future = None
             if failed is not None:
@@ -90,7 +93,7 @@ class EngineRestart:
         return self._start_seconds
 
     def close(self) -> None:
-        """End the engine, and what starts it."""
+        """Shut the engine down, and the thread that restarts it."""
         self.engine.shutdown()
         self._thread.shutdown()
         self.engine.shutdown()

@@ -1,7 +1,7 @@
-"""One SGLang engine: its start, health, sleep, weights and end.
+"""One SGLang engine: start, health, sleep and wake, weight updates, shutdown.
 
-The lead rank of an engine's ranks holds the `Engine`. SGLang runs in processes of its own (see `engine_host.py`), so
-that on a CPU a rank never imports it, and survives its failures.
+The lead rank of an engine's ranks holds the `Engine`. SGLang runs in separate processes (see `engine_host.py`). So on a
+CPU a rank never imports SGLang, and a rank survives an engine failure.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ _CONFIG = "tokenizer_config.json"
 
 
 def tokenizer_folder(model: str, beside: Path) -> str:
-    """The model's own. Where that has no tokenizer_config.json, as with a tokenizer.model alone, SGLang 0.5.23 asks the
-    Hub for one and does not start: then a folder `beside`, of links to the model's small files and an empty one."""
+    """Return a folder from which SGLang can load the tokenizer.
+
+    That is the model's own, unless it has no tokenizer_config.json, as with a lone tokenizer.model: SGLang 0.5.23 would
+    ask the Hub for one and not start. Then it is `beside`, filled with links to the model's small files and an empty
+    tokenizer_config.json.
+    """
     if Path(model, _CONFIG).is_file() or not Path(model).is_dir():
         return model
     beside.mkdir(parents=True, exist_ok=True)
@@ -64,18 +68,18 @@ _NOISE = re.compile(
     r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$"
     r"|\[[^]]*\] Ignore import error|Multi-thread loading shards"
 )
-"""What libraries print about themselves as a process begins and ends; it would hide the reason."""
+"""Lines that libraries print when a process starts and ends; they would hide the reason for a failure."""
 _MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
-"""Of an engine's memory, each of which can sleep by itself: SGLang's tags."""
+"""SGLang's tags for the parts of an engine's memory that can be offloaded separately."""
 
 
 GatherPayloads = Callable[[str], list[str]]
-"""Collective over an engine's ranks: this rank's payload in; all payloads, in rank order, out, on each of them.
-No rank returns before all have entered."""
+"""Collective over an engine's ranks: takes this rank's payload and returns all payloads in rank order, on every
+rank. No rank returns before all have entered."""
 
 
 def start_host(config: Config, threads: int = 0) -> HostProcess:
-    """A host for this machine's engines; the arguments as of `Engine`."""
+    """Start a host for this machine's engines; arguments as for `Engine`."""
     return HostProcess(
         _environment(config, threads), _platform().START_METHOD == "fork", hidden=secret_variables(config)
     )
@@ -84,13 +88,13 @@ def start_host(config: Config, threads: int = 0) -> HostProcess:
 def _environment(config: Config, threads: int) -> dict[str, str]:
     engines = Counter(members[0] // config.parallel.ranks_per_node for members in engine_ranks(config))
     return {
-        # A port that takes in whoever comes, and for whose messages tensor parallel ranks then wait in vain.
+        # The broadcaster's port accepts any connection; tensor parallel ranks would wait for its messages forever.
         "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
-        "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy is told which tool does not exist
-        # From when the engine begins to work on a request, so without the time that it waits in its queue.
+        "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # so that the policy learns which tool does not exist
+        # Counts from when a request starts running; time in the queue is excluded.
         "SGLANG_REQ_RUNNING_TIMEOUT": str(config.rollout.request_timeout),
         **({"GLOO_SOCKET_IFNAME": "lo"} if config.rollout.tp <= config.parallel.ranks_per_node else {}),
-        "PYTHONWARNINGS": "ignore",  # dozens at each start, which would hide a failure's last lines
+        "PYTHONWARNINGS": "ignore",  # dozens at each start would hide the last lines of a failure
         **engine_settings.ENVIRONMENT,
         **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),
     }
@@ -101,31 +105,36 @@ def _platform() -> ModuleType:
 
 
 def check_platform(config: Config) -> None:
-    """Raise ConfigError where SGLang is not installed, and for a setting of it that an engine here cannot have."""
+    """Raise ConfigError if SGLang is not installed, or if a setting is unsupported on this platform."""
     server_args.check_installed()
     _platform().check(config.rollout.sglang)
 
 
 def allocate(size: int) -> torch.Tensor:
-    """[size] uint8 where an engine's rank beside this one can be handed it, see `packed`."""
+    """Allocate [size] uint8 that can be shared with the engine rank on the same device, see `pack_payload`."""
     tensor: torch.Tensor = _platform().allocate(size)
     return tensor
 
 
 def pack_payload(tensors: NamedTensors) -> str:
-    """A payload for the engine's rank beside this one: it says where the data are, which must stay there meanwhile.
-    tensors: of `allocate`."""
+    """Encode a payload for the engine rank on the same device.
+
+    The payload only says where the data are; they must stay there until the engine has answered. tensors: from
+    `allocate`.
+    """
     return base64.b64encode(_platform().pack(tensors)).decode()
 
 
 class Engine:
     """Life cycle of one engine. Not thread-safe; one object per engine, on its lead rank.
 
-    config: model, dtype, rollout.* and run.* are read. index: number of the engine within the job; names its log
-    `<run.dir>/logs/engine_<index>.log`. threads: of each of the engine's tensor parallel ranks on a CPU; 0 for its
-    share of the cores; where a host is shared, it is the host's number that counts. first_device: the first GPU of
-    this engine. nnodes, node_rank, dist_init_addr ("host:port"): for an engine across machines, one object on each;
-    only that with node_rank 0 generates.
+    config: model, dtype, rollout.* and run.* are read.
+    index: number of the engine within the job; names its log `<run.dir>/logs/engine_<index>.log`.
+    threads: per tensor parallel rank on a CPU; 0 for its share of the cores. With a shared host, the host's value
+    counts.
+    first_device: the engine's first GPU.
+    nnodes, node_rank, dist_init_addr ("host:port"): for an engine across machines, with one object on each. Only the
+    one with node_rank 0 generates.
     """
 
     def __init__(
@@ -147,25 +156,25 @@ class Engine:
         self.api_key = secrets.token_urlsafe(24)
         self.port = 0
         self.is_usable = False
-        """Whether it may generate: it is ready, and no push has failed since the last whole one."""
+        """True if the engine may generate: it is ready, and no weight sync has failed since the last complete one."""
         self.weight_version = 0
-        """Of the weights that it was given last; 0 are those that it has loaded itself."""
+        """Version of the last weight sync; 0 for the weights that the engine loaded itself."""
         self.tool_call_parser = ""
         """SGLang's parser for the policy's tool calls."""
         self.tool_call_marker = ""
-        """Text by which SGLang's parser knows a tool call; empty where the parser has none."""
+        """Text by which SGLang's parser recognizes a tool call; empty if the parser has none."""
         node = f"_node_{node_rank}" if nnodes > 1 else ""
         self.log = Path(config.run.dir, "logs", f"engine_{index}{node}.log")
         self._platform = _platform()
         self._host: HostProcess | None = None
         self._server: HostedServer | None = None
-        self._asleep: set[str] = set()  # of _PARTS
+        self._asleep: set[str] = set()  # subset of _MEMORY_TAGS
         self.is_paused = False
-        """Whether it was told to stop at the next token."""
+        """True between `pause_generation` and `resume_generation`."""
         self.start_number = 1
-        """Which start of it this is."""
+        """Number of starts so far, restarts included."""
         self._is_shut_down = False
-        # Loopback must not go through a proxy that the environment names.
+        # Loopback must bypass any proxy set in the environment.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     @property
@@ -177,7 +186,7 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the engine's processes and return at once; `wait_ready` follows."""
+        """Start the engine's processes without waiting; call `wait_ready` next."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_bytes(b"")
         self._tries = 1
@@ -185,8 +194,10 @@ class Engine:
         atexit.register(self.shutdown)
 
     def restart(self) -> None:
-        """End what there is of its processes, which frees their memory, and start them anew; `wait_ready` follows. It
-        has the weights that it loads itself then, and may not generate before a push."""
+        """Kill any remaining processes, which frees their memory, and start anew; call `wait_ready` next.
+
+        The engine then has the weights that it loads itself, and may not generate before a weight sync.
+        """
         server, self._server = self._server, None
         self.is_usable = self.is_paused = False
         self.start_number, self.weight_version = self.start_number + 1, 0
@@ -203,7 +214,7 @@ class Engine:
     def _launch(self) -> None:
         rollout = self.config.rollout
         self.tool_call_parser = parser_name(rollout.tool_call_parser, load_hf_config(self.config.model.path))
-        self._log_offset = self.log.stat().st_size  # of the log, which earlier tries have written to
+        self._log_offset = self.log.stat().st_size  # earlier attempts have written to the same log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -253,9 +264,8 @@ class Engine:
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until the engine answers; `timeout` defaults to `rollout.start_timeout` seconds.
 
-        Raises EngineError with the last log lines when it dies or does not get there in time. A port that another
-        process took in the meantime is replaced by another, and an engine that was killed with its host is started
-        again, a few times.
+        Raises EngineError with the last log lines if it dies or times out. If another process has taken its port in the
+        meantime, or the engine was killed together with its host, it is launched again, a few times.
         """
         limit = self.config.rollout.start_timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
@@ -263,8 +273,8 @@ class Engine:
             if self._is_shut_down or self._server is None:
                 raise EngineError(f"engine {self.index} was ended before it was ready")
             if self._server.poll() is not None:
-                again = self._server.is_abandoned or self._is_port_in_use()
-                if again and self._tries < _MAX_ATTEMPTS:
+                should_retry = self._server.is_abandoned or self._is_port_in_use()
+                if should_retry and self._tries < _MAX_ATTEMPTS:
                     self._tries += 1
                     self._launch()
                 else:
@@ -279,7 +289,7 @@ class Engine:
         self.is_usable = True
 
     def _is_responding(self) -> bool:
-        # With the key, so that another server on this port is not taken for ours. /health would generate a token.
+        # /model_info needs the key, so another server on this port does not pass. /health would generate a token.
         try:
             self._call("/model_info" if self.node_rank == 0 else "/health", timeout=5.0, post=False)
             return True
@@ -287,14 +297,16 @@ class Engine:
             return False
 
     def check_running(self, start: int = 0) -> None:
-        """Raise EngineLost if the engine is gone. start: `starts` of when it was known to run: one that was started
-        again since is another."""
-        server = self._server  # it may be started again meanwhile
+        """Raise EngineLost if the engine is gone.
+
+        start: the `start_number` at which it was known to run; a later start counts as another engine.
+        """
+        server = self._server  # another thread may restart the engine meanwhile
         if (start and start != self.start_number) or server is None or server.poll() is not None:
             raise EngineLost("died", f"engine {self.index} is not running; {self._describe_log_tail()}", start=start)
 
     def hang_error(self, seconds: float) -> EngineLost:
-        """What is said of it where it gave no sign of life for so long."""
+        """Return the EngineLost for an engine that gave no sign of life for `seconds`."""
         text = (
             f"engine {self.index} gave no sign of life for {seconds:.0f} s, more than rollout.hang_timeout="
             f"{self.config.rollout.hang_timeout:g} allows; {self._describe_log_tail()}"
@@ -308,15 +320,19 @@ class Engine:
             raise EngineError(f"engine {self.index} has no whole set of weights; push them first")
 
     def begin_update(self) -> None:
-        """Open the session in which `order` may be called. The engine is unusable until `end_update` with a version."""
+        """Open a weight update, in which `call_loader` may be called. The engine is unusable until `end_update` with
+        a version."""
         self.is_usable = False
         self._call("/begin_weight_update")
 
     def call_loader(self, payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
-        """Have the loader in each of the engine's ranks do what its payload says, one per rank, see `weight_sender.py`.
+        """Have the weight loader on each of the engine's ranks execute its payload, one per rank, see
+        `weight_sender.py`.
 
-        draft: orders for the draft model, which has the layers of multi-token prediction. Returns when all ranks are
-        done; what they answer is in the memory that the payloads speak of. lasting: of a push, which may take long.
+        Returns when all ranks are done; their answers are in the shared memory that the payloads name.
+
+        draft: address the draft model, which has the multi-token prediction layers. lasting: use a long timeout, for
+        the request that spans a weight sync.
         """
         body: dict[str, Any] = {
             "serialized_named_tensors": payloads,
@@ -324,45 +340,50 @@ class Engine:
             "flush_cache": False,
         }
         body["selector"] = "draft" if draft else "target"
-        timeout = 86400.0 if lasting else self.config.rollout.hang_timeout  # a day, whatever the size
+        timeout = 86400.0 if lasting else self.config.rollout.hang_timeout  # one day, enough for any model size
         self._call("/update_weights_from_tensor", body, timeout=timeout)
 
     def end_update(self, version: int | None) -> None:
-        """Close the session. version: number of the weights that the engine now has, all of them; it generates with
-        them from now on. None where the update failed: the engine stays unusable. The KV cache may be asleep: flushing
-        it only forgets what was where, as SGLang itself does when it has put it to sleep. Where answers are held it
-        stays: they go on with it, and what is asked for later has a cache of its own, by the version."""
+        """Close the weight update.
+
+        version: weight version that the engine now holds completely; it generates with it from now on. None if the
+        update failed: the engine stays unusable.
+
+        The KV cache may be offloaded: flushing it only resets the bookkeeping, as SGLang does itself after offloading.
+        While generation is paused the cache stays: paused responses go on with it, and later requests use a separate
+        prefix cache, keyed by the version.
+        """
         self._call("/end_weight_update")
         if version is None:
             return
         if not self.is_paused:
-            self._flush_cache()  # it is of the old weights
+            self._flush_cache()  # computed with the old weights
         self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.weight_version, self.is_usable = version, True
 
     def pause_generation(self) -> None:
-        """Stop at the next token of all answers, until `go_on`; they keep what they have in the KV cache."""
+        """Pause all responses at the next token until `resume_generation`; they keep their KV cache."""
         self._call("/pause_generation", {"mode": "in_place"})
         self.is_paused = True
 
     def resume_generation(self) -> None:
-        """Undo `hold`, if it was called."""
+        """Undo `pause_generation`, if it was called."""
         if self.is_paused:
             self._call("/continue_generation")
         self.is_paused = False
 
     def abort_requests(self) -> None:
-        """Have it let go of every request, also of those whose client has given up; return when it is idle."""
+        """Abort every request, even those whose client has given up; return when the engine is idle."""
         self._call("/abort_request", {"abort_all": True})
         self._flush_cache()
 
     def _flush_cache(self) -> None:
-        """Drop the KV cache. It answers when nothing runs any more: what has been answered may still be leaving."""
+        """Drop the KV cache. This waits until nothing runs: finished requests may still be leaving."""
         self._call(f"/flush_cache?timeout={self._call_timeout / 2:g}")
 
     def sleep(self) -> None:
-        """Give the device to training: free what is awake where there is a GPU, else drop the KV cache."""
-        awake = [part for part in _MEMORY_TAGS if part not in self._asleep]  # SGLang wants no part twice
+        """Free the device for training: offload what is not yet offloaded on a GPU; on a CPU only drop the KV cache."""
+        awake = [part for part in _MEMORY_TAGS if part not in self._asleep]  # SGLang refuses to release a tag twice
         if not awake:
             return
         self._flush_cache()
@@ -371,12 +392,11 @@ class Engine:
         self._asleep.update(awake)
 
     def wake_weights(self) -> None:
-        """Undo `sleep` for a push, which has no use for the rest. On a GPU the weights' contents are gone: it must
-        follow."""
+        """Onload the weights alone, for a weight sync. On a GPU their contents are lost, so the sync must follow."""
         self._wake("weights")
 
     def wake(self) -> None:
-        """Undo `sleep` for whatever is still asleep, before generating."""
+        """Onload everything that is still offloaded, before generating."""
         self._wake(*_MEMORY_TAGS)
 
     def _wake(self, *parts: str) -> None:
@@ -389,7 +409,7 @@ class Engine:
         self._asleep.difference_update(asleep)
 
     def shutdown(self) -> None:
-        """End the engine and all of its processes, for good; safe to call twice, and at exit."""
+        """End the engine and all of its processes for good. Idempotent; also runs at exit."""
         self._is_shut_down = True
         self._end()
 
@@ -399,7 +419,7 @@ class Engine:
         self.is_usable = False
         atexit.unregister(self.shutdown)
         if host is not None:
-            host.close()  # and with it the server
+            host.close()  # also ends the server
         if server is not None:
             server.close()
 
@@ -414,16 +434,16 @@ class Engine:
             text = error.read()[:500].decode(errors="replace")
             raise EngineError(f"engine {self.index} refused {path}: {text or error}") from None
         except OSError as error:
-            late = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
+            is_timeout = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
             text = f"engine {self.index} does not answer {path} ({error}); {self._describe_log_tail()}"
-            raise EngineLost("hangs" if late else "died", text) from None
+            raise EngineLost("hangs" if is_timeout else "died", text) from None
         try:
             return json.loads(text)
         except ValueError:
             return text.decode(errors="replace")
 
     def _is_port_in_use(self) -> bool:
-        """Whether this try says so anywhere: long tracebacks of several processes may follow."""
+        """Return whether any line of this attempt's log says so; long tracebacks of several processes may follow it."""
         with self.log.open(errors="replace") as log:
             log.seek(self._log_offset)
             return any(_PORT_IN_USE.search(line) for line in log)

@@ -1,10 +1,10 @@
 """Parse tool calls with SGLang's parser for the model's format, and explain to the policy what could not be parsed.
 
-`escape_text` prevents SGLang's parsers from losing or misreading calls. Formats with tags (GLM, Qwen3-Coder, MiniMax, ...)
-write an argument as bare text, whose type only the tool's schema knows; some parsers guess it, so that the text 1e5 for
-a string becomes 100000.0. Such texts are replaced by placeholders before parsing, and converted by the schema
-afterwards. In JSON formats, markers within strings are escaped, so that neither the parser nor the call counter
-mistakes them for calls.
+`escape_text` prevents SGLang's parsers from losing or misreading calls. Formats with tags (GLM, Qwen3-Coder, MiniMax,
+...) write an argument as bare text, whose type only the tool's schema knows. Some parsers guess the type, so that the
+text 1e5 for a string becomes 100000.0. `escape_text` replaces such texts by placeholders before parsing; they are
+converted according to the schema afterwards. In JSON formats it escapes markers within strings, so that neither the
+parser nor the call counter mistakes them for calls.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _TAGS: dict[str, tuple[str, str]] = {
     "minicpm5": (r"<param\s[^>\n]*><!\[CDATA\[", r"\]\]></param>"),
     "k2_horizon": (r"</ifm\|arg_key>\s*<ifm\|arg_value>", r"</ifm\|arg_value>"),
 }
-"""Of each parser of bare texts: what opens an argument's text, and what closes it. DeepSeek's later formats have them
-for strings alone."""
+"""Opening and closing pattern of an argument's text, for each parser of bare texts. DeepSeek's later formats use
+them for strings only."""
 _CALL_OPENINGS: dict[str, str] = {
     **dict.fromkeys(("deepseekv3", "deepseekv31"), "<｜tool▁call▁begin｜>"),
     **dict.fromkeys(("qwen3_coder", "step3p5", "nanbeige", "mimo"), "<function="),
@@ -52,7 +52,7 @@ _CALL_OPENINGS: dict[str, str] = {
     "kimi_k3": "<|open|>call ",
     "step3": "<｜tool_call_begin｜>",
 }
-"""What begins each call, of parsers whose own word is for a section of several calls, or that have none."""
+"""What begins each call, for parsers whose own marker covers a section of several calls, or that have none."""
 _PYTHONIC = ("pythonic", "lfm2")
 _LITERAL = re.compile(
     r"""(?P<quoted>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|(?<=[=\[,:(\s])(?:"""
@@ -61,16 +61,17 @@ _LITERAL = re.compile(
 _JSON_LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _MAX_JSON_ATTEMPTS = 50
-"""So often at most JSON is looked for in a text, each time from end to end."""
+"""Limit on the attempts to decode JSON in one text, each of which may scan it to the end."""
 
 
 @dataclass(frozen=True)
 class EscapedText:
-    """A text of the policy's that a parser may be given, and what it takes to read the calls that come of it.
+    """A response's text, made safe for a parser, and what it takes to restore the parsed calls.
 
-    text, schemas: for the parser. calls: how many the text begins, as far as that can be seen. texts: by word, what an
-    argument's text was; values: by word, what a literal stands for; sources: what is to be put back into text that is
-    in no call.
+    text, schemas: input for the parser.
+    num_calls: number of calls that the text begins, as far as visible.
+    argument_texts: placeholder -> original text of an argument. literal_values: placeholder -> value of a literal.
+    originals: placeholder -> what to restore in text outside of calls.
     """
 
     text: str
@@ -81,13 +82,13 @@ class EscapedText:
     originals: dict[str, str] = field(default_factory=dict)
 
     def restore_text(self, text: str) -> str:
-        """What a parser left of the text, in the policy's words."""
-        for word, source in self.originals.items():
-            text = text.replace(word, source)
+        """Replace the placeholders in text outside of calls."""
+        for placeholder, original in self.originals.items():
+            text = text.replace(placeholder, original)
         return text
 
     def restore_arguments(self, parsed: Any, schema: dict[str, Any] | None) -> Any:
-        """What a parser read, with the policy's texts as the tool's schema declares them."""
+        """Replace the placeholders in parsed arguments, converted as the tool's schema declares."""
         if not isinstance(parsed, dict):
             return parsed
         properties = ((schema or {}).get("function", {}).get("parameters") or {}).get("properties") or {}
@@ -110,69 +111,74 @@ class EscapedText:
 
 
 def escape_text(text: str, schemas: Sequence[dict[str, Any]], parser: str, marker: str = "") -> EscapedText:
-    """marker: SGLang's word for a call; empty where there is none."""
+    """Escape a response for `parser`. marker: text by which SGLang recognizes a call; empty if there is none."""
     if tags := _TAGS.get(parser):
-        found = _escape_argument_texts(text, schemas, *tags)
+        escaped = _escape_argument_texts(text, schemas, *tags)
     elif parser in _PYTHONIC:
-        found = _escape_literals(text, schemas)
+        escaped = _escape_literals(text, schemas)
     else:
-        found = _escape_json_strings(text, schemas, marker)
+        escaped = _escape_json_strings(text, schemas, marker)
     names = "|".join(re.escape(schema["function"]["name"]) for schema in schemas)
-    begun = [found.text.count(word) for word in (marker, _CALL_OPENINGS.get(parser, "")) if word]
+    call_counts = [escaped.text.count(word) for word in (marker, _CALL_OPENINGS.get(parser, "")) if word]
     if parser in _PYTHONIC and names:
-        begun.append(len(re.findall(rf"[\[,]\s*(?:{names})\(", found.text)))
-    elif not begun and names:
-        begun.append(int(bool(re.search(rf'\{{\s*"name"\s*:\s*"(?:{names})"', found.text))))
+        call_counts.append(len(re.findall(rf"[\[,]\s*(?:{names})\(", escaped.text)))
+    elif not call_counts and names:
+        call_counts.append(int(bool(re.search(rf'\{{\s*"name"\s*:\s*"(?:{names})"', escaped.text))))
     return EscapedText(
-        found.text, found.schemas, max(begun, default=0), found.argument_texts, found.literal_values, found.originals
+        escaped.text,
+        escaped.schemas,
+        max(call_counts, default=0),
+        escaped.argument_texts,
+        escaped.literal_values,
+        escaped.originals,
     )
 
 
 def _escape_argument_texts(text: str, schemas: Sequence[dict[str, Any]], opening: str, closing: str) -> EscapedText:
-    """Argument texts become words, of which the schemas say that they are strings."""
-    texts: dict[str, str] = {}
-    word = _unused_placeholder(text)
+    """Replace argument texts by placeholders, which the returned schemas declare as strings."""
+    originals: dict[str, str] = {}
+    prefix = _unused_placeholder(text)
 
-    def put(found: re.Match[str]) -> str:
-        texts[name := f"{word}{len(texts)}X"] = found[2]
-        return f"{found[1]}{name}{found[3]}"
+    def replace(found: re.Match[str]) -> str:
+        originals[placeholder := f"{prefix}{len(originals)}X"] = found[2]
+        return f"{found[1]}{placeholder}{found[3]}"
 
     pattern = re.compile(f"({opening})((?:(?!{opening}).)*?)({closing})", re.DOTALL)
     return EscapedText(
-        pattern.sub(put, text),
+        pattern.sub(replace, text),
         [_with_string_arguments(schema) for schema in schemas],
-        argument_texts=texts,
-        originals=texts,
+        argument_texts=originals,
+        originals=originals,
     )
 
 
 def _escape_literals(text: str, schemas: Sequence[dict[str, Any]]) -> EscapedText:
-    """Python's numbers with a sign, and JSON's names, become strings."""
+    """Replace signed Python numbers and JSON's literal names by string placeholders."""
     values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    word = _unused_placeholder(text)
+    originals: dict[str, str] = {}
+    prefix = _unused_placeholder(text)
 
-    def put(found: re.Match[str]) -> str:
+    def replace(found: re.Match[str]) -> str:
         if found["quoted"]:
             return found[0]
-        name = f"{word}{len(values)}X"
-        values[name] = (
+        placeholder = f"{prefix}{len(values)}X"
+        values[placeholder] = (
             _JSON_LITERALS[found["name"]] if found["name"] else ast.literal_eval(found["number"].replace(" ", ""))
         )
-        sources[f'"{name}"'] = found[0]
-        return f'"{name}"'
+        originals[f'"{placeholder}"'] = found[0]
+        return f'"{placeholder}"'
 
-    return EscapedText(_LITERAL.sub(put, text), list(schemas), literal_values=values, originals=sources)
+    return EscapedText(_LITERAL.sub(replace, text), list(schemas), literal_values=values, originals=originals)
 
 
 def _escape_json_strings(text: str, schemas: Sequence[dict[str, Any]], marker: str) -> EscapedText:
-    """In strings of the JSON behind a marker, `<` and `[` are written as escapes."""
-    place = text.find(marker) if marker else -1
-    if place < 0:
+    """Write `<` and `[` as escapes in strings of the JSON after a marker."""
+    position = text.find(marker) if marker else -1
+    if position < 0:
         return EscapedText(text, list(schemas))
-    done, sources, decoder = [text[:place]], {}, json.JSONDecoder()
+    parts, originals, decoder = [text[:position]], {}, json.JSONDecoder()
     for _ in range(_MAX_JSON_ATTEMPTS):
-        opening = re.compile(r"[{\[]").search(text, place)
+        opening = re.compile(r"[{\[]").search(text, position)
         if opening is None:
             break
         start = opening.start()
@@ -180,13 +186,13 @@ def _escape_json_strings(text: str, schemas: Sequence[dict[str, Any]], marker: s
             _, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             end = start + 1
-        source = text[start:end]
-        escaped = source if end == start + 1 else _STRING.sub(_escape_string, source)
-        if escaped != source:
-            sources[escaped] = source
-        done += [text[place:start], escaped]
-        place = end
-    return EscapedText("".join([*done, text[place:]]), list(schemas), originals=sources)
+        segment = text[start:end]
+        escaped = segment if end == start + 1 else _STRING.sub(_escape_string, segment)
+        if escaped != segment:
+            originals[escaped] = segment
+        parts += [text[position:start], escaped]
+        position = end
+    return EscapedText("".join([*parts, text[position:]]), list(schemas), originals=originals)
 
 
 def _escape_string(string: re.Match[str]) -> str:
@@ -194,7 +200,7 @@ def _escape_string(string: re.Match[str]) -> str:
 
 
 def _with_string_arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same tool, all of whose arguments are strings."""
+    """Return the tool's schema with all arguments declared as strings."""
     function = schema["function"]
     parameters = function.get("parameters") or {}
     names = parameters.get("properties") or {}
@@ -203,16 +209,16 @@ def _with_string_arguments(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unused_placeholder(text: str) -> str:
-    """The beginning of words that are not in the text."""
-    word = "ARGUMENT"
-    while word in text:
-        word += "Q"
-    return word
+    """Return a placeholder prefix that does not occur in the text."""
+    prefix = "ARGUMENT"
+    while prefix in text:
+        prefix += "Q"
+    return prefix
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """name: of the tool; arguments: as parsed from JSON, usually a dict."""
+    """One call. arguments: as parsed from JSON, usually a dict."""
 
     name: str
     arguments: Any
@@ -220,7 +226,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedResponse:
-    """A turn of the policy, taken apart. `error` says what is wrong with a call that could not be read."""
+    """A response split into text and calls. `error` describes a call that could not be parsed."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -228,21 +234,22 @@ class ParsedResponse:
 
 
 ParseFunction = Callable[[str, Sequence[dict[str, Any]]], Awaitable[ParsedResponse]]
-"""(text, tool schemas) -> Reply"""
+"""(text, tool schemas) -> ParsedResponse"""
 
 
 class ToolCallParser(Protocol):
-    """An engine's `Client`, or `parsing.ParserProcess`."""
+    """An engine's `Client`, or a `parser_process.ParserProcess`."""
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
     ) -> tuple[str, list[Any]] | None:
-        """(text outside the calls, calls with `name` and `parameters`), or None where SGLang's parser choked."""
+        """Return (text outside the calls, calls with `name` and `parameters`), or None if SGLang's parser failed."""
         ...
 
 
 def make_parser(client: ToolCallParser, name: str, marker: str) -> ParseFunction:
-    """SGLang's parser `name`, run by the engine. Text without `marker` holds no call and is not sent at all."""
+    """Return a function that parses with SGLang's parser `name`, in the engine. Text without `marker` has no call
+    and is not sent."""
 
     async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
         if not schemas or (marker and marker not in text):
@@ -265,38 +272,38 @@ def build_response(
     guarded: EscapedText,
     answer: tuple[str, Sequence[dict[str, Any]]] | None,
 ) -> ParsedResponse:
-    """The Reply to what SGLang says of the guarded text, None where its parser choked.
+    """Build the ParsedResponse from SGLang's `answer` to the escaped text; None means that its parser failed.
 
-    SGLang leaves out a call that it cannot read without a word, so what begins like a call and is not among those
-    parsed is an error.
+    SGLang silently drops a call that it cannot parse. So if fewer calls were parsed than the text begins, that is an
+    error.
     """
     malformed = ParsedResponse(text, error="the tool call is malformed: it must be in the format of the instructions")
     if answer is None:
         return malformed
-    rest, found = answer
-    known = {schema["function"]["name"]: schema for schema in schemas}
+    normal_text, raw_calls = answer
+    schema_by_name = {schema["function"]["name"]: schema for schema in schemas}
     try:
-        calls = tuple(_restore_call(call["name"], call["parameters"], guarded, known) for call in found)
+        calls = tuple(_restore_call(call["name"], call["parameters"], guarded, schema_by_name) for call in raw_calls)
     except (ValueError, RecursionError):  # broken, or nested too deeply
         return malformed
     if guarded.num_calls > len(calls):
         return ParsedResponse(malformed.text, calls, malformed.error)
-    return ParsedResponse(guarded.restore_text(rest) if calls else text, calls)
+    return ParsedResponse(guarded.restore_text(normal_text) if calls else text, calls)
 
 
 def _restore_call(name: Any, parameters: str, guarded: EscapedText, known: Mapping[str, dict[str, Any]]) -> ToolCall:
-    called = replace_surrogates(str(name))
+    tool_name = replace_surrogates(str(name))
     return ToolCall(
-        called, replace_surrogates(guarded.restore_arguments(json.loads(parameters or "{}"), known.get(called)))
+        tool_name, replace_surrogates(guarded.restore_arguments(json.loads(parameters or "{}"), known.get(tool_name)))
     )
 
 
 def parser_name(setting: str, hf: HFConfig) -> str:
-    """The parser that `rollout.tool_call_parser` names, or the family's where it is empty. Raises ConfigError for one
-    that SGLang does not have."""
+    """Return the parser named by `rollout.tool_call_parser`, or the model family's if that is empty. Raises
+    ConfigError for a parser that SGLang does not have."""
     if setting and tool_call_parsers() and setting not in tool_call_parsers():
-        near = closest_match(setting, tool_call_parsers())
-        hint = f"did you mean {near}? Leave it empty" if near else "leave it empty"
+        closest = closest_match(setting, tool_call_parsers())
+        hint = f"did you mean {closest}? Leave it empty" if closest else "leave it empty"
         raise ConfigError(
             f"rollout.tool_call_parser={setting} is no parser of SGLang's; {hint} for that of the model's family"
         )
@@ -306,41 +313,46 @@ def parser_name(setting: str, hf: HFConfig) -> str:
 def check_parser(
     chat: ChatTemplate, url: str, api_key: str, name: str, marker: str, timeout: float, of_family: bool = False
 ) -> str:
-    """What is wrong with calls of the tools between this model's template and the engine's parser `name`, in one line;
-    empty if nothing is. Each tool is called once as the template writes it: the parser must read the same call.
-    of_family: it is the parser of the model's family, for nobody has set another."""
+    """Check that the engine's parser `name` reads the tool calls that this model's template writes.
 
-    async def ask() -> str:
+    Each tool is called once as the template writes it, and the parser must return the same call. Returns the problem in
+    one line, empty if there is none.
+
+    of_family: the parser is the model family's default, since none is configured.
+    """
+
+    async def run_check() -> str:
         async with Client(url, api_key, timeout) as client:
             return await find_misread_tool(chat, client, name, marker, of_family)
 
     try:
-        return asyncio.run(ask())
+        return asyncio.run(run_check())
     except (ConfigError, RuntimeError) as error:
         return str(error)
 
 
 async def find_misread_tool(chat: ChatTemplate, client: ToolCallParser, name: str, marker: str, of_family: bool) -> str:
-    """As `check_parser`. Raises ConfigError as `ChatTemplate.render_calls` does, and what the client raises."""
+    """Run `check_parser` with a given client. Raises ConfigError as `ChatTemplate.render_calls` does, and what the
+    client raises."""
 
-    async def reads(parser: str, tool: str) -> bool:
+    async def parses_tool(parser: str, tool: str) -> bool:
         for text, arguments in chat.render_calls(tool):
             schemas = [chat.tools[tool].schema]
-            found = await _parse(client, parser, text, schemas, "")
-            marked = parser != name or not marker or marker in text
-            if found.calls == (ToolCall(tool, arguments),) and marked:
+            response = await _parse(client, parser, text, schemas, "")
+            has_marker = parser != name or not marker or marker in text
+            if response.calls == (ToolCall(tool, arguments),) and has_marker:
                 return True
         return False
 
     for tool in chat.tools:
-        if await reads(name, tool):
+        if await parses_tool(name, tool):
             continue
-        others = [make_parser for make_parser in tool_call_parsers() if await reads(make_parser, tool)]
-        which = f"{name}, the parser of the model's family," if of_family else f"rollout.tool_call_parser={name}"
-        advice = f"set rollout.tool_call_parser to {' or '.join(others)}"
+        alternatives = [make_parser for make_parser in tool_call_parsers() if await parses_tool(make_parser, tool)]
+        description = f"{name}, the parser of the model's family," if of_family else f"rollout.tool_call_parser={name}"
+        advice = f"set rollout.tool_call_parser to {' or '.join(alternatives)}"
         return (
-            f"{which} does not read how the chat template of model.path calls the tool {tool}, "
+            f"{description} does not read how the chat template of model.path calls the tool {tool}, "
             f"{chat.render_calls(tool)[0][0][:200]!r}; "
-            + (advice if others else "no other of SGLang's parsers does either: use the template of the model")
+            + (advice if alternatives else "no other of SGLang's parsers does either: use the template of the model")
         )
     return ""

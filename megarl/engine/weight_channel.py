@@ -1,9 +1,9 @@
-"""The line between a rank of the trainer and the engine's rank beside it, for as long as a push lasts.
+"""Channel between a trainer rank and the engine rank on the same device, for the duration of a weight sync.
 
-One request opens it: the engine's loader connects to a socket in a folder that only this user may enter, and does what
-it is told until the other side hangs up. So a round costs a message each way within the machine, and neither HTTP nor
-SGLang's own processes nor the other ranks have part in it. Orders and answers are JSON, each after its length as 8
-bytes, little-endian; data never go this way. What either process dies of, the other sees at once: the kernel hangs up.
+One request opens it: the engine's loader connects to a socket in a folder that only this user may enter, and executes
+orders until the other side hangs up. So a round costs one message each way within the machine, and involves neither
+HTTP nor SGLang's other processes nor other ranks. Orders and answers are JSON, each after its length as 8 bytes,
+little-endian; weights never take this way. If either process dies, the kernel hangs up and the other sees it at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_S = 0.2
 
 
 class EngineTimeout(EngineError):
-    """Somebody who is there, as far as anybody knows, does not answer."""
+    """The other side does not answer, although as far as known it still runs."""
 
 
 def _send_json(line: socket.socket, content: dict[str, Any]) -> None:
@@ -33,26 +33,28 @@ def _send_json(line: socket.socket, content: dict[str, Any]) -> None:
 
 
 def _receive_bytes(line: socket.socket, count: int) -> bytearray:
-    """Fewer than `count` where the other side has hung up."""
-    found = bytearray()
-    while len(found) < count and (part := line.recv(min(count - len(found), 1 << 20))):
-        found += part
-    return found
+    """Receive `count` bytes; fewer if the other side hangs up."""
+    data = bytearray()
+    while len(data) < count and (chunk := line.recv(min(count - len(data), 1 << 20))):
+        data += chunk
+    return data
 
 
 def _receive_json(line: socket.socket) -> dict[str, Any] | None:
-    """None where the other side has hung up."""
-    head = _receive_bytes(line, _LENGTH.size)
-    if len(head) < _LENGTH.size:
+    """Receive one message; None if the other side hangs up."""
+    header = _receive_bytes(line, _LENGTH.size)
+    if len(header) < _LENGTH.size:
         return None
-    (length,) = _LENGTH.unpack(head)
+    (length,) = _LENGTH.unpack(header)
     data = _receive_bytes(line, length)
     return dict(json.loads(data)) if len(data) == length else None
 
 
 def serve_orders(path: str, obey: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
-    """The engine's side: do what comes by the socket at `path`, in its order, and answer each, until the other side has
-    hung up. Returns how many orders there were. `obey` does not raise."""
+    """Engine side: execute orders from the socket at `path` in sequence and answer each, until the other side hangs up.
+
+    Returns the number of orders. `obey` must not raise.
+    """
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(path)
         orders = 0
@@ -61,13 +63,13 @@ def serve_orders(path: str, obey: Callable[[dict[str, Any]], dict[str, Any]]) ->
                 _send_json(line, obey(order))
                 orders += 1
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the trainer's rank is gone; whoever looks after it says so
+            pass  # the trainer rank is gone; its own supervision reports that
         return orders
 
 
 class WeightChannel:
-    """The trainer's side. `path` is for the order that opens the session. patience: seconds that the engine's rank may
-    take to connect, and to do an order."""
+    """Trainer side. Send `path` in the order that opens the session. patience: seconds that the engine rank may take
+    to connect, and to execute an order."""
 
     def __init__(self, patience: float) -> None:
         self._folder = TempFolder("megarl-push-")
@@ -79,12 +81,13 @@ class WeightChannel:
         self._listener.listen(1)
 
     def wait_connected(self, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Whether the engine's rank has connected; False where `is_over` says first that it will not. Raises Late."""
+        """Wait for the engine rank to connect; return False if `is_over` reports first that it will not. Raises
+        EngineTimeout."""
         self._listener.settimeout(_POLL_S)
         deadline = time.monotonic() + self.timeout
         try:
             while self._connection is None:
-                over = is_over()  # before the last look, for it may have connected since the one before
+                over = is_over()  # before accept: it may have connected just before it was over
                 try:
                     self._connection, _ = self._listener.accept()
                     self._connection.settimeout(self.timeout)
@@ -101,7 +104,7 @@ class WeightChannel:
         return True
 
     def send(self, order: dict[str, Any]) -> None:
-        """Give an order; `answer` is to be called before the next one. Raises EngineError where nobody is there."""
+        """Send an order; call `receive` before the next one. Raises EngineError if the engine rank is gone."""
         assert self._connection is not None
         try:
             _send_json(self._connection, order)
@@ -111,7 +114,8 @@ class WeightChannel:
             raise EngineError(f"an engine's rank has ended in the middle of a push ({error})") from None
 
     def receive(self) -> dict[str, Any]:
-        """Wait for what the engine's rank says to the order. Raises EngineError where it is gone, or could not obey."""
+        """Wait for the answer to the order. Raises EngineError if the engine rank is gone, or could not execute the
+        order."""
         assert self._connection is not None
         try:
             answer = _receive_json(self._connection)
@@ -126,7 +130,7 @@ class WeightChannel:
         return answer
 
     def close(self) -> None:
-        """The engine's rank, which has answered all that it was told, is done then. Safe to call twice."""
+        """Hang up; the engine rank, which has answered all of its orders, then ends the session. Idempotent."""
         self._listener.close()
         if self._connection is not None:
             self._connection.close()

@@ -1,22 +1,22 @@
-"""The engine's side of the reshard: `load` runs in SGLang's processes and writes slices straight into their tensors.
+"""Engine side of the weight sync: `load` runs in SGLang's processes and writes slices straight into their tensors.
 
-SGLang calls it where /update_weights_from_tensor names it as the load format. The rank of the trainer beside an
-engine's rank shares tensors of bytes with it: "order" (JSON), "answer" (room for JSON), "bucket" (data; "write" needs
-it) and, for a session, "bucket1". Nothing is fused, divided or repeated here; the trainer knows where each byte
-belongs, and the engine only checks and copies.
+SGLang calls it when /update_weights_from_tensor names it as the load format. The trainer rank on the same device shares
+tensors of bytes with it: "order" (JSON), "answer" (room for JSON), "bucket" (data; "write" needs it) and, for a
+session, "bucket1". The loader fuses, splits and repeats nothing: the trainer knows where each byte belongs, and the
+engine only checks and copies.
 
-Orders, and what answers them; an order that does not fit is answered by {"error": text} before anything is written:
+Orders and their answers; an invalid order is answered by {"error": text} before anything is written:
 
-{"do": "describe"} -> {"tensors": {name: [dtype, shape]}, "odd": [text]}: what may be written, and which layers keep
-their weights otherwise than their shapes show, in words, see `find_layout_oddities`.
+{"do": "describe"} -> {"tensors": {name: [dtype, shape]}, "odd": [text]}: the writable tensors, and in words the layers
+whose weight layout differs from what their shapes show, see `find_layout_oddities`.
 {"do": "write", "version": v, "push": text, "tensor_dtype": {name: dtype},
  "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
-{"do": "compare", ...} as to write -> {"differ": [names]}: nothing is written; what holds other bits than its hash says.
-{"do": "session", "socket": path} -> {"orders": n}: further orders, which come and are answered by a socket until the
-other side hangs up, see `weight_channel.py`; each says by "bucket" in which one its data are, and whether it is for the
-"draft" model.
-{"do": "join"} -> {}: this model, a draft model, takes part in the session that follows.
-{"do": "finish"} -> {}: SGLang computes what it derives from weights.
+{"do": "compare", ...} as for write -> {"differ": [names]}: writes nothing; lists tensors whose bits do not match the
+hash.
+{"do": "session", "socket": path} -> {"orders": n}: serve further orders from a socket until the trainer hangs up, see
+`weight_channel.py`. Each order names its "bucket" and says whether it is for the "draft" model.
+{"do": "join"} -> {}: this model, a draft model, takes part in the next session.
+{"do": "finish"} -> {}: SGLang recomputes what it derives from weights.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from megarl.reshard.run.checksum import device_hashes
 from megarl.reshard.run.copies import unpack
 
 LOADER_NAME = f"{__name__}.load"
-"""By which SGLang knows it, as server argument and as load format."""
+"""The loader's name in SGLang, as server argument and as load format."""
 
 _LENGTH = struct.Struct("<q")
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Do what "order" says and answer in "answer". Never raises, for that would end SGLang's process.
+    """Execute "order" and write the result to "answer". Never raises, since that would end SGLang's process.
 
-    On a GPU SGLang moves every tensor to its device before this call: of what lies elsewhere we are given a copy, and
-    nobody would see what is written there.
+    On a GPU SGLang moves every tensor to its device before this call. A tensor on another device would arrive as a
+    copy, and the trainer would not see what is written to it.
     """
     try:
         shared = open_shared(named_tensors)
-    except Exception as error:  # of a rank that has ended meanwhile
+    except Exception as error:  # the rank has ended meanwhile
         print(f"what a rank shares is not there: {type(error).__name__}: {error}", flush=True)
         return
     try:
@@ -59,28 +59,30 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
                 answer = _session(model, order["socket"], [shared["bucket"], shared["bucket1"]])
             else:
                 answer = _run_order(model, order, shared.get("bucket"))
-            device.synchronize(shared["answer"], whole=True)  # failures show here; the bucket is free once we answer
+            device.synchronize(shared["answer"], whole=True)  # surfaces failures; the answer frees the bucket
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     try:
         _write_answer(shared["answer"], answer)
         device.synchronize(shared["answer"], whole=True)
     except Exception as error:
-        print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer finds none
+        print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer will find no answer
 
 
 def open_shared(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors that a rank of the trainer shares, by name. On a CPU it says in one, "shared", where the others are;
-    see `engine_cpu.pack`."""
+    """Return the tensors that a trainer rank shares, by name.
+
+    On a CPU a single tensor "shared" says where the others are; see `cpu.sglang_arguments.pack`.
+    """
     shared = dict(named_tensors)
     if "shared" not in shared:
         return shared
-    places = json.loads(_bytes(shared["shared"]))
-    return {name: shared_memory.map_handle(*place) for name, place in places.items()}
+    handles = json.loads(_bytes(shared["shared"]))
+    return {name: shared_memory.map_handle(*handle) for name, handle in handles.items()}
 
 
 _DRAFT_MODELS: list[torch.nn.Module] = []
-"""The draft models of the next session. SGLang calls `load` for one model at a time, and cannot while one lasts."""
+"""Draft models of the next session. SGLang calls `load` for one model at a time, and not at all during a session."""
 
 
 def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -88,17 +90,17 @@ def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor])
     _DRAFT_MODELS.clear()
 
     def obey(order: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         try:
-            for one in drafts if order["draft"] else [model]:
-                for key, names in _run_order(one, order, buckets[order["bucket"]]).items():
-                    found[key] = [*found.get(key, []), *names]
-            if not found:
+            for target in drafts if order["draft"] else [model]:
+                for key, names in _run_order(target, order, buckets[order["bucket"]]).items():
+                    answer[key] = [*answer.get(key, []), *names]
+            if not answer:
                 raise ValueError("no draft model has joined the session")
-            device.synchronize(buckets[0], whole=True)  # SGLang may compute in streams of its own
+            device.synchronize(buckets[0], whole=True)  # SGLang may use other CUDA streams
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        return found
+        return answer
 
     return {"orders": serve_orders(path, obey)}
 
@@ -113,7 +115,7 @@ def _write_answer(buffer: torch.Tensor, content: dict[str, Any]) -> None:
 
 
 def read_answer(answer: torch.Tensor) -> dict[str, Any]:
-    """What the engine has put into the tensor "answer". Raises ValueError where there is nothing."""
+    """Return what the engine has written to the tensor "answer". Raises ValueError if there is no answer."""
     length = _LENGTH.unpack(_bytes(answer[: _LENGTH.size]))[0]
     if not 0 < length <= answer.numel() - _LENGTH.size:
         raise ValueError(f"the engine has not answered: {length} bytes")
@@ -121,7 +123,7 @@ def read_answer(answer: torch.Tensor) -> dict[str, Any]:
 
 
 def clear_answer(answer: torch.Tensor) -> None:
-    """Make `read` fail until the next answer, so that an old one is not taken for it."""
+    """Make `read_answer` fail until the next answer, so that a stale one is never read."""
     answer[: _LENGTH.size].zero_()
 
 
@@ -129,8 +131,8 @@ def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tens
     match order["do"]:
         case "describe":
             tensors = writable_tensors(model)
-            held = {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in tensors.items()}
-            return {"tensors": held, "odd": find_layout_oddities(model)}
+            dtypes_and_shapes = {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in tensors.items()}
+            return {"tensors": dtypes_and_shapes, "odd": find_layout_oddities(model)}
         case "write":
             if bucket is None:
                 raise ValueError("an order to write needs a bucket")
@@ -140,7 +142,7 @@ def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tens
                 raise ValueError("an order to compare needs a bucket")
             return {"differ": _write(writable_tensors(model), order, bucket, writes=False)}
         case "join":
-            if not any(one is model for one in _DRAFT_MODELS):
+            if not any(draft is model for draft in _DRAFT_MODELS):
                 _DRAFT_MODELS.append(model)
             return {}
         case "finish":
@@ -148,7 +150,7 @@ def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tens
             from sglang.srt.model_loader.loader import post_load_weights
 
             post_load_weights(model)
-            for module in model.modules():  # Gemma's norms keep 1 + weight for fused kernels
+            for module in model.modules():  # Gemma's norms cache 1 + weight for fused kernels
                 getattr(module, "refresh_gemma_weight", lambda: None)()
             return {}
     raise ValueError(f"unknown order {order['do']!r}")
@@ -158,23 +160,28 @@ _TENSOR_CACHE: WeakKeyDictionary[torch.nn.Module, tuple[str | None, dict[str, to
 
 
 def _get_tensors(model: torch.nn.Module, push: str | None) -> dict[str, torch.Tensor]:
-    """`writable_tensors`, looked for once in a push: with the modules of a large model that takes longer than a round's copies.
-    Between pushes SGLang may replace tensors."""
-    known = _TENSOR_CACHE.get(model)
-    if known is None or push is None or known[0] != push:
-        known = _TENSOR_CACHE[model] = push, writable_tensors(model)
-    return known[1]
+    """Return `writable_tensors`, cached for one weight sync.
+
+    Walking the modules of a large model takes longer than a round's copies. SGLang may replace tensors between weight
+    syncs.
+    """
+    cached = _TENSOR_CACHE.get(model)
+    if cached is None or push is None or cached[0] != push:
+        cached = _TENSOR_CACHE[model] = push, writable_tensors(model)
+    return cached[1]
 
 
 def writable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters and the buffers that a checkpoint has, by name; shared ones once, by their first name.
-    A buffer of one number is no weight: Gemma's normalizer follows from the size."""
-    found = {name: parameter.data for name, parameter in model.named_parameters()}
+    """Return the model's parameters and persistent buffers by name; shared ones once, by their first name.
+
+    Scalar buffers are not weights: Gemma's normalizer follows from the hidden size.
+    """
+    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if buffer.dim() and name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                found[name] = buffer
-    return found
+                tensors[name] = buffer
+    return tensors
 
 
 _LAYOUT_MARKERS = {
@@ -190,30 +197,31 @@ _LAYOUT_MARKERS = {
     "hpc_ops_w13_weight_scale": "computes with a copy of its scales",
     "_block_fp8_bf16_weight": "computes with a copy of its weights",
 }
-"""Marks that SGLang puts on a layer, on what computes with its weights or on these: what a shape does not show."""
+"""Attributes that SGLang sets on a layer, its compute method or its weights: layout facts that shapes do not show."""
 
 
 def find_layout_oddities(model: torch.nn.Module) -> list[str]:
-    """What the model itself says of weights that are not where the tables have them; one line for each layer."""
-    found = []
+    """List the layers whose weights, by the model's own account, are not where the layout tables expect them; one
+    line each."""
+    oddities = []
     for name, module in model.named_modules():
         method = getattr(module, "weight_load_method", None) or getattr(module, "quant_method", None)
         for owner in (module, method, *module.parameters(recurse=False)):
-            for mark, means in _LAYOUT_MARKERS.items():
-                value = getattr(owner, mark, None)
+            for marker, meaning in _LAYOUT_MARKERS.items():
+                value = getattr(owner, marker, None)
                 if value is not None and value is not False:
-                    found.append(f"{name or 'the model'} {means} ({mark})")
-    return list(dict.fromkeys(found)) + _check_expert_location()
+                    oddities.append(f"{name or 'the model'} {meaning} ({marker})")
+    return list(dict.fromkeys(oddities)) + _check_expert_location()
 
 
 def _check_expert_location() -> list[str]:
-    """SGLang's own table of which expert is where, if it has loaded it: each must be where its number says."""
+    """Check SGLang's expert location table, if it is loaded: each expert must be in the slot of its number."""
     module = sys.modules.get("sglang.srt.eplb.expert_location")
     table = module.get_global_expert_location_metadata() if module is not None else None
     if table is None:
         return []
-    where = table.physical_to_logical_map_cpu
-    if bool((where == torch.arange(where.shape[1]) % table.num_logical_experts).all()):
+    physical_to_logical = table.physical_to_logical_map_cpu
+    if bool((physical_to_logical == torch.arange(physical_to_logical.shape[1]) % table.num_logical_experts).all()):
         return []
     return ["the engine's experts are not where their numbers say (init_expert_location)"]
 
@@ -221,41 +229,44 @@ def _check_expert_location() -> list[str]:
 class _WriteTarget(NamedTuple):
     name: str
     target: torch.Tensor  # [rows, columns], a view of the model's tensor
-    offset: int  # in the bucket
-    hash: torch.Tensor | None  # [1] int64, what the target must have in the end
+    offset: int  # bytes into the bucket
+    hash: torch.Tensor | None  # [1] int64, expected hash of the target after all writes
 
 
 def _write(
     tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor, writes: bool = True
 ) -> list[str]:
-    """Copy slices out of the bucket into the model's tensors; the names of those that then hold other bits.
-    writes: whether they are copied at all, before they are looked at.
+    """Copy slices from the bucket into the model's tensors; return the names of those whose hash then differs.
+
+    writes: copy the slices before checking; False only checks.
 
     A slice [name, index, r0, r1, c0, c1, offset, hash_offset] is the box [r0, r1) x [c0, c1) of a tensor [rows,
-    columns], or [rows] as [rows, 1], or, where `index` is not -1, of that one of a stack of such. Its elements are in
-    the bucket from byte `offset` on, in row-major order, in the tensor's own dtype, which "tensor_dtype" states for
-    each name that is written, so that no bytes are taken for what they are not. Where `hash_offset` is not -1, the
-    bucket has there the hash (int64) that the box must have once everything is written, read back from its place.
+    columns]; of a tensor [rows], taken as [rows, 1]; or, if `index` is not -1, of entry `index` of a stack of such. Its
+    elements start at byte `offset` of the bucket, in row-major order and in the tensor's own dtype. "tensor_dtype"
+    states the dtype of each written name, so that bytes are never misinterpreted. If `hash_offset` is not -1, the
+    bucket has there the hash (int64) that the box must have once everything is written, read back from the tensor.
     """
     for name, dtype in order["tensor_dtype"].items():
         if name in tensors and _dtype(tensors[name]) != dtype:
             raise ValueError(f"{name} is {_dtype(tensors[name])} in the engine, not {dtype}")
     boxes = [
         _resolve_target(tensors, order["tensor_dtype"], bucket, *entry) for entry in order["slices"]
-    ]  # all, before any is written
-    dense = [box.target.shape[1] == 1 or box.target.stride(1) == 1 for box in boxes]
+    ]  # validate all before writing any
+    has_dense_rows = [box.target.shape[1] == 1 or box.target.stride(1) == 1 for box in boxes]
     if writes:
-        unpack(bucket, [(box.target, box.offset) for box, is_dense in zip(boxes, dense, strict=True) if is_dense])
-    for box, is_dense in zip(boxes, dense, strict=True):
-        if writes and not is_dense:  # a tensor that the engine keeps transposed
+        unpack(
+            bucket, [(box.target, box.offset) for box, is_dense in zip(boxes, has_dense_rows, strict=True) if is_dense]
+        )
+    for box, is_dense in zip(boxes, has_dense_rows, strict=True):
+        if writes and not is_dense:  # the engine stores this tensor transposed
             source = _view_bucket(bucket, box.offset, box.target.numel(), box.target.dtype)
             box.target.copy_(source.view(box.target.shape))
     checked = [(box, box.hash) for box in boxes if box.hash is not None]
     if not checked:
         return []
-    held = device_hashes([box.target for box, _ in checked])
-    equal = (held == torch.cat([value for _, value in checked])).tolist()  # the device is waited for only here
-    return list(dict.fromkeys(box.name for (box, _), same in zip(checked, equal, strict=True) if not same))
+    hashes = device_hashes([box.target for box, _ in checked])
+    matches = (hashes == torch.cat([value for _, value in checked])).tolist()  # the only device sync
+    return list(dict.fromkeys(box.name for (box, _), is_equal in zip(checked, matches, strict=True) if not is_equal))
 
 
 def _resolve_target(
@@ -271,7 +282,7 @@ def _resolve_target(
     offset: int,
     hash_offset: int,
 ) -> _WriteTarget:
-    """The views that a slice names. Raises ValueError for one that is not there."""
+    """Return the views that a slice names. Raises ValueError if the slice does not fit its tensor or the bucket."""
     if name not in tensors:
         raise ValueError(f"the engine has no tensor {name}")
     if name not in dtypes:
@@ -279,20 +290,20 @@ def _resolve_target(
     tensor = tensors[name]
     if tensor.dim() not in ((1, 2) if index == -1 else (3,)) or not -1 <= index < len(tensor):
         raise ValueError(f"{name} has the shape {list(tensor.shape)}; index {index} does not fit it")
-    whole = tensor if index == -1 else tensor[index]
-    if whole.dim() == 1:
-        whole = whole[:, None]
-    rows, columns = whole.shape
+    matrix = tensor if index == -1 else tensor[index]
+    if matrix.dim() == 1:
+        matrix = matrix[:, None]
+    rows, columns = matrix.shape
     if not (0 <= r0 < r1 <= rows and 0 <= c0 < c1 <= columns):
         raise ValueError(f"rows {r0}:{r1}, columns {c0}:{c1} are not in {name}, which has {rows} and {columns}")
-    target = whole[r0:r1, c0:c1]
-    _view_bucket(bucket, offset, target.numel(), target.dtype)  # whether it is there
-    wanted = _view_bucket(bucket, hash_offset, 1, torch.int64) if hash_offset != -1 else None
-    return _WriteTarget(name, target, offset, wanted)
+    target = matrix[r0:r1, c0:c1]
+    _view_bucket(bucket, offset, target.numel(), target.dtype)  # raises if the bucket is too small
+    expected_hash = _view_bucket(bucket, hash_offset, 1, torch.int64) if hash_offset != -1 else None
+    return _WriteTarget(name, target, offset, expected_hash)
 
 
 def _view_bucket(bucket: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """[count]: the elements that begin at byte `offset`. Raises ValueError where the bucket does not have them."""
+    """Return [count] elements starting at byte `offset`. Raises ValueError if they are not within the bucket."""
     stop = offset + count * dtype.itemsize
     if offset < 0 or stop > bucket.numel():
         raise ValueError(f"bytes {offset}:{stop} are outside of the bucket, which has {bucket.numel()}")

@@ -1,5 +1,4 @@
-"""The trainer's end of a weight sync: pass filled buffers to the engine's rank on the same device while filling the
-next.
+"""Trainer side of a weight sync: pass filled buffers to the engine rank on the same device while filling the next.
 
 `OrderBuffer` is the memory that a trainer rank shares with the engine rank; `weight_loader.py` is the other end.
 """
@@ -25,30 +24,31 @@ ANSWER_BYTES = 1 << 20
 
 
 class OrderBuffer:
-    """Shared memory for the orders to one rank of an engine, and for its answers. Reusable, for one order at a time.
+    """Shared memory for orders to one engine rank, and for its answers. Reusable, for one order at a time.
 
-    Memory can be shared within a machine only, on GPUs within one device, where SGLang would make a copy of anything
-    that lies elsewhere; so everything lies where the tensors of the engine's rank do.
+    Memory can be shared only within a machine, and on GPUs only within one device: SGLang would copy tensors from
+    anywhere else. So everything is allocated on the engine rank's device.
     """
 
     def __init__(self) -> None:
         self._answer = allocate(ANSWER_BYTES)
-        self._order = self._answer  # stays alive from one order to the next, for the engine may look that long
+        self._order = self._answer  # the last order must stay alive until the next: the engine may still read it
 
     def make_payload(self, order: dict[str, Any], *buckets: torch.Tensor) -> str:
-        """For `Engine.call_loader`, once: each call of it needs a payload of its own.
+        """Build a payload for one call of `Engine.call_loader`; each call needs a new payload.
 
-        buckets: [n] uint8 each, of `engine.allocate`; one for an order to write, two for a session. Neither they nor
-        this object may be used for another order, or dropped, before the answer.
+        buckets: [n] uint8 each, from `sglang_engine.allocate`; one for an order to write, two for a session. Neither
+        they nor this object may be reused or dropped before the answer.
         """
         weight_loader.clear_answer(self._answer)
-        said = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
-        self._order = allocate(len(said)).copy_(said)
+        encoded = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
+        self._order = allocate(len(encoded)).copy_(encoded)
         tensors = [("order", self._order), ("answer", self._answer)]
         return pack_payload(tensors + [(f"bucket{number or ''}", bucket) for number, bucket in enumerate(buckets)])
 
     def read_answer(self) -> dict[str, Any]:
-        """What the engine's rank answered to the last order. Raises EngineError where it did not, or could not obey."""
+        """Return the engine rank's answer to the last order. Raises EngineError if there is none, or the order
+        failed."""
         try:
             answer = weight_loader.read_answer(self._answer)
         except ValueError:
@@ -59,13 +59,16 @@ class OrderBuffer:
 
 
 class WeightSender:
-    """Call it, between `open` and `close`, with a buffer, an order to write, and whether that is for the draft model;
-    see `reshard.run.executor.SendToEngine`. Each rank speaks with the engine's rank beside it then, and with nobody else;
-    all else is collective over an engine's ranks.
+    """Sends the buffers of a weight sync to an engine.
 
-    engine: on the lead rank, None on the others. patience: seconds that the engine may take for an order. Nothing is
-    raised for an engine that fails: its ranks go on taking part, since others wait for what they send, and `errors`
-    says in the end what went wrong here, `failure` what the engine failed by.
+    Between `open` and `close`, call it with a buffer, an order to write, and whether that is for the draft model; see
+    `reshard.run.executor.SendToEngine`. In that time each rank talks only to the engine rank on the same device;
+    everything else is collective over an engine's ranks.
+
+    engine: on the lead rank, None on the others. patience: seconds that the engine may take for an order.
+
+    A failing engine raises nothing: its ranks go on taking part, since others wait for what they send. Afterwards
+    `errors` lists what went wrong on this rank, and `failure` is the engine's error.
     """
 
     def __init__(self, engine: Engine | None, collect: GatherPayloads, patience: float = 120.0) -> None:
@@ -73,35 +76,37 @@ class WeightSender:
         self.errors: list[str] = []
         self.failure: EngineError | None = None
         self.mismatches: list[str] = []
-        """What an order to compare found."""
+        """Tensors that compare orders found to differ."""
         self._order_buffer = OrderBuffer()
         self._buckets: list[torch.Tensor] = []
         self._channel: WeightChannel | None = None
         self._session_request: Future[None] | None = None
-        self._is_answer_pending = False  # for the answer to an order
+        self._is_answer_pending = False
 
     def open(self, buckets: Sequence[torch.Tensor], draft: bool = False) -> None:
-        """Open the session of a push: one request to the engine, which lasts until `close`. buckets: [n] uint8 each,
-        what will be handed over; they are shared here, and only here. draft: whether there are orders for the draft
-        model."""
+        """Open the session of a weight sync: one request to the engine, which lasts until `close`.
+
+        buckets: [n] uint8 each, the buffers that will be sent; they are shared here, and only here. draft: there are
+        orders for the draft model.
+        """
         if draft:
             self.send_order({"do": "join"}, draft)
         self._buckets = list(buckets)
-        line = WeightChannel(self.timeout)
-        opening = {"do": "session", "socket": line.path}
-        payloads = self.collect(self._order_buffer.make_payload(opening, *self._buckets))
-        came = False
+        channel = WeightChannel(self.timeout)
+        order = {"do": "session", "socket": channel.path}
+        payloads = self.collect(self._order_buffer.make_payload(order, *self._buckets))
+        is_connected = False
         if self.engine is not None:
             if not self.errors:
                 self._session_request = _start_session(self.engine, payloads)
-                came = self._wait_connected(line, self._session_request)
-            self.collect("came" if came else "")
-        elif self.collect("")[0]:  # the lead's rank has come, so the request has reached them all
-            came = self._wait_connected(line, None)
-        if came and not self.errors:
-            self._channel = line
+                is_connected = self._wait_connected(channel, self._session_request)
+            self.collect("came" if is_connected else "")
+        elif self.collect("")[0]:  # the lead's engine rank has connected, so the request has reached all of them
+            is_connected = self._wait_connected(channel, None)
+        if is_connected and not self.errors:
+            self._channel = channel
         else:
-            line.close()
+            channel.close()
 
     def _wait_connected(self, line: WeightChannel, request: Future[None] | None) -> bool:
         try:
@@ -123,7 +128,7 @@ class WeightSender:
             self._record_error(error)
 
     def wait_pending(self) -> dict[str, Any]:
-        """Wait for the order under way here, if any; what the engine's rank answered. Not collective."""
+        """Wait for the order in flight on this rank, if any, and return the engine rank's answer. Not collective."""
         if not self._is_answer_pending:
             return {}
         self._is_answer_pending = False
@@ -134,8 +139,10 @@ class WeightSender:
             self._record_error(error)
             return {}
         self.mismatches += answer.get("differ", [])
-        if wrong := answer.get("wrong"):
-            self.errors.append(f"the engine holds other weights than were sent: {', '.join(wrong[:3])} ({len(wrong)})")
+        if mismatched := answer.get("wrong"):
+            self.errors.append(
+                f"the engine holds other weights than were sent: {', '.join(mismatched[:3])} ({len(mismatched)})"
+            )
         return answer
 
     def _record_error(self, error: EngineError) -> None:
@@ -144,7 +151,7 @@ class WeightSender:
         self.errors.append(str(error))
 
     def close(self) -> None:
-        """End the session, if one was opened; returns on all ranks when the engine is through with it."""
+        """Close the session, if one is open; returns on all ranks when the engine is done with it."""
         self.wait_pending()
         if not self._buckets:
             return
@@ -158,30 +165,31 @@ class WeightSender:
             except NotDone:
                 self.failure = self.engine.hang_error(self.timeout)
         if self.failure is not None and str(self.failure) not in self.errors:
-            self.errors.insert(0, str(self.failure))  # what the others say follows from it
-        self.collect("")  # the buckets must be there as long as any of the engine's ranks looks at them
+            self.errors.insert(0, str(self.failure))  # the cause of the other errors
+        self.collect("")  # the buckets must outlive the last access by any engine rank
         self._buckets = []
 
     def close_channel(self) -> None:
-        """Have the engine's rank beside this one wait for no more orders. Neither collective nor waiting: for a push
-        that breaks off, too."""
-        line, self._channel, self._is_answer_pending = self._channel, None, False
-        if line is not None:
-            line.close()
+        """Hang up on the engine rank, which then waits for no more orders.
+
+        Neither collective nor blocking, so that an aborted weight sync can call it, too.
+        """
+        channel, self._channel, self._is_answer_pending = self._channel, None, False
+        if channel is not None:
+            channel.close()
 
     def send_order(self, order: dict[str, Any], draft: bool = False) -> dict[str, Any]:
-        """Give an order without data by a request of its own and wait for the answer; empty where something has
-        failed."""
+        """Send an order without data as a separate request, and wait for the answer; empty after a failure."""
         payloads = self.collect(self._order_buffer.make_payload(order))
-        failed = len(self.errors)
+        num_errors = len(self.errors)
         if self.engine is not None and not self.errors:
             try:
                 self.engine.call_loader(payloads, draft)
             except EngineError as error:
                 self.failure = error
                 self.errors.append(str(error))
-        self.collect("")  # returns on all ranks when the lead rank has come here
-        if len(self.errors) > failed:
+        self.collect("")  # waits for the lead rank
+        if len(self.errors) > num_errors:
             return {}
         try:
             return self._order_buffer.read_answer()
@@ -191,13 +199,13 @@ class WeightSender:
 
 
 def _start_session(engine: Engine, payloads: list[str]) -> Future[None]:
-    """The request of a session. Its thread is nobody's to wait for when a process ends: the engine may hang."""
+    """Send the session's request in a daemon thread: the engine may hang, and process exit must not wait for it."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             engine.call_loader(payloads, lasting=True)
-        except BaseException as error:  # noqa: B036  told to whoever waits
+        except BaseException as error:  # noqa: B036  re-raised by `Future.result`
             future.set_exception(error)
         else:
             future.set_result(None)
