@@ -253,9 +253,9 @@ WAYS: dict[str, type[Reshard] | type[Gather] | type[Megatron]] = {
 
 def run_rank(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    case = Case(model(options.comm_overlap), options.nodes)
+    case = Case(model(options.hidden), options.nodes)
     begin = time.perf_counter()
-    way = WAYS[options.recompute](case)
+    way = WAYS[options.way](case)
     result: dict[str, Any] = {"prepare_s": time.perf_counter() - begin, "seconds": []}
     for turn in range(options.repeats + 1):
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of memory starts anew
@@ -314,7 +314,7 @@ def start(world: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
             "--repeats",
             str(options.repeats),
             "--hidden",
-            str(options.comm_overlap),
+            str(options.hidden),
             "--nodes",
             str(options.nodes),
         ]
@@ -405,9 +405,9 @@ def main() -> int:
     if options.interface:
         run_rank(options)
         return 0
-    if options.comm_overlap % 64:
+    if options.hidden % 64:
         raise ConfigError(
-            f"--hidden must be a multiple of 64, not {options.comm_overlap}: eight heads of a multiple of 8 each"
+            f"--hidden must be a multiple of 64, not {options.hidden}: eight heads of a multiple of 8 each"
         )
     check_writable_file(options.json, "--json")
     remove = None

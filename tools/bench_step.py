@@ -233,7 +233,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     if options.as_rank:
-        measure(json.loads(options.as_rank), options.token_budget)
+        measure(json.loads(options.as_rank), options.budget)
         return 0
     share = outside_of_phases(options.run) if options.run else None
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -242,10 +242,10 @@ def main() -> int:
         sets[f"lengths of {options.texts.name}"] = text_lengths(options.texts, options.key, options.sequences)
     quadratic = quadratic_cost(load_hf_config(COSTS))
     for name, lengths in sets.items():
-        paper = {way: on_paper(lengths, options.ranks, options.token_budget, quadratic, way) for way in WAYS}
+        paper = {way: on_paper(lengths, options.ranks, options.budget, quadratic, way) for way in WAYS}
         console.print(table(f"{name}: {len(lengths)} sequences on {options.ranks} ranks, on paper", paper))
         part = lengths[:: max(1, len(lengths) // 64)]
-        command = [__file__, "--as-rank", json.dumps(part), "--budget", str(options.token_budget)]
+        command = [__file__, "--as-rank", json.dumps(part), "--budget", str(options.budget)]
         found = run(command, world=2)
         base = found[WAYS[0]][0]
         measured = {

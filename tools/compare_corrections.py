@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="of configs/quickstart_async.yaml, for all runs")
     options = parser.parse_intermixed_args(arguments)
     options.folder = options.folder.resolve()
-    names = options.select.split(",")
+    names = options.only.split(",")
     if unknown := [name for name in names if name not in CORRECTIONS]:
         raise ConfigError(f"--only {unknown[0]}: no correction of that name; there are {', '.join(CORRECTIONS)}")
     titles = ["greedy", "sampled", *FIGURES]

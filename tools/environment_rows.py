@@ -59,7 +59,7 @@ def make() -> int:
     options.spec = expand_spec(options.spec, "SPEC")
     if options.target.suffix != ".jsonl":
         raise ConfigError(f"{options.target} must end in .jsonl")
-    rows = rows_of(options.spec, options.report_evaluation)
+    rows = rows_of(options.spec, options.evaluation)
     write(rows, options.target)
     print(f"{options.target}: {len(rows)} prompts")
     return 0

@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where runs stay; without, they are removed")
     options = parser.parse_args()
     try:
-        numbers = chosen(options.select) if options.select else list(ROWS)
+        numbers = chosen(options.only) if options.only else list(ROWS)
     except ValueError as error:
         raise ConfigError(f"--only: {error}") from None
     if options.short:
@@ -80,7 +80,7 @@ def main() -> int:
     shop = Workshop(folder, lambda text: errors.print(f"{time.monotonic() - began:6.1f} s  {text}", highlight=False))
     try:
         if options.soak:
-            report = soaking.soak(shop, 60 * options.soak, options.all_tools)
+            report = soaking.soak(shop, 60 * options.soak, options.every)
             console.print(soaking.table(report))
             good, written = report.ok, report.as_json()
         else:

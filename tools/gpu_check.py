@@ -84,7 +84,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.as_row:
         return as_row(options.as_row, options.device)
-    names = chosen(options.select)
+    names = chosen(options.only)
     check_writable_file(options.json, "--json")
     import torch
 

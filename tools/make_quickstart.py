@@ -305,13 +305,13 @@ def make(options: argparse.Namespace) -> int:
     unfinished.mkdir(parents=True)
     try:
         parameters = write_model(unfinished / "model", options.family, options.seed)
-        write_data(unfinished, options.seed, options.train, options.eval_config, options.demonstrations)
+        write_data(unfinished, options.seed, options.train, options.held_out, options.demonstrations)
         unfinished.rename(options.out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     print(
         f"{options.out}: model/ ({options.family}, {parameters / 1e6:.2f} M parameters), sft.jsonl "
-        f"({options.demonstrations}), train.jsonl ({options.train}), eval.jsonl ({options.eval_config})"
+        f"({options.demonstrations}), train.jsonl ({options.train}), eval.jsonl ({options.held_out})"
     )
     return 0
 
