@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written to a temporary name, renamed when complete, and the newest valid one found again.
+"""Checkpoints on disk: written to a temporary name, renamed when complete; loading finds the newest valid one.
 
     <run>/checkpoints/step_000020/
         actor/ critic/     Megatron's own distributed checkpoint: weights, fp32 masters, optimizer, scheduler
@@ -9,8 +9,8 @@
     <run>/checkpoints/latest   the name of the newest one
 
 A folder counts only under its final name, which it gets when all of its files are on disk. Hashing is distributed: the
-rank that writes a file hashes it, and on loading each rank verifies its share. `BackgroundWrite` is the thread that writes a
-rank's part while the rank trains; it does not communicate.
+rank that writes a file hashes it, and on loading each rank verifies its share. `BackgroundWrite` is the thread that
+writes a rank's part while the rank trains; it does not communicate.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from megarl.config import ConfigError
 from megarl.parallel import ranks
 
 NICENESS = 10
-"""By which the thread stands back where cores are scarce: training waits for its ranks, and nobody for a checkpoint."""
+"""Niceness added to the thread: training waits for its ranks, and nothing waits for a checkpoint."""
 CANCEL_TIMEOUT_S = 30.0
-"""How long a run that ends waits for the thread to leave its work."""
+"""Seconds that a run waits at its end for the thread to stop."""
 
 WriteTask = Callable[[Callable[[], bool]], Mapping[Path, Entry]]
-"""Given a function that says whether to leave it; returns the files that it wrote."""
+"""Takes a function that returns whether to stop; returns the files that it wrote."""
 
 
 class BackgroundWrite:
-    """One piece of work, begun. A daemon: a run that dies does not wait for it."""
+    """A write task on a daemon thread, which a run that dies does not wait for."""
 
     def __init__(self, work: WriteTask) -> None:
         self._work, self._cancelled = work, threading.Event()
@@ -55,19 +55,19 @@ class BackgroundWrite:
         self._thread.start()
 
     def _run(self) -> None:
-        own = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + NICENESS))
+        thread_id = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS))
         try:
             self._written = self._work(self._cancelled.is_set)
-        except BaseException as error:  # noqa: B036  whatever it is, `result` says it
+        except BaseException as error:  # noqa: B036  raised by `result`
             self._error = error
 
     def is_done(self) -> bool:
-        """Whether it has been done, or has failed."""
+        """Return whether the task has completed or failed."""
         return not self._thread.is_alive()
 
     def result(self) -> Mapping[Path, Entry]:
-        """What was written, once it is. Raises OSError where it could not be."""
+        """Wait and return the files written. Raises OSError if the task failed."""
         self._thread.join()
         if self._written is not None:
             return self._written
@@ -75,18 +75,18 @@ class BackgroundWrite:
         raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
     def cancel(self) -> None:
-        """Stop at the next occasion, and wait for that."""
+        """Ask the task to stop, and wait for at most `CANCEL_TIMEOUT_S`."""
         self._cancelled.set()
         self._thread.join(CANCEL_TIMEOUT_S)
 
 
 def rng_file_name() -> str:
-    """Of this rank, in a checkpoint."""
+    """Return the file name of this rank's random states in a checkpoint."""
     return f"rng_{torch.distributed.get_rank():05d}.pt"
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """As they are, in what `torch.load(weights_only=True)` reads."""
+    """Return the current random states in a form that `torch.load(weights_only=True)` reads."""
     from megatron.core import tensor_parallel
 
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -99,7 +99,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Go on from what `current` returned."""
+    """Restore what `capture_rng_state` returned."""
     from megatron.core import tensor_parallel
 
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -110,7 +110,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 
 def reseed(step: int) -> None:
-    """As the start of a run, but from `step`: equal on all ranks, but for Megatron's, which knows what must differ."""
+    """Seed all generators from `step`: equal on all ranks, except for Megatron's, which must differ between some."""
     from megatron.core import tensor_parallel
 
     random.seed(step)
@@ -124,12 +124,15 @@ STEP_PATTERN = re.compile(r"step_(\d{6,})")
 
 
 class StorageError(ConfigError):
-    """A checkpoint could not be written. The earlier ones are as they were, and training could go on."""
+    """A checkpoint could not be written. Earlier ones are intact, and training can continue."""
 
 
 class RankWrite(NamedTuple):
-    """What a rank has for a checkpoint, as it was when this was made. write: its files, in a thread, talking to nobody;
-    it asks whether to leave it. finish: by all ranks, after all have written. Both raise OSError."""
+    """One rank's part of a checkpoint, captured when this was created.
+
+    write: writes the rank's files in a thread, without communication; polls whether to stop. finish: called by all
+    ranks after all have written. Both raise OSError.
+    """
 
     write: WriteTask
     finish: Callable[[], None] = lambda: None
@@ -144,11 +147,10 @@ class _PendingSave(NamedTuple):
 
 
 class CheckpointStore:
-    """Checkpoints of one run folder. Every method is called by all ranks, which wait `storage_timeout_s` for the
-    slowest, but for those that say otherwise.
+    """Checkpoints of one run folder. Unless noted otherwise, methods are collective, with timeout `storage_timeout_s`.
 
-    layout: numbers that say who has which part of the models; the random states of another layout mean nothing in
-    this one. say: where lines for people go. origin: on the lead, what else goes into manifests, see `provenance.py`.
+    layout: numbers that identify the distribution of the models over ranks; random states are only restored in the same
+    layout. say: logs a line for users. origin: on the lead, further entries of manifests, see `provenance.py`.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class CheckpointStore:
         self.folder = run_dir / "checkpoints"
         self.keep = max(1, keep)
         self.rollback_before: int | None = None
-        """The newest checkpoint from before this step stays, however many there are: models may go back to it."""
+        """Keep the newest checkpoint from before this step in addition to `keep`, for rollbacks."""
         self.storage_timeout_s = storage_timeout_s
         self.layout = list(layout)
         self.provenance = dict(origin or {})
@@ -172,18 +174,18 @@ class CheckpointStore:
         self._log = say or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
 
     def save(self, step: int, host: dict[str, Any], stage: Callable[[Path], RankWrite], needed: int = 0) -> Path:
-        """Write step `step` and wait for all of it: `begin` and `finish`."""
+        """Write step `step` and wait for it: `begin` and `finish`."""
         self.begin(step, host, stage, needed)
         folder = self.finish()
         ranks.run_on_all(self._await_removal, lead=True)
         return folder
 
     def begin(self, step: int, host: dict[str, Any], stage: Callable[[Path], RankWrite], needed: int = 0) -> None:
-        """Begin to write step `step`, after `finish` of the one before. From here on everything may change.
+        """Start to write step `step`, after `finish` of the previous one. All state may change once this returns.
 
-        stage: called by all ranks; the models and what else there is, as it is now. What its `write` returns, files
-        that this rank wrote and synced, with their hashes, is not read again; others are hashed by all ranks together.
-        needed: bytes, for which there must be room. Raises StorageError on all ranks when it cannot be begun.
+        stage: called by all ranks; captures the models and other state. Files that its `write` returns (written and
+        synced by this rank, with hashes) are not read again; others are hashed by all ranks together. needed: bytes of
+        free space required. Raises StorageError on all ranks if the checkpoint cannot be started.
         """
         if self._pending is not None:
             raise RuntimeError(f"{self._pending.final} is still being written")
@@ -193,12 +195,12 @@ class CheckpointStore:
         torch.save(capture_rng_state(), states)
 
         def small_files() -> dict[Path, Entry]:
-            found = partial / rng_file_name()
+            rng_file = partial / rng_file_name()
             if ranks.is_lead():
                 (partial / "host.json").write_text(text)
-            return {found: manifest.write_hashed(found, lambda stream: stream.write(states.getbuffer()))[1]}
+            return {rng_file: manifest.write_hashed(rng_file, lambda stream: stream.write(states.getbuffer()))[1]}
 
-        def staged() -> None:
+        def start_write() -> None:
             part = stage(partial)
 
             def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
@@ -209,29 +211,30 @@ class CheckpointStore:
         with ranks.with_timeout(self.storage_timeout_s):
             try:
                 ranks.run_on_all(lambda: self._prepare_folder(partial, needed), lead=True)
-                ranks.run_on_all(staged)
+                ranks.run_on_all(start_write)
             except OSError as error:
                 raise self._discard(final, partial, error) from None
 
     @property
     def pending_step(self) -> int | None:
-        """The step of the checkpoint that was begun and is not finished; None without one. The same on all ranks."""
+        """Step of the checkpoint that is being written, or None. The same on all ranks."""
         return None if self._pending is None else self._pending.step
 
     def is_written(self) -> bool:
-        """Whether this rank has nothing to write any more, or could not; not collective."""
+        """Return whether this rank's write has completed or failed. Not collective."""
         return self._pending is None or self._pending.background.is_done()
 
     def finish(self) -> Path:
-        """Wait until all ranks have written what was begun, and make a checkpoint of it, the newest one; returns its
-        folder. Older ones that need not stay have lost their names then, and are removed in a thread. Raises
-        StorageError on all ranks when any rank could not write; the earlier checkpoints are untouched then, and nothing
-        of this one is left."""
+        """Wait until all ranks have written, commit the checkpoint as the newest one, and return its folder.
+
+        Older checkpoints beyond `keep` are renamed and then removed in a thread. If any rank fails to write, raises
+        StorageError on all ranks; earlier checkpoints are untouched then, and the partial one is removed.
+        """
         assert self._pending is not None, "begin comes first"
-        final, partial, step, finish, written = self._pending
+        final, partial, step, finish, background = self._pending
         with ranks.with_timeout(self.storage_timeout_s):
             try:
-                self._write_manifest(partial, step, finish, written)
+                self._write_manifest(partial, step, finish, background)
                 ranks.run_on_all(lambda: self._commit(partial, final), lead=True)
             except OSError as error:
                 raise self._discard(final, partial, error) from None
@@ -239,22 +242,21 @@ class CheckpointStore:
         return final
 
     def cancel(self) -> None:
-        """Stop writing; what is there of it stays behind as `.tmp`. Not collective: for a run that ends by an error."""
+        """Stop writing; partial files stay behind as `.tmp`. Not collective: for a run that ends with an error."""
         if self._pending is not None:
             self._pending.background.cancel()
 
     def remove_unfinished(self) -> None:
-        """Remove what runs that were killed have left."""
+        """Remove partial checkpoints that killed runs have left."""
         try:
             ranks.run_on_all(self._remove_partial, lead=True)
         except OSError as error:
             raise ConfigError(f"cannot remove half a checkpoint from {self.folder}: {error}") from None
 
     def find_newest(self, before: int | None = None) -> Path | None:
-        """The newest checkpoint whose files are all there and whole; names and skips those that are not. before: only
-        of steps before this one.
+        """Return the newest complete and valid checkpoint (before step `before`), or None; log and skip invalid ones.
 
-        Raises ConfigError where there are checkpoints, but none that is whole.
+        Raises ConfigError if there are checkpoints but none is valid, unless `before` is given.
         """
         faults = []
         with ranks.with_timeout(self.storage_timeout_s):
@@ -262,7 +264,9 @@ class CheckpointStore:
                 steps = ranks.run_on_all(self._steps, lead=True)[0]
             except OSError as error:
                 raise ConfigError(f"cannot look for checkpoints in {self.folder}: {error}") from None
-            for folder in reversed([one for one in steps or () if before is None or _parse_step(one) < before]):
+            for folder in reversed(
+                [candidate for candidate in steps or () if before is None or _parse_step(candidate) < before]
+            ):
                 fault = self._check_checkpoint(folder)
                 if fault is None:
                     return folder
@@ -276,28 +280,28 @@ class CheckpointStore:
         return None
 
     def list_checkpoints(self) -> list[str]:
-        """The checkpoints that are there, the oldest first; whether they are whole is not looked at."""
+        """Return the existing checkpoints, oldest first, without verifying them."""
         return [str(folder) for folder in ranks.run_on_all(self._steps, lead=True)[0] or ()]
 
     def read_step(self, folder: Path) -> int:
-        """Which step a checkpoint is of, on all ranks."""
+        """Return the step of a checkpoint, on all ranks."""
         return int(ranks.run_on_all(lambda: _read_host_state(folder)["step"], lead=True)[0] or 0)
 
     def describe_changes(self, folder: Path) -> str:
-        """On the lead, what wrote a checkpoint where that is not what runs now, for the end of a line."""
-        found = manifest.read(folder)
-        words = () if isinstance(found, str) else describe_changes(found[0], self.provenance)
-        return "".join(f", written {text}" for text in words)
+        """On the lead, describe how the writer of a checkpoint differs from the running code, as the end of a log line."""
+        contents = manifest.read(folder)
+        changes = () if isinstance(contents, str) else describe_changes(contents[0], self.provenance)
+        return "".join(f", written {text}" for text in changes)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore this rank's random states and return the host state of a folder that `newest` found.
+        """Restore this rank's random states and return the host state of a folder that `find_newest` returned.
 
-        In another layout than the checkpoint's the random states are drawn anew, from its step.
+        If the layout differs from the checkpoint's, random states are seeded from its step instead.
         """
-        found, host, name = manifest.read(folder), _read_host_state(folder), rng_file_name()
-        if isinstance(found, str):
-            raise ConfigError(f"checkpoint {folder} has changed meanwhile: {found}")
-        tree, files = found
+        contents, host, name = manifest.read(folder), _read_host_state(folder), rng_file_name()
+        if isinstance(contents, str):
+            raise ConfigError(f"checkpoint {folder} has changed meanwhile: {contents}")
+        tree, files = contents
         world = torch.distributed.get_world_size()
         if (tree.get("world_size"), tree.get("layout")) == (world, self.layout) and name in files:
             restore_rng_state(torch.load(folder / name, weights_only=True))
@@ -307,21 +311,23 @@ class CheckpointStore:
         return host
 
     def _write_manifest(self, partial: Path, step: int, finish: Callable[[], None], written: BackgroundWrite) -> None:
-        """After all ranks have written: what says where everything is, and that it is all there."""
+        """Finish the ranks' parts, hash the files nobody has hashed, and write the manifest; after all ranks have
+        written.
+        """
 
-        def own_files() -> dict[str, Entry]:
+        def local_files() -> dict[str, Entry]:
             return {str(file.relative_to(partial)): entry for file, entry in written.result().items()}
 
-        reported = _merge_files(ranks.run_on_all(own_files))
+        reported = _merge_files(ranks.run_on_all(local_files))
         ranks.run_on_all(finish)
-        rest = ranks.run_on_all(lambda: _list_unhashed(partial, reported), lead=True)[0]
-        assert rest is not None
-        mine = manifest.split_by_size(rest, torch.distributed.get_world_size())[torch.distributed.get_rank()]
-        hashed = ranks.run_on_all(lambda: {name: manifest.hash_file(partial / name) for name in mine})
+        unhashed = ranks.run_on_all(lambda: _list_unhashed(partial, reported), lead=True)[0]
+        assert unhashed is not None
+        local_names = manifest.split_by_size(unhashed, torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        hashed = ranks.run_on_all(lambda: {name: manifest.hash_file(partial / name) for name in local_names})
         files = reported | _merge_files(hashed)
 
         def describe() -> None:
-            for name in rest:
+            for name in unhashed:
                 sync(partial / name)
             content = {
                 "step": step,
@@ -341,7 +347,7 @@ class CheckpointStore:
         ranks.run_on_all(describe, lead=True)
 
     def _discard(self, final: Path, partial: Path, error: OSError) -> StorageError:
-        """Leave nothing of it. Collective, as nobody may still be writing."""
+        """Remove the partial checkpoint. Collective, so that no rank is still writing."""
         if self._pending is not None:
             self._pending.background.cancel()
         self._pending = None
@@ -362,18 +368,18 @@ class CheckpointStore:
 
     def _remove_partial(self) -> None:
         self._await_removal()
-        for left in self.folder.glob("step_*.tmp"):
-            shutil.rmtree(left)
+        for partial in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(partial)
 
     def _commit(self, partial: Path, final: Path) -> None:
         if final.exists():
             shutil.rmtree(final)
         os.rename(partial, final)
         sync(self.folder)
-        # The checkpoint is there: what fails from here on must not make it one that could not be written.
-        for tidy in (self._update_latest, self._remove_old):
+        # The checkpoint is committed: a failure from here on must not be reported as a failed write.
+        for clean_up in (self._update_latest, self._remove_old):
             try:
-                tidy(final.name)
+                clean_up(final.name)
             except OSError as error:
                 self._log(f"checkpoint {final} is written, but tidying up failed: {error}")
 
@@ -384,16 +390,16 @@ class CheckpointStore:
 
     def _remove_old(self, name: str) -> None:
         steps = self._steps()
-        spared = [one for one in steps if self.rollback_before is not None and _parse_step(one) < self.rollback_before][
-            -1:
-        ]
-        gone = []
+        rollback_target = [
+            path for path in steps if self.rollback_before is not None and _parse_step(path) < self.rollback_before
+        ][-1:]
+        removed = []
         for old in steps[: -self.keep]:
-            if old.name != name and old not in spared:  # a run may have begun anew among old ones
-                gone.append(old.with_suffix(".tmp"))
-                os.rename(old, gone[-1])  # half of one is not to be taken for damaged
-        # Many files, for which no rank has to wait; the program does, at its end.
-        self._removal = threading.Thread(target=self._remove, args=(gone,), name="checkpoint")
+            if old.name != name and old not in rollback_target:  # a run may have restarted among old checkpoints
+                removed.append(old.with_suffix(".tmp"))
+                os.rename(old, removed[-1])  # so that a half-removed one is not taken for damaged
+        # Removing many files takes time. No rank waits for it; the program does at exit.
+        self._removal = threading.Thread(target=self._remove, args=(removed,), name="checkpoint")
         self._removal.start()
 
     def _remove(self, gone: Sequence[Path]) -> None:
@@ -404,25 +410,25 @@ class CheckpointStore:
                 self._log(f"checkpoints are written, but {folder} cannot be removed: {error}")
 
     def _steps(self) -> list[Path]:
-        """Folders of checkpoints, the oldest first; whatever else lies there is none."""
+        """Return the folders of checkpoints, oldest first; ignore everything else."""
         try:
-            found = [(STEP_PATTERN.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
+            matches = [(STEP_PATTERN.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
         except FileNotFoundError:
             return []
-        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+        return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
 
     def _check_checkpoint(self, folder: Path) -> str | None:
-        """What is wrong with a checkpoint, on all ranks: sizes first, then contents, each rank its share of bytes."""
-        found = ranks.run_on_all(lambda: manifest.read(folder), lead=True)[0]
-        if found is None or isinstance(found, str):
-            return found
-        _, files = found
+        """Return the fault of a checkpoint on all ranks, or None. Checks sizes, then hashes, split over ranks by bytes."""
+        contents = ranks.run_on_all(lambda: manifest.read(folder), lead=True)[0]
+        if contents is None or isinstance(contents, str):
+            return contents
+        _, files = contents
         sizes = {name: entry.bytes for name, entry in files.items()}
-        mine = manifest.split_by_size(sizes, torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        local_names = manifest.split_by_size(sizes, torch.distributed.get_world_size())[torch.distributed.get_rank()]
         for fault in (manifest.check_sizes, manifest.check_hashes):
-            faults = ranks.run_on_all(lambda fault=fault: fault(folder, files, mine))  # type: ignore[misc]
-            if worst := next((text for text in faults if text), None):
-                return worst
+            faults = ranks.run_on_all(lambda fault=fault: fault(folder, files, local_names))  # type: ignore[misc]
+            if first_fault := next((text for text in faults if text), None):
+                return first_fault
         host = ranks.run_on_all(lambda: manifest.host_state(folder), lead=True)[0]
         return host if isinstance(host, str) else None
 
@@ -445,11 +451,11 @@ def _merge_files(parts: Sequence[Mapping[str, Entry] | None]) -> dict[str, Entry
 
 
 def _list_unhashed(folder: Path, reported: Mapping[str, Entry]) -> dict[str, int]:
-    """Sizes of the files that nobody has hashed. Raises OSError where rank 0 does not see what others wrote."""
+    """Return the sizes of files that nobody has hashed. Raises OSError if rank 0 does not see what others wrote."""
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     for name, entry in reported.items():
         if name not in sizes:
-            sizes[name] = (folder / name).stat().st_size  # a listing of a network's file system may be old
+            sizes[name] = (folder / name).stat().st_size  # a directory listing on a network file system may be stale
         if sizes[name] != entry.bytes:
             raise OSError(f"{name} has {sizes[name]} bytes on rank 0's disk, and {entry.bytes} were written")
     return {name: size for name, size in sizes.items() if name not in reported}

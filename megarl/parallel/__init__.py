@@ -1,4 +1,4 @@
-"""Ranks, groups and the device: what hardware there is, who runs where, and how values travel between ranks.
+"""Ranks, groups and devices: the hardware, the placement of roles, and communication between ranks.
 
-Only `device.py` asks whether there is a GPU. `ranks.py` initialises torch.distributed and Megatron's groups.
+Only `device.py` checks for a GPU. `ranks.py` initializes torch.distributed and Megatron's groups.
 """

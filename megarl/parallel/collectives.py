@@ -1,4 +1,4 @@
-"""A gather of shares of any sizes, in which what travels has the size of what is said."""
+"""All-gather of shares of any size, in which the traffic is proportional to the sizes of the shares."""
 
 from __future__ import annotations
 
@@ -7,72 +7,79 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-_MAX_RING_RANKS = 8  # ranks up to which gloo's ring is as quick
-_TAG = 7  # of messages of `bruck_all_gather`, beside others of the group
+_MAX_RING_RANKS = 8  # up to this many ranks, gloo's ring is as fast
+_TAG = 7  # of messages of `bruck_all_gather`, distinct from others of the group
 _INLINE_BYTES = 504  # bytes of a share that travel with its size
-_MAX_PADDED_BYTES = 1 << 20  # bytes of all shares up to which they are padded, whatever their sizes are
+_MAX_PADDED_BYTES = 1 << 20  # up to this many bytes in total, shares are always padded
 
 
 def ragged_all_gather(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> list[torch.Tensor]:
-    """Every rank's [n] uint8, by rank, of any n. patience: seconds that a message may take.
+    """Return every rank's [n] uint8, by rank; n may differ between ranks. patience: timeout per message in seconds.
 
-    What is small travels with its size, at once. Of the rest shares of much the same size go round in one call that
-    pads all to the largest; else each goes by itself: padding would cost every rank the largest times their number.
+    Small shares travel with their sizes in one round. Larger shares of similar size go in a single padded collective;
+    otherwise each is broadcast, since padding would cost every rank the largest size times the number of ranks.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    first = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
-    first[:8].view(torch.int64)[0] = len(mine)
-    first[8 : 8 + len(mine)] = mine[:_INLINE_BYTES]
-    firsts = all_gather_small(first, group, patience)
-    sizes = firsts[:, :8].contiguous().view(torch.int64).view(-1).tolist()
+    header = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
+    header[:8].view(torch.int64)[0] = len(mine)
+    header[8 : 8 + len(mine)] = mine[:_INLINE_BYTES]
+    headers = all_gather_small(header, group, patience)
+    sizes = headers[:, :8].contiguous().view(torch.int64).view(-1).tolist()
     largest = max(sizes)
     if largest <= _INLINE_BYTES:
-        return [share[8 : 8 + size] for share, size in zip(firsts, sizes, strict=True)]
+        return [share[8 : 8 + size] for share, size in zip(headers, sizes, strict=True)]
     if world * largest <= max(_MAX_PADDED_BYTES, 2 * sum(sizes)):
         padded = torch.zeros(largest, dtype=torch.uint8)
         padded[: len(mine)] = mine
         shares = torch.empty(world, largest, dtype=torch.uint8)
         dist.all_gather_into_tensor(shares.view(-1), padded, group=group)
         return [share[:size] for share, size in zip(shares, sizes, strict=True)]
-    found, works = [], []
-    for source, (share, size) in enumerate(zip(firsts, sizes, strict=True)):
+    shares_by_rank, requests = [], []
+    for source, (share, size) in enumerate(zip(headers, sizes, strict=True)):
         if size <= _INLINE_BYTES:
-            found.append(share[8 : 8 + size])
+            shares_by_rank.append(share[8 : 8 + size])
             continue
-        found.append(mine if source == rank else torch.empty(size, dtype=torch.uint8))
-        works.append(dist.broadcast(found[-1], group_src=source, group=group, async_op=True))
-    for work in works:
+        shares_by_rank.append(mine if source == rank else torch.empty(size, dtype=torch.uint8))
+        requests.append(dist.broadcast(shares_by_rank[-1], group_src=source, group=group, async_op=True))
+    for work in requests:
         work.wait()
-    return found
+    return shares_by_rank
 
 
 def all_gather_small(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> torch.Tensor:
-    """Every rank's [n], [world, n] by rank, of the same n on all, which is small."""
+    """Return [world, n] by rank, from every rank's small [n] of equal n."""
     world = dist.get_world_size(group)
     if world > _MAX_RING_RANKS:
         return bruck_all_gather(mine, group, patience)
-    every = mine.new_empty(world, len(mine))
-    dist.all_gather_into_tensor(every.view(-1), mine, group=group)
-    return every
+    gathered = mine.new_empty(world, len(mine))
+    dist.all_gather_into_tensor(gathered.view(-1), mine, group=group)
+    return gathered
 
 
 def bruck_all_gather(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> torch.Tensor:
-    """As `around`, in so many rounds that doubling reaches the world: in each of them a rank sends what it has to one,
-    and is sent as much by another (Bruck et al., "Efficient algorithms for all-to-all communications in multiport
-    message-passing systems", IEEE TPDS 8(11), 1997). Gloo's own goes round a ring, which takes the time of a message
-    for each rank of the world."""
+    """Like `all_gather_small`, in log2(world) rounds: in each, a rank sends what it has to one rank and receives from
+    another.
+
+    Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS
+    8(11), 1997. Gloo's all-gather goes round a ring, which takes the time of one message per rank of the world.
+    """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    every = mine.new_empty(world, len(mine))  # row i is that of the i-th rank after this one
-    every[0] = mine
-    have, limit = 1, timedelta(seconds=patience)
-    while have < world:
-        more = min(have, world - have)
-        works = [
-            dist.isend(every[:more].view(-1), group=group, group_dst=(rank - have) % world, tag=_TAG),
-            dist.irecv(every[have : have + more].view(-1), group=group, group_src=(rank + have) % world, tag=_TAG),
+    gathered = mine.new_empty(world, len(mine))  # row i comes from the i-th rank after this one
+    gathered[0] = mine
+    num_rows, limit = 1, timedelta(seconds=patience)
+    while num_rows < world:
+        num_new = min(num_rows, world - num_rows)
+        requests = [
+            dist.isend(gathered[:num_new].view(-1), group=group, group_dst=(rank - num_rows) % world, tag=_TAG),
+            dist.irecv(
+                gathered[num_rows : num_rows + num_new].view(-1),
+                group=group,
+                group_src=(rank + num_rows) % world,
+                tag=_TAG,
+            ),
         ]
-        for work in works:
-            assert work is not None  # of a rank that is in the group
+        for work in requests:
+            assert work is not None  # only None outside of the group
             work.wait(limit)
-        have += more
-    return every.roll(rank, 0)
+        num_rows += num_new
+    return gathered.roll(rank, 0)

@@ -1,8 +1,8 @@
-"""Context parallelism: which tokens of a packed micro-batch each rank has, and how all come together again.
+"""Context parallelism: the split of a packed micro-batch over ranks, and the gather that reverses it.
 
-Each sequence, padded to a multiple of 2 cp tokens, is cut in 2 cp equal parts, of which rank r has part r and part
-2 cp - 1 - r, in this order: under a causal mask every rank then has the same work (arXiv:2407.21783, section 3.3.2;
-Megatron-Core and Transformer Engine expect it). The split is made here and nowhere else.
+Each sequence, padded to a multiple of 2 cp tokens, is cut into 2 cp equal parts; rank r has the parts r and 2 cp - 1 -
+r, in this order. Under a causal mask every rank then has the same work (arXiv:2407.21783, section 3.3.2; Megatron-Core
+and Transformer Engine expect this split). The split is made only here.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import torch.distributed as dist
 
 
 def zigzag(cu_seqlens: torch.Tensor, cp: int) -> torch.Tensor:
-    """[cp, P / cp] int64: where in the packed micro-batch of P tokens the tokens of each rank are.
+    """Return [cp, P / cp] int64: the positions of each rank's tokens in the packed micro-batch of P tokens.
 
-    cu_seqlens: [N + 1], where each padded sequence starts; lengths are multiples of 2 cp, of 1 where cp is 1.
+    cu_seqlens: [N + 1], starts of the padded sequences; lengths are multiples of 2 cp, or of 1 if cp is 1.
     """
     if cp == 1:
         return torch.arange(int(cu_seqlens[-1]))[None]
-    ranks: list[list[torch.Tensor]] = [[] for _ in range(cp)]
+    chunks_by_rank: list[list[torch.Tensor]] = [[] for _ in range(cp)]
     for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
         parts = torch.arange(start, stop).chunk(2 * cp)
-        for rank, mine in enumerate(ranks):
-            mine += [parts[rank], parts[2 * cp - 1 - rank]] if stop > start else []
-    return torch.stack([torch.cat(mine) for mine in ranks])
+        for rank, chunks in enumerate(chunks_by_rank):
+            chunks += [parts[rank], parts[2 * cp - 1 - rank]] if stop > start else []
+    return torch.stack([torch.cat(chunks) for chunks in chunks_by_rank])
 
 
 def gather_context(
     local: torch.Tensor, places: torch.Tensor, group: dist.ProcessGroup, same_gradient: bool
 ) -> torch.Tensor:
-    """[P / cp, ...] of each rank -> [P, ...] in the order of the micro-batch, on every rank.
+    """Gather [P / cp, ...] of each rank to [P, ...] in the order of the micro-batch, on every rank. Differentiable.
 
-    places: what `zigzag` returned. same_gradient: whether the gradient that comes back is the same on every rank, as
-    where each goes on to compute the same loss; otherwise it is this rank's summand, and they are added up.
+    places: the result of `zigzag`. same_gradient: the incoming gradient is the same on every rank, since each computes
+    the same loss; otherwise it is this rank's summand, and gradients are all-reduced.
     """
     if len(places) == 1:
         return local

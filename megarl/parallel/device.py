@@ -1,4 +1,4 @@
-"""The device seam: the only place that asks whether this machine has a GPU. Everything else asks here."""
+"""Device abstraction: the only module that checks for a GPU. All others ask it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.cuda.nvtx
 import torch.cuda.profiler
 
-_HAS_CUDA = torch.cuda.is_available()  # asked once, before anything stands in for torch.cuda
+_HAS_CUDA = torch.cuda.is_available()  # checked once, before torch.cuda is patched
 
 
 def has_cuda() -> bool:
@@ -18,25 +18,25 @@ def has_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Return the device of this rank."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _HAS_CUDA else torch.device("cpu")
 
 
 def host() -> torch.device:
-    """Where what leaves the device goes."""
+    """Return the host device, for tensors that leave the device."""
     return torch.device("cpu")
 
 
 def gpu_names() -> list[str]:
-    """The GPUs of this machine with their memory; none where there is none."""
+    """Return the GPUs of this machine with their memory; empty without a GPU."""
     if not _HAS_CUDA:
         return []
-    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return [f"{one.name} ({one.total_memory / 1e9:.0f} GB)" for one in found]
+    properties = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [f"{gpu.name} ({gpu.total_memory / 1e9:.0f} GB)" for gpu in properties]
 
 
 def backend() -> str:
-    """torch.distributed backend; with CUDA, host tensors still travel by gloo."""
+    """Return the torch.distributed backend; with CUDA, host tensors still use gloo."""
     return "cpu:gloo,cuda:nccl" if _HAS_CUDA else "gloo"
 
 
@@ -47,9 +47,11 @@ def set_device() -> None:
 
 
 def synchronize(tensor: torch.Tensor, whole: bool = False) -> None:
-    """Return when what this thread has had done so far where the tensor is, is done: before another process looks, for
-    it has a queue of its own. whole: what anything in this process has had done there. At once for a tensor of the
-    host's. Errors of what was queued are raised here."""
+    """Wait for queued work on the tensor's device, before another process, which has its own queues, reads its memory.
+
+    Waits for this thread's current stream, or with `whole` for all streams of this process. Returns at once for a host
+    tensor. Raises errors of the queued work.
+    """
     if tensor.is_cuda and whole:
         torch.cuda.synchronize(tensor.device)
     elif tensor.is_cuda:
@@ -57,42 +59,46 @@ def synchronize(tensor: torch.Tensor, whole: bool = False) -> None:
 
 
 def empty_cache() -> None:
-    """Give freed memory back, so that other processes on the device can have it."""
+    """Release cached device memory to other processes."""
     if _HAS_CUDA:
         torch.cuda.empty_cache()
 
 
 def reserve(size: int) -> None:
-    """Take so many bytes in one piece and leave them to whoever asks next. Raises what torch raises where there are not
-    as many: torch.OutOfMemoryError, or a RuntimeError of the host's allocator."""
+    """Allocate and free `size` bytes in one piece, as a check that they are available.
+
+    Raises torch.OutOfMemoryError, or a RuntimeError of the host's allocator.
+    """
     torch.empty(size, dtype=torch.uint8, device=device())
 
 
 def peak_memory_bytes() -> int:
-    """Most memory this process has used: on the device, or resident on the host where there is none."""
+    """Return this process's peak memory in bytes: on the device, or resident on the host without a GPU."""
     if _HAS_CUDA:
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gpu_name() -> str:
-    """What CUDA calls this rank's device; empty where there is none."""
+    """Return CUDA's name of this rank's device; empty without a GPU."""
     return torch.cuda.get_device_name(device()) if _HAS_CUDA else ""
 
 
 def gpu_load() -> tuple[float, int] | None:
-    """The share of the last moments in which the device was at work, and how many of its bytes are taken, by NVML; None
-    where there is no device, or nobody who knows. Never raises."""
+    """Return the device's recent utilization (0 to 1) and its used bytes, by NVML. Never raises.
+
+    None without a GPU or if NVML cannot be queried.
+    """
     if not _HAS_CUDA:
         return None
     try:
         return torch.cuda.utilization(device()) / 100, int(torch.cuda.device_memory_used(device()))
-    except Exception:  # noqa: BLE001  no pynvml, no rights, a driver of another version: a figure less
+    except Exception:  # noqa: BLE001  no pynvml, no permission, driver mismatch: omit the metric
         return None
 
 
 def profiler_start() -> None:
-    """cudaProfilerStart, from where on `nsys profile -c cudaProfilerApi` records."""
+    """Call cudaProfilerStart, which starts recording under `nsys profile -c cudaProfilerApi`."""
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
 
@@ -103,5 +109,5 @@ def profiler_stop() -> None:
 
 
 def profiler_range(name: str) -> AbstractContextManager[None]:
-    """An NVTX range of this thread."""
+    """Return an NVTX range of this thread."""
     return torch.cuda.nvtx.range(name)

@@ -1,11 +1,11 @@
-"""Values of the host as bytes, for other ranks: plain data, in which nothing is ever called when it is read.
+"""Encode host values as bytes for other ranks: plain data that executes no code when it is read.
 
-A value is None, bool, number, text, bytes, path, date, dtype, array, tensor (then on the host), or a list, tuple, set,
-mapping, dataclass or NamedTuple of such. Of classes their names are sent. Read are those of this package, and of other
-modules those that the reader has imported already, as dataclasses or NamedTuples whose fields are set, without a call
-of `__init__`. What occurs more than once in a value is sent once, as an array that all samples of a prompt share.
+A value is None, bool, number, text, bytes, path, date, dtype, array, tensor (decoded on the host), or a list, tuple,
+set, mapping, dataclass or NamedTuple of such. Classes are sent by name. The reader accepts classes of this package and
+of modules that it has already imported, and only dataclasses or NamedTuples, whose fields it sets without calling
+`__init__`. An object that occurs more than once, such as an array shared by all samples of a prompt, is sent once.
 
-    length of the tree in 8 bytes, the tree as JSON, the arrays' bytes one after another
+    size of the tree (8 bytes), the tree as JSON, the bytes of all arrays
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 _MAX_DEPTH = 200
-"""Levels of a value at most."""
+"""Maximum nesting depth of a value."""
 _MIN_ARRAY_LENGTH = 32
-"""Numbers in a list from which on they travel as an array."""
+"""Lists of at least this many numbers are sent as arrays."""
 _SCALARS = (bool, int, float, str, type(None))
 _TO_BUILTIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
-"""Of a subclass, the value without it."""
+"""Convert an instance of a subclass to its builtin base."""
 _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "decimal": (Decimal, str, Decimal),
     "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
@@ -41,18 +41,18 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 
 
 class EncodingError(ValueError):
-    """A value that is no plain data, or bytes that are none."""
+    """The value is not plain data, or the bytes are not an encoded value."""
 
 
 def encode(value: Any) -> bytes:
-    """Raises EncodingError, which names the type that cannot be sent."""
+    """Encode a value. Raises EncodingError, which names a type that cannot be sent."""
     writer = _Encoder()
     tree = json.dumps(writer.tree(value, 0), separators=(",", ":")).encode()
     return b"".join([len(tree).to_bytes(8, "little"), tree, *writer.parts])
 
 
 def decode(content: bytes | memoryview) -> Any:
-    """Raises EncodingError for what `encode` has not written."""
+    """Decode a value. Raises EncodingError for bytes that `encode` has not written."""
     view = memoryview(content).cast("B")
     size = int.from_bytes(view[:8], "little")
     try:
@@ -62,12 +62,12 @@ def decode(content: bytes | memoryview) -> Any:
 
 
 class _Encoder:
-    """A JSON tree: scalars stand for themselves, a list for a list; all else is {"kind": ...}."""
+    """Builds a JSON tree: scalars and lists stand for themselves, everything else is {"kind": ...}."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self._object_ids: dict[int, int] = {}
-        self._alive: list[Any] = []  # else an id might be another's
+        self._alive: list[Any] = []  # prevents the reuse of ids
 
     def tree(self, value: Any, depth: int) -> Any:
         if type(value) in _SCALARS:
@@ -79,11 +79,11 @@ class _Encoder:
         if type(value) in (tuple, set, frozenset):
             return {type(value).__name__: self._list(list(value), depth)}
         if type(value) is Counter:
-            return {"counter": [self.tree([key, one], depth + 1) for key, one in value.items()]}
+            return {"counter": [self.tree([key, item], depth + 1) for key, item in value.items()]}
         if isinstance(value, Mapping):
             if all(type(key) is str for key in value):
-                return {"dict": {key: self.tree(one, depth + 1) for key, one in value.items()}}
-            return {"pairs": [self.tree([key, one], depth + 1) for key, one in value.items()]}
+                return {"dict": {key: self.tree(item, depth + 1) for key, item in value.items()}}
+            return {"pairs": [self.tree([key, item], depth + 1) for key, item in value.items()]}
         if isinstance(value, (str, int, float)) and not isinstance(value, np.generic):  # such as an enumeration's
             plain = next(read for kind, read in _TO_BUILTIN.items() if isinstance(value, kind))
             return plain(value)
@@ -102,7 +102,7 @@ class _Encoder:
                 return {"numbers": [code, len(values)]}
             except OverflowError:
                 pass
-        return [self.tree(one, depth + 1) for one in values]
+        return [self.tree(item, depth + 1) for item in values]
 
     def _encode_object(self, value: Any, depth: int) -> Any:
         if isinstance(value, (bytes, bytearray)):
@@ -120,7 +120,7 @@ class _Encoder:
             return {"scalar": value.dtype.str}
         if isinstance(value, PurePath):
             return {"path": str(value)}
-        for name, (exact, write, _) in _TEXTS.items():  # what a column of a data set may have
+        for name, (exact, write, _) in _TEXTS.items():  # such as cells of data set columns
             if type(value) is exact:
                 return {"text": [name, write(value)]}
         if isinstance(value, torch.dtype):
@@ -130,7 +130,7 @@ class _Encoder:
             names = [field.name for field in dataclasses.fields(value)]
             return {"object": [_class_name(kind), {name: self.tree(getattr(value, name), depth + 1) for name in names}]}
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            return {"named": [_class_name(kind), [self.tree(one, depth + 1) for one in value]]}
+            return {"named": [_class_name(kind), [self.tree(item, depth + 1) for item in value]]}
         raise EncodingError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: only plain values, arrays and "
             "dataclasses of them can"
@@ -148,13 +148,13 @@ class _Decoder:
         if depth > 2 * _MAX_DEPTH:
             raise EncodingError("too many levels")
         if type(tree) is list:
-            return [self.value(one, depth + 1) for one in tree]
+            return [self.value(item, depth + 1) for item in tree]
         ((kind, what),) = tree.items()
         if kind in ("tuple", "set", "frozenset"):
             values = self.value(what, depth + 1)
             return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](values)
         if kind == "dict":
-            return {key: self.value(one, depth + 1) for key, one in what.items()}
+            return {key: self.value(item, depth + 1) for key, item in what.items()}
         if kind in ("pairs", "counter"):
             pairs = dict(self.value(pair, depth + 1) for pair in what)
             return Counter(pairs) if kind == "counter" else pairs
@@ -165,9 +165,9 @@ class _Decoder:
             return numbers.tolist()
         if kind == "again":
             return self._known[what]
-        found = self._decode_object(kind, what, depth)
-        self._known.append(found)
-        return found
+        decoded = self._decode_object(kind, what, depth)
+        self._known.append(decoded)
+        return decoded
 
     def _read_bytes(self, size: int) -> memoryview:
         if not 0 <= size <= len(self._data) - self._offset:
@@ -186,9 +186,9 @@ class _Decoder:
         if kind == "array":
             dtype, shape = np.dtype(what[0]), tuple(map(int, what[1]))
             data = self._read_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-            found = np.frombuffer(bytearray(data), dtype).reshape(shape)
-            found.flags.writeable = what[2]
-            return found
+            decoded = np.frombuffer(bytearray(data), dtype).reshape(shape)
+            decoded.flags.writeable = what[2]
+            return decoded
         if kind == "scalar":
             return np.frombuffer(self._read_bytes(np.dtype(what).itemsize), np.dtype(what))[0]
         if kind == "path":
@@ -201,16 +201,16 @@ class _Decoder:
             named = _find_class(what[0])
             if not (issubclass(named, tuple) and hasattr(named, "_fields")):
                 raise EncodingError(f"{what[0]} is no NamedTuple")
-            return tuple.__new__(named, [self.value(one, depth + 1) for one in what[1]])
+            return tuple.__new__(named, [self.value(item, depth + 1) for item in what[1]])
         if kind == "object":
-            made = _find_class(what[0])
-            names = {field.name for field in dataclasses.fields(made)}
+            cls = _find_class(what[0])
+            names = {field.name for field in dataclasses.fields(cls)}
             if names != set(what[1]):
                 raise EncodingError(f"not the fields of {what[0]}")
-            found = object.__new__(made)
-            for name, one in what[1].items():
-                object.__setattr__(found, name, self.value(one, depth + 1))
-            return found
+            decoded = object.__new__(cls)
+            for name, item in what[1].items():
+                object.__setattr__(decoded, name, self.value(item, depth + 1))
+            return decoded
         raise EncodingError(f"no kind of value: {kind}")
 
 
@@ -219,20 +219,20 @@ def _class_name(kind: type) -> str:
 
 
 def _find_class(name: str) -> Any:
-    """The dataclass or NamedTuple with this name. No module is imported for it but those of this package."""
+    """Return the dataclass or NamedTuple of this name. Imports no modules but those of this package."""
     module, _, path = name.partition(":")
     if module not in sys.modules and module.split(".")[0] == __name__.split(".")[0]:
         importlib.import_module(module)
-    found: Any = sys.modules[module]
+    target: Any = sys.modules[module]
     for part in path.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, type):
+        target = getattr(target, part)
+    if not isinstance(target, type):
         raise EncodingError(f"{name} is no class")
-    return found
+    return target
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise EncodingError(f"{name} is no dtype")
-    return found
+    return dtype

@@ -1,7 +1,7 @@
-"""Copy device tensors to host memory: page-locked where there is a GPU, so that copies run at full speed.
+"""Copy device tensors to host memory: pinned if there is a GPU, so that copies run at full speed.
 
-torch allocates page-locked memory in powers of two (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF is unlimited
-by default), so 33 GB would take 64 GB. Here one allocation of exactly the needed size holds all tensors.
+torch rounds pinned allocations up to powers of two (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF is unlimited
+by default), so 33 GB would take 64 GB. Here pieces of power-of-two sizes add up to the needed size.
 
 `StagingBuffer` is the host memory into which a rank copies its part of a checkpoint while training continues.
 """
@@ -15,11 +15,11 @@ import torch
 from megarl.parallel import device
 
 MIN_PIECE_BYTES = 1 << 20
-"""Bytes of the smallest piece, below which it makes no difference."""
+"""Size of the smallest piece in bytes; the rounding below it is negligible."""
 
 
 class HostCopy:
-    """Room for `size` bytes, taken once."""
+    """A host buffer of `size` bytes, allocated once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,35 +28,35 @@ class HostCopy:
         ]
 
     def copy_from(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Copy what is in these; returns when it is here. They have no more than `size` bytes together."""
-        for there, here in self._pair_slices(storages):
-            here.copy_(there)
+        """Copy the storages into the buffer, synchronously. Their total size must be at most `size` bytes."""
+        for source, target in self._pair_slices(storages):
+            target.copy_(source)
 
     def copy_back(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Copy it to where it was: storages of the same sizes in the same order."""
-        for there, here in self._pair_slices(storages):
-            there.copy_(here)
+        """Copy the buffer back to storages of the same sizes in the same order."""
+        for target, source in self._pair_slices(storages):
+            target.copy_(source)
 
     def _pair_slices(self, storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         pieces = iter(self.pieces)
-        room = torch.empty(0, dtype=torch.uint8)
+        free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
-            left = as_bytes(storage)
-            while len(left):
-                if not len(room):
-                    room = next(pieces)
-                count = min(len(left), len(room))
-                yield left[:count], room[:count]
-                left, room = left[count:], room[count:]
+            remaining = as_bytes(storage)
+            while len(remaining):
+                if not len(free):
+                    free = next(pieces)
+                count = min(len(remaining), len(free))
+                yield remaining[:count], free[:count]
+                remaining, free = remaining[count:], free[count:]
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[bytes] uint8 on the same memory."""
+    """View a storage as [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _piece_sizes(size: int) -> Iterator[int]:
-    """Powers of two that have so much room together and less than `LEAST` more."""
+    """Yield powers of two whose sum exceeds `size` by less than `MIN_PIECE_BYTES`."""
     while size > 0:
         piece = max(MIN_PIECE_BYTES, 1 << (size.bit_length() - 1))
         yield piece
@@ -64,12 +64,14 @@ def _piece_sizes(size: int) -> Iterator[int]:
 
 
 ALIGNMENT = 64
-"""Bytes at whose multiples a copy begins."""
+"""Alignment of each copy in bytes."""
 
 
 class StagingBuffer:
-    """One piece of memory, of what the copies take. It is kept from save to save, since to take pages anew costs more
-    than to copy into them; copies are good until the next ones are made."""
+    """One host allocation for all copies of a save, reused from save to save.
+
+    New pages cost more than the copy into them. Copies are valid until the next call.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -79,13 +81,13 @@ class StagingBuffer:
         return self._memory.nbytes
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies on the host, each a tensor that has its memory for itself, as far as torch is told."""
+        """Return copies on the host. torch sees each as a tensor with a storage of its own."""
         starts, size = [], 0
         for tensor in tensors:
             starts.append(size)
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if size != self.nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before there is another
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._memory = torch.empty(size, dtype=torch.uint8, device=device.host())
         memory = self._memory.numpy()
         return [

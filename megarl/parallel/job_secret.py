@@ -1,12 +1,12 @@
-"""The secret of a job, by which its ranks know what one of them has said, whichever way it comes.
+"""The secret of a job, with which its ranks authenticate each other's messages over any transport.
 
-Nobody asks who connects to torch's TCP store or to gloo's ports. So what ranks say to each other there carries a
-keyed hash, and what does not carry the right one is refused before anything is made of it: `seal` and `unseal`. What
-torch, Megatron-Core and SGLang pickle themselves goes through `SealedPickle`, the rest is plain data (`encoding.py`).
+torch's TCP store and gloo's ports accept connections from anyone. Messages between ranks therefore carry a keyed hash
+(`seal`, `unseal`), and content without the right hash is rejected before it is interpreted. What torch, Megatron-Core
+and SGLang pickle themselves goes through `SealedPickle`; everything else is plain data (`encoding.py`).
 
-A launcher makes a secret for each start of its ranks and hands it to them in the environment. Launchers of several
-nodes, and ranks that are started by something else, take MEGARL_SECRET of their environment, or else the one that this
-user has in `~/.local/state/megarl/secret`, mode 0600, made when it is first needed. It is in no store and no log.
+A launcher generates a secret for each start of its ranks and passes it in the environment. Launchers of several nodes,
+and ranks started by other means, take MEGARL_SECRET from their environment, or else the user's secret in
+`~/.local/state/megarl/secret`, mode 0600, created on first use. The secret is never written to a store or a log.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SECRET_ENV = "MEGARL_SECRET"
 _DIGEST_BYTES = 32
 _MIN_LENGTH = 16
 _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED")
-"""Variables that all ranks of one start of a job share, and no other start: so a message of it is good for no other."""
+"""Variables that are equal for all ranks of one start of a job and differ between starts, to prevent replay."""
 
 
 class ForgedError(RuntimeError):
-    """Something does not come from a rank of this job."""
+    """Received content does not come from a rank of this job."""
 
 
 def generate_secret() -> str:
@@ -39,13 +39,16 @@ def generate_secret() -> str:
 
 
 def seal(content: bytes, purpose: str, key: bytes | None = None) -> bytes:
-    """The content behind its keyed hash. purpose: what it is, such as a key of a store, so that it cannot be put in
-    another's place. key: default that of this job."""
+    """Prepend a keyed hash to the content.
+
+    purpose: what the content is, such as a key of a store, so that it cannot be used in another place. key: default the
+    job's key.
+    """
     return _digest(content, purpose, key or job_key()) + content
 
 
 def unseal(sealed: bytes | bytearray | memoryview, purpose: str, key: bytes | None = None) -> memoryview:
-    """What was sealed for this purpose. Raises ForgedError where nobody with the key has."""
+    """Return the content that was sealed for this purpose. Raises ForgedError if the hash does not match."""
     view = memoryview(sealed)
     content = view[_DIGEST_BYTES:]
     if len(view) < _DIGEST_BYTES or not hmac.compare_digest(
@@ -68,19 +71,19 @@ def _digest(content: bytes | memoryview, purpose: str, key: bytes) -> bytes:
 
 @functools.cache
 def job_key() -> bytes:
-    """The key of this process's job, 32 bytes."""
-    place = "\n".join(f"{name}={os.environ.get(name, '')}" for name in _JOB_VARIABLES)
+    """Return the key of this process's job, 32 bytes."""
+    job_id = "\n".join(f"{name}={os.environ.get(name, '')}" for name in _JOB_VARIABLES)
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    return hashlib.blake2b(place.encode(), key=_base_key(is_alone), digest_size=32).digest()
+    return hashlib.blake2b(job_id.encode(), key=_base_key(is_alone), digest_size=32).digest()
 
 
 def engine_secret(index: int) -> str:
-    """The secret of an engine's processes, on whichever nodes they are."""
+    """Return the secret of an engine's processes, equal on all nodes."""
     return hashlib.blake2b(f"engine {index}".encode(), key=job_key(), digest_size=32).hexdigest()
 
 
 def launcher_key() -> bytes:
-    """The key of the launchers of one job's nodes, 32 bytes."""
+    """Return the key shared by the launchers of one job's nodes, 32 bytes."""
     return hashlib.blake2b(b"launchers", key=_base_key(is_alone=False), digest_size=32).digest()
 
 
@@ -97,25 +100,25 @@ def _user_key() -> bytes:
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not file.exists():
-            fresh = file.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            temporary = file.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
                 stream.write(generate_secret())
             with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(fresh, file)
-            fresh.unlink()
-        about, text = file.stat(), file.read_text()
+                os.link(temporary, file)
+            temporary.unlink()
+        status, text = file.stat(), file.read_text()
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read or written ({error.strerror}): set {SECRET_ENV} to the same random text on all nodes"
+            f"{file} cannot be read or written ({error.strerror}): set {SECRET_ENV} to the same random text on all "
+            "nodes"
         ) from None
-    if about.st_uid != os.getuid() or about.st_mode & 0o077 or len(text) < _MIN_LENGTH:
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or len(text) < _MIN_LENGTH:
         raise ConfigError(f"{file} can be read by others, or is not yours: remove it, and a new one is made")
     return bytes.fromhex(text) if len(text) == 64 else hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
 class SealedPickle:
-    """Stands in for the module `pickle` where another library sends what it pickles over a network. What nobody with
-    the job's key has pickled is never unpickled."""
+    """Stand-in for `pickle` in libraries that send pickles over a network. Unpickles only authenticated data."""
 
     def __init__(self, purpose: str, key: bytes | None = None) -> None:
         self._purpose, self._key = purpose, key
@@ -130,11 +133,11 @@ class SealedPickle:
         return pickle.loads(unseal(sealed, self._purpose, self._key))
 
     def pickler(self, file: Any) -> _SealedPickler:
-        """As pickle.Pickler."""
+        """Like pickle.Pickler."""
         return _SealedPickler(self, file)
 
     def unpickler(self, file: Any) -> _SealedUnpickler:
-        """As pickle.Unpickler."""
+        """Like pickle.Unpickler."""
         return _SealedUnpickler(self, file)
 
 
@@ -155,8 +158,10 @@ class _SealedUnpickler:
 
 
 def seal_object_collectives(key: bytes | None = None) -> None:
-    """From here on torch's collectives of objects in this process (`all_gather_object` and the like), which
-    Megatron-Core, distributed checkpoints and SGLang use, refuse what no rank with the key has said."""
+    """Authenticate torch's object collectives in this process (`all_gather_object` and the like).
+
+    Megatron-Core, distributed checkpoints and SGLang use them.
+    """
     import torch.distributed as dist
 
     pickles = SealedPickle("a collective of objects", key)

@@ -1,4 +1,4 @@
-"""Counters and notes that all ranks of the job see, in the store by which they have met."""
+"""Counters and values shared by all ranks of the job, in its torch store."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from megarl.parallel.job_secret import ForgedError, seal, unseal
 from megarl.parallel.ranks import add_to_counter
 
 _CHUNK_BYTES = 4 << 20
-"""Of a note at once: torch's store takes 8 MiB."""
+"""Size of one chunk of a value: torch's store takes up to 8 MiB."""
 _MAX_CHUNKS = 1024
 
 
 class KVStore:
-    """Counters and notes that all ranks of the job see; as `rollout.group_queue.Board`."""
+    """Counters and values shared by all ranks of the job; implements `rollout.group_queue.SharedStore`."""
 
     def add(self, name: str, more: int) -> int:
         return add_to_counter(name, more)
 
     def put(self, name: str, note: Any) -> None:
         store, content = dist.distributed_c10d._get_default_store(), seal(encode(note), name)
-        parts = range(0, len(content), _CHUNK_BYTES)
-        for number, first in enumerate(parts):
-            store.set(f"{name}/{number}", content[first : first + _CHUNK_BYTES])  # type: ignore[arg-type]  # str, it says
-        store.set(name, str(len(parts)))
+        offsets = range(0, len(content), _CHUNK_BYTES)
+        for number, offset in enumerate(offsets):
+            store.set(f"{name}/{number}", content[offset : offset + _CHUNK_BYTES])  # type: ignore[arg-type]  # str, it says
+        store.set(name, str(len(offsets)))
 
     def get(self, name: str) -> Any:
-        """What was put there by this name, which is removed. Raises ForgedError for what no rank has put there."""
+        """Remove and return a value. Raises ForgedError if no rank of the job has put it."""
         store = dist.distributed_c10d._get_default_store()
         count = int(store.get(name))
         if not 0 < count <= _MAX_CHUNKS:

@@ -1,4 +1,4 @@
-"""What a rank says as it ends of an error of its own, for those that will only see that they have lost it."""
+"""Share the cause of a rank's failure with ranks that only see its connection close."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ _KEY = "megarl/last words"
 
 
 def exchange_root_cause(error: BaseException, kind: Literal["stopped", "ended", "mistake", "fault", "lost"]) -> str:
-    """Leave word of a mistake or a fault, of which the first in the job stays; where this rank has `lost` another, what
-    was said so, empty where nothing was: that rank was killed, or does not answer."""
-    with suppress(RuntimeError):  # the store may be gone, too
+    """Publish a mistake or fault; the first one in the job stays. If this rank has `lost` a peer, return that cause.
+
+    Returns an empty string if no cause was published: the lost rank was killed or does not answer.
+    """
+    with suppress(RuntimeError):  # the store may be unreachable, too
         store = dist.distributed_c10d._get_default_store()
         if kind in ("mistake", "fault"):
             text = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"

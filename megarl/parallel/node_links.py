@@ -1,9 +1,9 @@
-"""The ranks on this machine: found by opening each other's memory, and spoken to over sockets that carry descriptors.
+"""Links between the ranks on one machine: Unix sockets that carry file descriptors.
 
-Who is on the same machine is not asked of names, which two machines may share and containers change: each rank tries
-to reach every other over a Unix socket and reads, in memory that it is handed there, a secret that it knows from the
-group. A socket without a name in the file system has nothing to clean up, and closes when its process ends, however it
-does. To be handed a descriptor takes neither a common process namespace nor a right to look into the other process.
+Host names cannot tell which ranks share a machine: two machines may share a name, and containers change it. Instead,
+each rank tries to reach every other over a Unix socket and to read, from memory passed over it, a secret that it knows
+from the group. Abstract sockets leave no file behind and close however their process ends. Receiving a descriptor needs
+neither a common PID namespace nor permission to inspect the other process.
 """
 
 from __future__ import annotations
@@ -23,45 +23,49 @@ from typing import Any
 from megarl.parallel import shared_memory
 
 _SECRET_BYTES = 16
-_MAX_MESSAGE_BYTES = 1 << 16  # bytes of one letter
-_MAX_DESCRIPTORS = 250  # descriptors in one letter; the kernel takes 253
-_CONNECT_TIMEOUT_S = 10.0  # for a socket of this machine to answer, when ranks look for each other
+_MAX_MESSAGE_BYTES = 1 << 16  # bytes of one message
+_MAX_DESCRIPTORS = 250  # descriptors in one message; the kernel's limit is 253
+_CONNECT_TIMEOUT_S = 10.0  # for sockets of this machine to answer during discovery
 
 Gather = Callable[[Any], list[Any]]
 
 
 class NodeLinks:
-    """Sockets to the other ranks on this machine. `machines`: the ranks of each machine, ascending, of all ranks."""
+    """Sockets to the other ranks on this machine. machines: the ranks of each machine of the group, ascending."""
 
     def __init__(self, rank: int, gather: Gather, may_share: Callable[[int], bool]) -> None:
-        """Collective over the ranks of `gather`, which brings every rank's value to all; with those for which
-        `may_share` is false no sharing is tried."""
+        """Discover the ranks on this machine. Collective over the ranks of `gather`, which all-gathers a value.
+
+        Ranks for which `may_share` is false are not tried.
+        """
         self.sockets: dict[int, socket.socket] = {}
         secret, name = secrets.token_bytes(_SECRET_BYTES), b"\0megarl" + secrets.token_bytes(_SECRET_BYTES)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(name)
             listener.listen(4096)
-            known = gather((name, secret))
-            called = self._connect(rank, known, may_share)
-            calling = [other for other, theirs in enumerate(gather(sorted(called))) if rank in theirs]
-            self._accept(listener, rank, known, calling)
-            for other in called:
+            peers = gather((name, secret))
+            connected = self._connect(rank, peers, may_share)
+            calling = [
+                other for other, peers_of_other in enumerate(gather(sorted(connected))) if rank in peers_of_other
+            ]
+            self._accept(listener, rank, peers, calling)
+            for other in connected:
                 try:
-                    proved = _has_secret(_receive(self.sockets[other])[1], known[other][1])
+                    is_verified = _has_secret(_receive(self.sockets[other])[1], peers[other][1])
                 except OSError:
-                    proved = False
-                if not proved:
+                    is_verified = False
+                if not is_verified:
                     self._disconnect(other)
         self.machines = _group_by_machine(gather(sorted([rank, *self.sockets])))
-        mine = next(members for members in self.machines if rank in members)
-        for other in set(self.sockets) - set(mine):
+        local_members = next(members for members in self.machines if rank in members)
+        for other in set(self.sockets) - set(local_members):
             self._disconnect(other)
         for connection in self.sockets.values():
-            connection.setblocking(False)  # two threads use it, each with a patience of its own
+            connection.setblocking(False)  # two threads use it, each with its own timeout
 
     def _connect(self, rank: int, known: Sequence[tuple[bytes, bytes]], may_share: Callable[[int], bool]) -> list[int]:
-        """Connect to those of lower rank that are to be reached, and hand each the memory with our secret."""
-        for other, (name, theirs) in enumerate(known[:rank]):
+        """Connect to lower ranks that can be reached, and pass each the memory with our secret."""
+        for other, (name, peer_secret) in enumerate(known[:rank]):
             if not may_share(other):
                 continue
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -69,7 +73,7 @@ class NodeLinks:
             try:
                 connection.connect(name)
                 self.sockets[other] = connection
-                self._send_secret(other, struct.pack("<q", rank) + theirs, known[rank][1])
+                self._send_secret(other, struct.pack("<q", rank) + peer_secret, known[rank][1])
             except OSError:
                 self.sockets.pop(other, connection).close()
         return list(self.sockets)
@@ -77,7 +81,7 @@ class NodeLinks:
     def _accept(
         self, listener: socket.socket, rank: int, known: Sequence[tuple[bytes, bytes]], calling: Sequence[int]
     ) -> None:
-        """Take in the ranks of `calling`, who have connected, and nobody else."""
+        """Accept connections of the ranks in `calling`, and of nobody else."""
         listener.settimeout(_CONNECT_TIMEOUT_S)
         missing = set(calling)
         while missing:
@@ -90,10 +94,10 @@ class NodeLinks:
                 continue
             connection.settimeout(_CONNECT_TIMEOUT_S)
             try:
-                said, descriptors = _receive(connection)
+                content, descriptors = _receive(connection)
             except OSError:
-                said, descriptors = b"", []
-            other = struct.unpack("<q", said[:8])[0] if said[8:] == known[rank][1] else -1
+                content, descriptors = b"", []
+            other = struct.unpack("<q", content[:8])[0] if content[8:] == known[rank][1] else -1
             if other in missing and _has_secret(descriptors, known[other][1]):
                 missing.remove(other)
                 self.sockets[other] = connection
@@ -113,39 +117,40 @@ class NodeLinks:
         self.sockets.pop(other).close()
 
     def send(self, other: int, letter: Any, descriptors: Sequence[int], patience_s: float) -> None:
-        """Hand a neighbour a small value that JSON can hold, and memory. Returns at once, unless hundreds of letters
-        lie there unread."""
-        said, until = json.dumps(letter).encode(), time.monotonic() + patience_s
+        """Send a neighbor a small JSON value and memory descriptors. Blocks only if hundreds of messages lie unread."""
+        content, deadline = json.dumps(letter).encode(), time.monotonic() + patience_s
         while True:
             try:
-                socket.send_fds(self.sockets[other], [said], descriptors)
+                socket.send_fds(self.sockets[other], [content], descriptors)
                 return
             except BlockingIOError:
-                self._wait(other, select.POLLOUT, until, f"rank {other} has read nothing for {patience_s:.0f} s")
+                self._wait(other, select.POLLOUT, deadline, f"rank {other} has read nothing for {patience_s:.0f} s")
             except OSError as error:
-                if error.errno != errno.ETOOMANYREFS or time.monotonic() > until:
+                if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
                     raise ConnectionError(f"rank {other} is gone: {error.strerror}") from None
-                time.sleep(0.001)  # as many descriptors as this process may have open are on their way
+                time.sleep(0.001)  # ETOOMANYREFS: too many descriptors of this process are in flight
 
     def receive(self, other: int, patience_s: float) -> tuple[Any, list[int]] | None:
-        """The next value of a neighbour and descriptors of its memory; whoever asks closes them. With patience 0: None
-        where there is nothing."""
-        until = time.monotonic() + patience_s
+        """Return a neighbor's next message and its descriptors, which the caller closes.
+
+        With a patience of 0, returns None if there is no message.
+        """
+        deadline = time.monotonic() + patience_s
         while True:
             try:
-                said, descriptors, _, _ = socket.recv_fds(
+                content, descriptors, _, _ = socket.recv_fds(
                     self.sockets[other], _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                 )
                 break
             except BlockingIOError:
                 if not patience_s:
                     return None
-                self._wait(other, select.POLLIN, until, f"rank {other} has sent nothing for {patience_s:.0f} s")
+                self._wait(other, select.POLLIN, deadline, f"rank {other} has sent nothing for {patience_s:.0f} s")
             except OSError as error:
                 raise ConnectionError(f"rank {other} is gone: {error.strerror}") from None
-        if not said:
+        if not content:
             raise ConnectionError(f"rank {other} is gone: it has closed its socket")
-        return json.loads(said), descriptors
+        return json.loads(content), descriptors
 
     def _wait(self, other: int, event: int, until: float, problem: str) -> None:
         poll = select.poll()
@@ -164,14 +169,14 @@ def close_descriptors(descriptors: Sequence[int]) -> None:
 
 
 def _is_same_user(connection: socket.socket) -> bool:
-    """Whether a process of this user has connected; another's would be waited for."""
+    """Return whether a process of this user has connected; others' messages would be waited for."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(user == os.getuid())
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """What lies in a socket. Not socket.recv_fds, which in Python 3.11 leaves out the flags that it is given."""
+    """Read one message. socket.recv_fds of Python 3.11 ignores its flags, so it cannot be used."""
     said, ancillary, _, _ = connection.recvmsg(
         _MAX_MESSAGE_BYTES, socket.CMSG_SPACE(4 * _MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
     )
@@ -182,7 +187,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _has_secret(descriptors: Sequence[int], secret: bytes) -> bool:
-    """Whether the one memory that was handed over, which is closed, has a secret in it."""
+    """Return whether the single passed memory holds the secret, and close it."""
     try:
         return len(descriptors) == 1 and bytes(shared_memory.attach(descriptors[0]).numpy()) == secret
     except OSError:
@@ -192,7 +197,7 @@ def _has_secret(descriptors: Sequence[int], secret: bytes) -> bool:
 
 
 def _group_by_machine(reached: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Machines: ranks that have all reached exactly each other; a rank of which that is not true is alone."""
+    """Group ranks that have all reached exactly each other; any other rank is a machine of its own."""
     machines = []
     for rank, others in enumerate(reached):
         if all(list(reached[other]) == list(others) for other in others):

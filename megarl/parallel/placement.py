@@ -1,7 +1,7 @@
-"""Which ranks of the job each role is on, and whether its layout divides them. Pure: no process is asked.
+"""Which ranks each role runs on, and checks of its layout. Pure: no process is asked.
 
-`parallel.world_size` is of the job. A role's own world is the number of its ranks: `role_parallel` has it as
-world_size, with the sizes of `parallel`, which are the actor's, or those of `critic.parallel`.
+`parallel.world_size` counts the job's ranks. A role's world is the number of its ranks: `role_parallel` returns a
+layout with that as world_size, and the sizes of `parallel` (the actor's) or of the role's own layout.
 """
 
 from __future__ import annotations
@@ -24,37 +24,36 @@ REMEDY = "write ranks as 0-3 or 0,2,5-6, or all, or cpu"
 
 @dataclass(frozen=True)
 class Placement:
-    """Of each role that is placed: its ranks, ascending; none for one that is on the hosts' processors."""
+    """Parsed `placement`: the ranks of each placed role, ascending; empty for a role on the host CPUs."""
 
     world: int
     role_ranks: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def parse(cls, placement: Mapping[str, Any], world: int) -> Placement:
-        """Of the configuration's texts. Raises ConfigError for one that cannot be read, or a rank that is not there."""
+        """Parse the configuration's values. Raises ConfigError for unreadable values and ranks out of range."""
         return cls(world, {role: _parse_ranks(role, value, world) for role, value in placement.items()})
 
     def ranks_of(self, role: str) -> tuple[int, ...]:
-        """A role's ranks. One that is not placed is where the actor is, but the engines are on all ranks, as is the
-        actor itself."""
+        """Return a role's ranks. By default actor and engines are on all ranks, other roles on the actor's."""
         if role in self.role_ranks:
             return self.role_ranks[role]
         return tuple(range(self.world)) if role in ("actor", "rollout") else self.ranks_of("actor")
 
     @property
     def is_colocated(self) -> bool:
-        """Whether each role that is placed is on all ranks, or on none."""
+        """Whether each placed role is on all ranks or on none."""
         return all(len(ranks) in (0, self.world) for ranks in self.role_ranks.values())
 
     def describe(self, roles: Iterable[str]) -> str:
-        """`0-3: actor, reference; 4-7: critic; all: rollout; cpu: reward`, each set of ranks with its roles."""
-        found: dict[str, list[str]] = {}
+        """Format each set of ranks with its roles: `0-3: actor, reference; 4-7: critic; all: rollout; cpu: reward`."""
+        roles_by_ranks: dict[str, list[str]] = {}
         for role in roles:
-            found.setdefault(self.format_ranks(role), []).append(role)
-        return "; ".join(f"{ranks}: {', '.join(names)}" for ranks, names in found.items())
+            roles_by_ranks.setdefault(self.format_ranks(role), []).append(role)
+        return "; ".join(f"{ranks}: {', '.join(names)}" for ranks, names in roles_by_ranks.items())
 
     def format_ranks(self, role: str) -> str:
-        """A role's ranks as the configuration would have them."""
+        """Format a role's ranks as in the configuration."""
         ranks = self.ranks_of(role)
         if len(ranks) in (0, self.world):
             return ALL if ranks else CPU
@@ -62,7 +61,7 @@ class Placement:
 
 
 def format_ranges(ranks: Sequence[int]) -> str:
-    """Ascending numbers as runs: 0,2,5-6."""
+    """Format ascending ranks as ranges: 0,2,5-6."""
     firsts = [rank for rank in ranks if rank - 1 not in ranks]
     lasts = [rank for rank in ranks if rank + 1 not in ranks]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
@@ -75,12 +74,12 @@ def _parse_ranks(role: str, value: Any, world: int) -> tuple[int, ...]:
         return tuple(range(world)) if text == ALL else ()
     if not text:
         raise ConfigError(f"{key} names no ranks: {REMEDY}, or leave the role out")
-    found: set[int] = set()
+    ranks: set[int] = set()
     for part in text.split(","):
-        run = _RANGE.fullmatch(part)
-        if run is None:
+        match = _RANGE.fullmatch(part)
+        if match is None:
             raise ConfigError(f"{key} is no set of ranks, for {strict.short_repr(part)} in it is none: {REMEDY}")
-        first, last = int(run[1]), int(run[2] or run[1])
+        first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise ConfigError(f"{key}: the run {part} goes down; write {last}-{first}")
         if last >= world:
@@ -88,10 +87,10 @@ def _parse_ranks(role: str, value: Any, world: int) -> tuple[int, ...]:
                 f"{key} names rank {last}, but the job has the ranks 0 to {world - 1}: name others, or raise "
                 f"parallel.world_size={world}"
             )
-        if twice := found & set(range(first, last + 1)):
-            raise ConfigError(f"{key} names rank {min(twice)} twice; once will do")
-        found |= set(range(first, last + 1))
-    return tuple(sorted(found))
+        if repeated := ranks & set(range(first, last + 1)):
+            raise ConfigError(f"{key} names rank {min(repeated)} twice; once will do")
+        ranks |= set(range(first, last + 1))
+    return tuple(sorted(ranks))
 
 
 def placement_of(config: Config) -> Placement:
@@ -99,36 +98,36 @@ def placement_of(config: Config) -> Placement:
 
 
 def role_parallel(config: Config, role: str) -> ParallelConfig:
-    """The layout of a role's model, with the number of its ranks as world_size. Raises ConfigError."""
-    own = config.critic.parallel if role == "critic" else role_settings(config, role).parallel
+    """Return the layout of a role's model, with the number of its ranks as world_size. Raises ConfigError."""
+    overrides = config.critic.parallel if role == "critic" else role_settings(config, role).parallel
     key = layout_key(role)
     for name in ("world_size", "ranks_per_node"):
-        if name in own:
+        if name in overrides:
             raise ConfigError(f"{key}{name}: the {role}'s ranks are those of placement.{role}; leave it out")
-    tree = {**to_dict(config.parallel), **own, "world_size": len(placement_of(config).ranks_of(role))}
+    tree = {**to_dict(config.parallel), **overrides, "world_size": len(placement_of(config).ranks_of(role))}
     parallel: ParallelConfig = strict.build_dataclass(ParallelConfig, tree, key, root=Config)
     return parallel
 
 
 def layout_key(role: str) -> str:
-    """Before the keys of a layout of its own."""
+    """Return the prefix of the keys of a role's own layout."""
     return "critic.parallel." if role == "critic" else f"roles.{role}.parallel."
 
 
 def prefix_role_error(config: Config, role: str, error: ConfigError) -> ConfigError:
-    """The same of a role other than the actor, whose layout may be its own."""
-    own = role == "critic" or role_settings(config, role).parallel
-    said = str(error).replace("parallel.", layout_key(role)) if own else str(error)
-    return ConfigError(f"the {role}: {said}")
+    """Rewrite an error about a layout for a role other than the actor, which may have its own layout."""
+    has_layout = role == "critic" or role_settings(config, role).parallel
+    text = str(error).replace("parallel.", layout_key(role)) if has_layout else str(error)
+    return ConfigError(f"the {role}: {text}")
 
 
 def role_config(config: Config, role: str) -> Config:
-    """The configuration as a role's model sees it, which knows of no ranks but the role's."""
+    """Return the configuration as a role's model sees it, with the role's ranks as the whole job."""
     return dataclasses.replace(config, parallel=role_parallel(config, role), placement={})
 
 
 def engine_ranks(config: Config) -> list[tuple[int, ...]]:
-    """The ranks of each engine: `rollout.tp` of the rollout's at a time. A replay has none."""
+    """Return the ranks of each engine: consecutive groups of `rollout.tp`. A replay has no engines."""
     if config.rollout.replay:
         return []
     ranks, tp = placement_of(config).ranks_of("rollout"), config.rollout.tp
@@ -136,25 +135,26 @@ def engine_ranks(config: Config) -> list[tuple[int, ...]]:
 
 
 def describe_rank_roles(config: Config, roles: Iterable[str]) -> dict[int, str]:
-    """What each rank is there for, in words, where not all ranks have all roles; rewards only where they are placed."""
+    """Describe the roles of each rank in words if roles are on separate ranks. Rewards are listed only if placed."""
     placement = placement_of(config)
     if placement.is_colocated:
         return {}
-    there = {role: placement.ranks_of(role) for role in roles if role != "reward" or role in config.placement}
-    found = {rank: [role for role in there if rank in there[role]] for rank in range(placement.world)}
-    return {rank: ", ".join(names) or "no role" for rank, names in found.items()}
+    ranks_by_role = {role: placement.ranks_of(role) for role in roles if role != "reward" or role in config.placement}
+    roles_by_rank = {
+        rank: [role for role in ranks_by_role if rank in ranks_by_role[role]] for rank in range(placement.world)
+    }
+    return {rank: ", ".join(names) or "no role" for rank, names in roles_by_rank.items()}
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_placement(config: Config, roles: Collection[str], warnings: list[str]) -> None:
-    """Raise ConfigError where the roles of an algorithm cannot be where `placement` has them; `warnings` gets a line
-    where ranks are left over.
+    """Raise ConfigError if the roles of an algorithm cannot be placed as `placement` says; warn of unused ranks.
 
-    Roles are on the same ranks, or on others: one that shares some of its ranks only would have the rest of them wait
-    whenever the other is at work on those, and the memory of both would be needed on some ranks and lie idle on others.
-    Engines are one by one, and may be on all ranks, whoever is there.
+    Two roles must share all of their ranks or none. With partial overlap the remaining ranks would wait whenever the
+    other role computes, and some ranks would need memory for both while others lie idle. Engines are independent of
+    each other, so rollout may be on all ranks.
     """
     for role in config.placement:
         if role not in roles:
@@ -170,7 +170,8 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
             raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name some, or leave the role out")
     if "reference" in roles and placement.ranks_of("reference") != placement.ranks_of("actor"):
         raise ConfigError(
-            f"placement.reference={placement.format_ranks('reference')}, but the reference is the actor's model with its first "
+            f"placement.reference={placement.format_ranks('reference')}, but the reference is the actor's model "
+            "with its first "
             f"weights, and the actor is on {placement.format_ranks('actor')}: leave placement.reference out"
         )
     _check_overlaps(placement, roles)
@@ -188,25 +189,29 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
 def _check_overlaps(placement: Placement, roles: Collection[str]) -> None:
     for role in roles:
         for other in roles:
-            mine, theirs = set(placement.ranks_of(role)), set(placement.ranks_of(other))
+            ranks_a, ranks_b = set(placement.ranks_of(role)), set(placement.ranks_of(other))
             everywhere = "rollout" in (role, other) and len(placement.ranks_of("rollout")) == placement.world
-            if mine & theirs and mine != theirs and not everywhere:
+            if ranks_a & ranks_b and ranks_a != ranks_b and not everywhere:
                 raise ConfigError(
-                    f"placement has the {role} on {placement.format_ranks(role)} and the {other} on {placement.format_ranks(other)}, "
+                    f"placement has the {role} on {placement.format_ranks(role)} and the {other} on "
+                    f"{placement.format_ranks(other)}, "
                     "which share some ranks: put two roles on the same ranks, or on none that both have (rollout may "
                     "also be on all)"
                 )
 
 
 def _check_model(config: Config, placement: Placement, role: str) -> None:
-    own, whole = role_parallel(config, role), len(placement.ranks_of(role)) == placement.world
-    if config.train.ddp.get("nccl_ub") and not whole:
+    layout, is_on_all_ranks = role_parallel(config, role), len(placement.ranks_of(role)) == placement.world
+    if config.train.ddp.get("nccl_ub") and not is_on_all_ranks:
         raise ConfigError(
             f"train.ddp.nccl_ub: Megatron waits for all ranks of the job in it, but placement has the {role} on "
             f"{placement.format_ranks(role)} only; leave one of them out"
         )
     try:
-        check_layout(own, "" if whole else f"placement.{role}={placement.format_ranks(role)} ({own.world_size} ranks)")
+        check_layout(
+            layout,
+            "" if is_on_all_ranks else f"placement.{role}={placement.format_ranks(role)} ({layout.world_size} ranks)",
+        )
     except ConfigError as error:
         if role in ("actor", "reward_model"):
             raise
@@ -214,8 +219,8 @@ def _check_model(config: Config, placement: Placement, role: str) -> None:
 
 
 def check_engine_ranks(config: Config) -> None:
-    """Raise ConfigError where the engines do not fit their ranks, or those their nodes."""
-    placement, tp, here = placement_of(config), config.rollout.tp, config.parallel.ranks_per_node
+    """Raise ConfigError if the engines do not fit their ranks or nodes."""
+    placement, tp, ranks_per_node = placement_of(config), config.rollout.tp, config.parallel.ranks_per_node
     ranks = placement.ranks_of("rollout")
     world = f"parallel.world_size={placement.world}"
     if (count := len(ranks)) < placement.world:
@@ -223,22 +228,27 @@ def check_engine_ranks(config: Config) -> None:
     if count % tp:
         fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise ConfigError(f"rollout.tp={tp} does not divide {world}; sizes that do: {fits}")
-    here = min(here, placement.world)
-    if here % tp and tp % here:
+    ranks_per_node = min(ranks_per_node, placement.world)
+    if ranks_per_node % tp and tp % ranks_per_node:
         raise ConfigError(
-            f"rollout.tp={tp} does not fit nodes of {here} ranks: an engine is part of a node, or whole nodes"
+            f"rollout.tp={tp} does not fit nodes of {ranks_per_node} ranks: an engine is part of a node, or whole nodes"
         )
     for engine in engine_ranks(config):
-        nodes_fit = engine[0] // here == engine[-1] // here or engine[0] % here == 0
+        nodes_fit = engine[0] // ranks_per_node == engine[-1] // ranks_per_node or engine[0] % ranks_per_node == 0
         if engine[-1] - engine[0] != tp - 1 or not nodes_fit:
             raise ConfigError(
-                f"placement.rollout={placement.format_ranks('rollout')} with rollout.tp={tp} makes an engine of the ranks "
-                f"{format_ranges(engine)}: it must be of neighbours in a node of {here} ranks, or of whole nodes"
+                f"placement.rollout={placement.format_ranks('rollout')} with rollout.tp={tp} makes an engine of the "
+                "ranks "
+                f"{format_ranges(engine)}: it must be of neighbours in a node of {ranks_per_node} ranks, or of "
+                "whole nodes"
             )
 
 
 def check_layout(parallel: ParallelConfig, world: str = "") -> None:
-    """Raise ConfigError where the layout does not divide the world; says what would. world: how it is called."""
+    """Raise ConfigError if the layout does not divide the world; the error suggests sizes that do.
+
+    world: description of the world in errors.
+    """
     strict.check_dataclass(parallel, "parallel.")
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     shown = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
@@ -261,7 +271,8 @@ def check_layout(parallel: ParallelConfig, world: str = "") -> None:
                     f"({stage}){beside}; possible: {', '.join(map(str, fits)) or 'none'}"
                 )
     if parallel.vpp > 1 and parallel.pp < 3:
-        # With two stages each is before and behind the other, and Megatron 0.16.1 mixes up what it sends both ways.
+        # With two stages, each precedes and follows the other, and Megatron 0.16.1 confuses messages in both
+        # directions.
         raise ConfigError(
             f"parallel.vpp={parallel.vpp} needs at least 3 pipeline stages, not parallel.pp={parallel.pp}"
         )

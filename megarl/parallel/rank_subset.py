@@ -1,7 +1,7 @@
-"""Megatron-Core on some of a job's ranks, which it takes for all of them.
+"""Run Megatron-Core on a subset of a job's ranks, which it takes for the whole job.
 
-What it asks of all ranks is answered for the members of a layout alone: while its groups are made, and in the few
-places that talk over torch's default group. Everything else of it talks over its own groups.
+Queries about all ranks are answered for the members of a layout: while Megatron creates its groups, and in the few
+places that use torch's default group. Everywhere else Megatron uses its own groups.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 @contextmanager
 def use_member_groups(members: Sequence[int]) -> Iterator[None]:
-    """Within the block `initialize_model_parallel` makes groups of `members`, numbers of the job's ranks, ascending.
+    """Make `initialize_model_parallel` create groups of `members` (job ranks, ascending) within the block.
 
-    Megatron counts from 0 to what the world's size is said to be, and every list of ranks that it makes comes from its
-    generator; here the generator's numbers are places among the members. Run by all ranks of the job, also by those
-    that are no members, which then are in none of the groups: making one is collective over all.
+    Megatron numbers ranks from 0 to the reported world size, and its RankGenerator produces all rank lists; here its
+    numbers are indices of the members. All ranks of the job must enter, because creating a group is collective over the
+    job; ranks outside are in none of the groups.
     """
     from megatron.core import parallel_state
 
@@ -33,7 +33,7 @@ def use_member_groups(members: Sequence[int]) -> Iterator[None]:
         return len(members) if group is None else world_size(group)
 
     parallel_state.RankGenerator = AmongMembers
-    dist.get_world_size = size  # of the package, which Megatron asks; torch's own modules do not
+    dist.get_world_size = size  # Megatron calls the package's function; torch's own modules do not
     try:
         yield
     finally:
@@ -42,20 +42,26 @@ def use_member_groups(members: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def use_member_world() -> Iterator[None]:
-    """Within the block torch's default group is that of the members of the layout that Megatron is in, in which ranks
-    count from 0. For what talks over no group of its own: distributed checkpoints, and the sorts of parameters that an
-    optimizer has. Groups that know the job's numbers must not be used in it.
+    """Make the members of Megatron's current layout torch's default group within the block, with ranks from 0.
+
+    For code without a group of its own: distributed checkpoints, and the optimizer's parameter groups. Groups with job
+    rank numbers must not be used within the block.
     """
     from megatron.core import parallel_state
 
-    own = parallel_state.get_intra_distributed_optimizer_instance_group()  # of which Megatron has one here
-    if own.size() == dist.get_world_size():
+    member_group = (
+        parallel_state.get_intra_distributed_optimizer_instance_group()
+    )  # Megatron has a single instance here
+    if member_group.size() == dist.get_world_size():
         yield
         return
-    numbers = dist.distributed_c10d._world.pg_group_ranks
-    before = dist.GroupMember.WORLD, numbers[own]
-    dist.GroupMember.WORLD, numbers[own] = own, {rank: rank for rank in range(own.size())}
+    group_ranks = dist.distributed_c10d._world.pg_group_ranks
+    previous = dist.GroupMember.WORLD, group_ranks[member_group]
+    dist.GroupMember.WORLD, group_ranks[member_group] = (
+        member_group,
+        {rank: rank for rank in range(member_group.size())},
+    )
     try:
         yield
     finally:
-        dist.GroupMember.WORLD, numbers[own] = before
+        dist.GroupMember.WORLD, group_ranks[member_group] = previous

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """This rank among all ranks of the job, and on its machine."""
+    """This rank's position in the job and on its machine."""
 
     rank: int
     world: int
@@ -35,13 +35,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's coordinates in a layout. Dense parameters are cut by tp, routed experts dealt out by ep and cut by
-    etp. A layout is of some ranks of the job, its members, which are those of a role: `job.rank` is this rank's number
-    among all, `role_rank` among the members."""
+    """This rank's coordinates in a layout.
+
+    tp shards dense parameters; ep distributes routed experts and etp shards them. A layout spans the ranks of one role,
+    its members: `job.rank` numbers this rank within the job, `role_rank` within the members.
+    """
 
     job: Job
     members: tuple[int, ...]
-    """The job's numbers of the ranks in this layout, ascending."""
+    """Job ranks of this layout, ascending."""
     tp: int
     tp_rank: int
     pp: int
@@ -58,7 +60,7 @@ class Ranks:
 
     @property
     def role_rank(self) -> int:
-        """This rank's number among the members."""
+        """This rank's index among the members."""
         return self.members.index(self.job.rank)
 
     @property
@@ -67,65 +69,66 @@ class Ranks:
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """A gloo group of the members, for host values."""
+        """Gloo group of the members, for values on the host."""
         return _hosts[self.members]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What a layout is, apart from its ranks."""
+        """The sizes that identify a layout, apart from its members."""
         return self.tp, self.cp, self.pp, self.vpp, self.ep, self.etp
 
     def tp_size_and_rank(self, expert: bool) -> tuple[int, int]:
-        """In how many parts a routed expert's parameter, or another, is cut, and which of them this rank has."""
+        """Return the number of tp shards of a parameter (of a routed expert or not), and this rank's shard index."""
         return (self.etp, self.etp_rank) if expert else (self.tp, self.tp_rank)
 
 
 _host_group: dist.ProcessGroup | None = None
 _timeout_s = 1800.0
 _hosts: dict[tuple[int, ...], Any] = {}
-"""Gloo groups by their members, of each set of ranks that has a layout."""
+"""Gloo groups by members, one for each set of ranks that has a layout."""
 _layouts: dict[tuple[Any, ...], dict[str, Any]] = {}
-"""Megatron's groups of each layout, as the globals of its parallel_state, by its members and sizes."""
+"""Globals of Megatron's parallel_state by (members, sizes), one set per layout."""
 
 
 def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
-    """Join the job and build Megatron's groups over all of its ranks. Once per process."""
+    """Join the job and build Megatron's groups over all of its ranks. Call once per process."""
     check_layout(parallel)
     join(parallel.world_size, timeout_s)
     return create_layout(parallel, timeout_s)
 
 
 def join(world_size: int, timeout_s: float = 1800.0) -> Job:
-    """Join the process group that torchrun describes in the environment. Once per process; layouts come after.
+    """Join the process group that torchrun describes in the environment. Call once per process, before creating
+    layouts.
 
-    All ranks talk once before this returns: NCCL makes a group when it is first used, which must not be a push of
-    weights or a pipeline's exchange, in which not all of its ranks may take part.
+    All ranks communicate once before this returns: NCCL creates a communicator on first use, and a weight sync or a
+    pipeline exchange, in which not all ranks may take part, must not be the first.
     """
     global _host_group, _timeout_s
-    here = rendezvous.read_launch_env()
-    if here.world != world_size:
+    env = rendezvous.read_launch_env()
+    if env.world != world_size:
         raise ConfigError(
-            f"{here.world} ranks were started but parallel.world_size={world_size}: start as many, with "
+            f"{env.world} ranks were started but parallel.world_size={world_size}: start as many, with "
             f"torchrun --nproc-per-node {world_size}, or without torchrun by python -m megarl.train"
         )
     import megarl.megatron  # noqa: F401  fits Megatron-Core to a machine without GPU, so it comes first
 
     device.set_device()
     job_secret.seal_object_collectives()
-    if not here.is_launched:
+    if not env.is_launched:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
     timeout, _timeout_s = timedelta(seconds=timeout_s), timeout_s
-    # Not `device_id`, by which NCCL's groups are made at once: with it, torch 2.13 has the ranks outside of a gloo
-    # group take part in a split of NCCL's world that those in it know nothing of.
+    # Do not pass `device_id`, which creates NCCL communicators eagerly: torch 2.13 then makes ranks outside of a gloo
+    # group take part in a split of NCCL's world that the ranks inside do not join.
     dist.init_process_group(
         device.backend(),
-        store=rendezvous.connect_store(here, timeout),
-        rank=here.rank,
-        world_size=here.world,
+        store=rendezvous.connect_store(env, timeout),
+        rank=env.rank,
+        world_size=env.world,
         timeout=timeout,
     )
     warm_up_group()
-    _host_group = _hosts[tuple(range(here.world))] = dist.new_group(backend="gloo", timeout=timeout)
+    _host_group = _hosts[tuple(range(env.world))] = dist.new_group(backend="gloo", timeout=timeout)
     return _job()
 
 
@@ -135,7 +138,7 @@ def _job() -> Job:
 
 
 def warm_up_group(group: dist.ProcessGroup | None = None) -> None:
-    """All ranks of a group, or of the job, talk to each other once, on the device."""
+    """Run one collective over a group (default: the job) on the device, so that its communicator exists."""
     total = torch.ones(1, device=device.device())
     dist.all_reduce(total, group=group)
     if int(total) != dist.get_world_size(group):
@@ -143,7 +146,7 @@ def warm_up_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def is_first_report(text: str) -> bool | None:
-    """Whether this rank is the first of all to ask with this text; None where there is nobody to ask."""
+    """Return whether this rank is the first of the job to report this text; None if no store can be asked."""
     if not dist.is_initialized():
         return None
     try:
@@ -161,28 +164,33 @@ def create_layout(parallel: ParallelConfig, timeout_s: float, members: Sequence[
 def create_layout(
     parallel: ParallelConfig, timeout_s: float = 1800.0, members: Sequence[int] | None = None
 ) -> Ranks | None:
-    """This rank's coordinates in a layout of `members`, by default of all ranks of the job; None outside of them.
+    """Return this rank's coordinates in a layout of `members` (default: all ranks of the job), or None outside of it.
 
-    parallel: with the members' number as world_size. Its groups are made where nobody has asked for this layout yet.
-    Collective over all ranks of the job, also over those outside. Megatron goes on in the first layout that this rank
-    is in; `use_layout` changes to another.
+    parallel: its world_size is the number of members. Groups are created the first time that a layout is requested.
+    Collective over all ranks of the job, also over those outside. Megatron stays in the first layout that this rank is
+    in; `use_layout` switches to another.
     """
     from megatron.core import parallel_state, tensor_parallel
 
     check_layout(parallel)
-    job, chosen = _job(), tuple(range(dist.get_world_size()) if members is None else members)
-    if list(chosen) != sorted(set(chosen) & set(range(job.world))) or len(chosen) != parallel.world_size:
-        raise ConfigError(f"a layout of {parallel.world_size} of the job's {job.world} ranks cannot be on {chosen}")
+    job, member_ranks = _job(), tuple(range(dist.get_world_size()) if members is None else members)
+    if (
+        list(member_ranks) != sorted(set(member_ranks) & set(range(job.world)))
+        or len(member_ranks) != parallel.world_size
+    ):
+        raise ConfigError(
+            f"a layout of {parallel.world_size} of the job's {job.world} ranks cannot be on {member_ranks}"
+        )
     sizes = (parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp)
-    key, inside = (chosen, sizes), job.rank in chosen
-    if chosen not in _hosts:
-        _hosts[chosen] = new_host_group(chosen)
+    key, is_member = (member_ranks, sizes), job.rank in member_ranks
+    if member_ranks not in _hosts:
+        _hosts[member_ranks] = new_host_group(member_ranks)
     before = _group_globals(parallel_state)
     if not _layouts:
-        _layouts[()] = before  # of a Megatron that knows of no groups
+        _layouts[()] = before  # Megatron without groups
     vars(parallel_state).update(_layouts.get(key, _layouts[()]))
     if key not in _layouts:
-        with use_member_groups(chosen):
+        with use_member_groups(member_ranks):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tp,
                 pipeline_model_parallel_size=parallel.pp,
@@ -193,19 +201,21 @@ def create_layout(
                 distributed_timeout_minutes=max(1, int(timeout_s // 60)),
             )
         _layouts[key] = _group_globals(parallel_state)
-        _set_timeouts(list(dist.distributed_c10d._world.pg_map), timeout_s)  # Megatron makes some with torch's own
-        if inside and parallel.pp > 1:  # the others are for collectives of all their ranks
+        _set_timeouts(
+            list(dist.distributed_c10d._world.pg_map), timeout_s
+        )  # Megatron creates some with torch's default
+        if is_member and parallel.pp > 1:  # other groups only run collectives of all their ranks
             warm_up_group(parallel_state.get_pipeline_model_parallel_group())
-        if inside and not tensor_parallel.get_cuda_rng_tracker().get_states():
+        if is_member and not tensor_parallel.get_cuda_rng_tracker().get_states():
             tensor_parallel.model_parallel_cuda_manual_seed(1)
-    ranks = _coordinates(parallel_state, parallel, job, chosen) if inside else None
-    if not inside or before["_DATA_PARALLEL_GROUP"] is not None:
+    ranks = _coordinates(parallel_state, parallel, job, member_ranks) if is_member else None
+    if not is_member or before["_DATA_PARALLEL_GROUP"] is not None:
         vars(parallel_state).update(before)
     return ranks
 
 
 def _coordinates(parallel_state: Any, parallel: ParallelConfig, job: Job, members: tuple[int, ...]) -> Ranks:
-    """Of this rank in the layout that Megatron is in."""
+    """Return this rank's coordinates in Megatron's current layout."""
     return Ranks(
         job=job,
         members=members,
@@ -227,15 +237,15 @@ def _coordinates(parallel_state: Any, parallel: ParallelConfig, job: Job, member
 
 @contextmanager
 def use_layout(ranks: Ranks) -> Iterator[None]:
-    """Within the block Megatron works in the layout of `ranks`, which has its groups in module globals."""
+    """Switch Megatron, whose groups are module globals, to the layout of `ranks` within the block."""
     from megatron.core import parallel_state
 
-    before = _group_globals(parallel_state)
+    previous = _group_globals(parallel_state)
     vars(parallel_state).update(_layouts[ranks.members, ranks.sizes])
     try:
         yield
     finally:
-        vars(parallel_state).update(before)
+        vars(parallel_state).update(previous)
 
 
 def _group_globals(parallel_state: Any) -> dict[str, Any]:
@@ -244,24 +254,24 @@ def _group_globals(parallel_state: Any) -> dict[str, Any]:
 
 @contextmanager
 def with_timeout(seconds: float) -> Iterator[None]:
-    """Within the block collectives of all groups wait for their peers for so long, instead of `run.timeout_s`.
+    """Use this timeout instead of `run.timeout_s` for collectives of all groups within the block.
 
-    For work on the host that some ranks do while others wait: generating, loading, saving. A peer that dies is noticed
-    at once all the same, because its connections close; one that hangs is after `seconds`. Entered by all ranks alike;
-    a block within another ends with the other's patience.
+    For host work that some ranks do while others wait: generating, loading, saving. A dead peer is still noticed at
+    once, because its connections close; a hanging one after `seconds`. All ranks must enter together. The previous
+    timeout is restored at the end of the block, also of a nested one.
     """
     global _timeout_s
-    before, _timeout_s = _timeout_s, seconds
+    previous_s, _timeout_s = _timeout_s, seconds
     try:
         _set_timeouts(list(dist.distributed_c10d._world.pg_map), seconds)
         yield
     finally:
-        _timeout_s = before
-        _set_timeouts(list(dist.distributed_c10d._world.pg_map), before)
+        _timeout_s = previous_s
+        _set_timeouts(list(dist.distributed_c10d._world.pg_map), previous_s)
 
 
 def current_timeout() -> float:
-    """Seconds that a wait for another rank may take at the moment: `run.timeout_s`, or what `with_timeout` says."""
+    """Return the current timeout of waits for other ranks in seconds: `run.timeout_s`, or that of `with_timeout`."""
     return _timeout_s
 
 
@@ -271,68 +281,70 @@ def _set_timeouts(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
 
 
 def set_flag(name: str) -> None:
-    """Tell ranks that are busy, and in no collective meanwhile; they hear of it where they look, see `is_flag_set`."""
+    """Set a flag for ranks that are busy outside of collectives; they poll it with `is_flag_set`."""
     dist.distributed_c10d._get_default_store().set(name, "raised")
 
 
 def is_flag_set(name: str) -> bool:
-    """Whether some rank has raised the alarm of this name."""
+    """Return whether any rank has set the flag `name`."""
     return bool(dist.distributed_c10d._get_default_store().check([name]))
 
 
 def add_to_counter(name: str, more: int) -> int:
-    """What a counter of all ranks is with so many more, from 0 on; one step, whoever counts at the same time."""
+    """Add `more` to a counter shared by all ranks, which starts at 0, and return its new value. Atomic."""
     store = dist.distributed_c10d._get_default_store()
-    if not more:  # a store that is a file grows by what is written to it
+    if not more:  # a file store grows with every write
         return int(store.get(name)) if store.check([name]) else 0
     return int(store.add(name, more))
 
 
 def host_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks, for host values; raises where `initialize` has not run."""
+    """Return the gloo group of all ranks, for values on the host. Raises RuntimeError before `initialize`."""
     if _host_group is None:
         raise RuntimeError("megarl.parallel.ranks.initialize has not run")
     return _host_group
 
 
 def layout_group(members: tuple[int, ...]) -> dist.ProcessGroup:
-    """The gloo group of ranks that have a layout together."""
+    """Return the gloo group of the members of a layout."""
     group: dist.ProcessGroup = _hosts[members]
     return group
 
 
 def new_host_group(members: Iterable[int]) -> dist.ProcessGroup:
-    """A gloo group of some ranks; collective over all ranks."""
+    """Create a gloo group of some ranks. Collective over all ranks."""
     return dist.new_group(list(members), backend="gloo", timeout=timedelta(seconds=_timeout_s))
 
 
 def node_address() -> str:
-    """This machine's address as the others of the job see it: that of the interface towards MASTER_ADDR.
+    """Return this machine's address as the job's other ranks see it: that of the interface towards MASTER_ADDR.
 
-    Not the host name's, which may be that of another interface, or the same on two nodes. Raises ConfigError where it
-    is one of the public internet.
+    The host name may resolve to another interface, or to the same address on two nodes. Raises ConfigError for a public
+    address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # UDP: nothing is sent
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # UDP: sends nothing
         address = str(probe.getsockname()[0])
     rendezvous.check_private("this node's address towards MASTER_ADDR", address)
     return address
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has at the moment."""
+    """Return a port of this machine that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
-# What follows is said among all ranks of the job, or among those of `group`, a host group, which count from 0 in it.
+# The following collectives run over all ranks of the job, or over `group`, a host group with its own ranks from 0.
 
 
 @traced("wait")
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, by rank, on every rank: plain data of the host, see `encoding.py`. Raises ForgedError where
-    one does not come from a rank of this job."""
+    """Return every rank's value, by rank: plain data on the host, see `encoding.py`.
+
+    Raises ForgedError for a value that does not come from a rank of this job.
+    """
     group = group or host_group()
     data = _sealed(value, group.rank())
     shares = collectives.ragged_all_gather(data, group, _timeout_s)
@@ -340,7 +352,7 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
 
 
 def _sealed(value: Any, rank: int) -> torch.Tensor:
-    """[bytes] uint8."""
+    """Return the encoded and authenticated value as [bytes] uint8."""
     return torch.frombuffer(bytearray(job_secret.seal(encode(value), f"rank {rank}")), dtype=torch.uint8)
 
 
@@ -349,23 +361,25 @@ def _unsealed(data: torch.Tensor, rank: int) -> Any:
 
 
 def split_work(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """work(0), work(1), ... work(count - 1), each done by one of the job's ranks, on every rank. A ConfigError of any
-    of them is raised on all."""
-    rank, world, mine, problem = dist.get_rank(), dist.get_world_size(), [], None
+    """Compute work(0), ..., work(count - 1) distributed over the job's ranks and return all results on every rank.
+
+    A ConfigError on any rank is raised on all.
+    """
+    rank, world, results, problem = dist.get_rank(), dist.get_world_size(), [], None
     try:
         for number in range(rank, count, world):
-            mine.append(work(number))
+            results.append(work(number))
     except ConfigError as error:
         problem = (number, str(error))
-    everyone = all_gather_objects((mine, problem))
-    if problems := [found for _, found in everyone if found]:
+    outcomes = all_gather_objects((results, problem))
+    if problems := [failure for _, failure in outcomes if failure]:
         raise ConfigError(min(problems)[1])
-    return [everyone[number % world][0][number // world] for number in range(count)]
+    return [outcomes[number % world][0][number // world] for number in range(count)]
 
 
 @traced("wait")
 def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The source rank's value on every rank; as `all_gather_objects`."""
+    """Return the source rank's value on every rank. Takes the same values as `all_gather_objects`."""
     group = group or host_group()
     is_source = group.rank() == source
     data = _sealed(value, source) if is_source else torch.empty(0, dtype=torch.uint8)
@@ -378,9 +392,9 @@ def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | Non
 
 
 def run_on_all(work: Callable[[], T], lead: bool = False, group: dist.ProcessGroup | None = None) -> list[T | None]:
-    """What `work` returns on each rank, by rank, on every rank; with `lead` it is done on rank 0 alone.
+    """Run `work` on each rank, or with `lead` on rank 0 only, and return all results by rank on every rank.
 
-    An OSError or ConfigError on one rank is raised on all of them, as one of its kind: nobody is left waiting.
+    An OSError or ConfigError on one rank is raised on all of them, as the same kind, so that no rank is left waiting.
     """
     result: T | None = None
     error = "", ""
@@ -400,7 +414,7 @@ def run_on_all(work: Callable[[], T], lead: bool = False, group: dist.ProcessGro
 
 
 def is_lead(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether this is rank 0, which writes what is written once."""
+    """Return whether this is rank 0, which writes what is written once."""
     return (group or host_group()).rank() == 0
 
 
@@ -423,7 +437,7 @@ def shutdown() -> None:
 
 
 def create_role_layouts(config: Config, roles: Collection[str]) -> dict[str, Ranks | None]:
-    """This rank's place in the layout of each role with a model on Megatron. Collective over the job."""
+    """Return this rank's coordinates in the layout of each role with a model on Megatron. Collective over the job."""
     placement = placement_of(config)
     return {
         role: create_layout(role_parallel(config, role), config.run.timeout_s, placement.ranks_of(role))

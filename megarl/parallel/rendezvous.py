@@ -1,8 +1,8 @@
-"""How the ranks of a job find each other: the environment's variables, and the store in which they meet.
+"""Rendezvous of a job's ranks: environment variables of the launcher, and the torch store in which they meet.
 
-torch's TCPStore authenticates nobody and listens on all addresses of a machine. Whoever can write to one can make ranks
-talk to him. On one machine, ranks and engines therefore meet in a file that only this user can open. A store for
-several machines is bound to the address that others reach it by, and its values are sealed with the job's secret
+torch's TCPStore authenticates nobody and listens on all addresses of a machine, and whoever can write to it can make
+ranks connect to an attacker. Ranks and engines on one machine therefore meet in a file that only this user can open. A
+store for several machines is bound to the address at which others reach it, and its values carry a keyed hash
 (`job_secret.py`).
 """
 
@@ -26,92 +26,99 @@ from megarl.processes import memory_files
 from megarl.utils.addresses import is_public
 
 PUBLIC_NETWORK_ENV = "MEGARL_PUBLIC_NETWORK"
-"""Environment variable; 1 where ranks may meet at an address of the public internet, behind a firewall."""
+"""Environment variable; 1 allows ranks to meet at a public address, behind a firewall."""
 STORE_FOLDER_ENV = "MEGARL_STORE_FOLDER"
-"""Environment variable of the processes of an engine on one machine: the folder in which they keep their store."""
+"""Environment variable of a single-machine engine's processes: the folder of their file store."""
 _LISTEN_BACKLOG = 4096
-_rendezvous = importlib.import_module("torch.distributed.rendezvous")  # not the function of that name
+_rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the module, not the function of that name
 
 
 def open_listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens at this address of this machine, at a free port for 0. None where that cannot be had."""
+    """Return a socket that listens at this address (port 0: any free port), or None if it cannot be opened."""
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        candidates = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    for family, kind, protocol, _, place in found:
-        made = socket.socket(family, kind, protocol)
+    for family, kind, protocol, _, socket_address in candidates:
+        listener = socket.socket(family, kind, protocol)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(place)
-            made.listen(_LISTEN_BACKLOG)
-            return made
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(socket_address)
+            listener.listen(_LISTEN_BACKLOG)
+            return listener
         except OSError:
-            made.close()
+            listener.close()
     return None
 
 
 def serve_store(address: str, port: int, world: int | None, timeout: timedelta, wait: bool = True) -> dist.TCPStore:
-    """A store that this process keeps, at this address alone where that is one of this machine; at one that stands for
-    it, as behind a gateway, at all addresses."""
-    made = open_listener(address, port)
-    if made is None:
+    """Serve a store from this process.
+
+    It listens at `address` alone if that belongs to this machine; at all addresses if not, as behind a gateway.
+    """
+    listener = open_listener(address, port)
+    if listener is None:
         return dist.TCPStore(address, port, world, is_master=True, timeout=timeout, wait_for_workers=wait)
-    port = int(made.getsockname()[1])
+    port = int(listener.getsockname()[1])
     return dist.TCPStore(
-        address, port, world, is_master=True, timeout=timeout, wait_for_workers=wait, master_listen_fd=made.detach()
+        address, port, world, is_master=True, timeout=timeout, wait_for_workers=wait, master_listen_fd=listener.detach()
     )
 
 
 def bind_store_addresses() -> None:
-    """From here on whatever meets by `tcp://ADDRESS:PORT` in this process keeps its store at that address alone; where
-    STORE_FOLDER is set it has no port, but a file in that folder, which only this user may enter."""
+    """Patch torch so that stores for `tcp://ADDRESS:PORT` in this process listen at that address alone.
+
+    If STORE_FOLDER_ENV is set, a loopback store is a file in that folder, which only this user may enter, and has no
+    port.
+    """
     make: Callable[..., dist.Store] = vars(_rendezvous)["TCPStore"]
 
-    def near(*arguments: Any, **named: Any) -> dist.Store:
+    def create_store(*arguments: Any, **named: Any) -> dist.Store:
         folder = os.environ.get(STORE_FOLDER_ENV, "")
         if not arguments and named.get("host_name") in ("127.0.0.1", "localhost") and folder:
             file = dist.FileStore(str(Path(folder, f"store_{named['port']}")), -1)
             file.set_timeout(named["timeout"])
             return file
-        made = open_listener(named["host_name"], named["port"]) if named.get("is_master") and not arguments else None
-        return make(*arguments, **named, **({"master_listen_fd": made.detach()} if made is not None else {}))
+        listener = (
+            open_listener(named["host_name"], named["port"]) if named.get("is_master") and not arguments else None
+        )
+        return make(*arguments, **named, **({"master_listen_fd": listener.detach()} if listener is not None else {}))
 
-    vars(_rendezvous)["TCPStore"] = near
+    vars(_rendezvous)["TCPStore"] = create_store
 
 
 def check_private(name: str, address: str) -> None:
-    """Raise ConfigError where an address, which `name` has said, cannot be resolved, or is of the public internet."""
+    """Raise ConfigError if an address, which the setting `name` gave, cannot be resolved or is public."""
     try:
-        found = {str(read_launch_env[0]) for *_, read_launch_env in socket.getaddrinfo(address, None)}
+        addresses = {str(socket_address[0]) for *_, socket_address in socket.getaddrinfo(address, None)}
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"{name}={address} cannot be resolved ({getattr(error, 'strerror', None) or error}): it must be an "
             "address of the node of rank 0 that all nodes reach"
         ) from None
-    public = sorted(filter(is_public, found))
+    public = sorted(filter(is_public, addresses))
     if public and os.environ.get(PUBLIC_NETWORK_ENV) != "1":
         raise ConfigError(
             f"{name}={address} is {public[0]}, an address of the public internet, where ranks and engines would answer "
-            f"anybody: set {name} to one of the nodes' own network, or export {PUBLIC_NETWORK_ENV}=1 on all nodes, if a firewall "
+            f"anybody: set {name} to one of the nodes' own network, or export {PUBLIC_NETWORK_ENV}=1 on all nodes, "
+            "if a firewall "
             "keeps others out"
         )
 
 
 def use_loopback() -> None:
-    """Have gloo listen on the loopback. For ranks that are all on one machine."""
+    """Make gloo listen on the loopback interface. For ranks that are all on one machine."""
     if "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 STORE_FILE_ENV = "MEGARL_STORE"
-"""Environment variable with the path of the memory file (`processes/memory_files.py`) in which the ranks of a machine
-meet."""
+"""Environment variable: path of the memory file (`processes/memory_files.py`) in which the ranks of a machine meet."""
 
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """What a launcher says of this process in the environment; without one it is the only rank."""
+    """This process's rank as the launcher's environment gives it; without a launcher it is the only rank."""
 
     rank: int
     world: int
@@ -119,7 +126,7 @@ class LaunchEnv:
 
 
 def read_launch_env() -> LaunchEnv:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ConfigError where they make no sense."""
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ConfigError if they are inconsistent."""
     launched = "RANK" in os.environ
     if not launched and "WORLD_SIZE" not in os.environ:
         return LaunchEnv(0, 1, False)
@@ -147,22 +154,25 @@ def _read_int(name: str, remedy: str, least: int = 0, default: str = "") -> int:
 
 
 def connect_store(here: LaunchEnv, timeout: timedelta) -> dist.Store:
-    """Where ranks find each other. On one machine no port is needed for it, which others could connect to: one that is
-    alone keeps it to itself, and those of a launcher of ours have a file in memory."""
+    """Connect to the store in which the job's ranks meet.
+
+    On one machine no port is opened: a single rank has an in-process store, and ranks of our launcher share a memory
+    file.
+    """
     if here.world == 1:
         use_loopback()
-        alone = dist.HashStore()
-        alone.set_timeout(timeout)
-        return alone
+        store = dist.HashStore()
+        store.set_timeout(timeout)
+        return store
     if os.environ.get("LOCAL_WORLD_SIZE") == str(here.world):
         use_loopback()
     if STORE_FILE_ENV in os.environ:
         return _file_store(timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     check_private("MASTER_ADDR", address)
-    kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        if here.rank == 0 and not kept_by_torchrun:
+        if here.rank == 0 and not is_served_by_torchrun:
             return serve_store(address, port, here.world, timeout)
         return dist.TCPStore(address, port, here.world, is_master=False, timeout=timeout)
     except dist.DistNetworkError as error:
@@ -172,15 +182,13 @@ def connect_store(here: LaunchEnv, timeout: timedelta) -> dist.Store:
 
 
 def _file_store(timeout: timedelta) -> dist.FileStore:
-    file = dist.FileStore(
-        memory_files.resolve_path(os.environ[STORE_FILE_ENV]), -1
-    )  # -1: it does not count who uses it
+    file = dist.FileStore(memory_files.resolve_path(os.environ[STORE_FILE_ENV]), -1)  # -1: do not count users
     file.set_timeout(timeout)
     return file
 
 
 def open_store_connection() -> dist.Store:
-    """To the store that the ranks of the job have met in, for another thread: one connection is for one at a time."""
+    """Open another connection to the job's store, for another thread: a connection serves one thread at a time."""
     if STORE_FILE_ENV in os.environ:
         return _file_store(timedelta(seconds=30))
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -188,7 +196,7 @@ def open_store_connection() -> dist.Store:
 
 
 def check_rendezvous(nodes: int, node_rank: str, address: str, port: str) -> None:
-    """What a user says of where the nodes shall meet, on one of them. Raises ConfigError where they cannot."""
+    """Check a user's rendezvous settings on one node. Raises ConfigError if the nodes cannot meet there."""
     if not node_rank.isdecimal() or int(node_rank) >= nodes:
         raise ConfigError(f"NODE_RANK={node_rank} must be the number of this node, from 0 to NNODES - 1 = {nodes - 1}")
     if not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -209,8 +217,10 @@ def _port_in_use_error(port: int) -> ConfigError:
 
 @contextlib.contextmanager
 def serve_local_store() -> Iterator[dict[str, str]]:
-    """Within the block there is a store for ranks on this machine, and these variables tell them of it, and of a
-    secret of theirs. A launcher keeps it, as the rank that did might be the first to end."""
+    """Serve a store for ranks on this machine within the block; yields their environment variables, with a new secret.
+
+    The launcher keeps the store, since the rank that did might be the first to exit.
+    """
     file = memory_files.create("megarl-store")
     try:
         yield {

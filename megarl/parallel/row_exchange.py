@@ -1,15 +1,15 @@
 """Send rows of packed columns from the ranks that hold them to the ranks that need them.
 
-Within a machine, the rank that holds a row writes it once into memory that its readers map: no copy per reader, and a
-column that already lies in shared memory is not copied at all. To another machine each row is sent once, by gloo, to
-one of the ranks that need it, and its neighbours map the memory it arrives in. Where ranks of one machine cannot open
-each other's memory, each counts as a machine of its own.
+Within a machine, the rank that holds a row writes it once into memory that its readers map: no copy per reader, and no
+copy at all of a column that already lies in shared memory. To another machine each row is sent once, by gloo, to one of
+the ranks that need it, and its neighbors map the memory in which it arrives. If ranks of one machine cannot open each
+other's memory, each counts as a machine of its own.
 
-    post = Post()
-    delivery = post.deliver({"tokens": tokens}, {"tokens": (torch.int32, ())}, batch.lengths, batch.home, wants)
+    exchange = RowExchange()
+    delivery = exchange.deliver({"tokens": tokens}, {"tokens": (torch.int32, ())}, batch.lengths, batch.home, wants)
     rows = delivery.rows("tokens")  # waits; one [length] for each of wants[rank], in order
 
-Senders do not wait for readers. `WorldComm` is the group of all ranks of the job, for values of which each has a part.
+Senders do not wait for readers. `WorldComm` implements `types.Comm` for the group of all ranks of the job.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from megarl.parallel.job_secret import seal, unseal
 from megarl.parallel.row_exchange_plan import Block, ExchangePlan, Numbers, Part, RowSpec
 from megarl.parallel.wait_listeners import traced
 
-_NO_TIMEOUT = timedelta(days=365)  # of threads in the background: whoever needs what they do has a bound of its own
-_COPY_CHUNK_BYTES = 1 << 26  # bytes of a part of a column that are copied at once
-_FIRST_TAG = 7000  # of messages of a Post, so that they are told from those of other users of its group
+_NO_TIMEOUT = timedelta(days=365)  # of background threads: whoever needs their results has a timeout of its own
+_COPY_CHUNK_BYTES = 1 << 26  # bytes of a partial column that are copied at once
+_FIRST_TAG = 7000  # tags of RowExchange messages, distinct from those of other users of the group
 
 _LOCAL_ROWS, _FORWARDED_ROWS = (
     "held",
     "sent",
-)  # memory that a home has written; memory in which a rank has been sent something
+)  # memory written by a home; memory in which a rank has received rows
 
 
 class RowExchange:
-    """Made once per process, collectively over all ranks of `group` (default: the host group of all ranks).
+    """Row exchange over a group. Create it once per process, collectively over `group` (default: host group of all
+    ranks).
 
-    `per_machine`: pretend that each machine has so many ranks. All calls of `deliver` and `exchange_objects` are made
-    by all ranks of the group in the same order. Ranks are counted within the group.
+    per_machine: pretend that each machine has this many ranks. All ranks of the group must make all calls of `deliver`
+    and `exchange_objects` in the same order. Ranks are numbered within the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, per_machine: int | None = None) -> None:
@@ -79,64 +80,66 @@ class RowExchange:
         wants: Sequence[Sequence[int]],
         parts: Mapping[str, Sequence[Sequence[int] | None]] | None = None,
     ) -> Delivery:
-        """Send rows of `columns` to the ranks that want them; returns what will have come of it at this rank.
+        """Send rows of `columns` to the ranks that want them, and return the delivery from which this rank reads its
+        rows.
 
-        columns: each [T, *tail] on the CPU, the rows of this rank's sequences in ascending order of their numbers, not
-        written to afterwards. kinds: dtype and tail of each column, as on all ranks. lengths, homes: [N] of all
-        sequences; lengths by column where they differ. wants: for each rank the sequences that it needs. parts: for
-        each rank the indices along dim 1 that it needs of a column, None for all. What is no tensor of this rank is the
-        same on all ranks.
+        columns: each [T, *tail] on the CPU, the rows of this rank's sequences in ascending order of sequence number;
+        must not be written to afterwards. kinds: dtype and tail of each column. lengths, homes: [N] of all sequences;
+        lengths by column if they differ. wants: the sequences that each rank needs. parts: for each rank the indices
+        along dim 1 that it needs of a column, None for all. Everything except `columns` must be the same on all ranks.
         """
         self._poll()
         self._num_deliveries += 1
         plan = ExchangePlan(kinds, lengths, homes, wants, parts or {}, self.machines, self.rank)
-        own = {name: _check_column(name, columns.get(name), kinds[name], plan) for name in kinds}
-        delivery = Delivery(self, self._num_deliveries, plan, own)
+        local_columns = {name: _check_column(name, columns.get(name), kinds[name], plan) for name in kinds}
+        delivery = Delivery(self, self._num_deliveries, plan, local_columns)
         self._open_deliveries[self._num_deliveries] = delivery
         self._receive(plan, delivery)
-        self._publish(plan, own)
-        works, buffers = [], []
-        for receiver, chosen in plan.iter_sends():
-            blocks, size = plan.blocks(chosen)
+        self._publish(plan, local_columns)
+        send_requests, buffers = [], []
+        for receiver, selection in plan.iter_sends():
+            blocks, size = plan.blocks(selection)
             if size:
                 buffers.append(torch.empty(size, dtype=torch.uint8))
-                torch.cat([_bytes(piece) for piece in _iter_rows(plan, own, blocks)], out=buffers[-1])
-                works.append(self._post_send(buffers[-1], receiver))
+                torch.cat([_bytes(piece) for piece in _iter_rows(plan, local_columns, blocks)], out=buffers[-1])
+                send_requests.append(self._post_send(buffers[-1], receiver))
                 self.bytes_sent["network"] += size
-        if works:
-            self._start_thread(self._wait_for_sends, works, buffers)
+        if send_requests:
+            self._start_thread(self._wait_for_sends, send_requests, buffers)
         return delivery
 
     def _publish(self, plan: ExchangePlan, own: Mapping[str, torch.Tensor]) -> None:
-        """Hand the neighbours memory with what they need of this rank's rows."""
+        """Write the rows that neighbors need of this rank into shared memory and hand it to them."""
         readers = [other for other in plan.members if other != self.rank and plan.needs_rows(other, self.rank)]
         if not readers:
             return
-        chosen = plan.local_selection(self.rank)
-        needed = {name for cut, _, _ in chosen for name in cut.columns}
-        places = {name: place for name in needed if (place := shared_memory.find_region(own[name]))}
-        blocks, size = plan.blocks(chosen, without=places)
+        selection = plan.local_selection(self.rank)
+        needed = {name for cut, _, _ in selection for name in cut.columns}
+        regions = {name: region for name in needed if (region := shared_memory.find_region(own[name]))}
+        blocks, size = plan.blocks(selection, without=regions)
         descriptor = shared_memory.create(size)
         try:
             shared_memory.write(descriptor, _iter_rows(plan, own, blocks))
-            letter = _LOCAL_ROWS, self._num_deliveries, {name: place.offset for name, place in places.items()}
-            descriptors = [descriptor, *(place.descriptor for place in places.values())]
+            message = _LOCAL_ROWS, self._num_deliveries, {name: region.offset for name, region in regions.items()}
+            descriptors = [descriptor, *(region.descriptor for region in regions.values())]
             for reader in readers:
-                self._links.send(reader, letter, descriptors, ranks.current_timeout())
+                self._links.send(reader, message, descriptors, ranks.current_timeout())
         finally:
             os.close(descriptor)
         self.bytes_sent["machine"] += size
 
     def _receive(self, plan: ExchangePlan, delivery: Delivery) -> None:
-        """Begin to take in what other machines send to this rank."""
+        """Start to receive what other machines send to this rank."""
         sections, size = plan.inbox(self.rank)
         if not size:
             return
         readers = [other for other in plan.members if other != self.rank and plan.needs_forwarded(other, self.rank)]
         memory = (shared_memory.empty if readers else torch.empty)((size,), dtype=torch.uint8)
-        works = [self._post_receive(memory[at : at + length], home) for home, at, length, _ in sections if length]
+        receive_requests = [
+            self._post_receive(memory[at : at + length], home) for home, at, length, _ in sections if length
+        ]
         delivery.inbound = _InboundBuffer(memory)
-        self._start_thread(self._wait_for_receives, works, delivery.inbound, readers, self._num_deliveries)
+        self._start_thread(self._wait_for_receives, receive_requests, delivery.inbound, readers, self._num_deliveries)
 
     def _post_send(self, tensor: torch.Tensor, to: int) -> Any:
         with _as_connection_error():
@@ -152,7 +155,7 @@ class RowExchange:
         self._threads[-1].start()
 
     def _wait_for_sends(self, works: list[Any], buffers: list[torch.Tensor]) -> None:
-        """Keep what is sent until it has gone."""
+        """Keep the buffers alive until they have been sent."""
         try:
             while works:
                 works[0].wait(_NO_TIMEOUT)
@@ -163,31 +166,33 @@ class RowExchange:
     def _wait_for_receives(
         self, works: list[Any], arrival: _InboundBuffer, readers: Sequence[int], number: int
     ) -> None:
-        """Wait for what other machines send, and hand it on to the neighbours that need it, too."""
+        """Wait for rows from other machines, then forward them to the neighbors that need them, too."""
         try:
             for work in works:
                 work.wait(_NO_TIMEOUT)
         except RuntimeError as error:
             arrival.error = error
         arrival.done.set()
-        place = shared_memory.find_region(arrival.memory) if readers else None
+        region = shared_memory.find_region(arrival.memory) if readers else None
         for reader in readers:
             try:
-                if arrival.error or not place:
+                if arrival.error or not region:
                     self._links.send(reader, (_FORWARDED_ROWS, number, str(arrival.error)), [], ranks.current_timeout())
                 else:
-                    self._links.send(reader, (_FORWARDED_ROWS, number, {}), [place.descriptor], ranks.current_timeout())
+                    self._links.send(
+                        reader, (_FORWARDED_ROWS, number, {}), [region.descriptor], ranks.current_timeout()
+                    )
             except OSError as error:
                 self._background_error = error
 
     def _poll(self) -> None:
-        """Raise what has gone wrong in the background; take letters in, and put away those that nobody will read."""
+        """Raise background errors, read pending messages, and close the memory of deliveries that nobody will read."""
         if self._background_error:
             raise ConnectionError(
                 f"a delivery did not reach a rank: {self._background_error}"
             ) from self._background_error
         for other in self._links.sockets:
-            with suppress(ConnectionError):  # is noticed by whoever needs something of it
+            with suppress(ConnectionError):  # whoever needs that rank's rows notices
                 while self._receive_message(other, 0.0):
                     pass
         for key, (_, descriptors) in list(self._messages.items()):
@@ -196,33 +201,36 @@ class RowExchange:
                 del self._messages[key]
 
     def _receive_message(self, other: int, patience_s: float) -> bool:
-        """Take in a neighbour's next letter, if it comes in time."""
-        if not (letter := self._links.receive(other, patience_s)):
+        """Read a neighbor's next message; return False if none arrives in time."""
+        if not (message := self._links.receive(other, patience_s)):
             return False
-        (what, number, content), descriptors = letter
+        (what, number, content), descriptors = message
         self._messages[other, what, number] = content, descriptors
         return True
 
     def _wait_for_message(self, other: int, what: str, number: int) -> tuple[Any, list[int]]:
-        """What a neighbour says of a delivery. What it has said of others before is kept for those who need it."""
+        """Return a neighbor's message about one delivery. Messages about other deliveries are kept."""
         while (other, what, number) not in self._messages:
             self._receive_message(other, ranks.current_timeout())
         return self._messages.pop((other, what, number))
 
     @traced("data")
     def exchange_objects(self, parcels: Mapping[int, Any]) -> dict[int, Any]:
-        """Send each of some ranks plain data, see `encoding.py`; what was sent to this rank, by sender. Collective."""
+        """Send plain data (see `encoding.py`) to some ranks; return what this rank was sent, by sender. Collective."""
         self._poll()
-        data = {other: bytearray(seal(encode(one), f"parcel {self.rank} to {other}")) for other, one in parcels.items()}
-        sizes, theirs = torch.zeros(self.world, dtype=torch.int64), torch.zeros(self.world, dtype=torch.int64)
+        data = {
+            other: bytearray(seal(encode(parcel), f"parcel {self.rank} to {other}"))
+            for other, parcel in parcels.items()
+        }
+        sizes, incoming_sizes = torch.zeros(self.world, dtype=torch.int64), torch.zeros(self.world, dtype=torch.int64)
         for other, content in data.items():
             sizes[other] = len(content)
-        dist.all_to_all_single(theirs, sizes, group=self.group)
-        found: dict[int, Any] = {}
+        dist.all_to_all_single(incoming_sizes, sizes, group=self.group)
+        received: dict[int, Any] = {}
         receiving, sending = [], []
-        for other, size in enumerate(theirs.tolist()):
+        for other, size in enumerate(incoming_sizes.tolist()):
             if other == self.rank and size:
-                found[other] = decode(unseal(data[other], f"parcel {other} to {other}"))
+                received[other] = decode(unseal(data[other], f"parcel {other} to {other}"))
             elif size:
                 buffer = torch.empty(size, dtype=torch.uint8)
                 receiving.append((other, buffer, self._post_receive(buffer, other)))
@@ -234,13 +242,13 @@ class RowExchange:
         for other, buffer, work in receiving:
             with _as_connection_error():
                 work.wait(timedelta(seconds=ranks.current_timeout()))
-            found[other] = decode(unseal(buffer.numpy().data, f"parcel {other} to {self.rank}"))
+            received[other] = decode(unseal(buffer.numpy().data, f"parcel {other} to {self.rank}"))
         if sending:
             self._start_thread(self._wait_for_sends, *map(list, zip(*sending, strict=True)))
-        return dict(sorted(found.items()))
+        return dict(sorted(received.items()))
 
     def close(self) -> None:
-        """Wait until what was sent has gone; afterwards nothing can be delivered. Not collective."""
+        """Wait until all sends have completed; no deliveries are possible afterwards. Not collective."""
         for thread in self._threads:
             thread.join(ranks.current_timeout())
         for _, descriptors in self._messages.values():
@@ -250,7 +258,7 @@ class RowExchange:
 
 
 class _InboundBuffer:
-    """Memory in which a rank is sent rows."""
+    """Memory in which a rank receives rows from other machines."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -259,7 +267,7 @@ class _InboundBuffer:
 
 
 class Delivery:
-    """What comes to one rank. Rows are views of the memory in which they came, which goes with the last of them."""
+    """Rows delivered to one rank: views of the memory in which they arrived, which lives as long as any of them."""
 
     def __init__(self, post: RowExchange, number: int, plan: ExchangePlan, own: Mapping[str, torch.Tensor]) -> None:
         self._exchange, self._number, self._plan, self._local_columns = post, number, plan, own
@@ -268,29 +276,30 @@ class Delivery:
 
     @traced("wait")
     def rows(self, name: str) -> list[torch.Tensor]:
-        """The rows of a column of each sequence that this rank wants, in order: [length, *tail], where it needs a part
-        only those indices along dim 1. Waits until everything that this rank wants is there.
+        """Return a column's rows of each sequence that this rank wants, in order; waits until all of the delivery is
+        there.
 
-        Raises TimeoutError after the time-out of collectives, and ConnectionError where a rank is gone.
+        Each is [length, *tail], with only the needed indices along dim 1. Raises TimeoutError after the timeout of
+        collectives, and ConnectionError if a rank is gone.
         """
         plan = self._plan
         if self._blocks is None:
             self._blocks = list(self._wait_for_blocks())
         part, wants, lengths = plan.part(name, plan.rank), plan.wants[plan.rank], plan.lengths[name]
-        found: list[torch.Tensor | None] = [None] * len(wants)
+        rows_by_want: list[torch.Tensor | None] = [None] * len(wants)
         for block, memory in self._blocks:
             if block.column == name and block.part in (part, None) and len(block.sequences):
                 starts = np.cumsum(lengths[block.sequences]) - lengths[block.sequences]
                 at = np.searchsorted(block.sequences, wants).clip(max=len(block.sequences) - 1)
                 for index in np.flatnonzero(block.sequences[at] == wants).tolist():
                     rows = memory.narrow(0, int(starts[at[index]]), int(lengths[wants[index]]))
-                    found[index] = rows if block.part == part else _select(rows, part)
+                    rows_by_want[index] = rows if block.part == part else _select(rows, part)
         dtype, tail = plan.kinds[name]
         nothing = _select(torch.empty((0, *tail), dtype=dtype), part)
-        return [nothing if rows is None else rows for rows in found]
+        return [nothing if rows is None else rows for rows in rows_by_want]
 
     def _wait_for_blocks(self) -> Iterator[tuple[Block, torch.Tensor]]:
-        """All memory in which there is something for this rank, as blocks."""
+        """Yield all memory that holds rows for this rank, as blocks."""
         plan, rank = self._plan, self._plan.rank
         for name, rows in self._local_columns.items():
             yield _column_block(plan, name, rank), rows
@@ -327,28 +336,28 @@ class Delivery:
 
 
 def _inbound_blocks(plan: ExchangePlan, receiver: int, memory: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
-    """The blocks of memory in which a rank was sent something."""
+    """Yield the blocks of memory in which a rank has received rows."""
     for _, start, _, blocks in plan.inbox(receiver)[0]:
         for block in blocks:
             yield block, _block_rows(plan, block, memory[start:])
 
 
 def _column_block(plan: ExchangePlan, name: str, home: int, offset: int = 0) -> Block:
-    """A home's column as it is there, all of it."""
+    """Return the block of a home's complete column."""
     sequences = plan.sequences_of(home)
     rows = int(plan.lengths[name][sequences].sum())
     return Block(name, None, sequences, rows, offset, rows * plan.row_bytes(name, None))
 
 
 def _block_rows(plan: ExchangePlan, block: Block, memory: torch.Tensor) -> torch.Tensor:
-    """A block's rows in [bytes] uint8."""
+    """View a block's rows in [bytes] uint8."""
     dtype, tail = plan.kinds[block.column]
     tail = tail if block.part is None else (len(block.part), *tail[1:])
     return memory[block.offset : block.offset + block.size].view(dtype).view(block.rows, *tail)
 
 
 def _select(rows: torch.Tensor, part: Part) -> torch.Tensor:
-    """A view where the part is a range, as a pipeline stage's layers are."""
+    """Select a part along dim 1; a view if the part is a range, such as the layers of a pipeline stage."""
     if part is None:
         return rows
     if part == tuple(range(part[0], part[0] + len(part))) if part else True:
@@ -357,7 +366,7 @@ def _select(rows: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _iter_rows(plan: ExchangePlan, own: Mapping[str, torch.Tensor], blocks: Sequence[Block]) -> Iterator[torch.Tensor]:
-    """This rank's rows of blocks, contiguous, one after another."""
+    """Yield this rank's rows of blocks as contiguous tensors."""
     for block in blocks:
         lengths, column = plan.lengths[block.column], own[block.column]
         starts = np.cumsum(lengths[plan.local_sequences]) - lengths[plan.local_sequences]
@@ -373,10 +382,10 @@ def _iter_rows(plan: ExchangePlan, own: Mapping[str, torch.Tensor], blocks: Sequ
 
 
 def _consecutive_runs(numbers: Numbers) -> Iterator[tuple[int, int]]:
-    """First and last of each stretch of ascending numbers that follow one another."""
+    """Yield the first and last number of each run of consecutive numbers."""
     if len(numbers):
-        cuts = np.flatnonzero(np.diff(numbers) != 1)
-        yield from zip(numbers[np.r_[0, cuts + 1]].tolist(), numbers[np.r_[cuts, -1]].tolist(), strict=True)
+        breaks = np.flatnonzero(np.diff(numbers) != 1)
+        yield from zip(numbers[np.r_[0, breaks + 1]].tolist(), numbers[np.r_[breaks, -1]].tolist(), strict=True)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -385,7 +394,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _as_connection_error() -> Iterator[None]:
-    """What gloo says where a rank is gone, as an error of that kind."""
+    """Convert gloo's RuntimeError about a lost rank to ConnectionError."""
     try:
         yield
     except RuntimeError as error:
@@ -393,7 +402,7 @@ def _as_connection_error() -> Iterator[None]:
 
 
 def _check_column(name: str, column: torch.Tensor | None, kind: RowSpec, plan: ExchangePlan) -> torch.Tensor:
-    """A column as `deliver` needs it; a rank without sequences need not bring any."""
+    """Validate a column for `deliver`. A rank without sequences may omit it."""
     dtype, tail = kind
     rows = int(plan.lengths[name][plan.local_sequences].sum())
     if column is None and not rows:
@@ -408,7 +417,7 @@ _row_exchange: RowExchange | None = None
 
 
 class WorldComm:
-    """The ranks of the job, as `types.Comm`."""
+    """The ranks of the job as `types.Comm`."""
 
     @property
     def rank(self) -> int:
@@ -426,7 +435,7 @@ class WorldComm:
 
 @traced("wait")
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, [sum of n, ...] by rank, of each rank's [n, ...]; dtype and tail are the same on all."""
+    """Concatenate [n, ...] of all ranks by rank to [sum of n, ...]; dtype and tail must be the same on all ranks."""
     rows = rows.detach().cpu().contiguous()
     shares = collectives.ragged_all_gather(
         rows.reshape(-1).view(torch.uint8), ranks.host_group(), ranks.current_timeout()
@@ -436,11 +445,11 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
 
 @traced("wait")
 def sum_over_ranks(small: torch.Tensor) -> torch.Tensor:
-    """The sum of a small tensor over all ranks, added up in their order: the same bits on all of them."""
+    """Sum a small tensor over all ranks. Summation is in rank order, so the result is bitwise equal on all ranks."""
     if dist.get_world_size() == 1:
         return small
-    mine = small.detach().cpu().contiguous().view(-1)
-    shares = collectives.all_gather_small(mine, ranks.host_group(), ranks.current_timeout()).view(-1, *small.shape)
+    local = small.detach().cpu().contiguous().view(-1)
+    shares = collectives.all_gather_small(local, ranks.host_group(), ranks.current_timeout()).view(-1, *small.shape)
     result = shares[0].clone()
     for share in shares[1:]:
         result += share
@@ -448,7 +457,7 @@ def sum_over_ranks(small: torch.Tensor) -> torch.Tensor:
 
 
 def get_row_exchange() -> RowExchange:
-    """The job's, made by all ranks together when it is first asked for."""
+    """Return the job's row exchange. The first call creates it collectively."""
     global _row_exchange
     if _row_exchange is None or _row_exchange.group is not ranks.host_group():
         _row_exchange = RowExchange()
@@ -456,7 +465,7 @@ def get_row_exchange() -> RowExchange:
 
 
 def close_row_exchange() -> None:
-    """Wait until what was sent has gone. Not collective."""
+    """Wait until all sends have completed. Not collective."""
     global _row_exchange
     closing, _row_exchange = _row_exchange, None
     if closing is not None:

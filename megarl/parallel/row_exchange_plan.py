@@ -1,8 +1,9 @@
-"""Which rows go from where to where: plain data, computed by every rank for itself from what all of them know.
+"""Plan which rows move where: plain data, computed by each rank from what all ranks know.
 
-Ranks on one machine read the same memory, so what leaves a home for a machine leaves it once: the home writes what its
-neighbours want into one memory, and of what a machine lacks each sequence goes to one of the ranks there that want it,
-from whose memory the others read. All of them lay such memory out by the same rule, so nobody has to say where what is.
+Ranks on one machine read the same memory, so rows leave a home for a machine once. The home writes the rows that its
+neighbors want into one shared memory. Each sequence that another machine needs is sent to one of the ranks there that
+want it, and the others read it from that rank's memory. All ranks compute the same memory layouts, so no layout is
+communicated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 RowSpec = tuple[torch.dtype, tuple[int, ...]]
-"""What the rows of a column are: their dtype, and the shape of each row."""
+"""Rows of a column: their dtype and the shape of one row."""
 Part = tuple[int, ...] | None
 """Indices along dim 1 of a column that a rank needs; None for all of them."""
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -27,7 +28,7 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one column and one part, of some sequences in ascending order, packed, at an offset in bytes."""
+    """Packed rows of one column and one part, for some sequences in ascending order, at an offset in bytes."""
 
     column: str
     part: Part
@@ -39,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ColumnGroup:
-    """Columns that travel alike: of the same lengths, and of which each rank needs the same part."""
+    """Columns that travel together: they have the same lengths, and each rank needs the same part of them."""
 
     columns: tuple[str, ...]
     lengths: Numbers
@@ -47,11 +48,11 @@ class ColumnGroup:
 
 
 Selection = Sequence[tuple[ColumnGroup, Part, Numbers]]
-"""Sequences of which a cut's columns go somewhere, in a part."""
+"""(column group, part, sequences) triples: rows that go to one destination."""
 
 
 class ExchangePlan:
-    """One delivery, as `rank` sees it. `machines`: the ranks of each."""
+    """One delivery as seen by `rank`. machines: the ranks of each machine."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class ExchangePlan:
     ) -> None:
         self.kinds, self.machines, self.rank = kinds, machines, rank
         self.homes = homes.cpu().numpy().astype(np.int64)
-        distinct = {id(numbers): numbers for numbers in wants}  # ranks of a pipeline are often given the same list
+        distinct = {id(numbers): numbers for numbers in wants}  # ranks of a pipeline often share one list
         arrays = {key: np.asarray(numbers, np.int64) for key, numbers in distinct.items()}
         self.wants = [arrays[id(numbers)] for numbers in wants]
         self.local_sequences = self.sequences_of(rank)
@@ -73,7 +74,7 @@ class ExchangePlan:
         self.lengths = {name: cut.lengths for cut in self.column_groups for name in cut.columns}
         self.members = list(next(members for members in machines if rank in members))
         self._wanted = self._wanted_by(self.members, np.arange(len(self.homes)))
-        self._first_receivers = np.zeros(len(wants), np.int64)  # who of several homes begins with which receiver
+        self._first_receivers = np.zeros(len(wants), np.int64)  # spreads the homes over the receivers
         self._first_receivers[np.unique(self.homes)] = np.arange(len(np.unique(self.homes)))
         self._remote_sequences = np.flatnonzero(~np.isin(self.homes, self.members) & self._wanted.any(0))
         self._receivers = {
@@ -90,27 +91,27 @@ class ExchangePlan:
         parts: Mapping[str, Sequence[Sequence[int] | None]],
         world: int,
     ) -> Iterator[ColumnGroup]:
-        alike: dict[tuple[int, tuple[Part, ...]], list[str]] = {}
+        names_by_group: dict[tuple[int, tuple[Part, ...]], list[str]] = {}
         for name, (_, tail) in self.kinds.items():
-            of_all = lengths[name] if isinstance(lengths, Mapping) else lengths
+            column_lengths = lengths[name] if isinstance(lengths, Mapping) else lengths
             if name in parts:
                 needed = tuple(_normalize_part(indices, tail[0]) for indices in parts[name])
             else:
                 needed = (None,) * world
-            alike.setdefault((id(of_all), needed), []).append(name)
-        for (_, needed), names in alike.items():
-            of_all = lengths[names[0]] if isinstance(lengths, Mapping) else lengths
-            yield ColumnGroup(tuple(names), of_all.cpu().numpy().astype(np.int64), needed)
+            names_by_group.setdefault((id(column_lengths), needed), []).append(name)
+        for (_, needed), names in names_by_group.items():
+            column_lengths = lengths[names[0]] if isinstance(lengths, Mapping) else lengths
+            yield ColumnGroup(tuple(names), column_lengths.cpu().numpy().astype(np.int64), needed)
 
     def _wanted_by(self, members: Sequence[int], sequences: Numbers) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """[members, sequences]: which of them wants which."""
+        """Return [members, sequences]: which member wants which sequence."""
         wanted = np.zeros((len(members), len(self.homes)), bool)
         for row, member in zip(wanted, members, strict=True):
             row[self.wants[member]] = True
         return wanted[:, sequences]
 
     def sequences_of(self, home: int) -> Numbers:
-        """The sequences of a rank, ascending."""
+        """Return the sequences of a rank, ascending."""
         return np.flatnonzero(self.homes == home)
 
     def row_bytes(self, column: str, part: Part) -> int:
@@ -121,13 +122,15 @@ class ExchangePlan:
         return next(cut.parts[rank] for cut in self.column_groups if column in cut.columns)
 
     def blocks(self, chosen: Selection, without: Iterable[str] = ()) -> tuple[list[Block], int]:
-        """The layout of memory in which chosen rows lie, and its bytes: larger items first, so that each is aligned."""
-        left_out = set(without)
+        """Return the memory layout of selected rows and its size in bytes. Larger items come first, so that all are
+        aligned.
+        """
+        excluded = set(without)
         order = [
             (name, part, sequences, cut.lengths)
             for cut, part, sequences in chosen
             for name in cut.columns
-            if name not in left_out
+            if name not in excluded
         ]
         blocks, offset = [], 0
         for name, part, sequences, lengths in sorted(order, key=lambda block: -self.kinds[block[0]][0].itemsize):
@@ -137,24 +140,26 @@ class ExchangePlan:
         return blocks, offset
 
     def local_selection(self, home: int) -> Selection:
-        """What a rank of this machine writes for its neighbours."""
-        mine = self.sequences_of(home)
-        chosen = []
+        """Return the rows that a rank of this machine writes for its neighbors."""
+        local_sequences = self.sequences_of(home)
+        selection = []
         for cut in self.column_groups:
             for part, rows in _group_by_part(cut, self.members, home):
-                sequences = mine[self._wanted[rows][:, mine].any(0)]
+                sequences = local_sequences[self._wanted[rows][:, local_sequences].any(0)]
                 if len(sequences):
-                    chosen.append((cut, part, sequences))
-        return chosen
+                    selection.append((cut, part, sequences))
+        return selection
 
     def needs_rows(self, reader: int, home: int) -> bool:
-        """Whether a rank of this machine needs rows that a neighbour of it holds."""
+        """Return whether a rank of this machine needs rows that its neighbor `home` holds."""
         wanted = self._wanted[self.members.index(reader)] & (self.homes == home)
         return any(bool(cut.lengths[wanted].any()) for cut in self.column_groups)
 
     def inbox(self, receiver: int) -> tuple[list[tuple[int, int, int, list[Block]]], int]:
-        """The memory in which a rank of this machine is sent rows by those of others: (home, start, bytes, blocks with
-        offsets from the start) of each message, by home, and the bytes of all."""
+        """Return the layout of the memory in which a rank of this machine receives rows from other machines.
+
+        One (home, start, bytes, blocks with offsets from the start) per message, by home; and the total size in bytes.
+        """
         by_home: dict[int, list[tuple[ColumnGroup, Part, Numbers]]] = {}
         for (number, part), receivers in self._receivers.items():
             sequences = self._remote_sequences[receivers == receiver]
@@ -169,7 +174,7 @@ class ExchangePlan:
         return sections, start
 
     def needs_forwarded(self, reader: int, receiver: int) -> bool:
-        """Whether a rank of this machine needs rows that a neighbour of it is sent."""
+        """Return whether a rank of this machine needs rows that its neighbor `receiver` is sent."""
         wanted = self._wanted[self.members.index(reader)][self._remote_sequences]
         return any(
             part == cut.parts[reader]
@@ -179,7 +184,7 @@ class ExchangePlan:
         )
 
     def iter_sends(self) -> Iterator[tuple[int, Selection]]:
-        """What this rank sends to other machines: (receiver, rows)."""
+        """Yield what this rank sends to other machines: (receiver, rows)."""
         for members in self.machines:
             if members == self.members or not len(self.local_sequences):
                 continue
@@ -198,32 +203,36 @@ class ExchangePlan:
     def _assigned(
         self, cut: ColumnGroup, members: Sequence[int], sequences: Numbers, wanted: np.ndarray[Any, np.dtype[np.bool_]]
     ) -> Iterator[tuple[Part, Numbers]]:
-        """For each part that ranks of a machine need: which of them is sent each of some sequences, -1 for none.
+        """Yield each part that ranks of a machine need, with the rank that is sent each sequence (-1 for none).
 
-        The sequences of one home that the same ranks want are cut into stretches of equal tokens, one for each of
-        these. Where one home begins depends on the home; so the home alone can tell, and every rank of the machine.
+        The sequences of one home that the same ranks want are split into runs with equal numbers of tokens, one for
+        each of these ranks. The starting rank depends on the home alone, so the home and every rank of the machine
+        compute the same.
         """
         homes = self.homes[sequences]
         for part, rows in _group_by_part(cut, members):
-            able = wanted[rows]
+            candidates = wanted[rows]
             receivers = np.full(len(sequences), -1, np.int64)
-            count = able.sum(0)
-            taken = np.flatnonzero(count)
-            if len(taken):
-                packed = np.packbits(able[:, taken], axis=0)
-                _, who = np.unique(packed, axis=1, return_inverse=True)
-                order = np.lexsort((sequences[taken], homes[taken], who.ravel()))
-                taken, group = taken[order], np.stack((who.ravel()[order], homes[taken][order]))
-                weights = cut.lengths[sequences[taken]] + 1  # also of sequences without a token each is somebody's
+            count = candidates.sum(0)
+            wanted_indices = np.flatnonzero(count)
+            if len(wanted_indices):
+                packed = np.packbits(candidates[:, wanted_indices], axis=0)
+                _, candidate_set = np.unique(packed, axis=1, return_inverse=True)
+                order = np.lexsort((sequences[wanted_indices], homes[wanted_indices], candidate_set.ravel()))
+                wanted_indices, group = (
+                    wanted_indices[order],
+                    np.stack((candidate_set.ravel()[order], homes[wanted_indices][order])),
+                )
+                weights = cut.lengths[sequences[wanted_indices]] + 1  # + 1: sequences without tokens are assigned, too
                 ends = np.cumsum(weights)
-                first = np.flatnonzero(np.r_[True, (group[:, 1:] != group[:, :-1]).any(0)])
-                sizes = np.diff(np.r_[first, len(taken)])
-                before = np.repeat(np.r_[0, ends][first], sizes)
-                total = np.repeat(np.add.reduceat(weights, first), sizes)
-                turn = (2 * (ends - before) - weights) * count[taken] // (2 * total)
-                turn = (turn + self._first_receivers[homes[taken]]) % count[taken]
-                chosen = (np.cumsum(able[:, taken], axis=0) == turn + 1) & able[:, taken]
-                receivers[taken] = np.asarray(members)[rows][chosen.argmax(0)]
+                group_starts = np.flatnonzero(np.r_[True, (group[:, 1:] != group[:, :-1]).any(0)])
+                sizes = np.diff(np.r_[group_starts, len(wanted_indices)])
+                group_offsets = np.repeat(np.r_[0, ends][group_starts], sizes)
+                total = np.repeat(np.add.reduceat(weights, group_starts), sizes)
+                turn = (2 * (ends - group_offsets) - weights) * count[wanted_indices] // (2 * total)
+                turn = (turn + self._first_receivers[homes[wanted_indices]]) % count[wanted_indices]
+                chosen = (np.cumsum(candidates[:, wanted_indices], axis=0) == turn + 1) & candidates[:, wanted_indices]
+                receivers[wanted_indices] = np.asarray(members)[rows][chosen.argmax(0)]
             yield part, receivers
 
 
@@ -233,9 +242,9 @@ def _normalize_part(indices: Sequence[int] | None, size: int) -> Part:
 
 
 def _group_by_part(cut: ColumnGroup, members: Sequence[int], but: int = -1) -> Iterator[tuple[Part, list[int]]]:
-    """The members that need each part, as indices; without the rank `but`."""
-    found: dict[Part, list[int]] = {}
+    """Yield each needed part with the indices of the members that need it, excluding the rank `but`."""
+    indices_by_part: dict[Part, list[int]] = {}
     for index, member in enumerate(members):
         if member != but:
-            found.setdefault(cut.parts[member], []).append(index)
-    yield from found.items()
+            indices_by_part.setdefault(cut.parts[member], []).append(index)
+    yield from indices_by_part.items()

@@ -1,9 +1,8 @@
-"""Memory that processes of one machine share without a copy: made by memfd_create, so without a name or a file.
+"""Memory that processes of one machine share without copies, created by memfd_create: no name and no file.
 
-Nothing of it outlives its processes, however they end, and no limit of /dev/shm holds for it. A tensor onto such memory
-keeps it; with the last one it goes. Whoever is handed the file descriptor maps the same pages. It maps them privately:
-writing into them changes the writer's own copy of a page and nobody else's. Whoever is told the numbers of `share` maps
-them as they are.
+It never outlives its processes, and the limit of /dev/shm does not apply. A tensor keeps its memory alive; the last one
+frees it. A process that receives the file descriptor maps the same pages privately: its writes change its own copy of a
+page only. A process that receives a handle of `export_handle` maps them shared.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-_MAP_NORESERVE = 0x4000  # the mmap module has no name for it in Python 3.11
-_MAX_IOVECS = 512  # pieces of one write; the kernel takes 1024
+_MAP_NORESERVE = 0x4000  # missing from the mmap module of Python 3.11
+_MAX_IOVECS = 512  # buffers per write; the kernel's limit is 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -27,7 +26,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 @dataclass(frozen=True)
 class MemoryRegion:
-    """Where a tensor lies in shared memory: the memory's descriptor, its size and the tensor's offset, in bytes."""
+    """Location of a tensor in shared memory: descriptor and size of the memory, offset of the tensor, in bytes."""
 
     descriptor: int
     size: int
@@ -35,16 +34,16 @@ class MemoryRegion:
 
 
 _allocations: dict[int, tuple[int, int]] = {}
-"""Descriptor and bytes of each memory that this process has made and still has tensors on, by address."""
+"""Descriptor and size of each allocation of this process that still has tensors, by address."""
 
 
 def allocated_bytes() -> int:
-    """Bytes of shared memory that this process has made and still has tensors on."""
+    """Return the bytes of shared memory that this process has allocated and that still have tensors."""
     return sum(size for _, size in _allocations.values())
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of new shared memory, zeros. Its descriptor stays open for as long as there is a tensor onto it."""
+    """Return a zero tensor in new shared memory. Its descriptor stays open while any tensor uses the memory."""
     count = 1
     for size in shape:
         count *= size
@@ -56,7 +55,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def find_region(tensor: torch.Tensor) -> MemoryRegion | None:
-    """Where a contiguous tensor lies in shared memory of this process's making, or None."""
+    """Return where a contiguous tensor lies in shared memory that this process allocated, or None."""
     address = tensor.untyped_storage().data_ptr()
     if address not in _allocations or not tensor.is_contiguous():
         return None
@@ -65,26 +64,26 @@ def find_region(tensor: torch.Tensor) -> MemoryRegion | None:
 
 
 def create(size: int) -> int:
-    """The descriptor of new shared memory, which nobody has mapped. Whoever asks closes it."""
+    """Return the descriptor of new, unmapped shared memory. The caller closes it."""
     descriptor = os.memfd_create("megarl", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size)
     return descriptor
 
 
 def write(descriptor: int, pieces: Iterable[torch.Tensor]) -> int:
-    """Write contiguous tensors one after another into shared memory from its start; the bytes written.
+    """Write contiguous tensors one after another from the start of shared memory; return the bytes written.
 
-    By system calls, not through a mapping: so the kernel neither clears a page before it is filled nor takes a fault
-    for it, which is most of the time that a copy into new memory takes.
+    Uses system calls instead of a mapping: the kernel then neither clears pages before they are filled nor takes page
+    faults, which account for most of the time of a copy into new memory.
     """
-    offset, waiting = 0, []
+    offset, buffers = 0, []
     for piece in pieces:
         if piece.numel():
-            waiting.append(_bytes(piece).numpy().data)
-        if len(waiting) == _MAX_IOVECS:
-            offset = _write(descriptor, waiting, offset)
-            waiting = []
-    return _write(descriptor, waiting, offset)
+            buffers.append(_bytes(piece).numpy().data)
+        if len(buffers) == _MAX_IOVECS:
+            offset = _write(descriptor, buffers, offset)
+            buffers = []
+    return _write(descriptor, buffers, offset)
 
 
 def _write(descriptor: int, waiting: list[memoryview], offset: int) -> int:
@@ -103,7 +102,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attach(descriptor: int) -> torch.Tensor:
-    """The memory behind a descriptor, [bytes] uint8, without a copy. The descriptor may be closed then."""
+    """Map the memory behind a descriptor, without a copy, as [bytes] uint8. The descriptor may be closed afterwards."""
     size = os.fstat(descriptor).st_size
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -111,29 +110,32 @@ def attach(descriptor: int) -> torch.Tensor:
 
 
 def export_handle(tensor: torch.Tensor) -> list[int]:
-    """Numbers by which any process of this user can map a contiguous tensor in memory of this process's making, see
-    `map_handle`. Raises ValueError for any other tensor."""
+    """Return a handle with which any process of this user can map a contiguous tensor, see `map_handle`.
+
+    Raises ValueError if the tensor does not lie in shared memory of this process.
+    """
     size = tensor.numel() * tensor.element_size()
-    place = find_region(tensor)
-    if place is None and size:
+    region = find_region(tensor)
+    if region is None and size:
         raise ValueError("the tensor does not lie in shared memory")
-    if place is None:
+    if region is None:
         return [os.getpid(), -1, 0, 0, 0]
-    return [os.getpid(), place.descriptor, os.fstat(place.descriptor).st_ino, place.offset, size]
+    return [os.getpid(), region.descriptor, os.fstat(region.descriptor).st_ino, region.offset, size]
 
 
 def map_handle(process: int, descriptor: int, inode: int, offset: int, size: int) -> torch.Tensor:
-    """The bytes of a tensor that another process shares, [size] uint8: what either writes the other sees. Raises
-    OSError where they are not there any more."""
+    """Map another process's tensor as [size] uint8; both see each other's writes. Raises OSError if it no longer
+    exists.
+    """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    local_descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if os.fstat(own).st_ino != inode:  # the number is another file's by now
+        if os.fstat(local_descriptor).st_ino != inode:  # the descriptor number has been reused
             raise FileNotFoundError(f"process {process} shares this memory no longer")
-        return _map_tensor(own, offset + size, mmap.MAP_SHARED, made=False)[offset:]
+        return _map_tensor(local_descriptor, offset + size, mmap.MAP_SHARED, made=False)[offset:]
     finally:
-        os.close(own)
+        os.close(local_descriptor)
 
 
 def _map_tensor(descriptor: int, size: int, flags: int, made: bool) -> torch.Tensor:
@@ -143,8 +145,8 @@ def _map_tensor(descriptor: int, size: int, flags: int, made: bool) -> torch.Ten
         raise OSError(error, f"cannot map {size} bytes of shared memory: {os.strerror(error)}")
     if made:
         _allocations[address] = descriptor, size
-    block = (ctypes.c_uint8 * size).from_address(address)  # the tensor's storage keeps it
-    weakref.finalize(block, _unmap, address, size, made).atexit = False  # tensors may be read until the very end
+    block = (ctypes.c_uint8 * size).from_address(address)  # the tensor's storage keeps it alive
+    weakref.finalize(block, _unmap, address, size, made).atexit = False  # tensors may be read until interpreter exit
     return torch.frombuffer(block, dtype=torch.uint8)
 
 

@@ -1,5 +1,4 @@
-"""Who is told when a rank waits for others, or gives them rows, and how far a long piece of work is: a timeline, a
-display, or nobody."""
+"""Hooks for waits on other ranks, row transfers, and the progress of long work, such as a timeline or a display."""
 
 from __future__ import annotations
 
@@ -13,20 +12,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Item = TypeVar("Item")
 WaitListener = Callable[[str, str], AbstractContextManager[None]]
-"""(name, what: `wait` or `data`) -> entered meanwhile."""
+"""(name, kind: `wait` or `data`) -> context manager that is entered for the duration."""
 
 _wait_listener: WaitListener | None = None
 _nesting = threading.local()
 
 
 def set_wait_listener(observer: WaitListener | None) -> None:
-    """From now on this one is told, of all threads."""
+    """Set the listener of all threads."""
     global _wait_listener
     _wait_listener = observer
 
 
 def traced(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function that waits, or gives rows. Of one within another only the outer one is told of."""
+    """Decorate a function that waits or transfers rows. Of nested calls only the outermost is reported."""
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -49,20 +48,19 @@ _progress_listener: Callable[[int, int], None] | None = None
 
 
 def set_progress_listener(teller: Callable[[int, int], None] | None) -> None:
-    """From now on this one is told how far work is."""
+    """Set the listener for progress."""
     global _progress_listener
     _progress_listener = teller
 
 
 def report_progress(done: int, total: int) -> None:
-    """So much of the work of this phase is done; in units of its own, such as tensors. Costs nothing where nobody is
-    told."""
+    """Report progress of the current phase, in any unit, such as tensors. Costs nothing without a listener."""
     if _progress_listener is not None:
         _progress_listener(done, total)
 
 
 def track_progress(items: Iterable[Item], total: int) -> Iterator[Item]:
-    """These, one after another, and it is told how many there were of so many."""
+    """Iterate over the items and report how many of `total` have been consumed."""
     for number, item in enumerate(items):
         report_progress(number, total)
         yield item
