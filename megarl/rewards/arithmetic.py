@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator: did the policy state the right result?"""
+"""Arithmetic with a calculator: does the policy state the right result?"""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megarl.types import Rollout
 
 
 def arithmetic(rollout: Rollout) -> float:
-    """1.0 where the conversation ends with a statement whose last number equals `prompt.ground_truth`, else 0.0.
+    """Return 1.0 if the conversation ends with a statement whose last number equals `prompt.ground_truth`, else 0.0.
 
-    A statement is a finished text of the policy with a word in it, such as "The answer is 72."; neither a bare number,
-    nor a tool call, nor a text that was cut off. Raises ValueError for a ground truth that is no number.
+    A statement is a complete text of the policy that contains a word, such as "The answer is 72."; a bare number, a
+    tool call, or a truncated text does not count. Raises ValueError for a ground truth that is not a number.
     """
     truth = parse_number(rollout.prompt.ground_truth)
     if truth is None:

@@ -1,4 +1,4 @@
-"""The reward function of each data set, by `prompt.data_source`: for data of several kinds in one run."""
+"""Choose the reward function by `prompt.data_source`, for runs that mix data sets."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ SOURCES: Mapping[str, RewardFunction] = {
     "google-research-datasets/mbpp": hidden_tests,
     "livecodebench/*": hidden_tests,
 }
-"""The names are verl's, so that its parquet files do as they are; those with a `/` are of data sets on the Hub. One
-that ends with `*` is for all that begin like it."""
+"""The names are verl's, so that its parquet files work unchanged; those with a `/` are data sets on the Hub. A name
+that ends with `*` matches every data source with that prefix."""
 
 
 class BySource:
-    """A reward function that asks another one, by the data set that the prompt is of. With functions of yours:
+    """Reward function that dispatches by the prompt's data source. To add your own functions:
 
     rewards = BySource({**SOURCES, "lab/riddles": riddles})      # name it as my_module:rewards
     """
@@ -66,29 +66,31 @@ class BySource:
         self._prefixes = sorted((name[:-1] for name in sources if name.endswith("*")), key=len, reverse=True)
 
     def __call__(self, rollout: Rollout) -> Any:
-        """What that function returns; a coroutine function is awaited here, so that calls of it are one after the other
-        in a process. Raises ValueError for a data source that has no function."""
-        found = self.function_for(rollout.prompt.data_source)(rollout)
-        return self._loop.run(found) if inspect.iscoroutine(found) else found
+        """Return what the data source's function returns. Raises ValueError for an unknown data source.
+
+        A coroutine function runs to completion here, so a process makes such calls one at a time.
+        """
+        value = self.function_for(rollout.prompt.data_source)(rollout)
+        return self._loop.run(value) if inspect.iscoroutine(value) else value
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError for a data source that has no function, and what that function's own `check` does."""
+        """Raise ValueError for an unknown data source, or if that function's own `check` does."""
         check = getattr(self.function_for(prompt.data_source), "check", None)
         if check is not None:
             check(prompt)
 
     @cached_property
     def _loop(self) -> asyncio.Runner:
-        """One for all calls, so that what a function has opened stays open."""
+        """Event loop shared by all calls, so that what a function has opened stays open."""
         return asyncio.Runner()
 
     def function_for(self, source: str) -> RewardFunction:
-        """Its own, or that of the longest beginning."""
+        """Return the function of a data source: an exact match, else the longest matching prefix."""
         if source in self.sources:
             return self.sources[source]
-        for beginning in self._prefixes:
-            if source.startswith(beginning):
-                return self.sources[f"{beginning}*"]
+        for prefix in self._prefixes:
+            if source.startswith(prefix):
+                return self.sources[f"{prefix}*"]
         raise ValueError(
             f"no reward for the data source {source[:100]!r}; name a function in reward.functions, or give one to "
             f"megarl.rewards.by_source.BySource (known: {', '.join(self.sources)})"

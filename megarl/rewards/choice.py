@@ -1,4 +1,4 @@
-"""Multiple choice: did the policy name the right letter?"""
+"""Multiple choice: does the answer state the right letter?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.rewards.stated_answer import extract_boxed, extract_final_part, find
 from megarl.types import Prompt, Rollout
 
 _MARK = re.compile(r"\b(?:answer|choice|option)\b", re.IGNORECASE)
-_WINDOW = 60  # characters behind a mark in which its letter has to be, so that many marks cost little each
+_WINDOW = 60  # a keyword's letter must lie within this many characters, which bounds the cost per keyword
 _FILL = r"[\s*_:=$\"'`~-]{0,8}"
 _LETTER = r"(?:\\(?:textbf|text|mathrm|mathbf|boxed)\s?)?(?P<open>[(\[{]{0,2})\s?(?P<letter>[A-Ea-e])(?!\w|'\w)"
 _VERBS = "is|are|be|was|would be|must be|should be|choice|option|letter|therefore|then"
@@ -30,7 +30,7 @@ _DENIED = re.compile(
 _ALONE = re.compile(r"^[ \t]{0,8}([A-E])[.):]?[ \t]{0,8}$", re.MULTILINE)
 _LAST = re.compile(r"(?<![\w'])(?<!\bnot )([A-E])[\s.*!$)`]{0,8}\Z")
 _FIRST = re.compile(r"\s{0,8}[(\[]?([A-E])[.):\]]\s")
-_SHORT = 10  # characters of an answer that may be the letter alone, also in lower case
+_SHORT = 10  # an answer of at most this many characters may be the letter alone, also in lower case
 _DELIMITER = re.compile(r"\\[()\[\]]")
 _CLEAN = re.compile(r"\\(?:textbf|text|mathrm|mathbf)|[\s(){}\[\].:*$]")
 
@@ -44,50 +44,52 @@ def _truth(prompt: Prompt) -> str:
 
 @with_prompt_check(_truth)
 def choice(rollout: Rollout) -> float:
-    r"""1.0 where the letter that the answer states, A to E, is that of `prompt.ground_truth`, else 0.0.
+    r"""Return 1.0 if the answer states the letter of `prompt.ground_truth`, A to E, else 0.0.
 
-    The letter is the last that is boxed or that follows one of the words answer, choice, option: `\boxed{B}`, "the
-    answer is (B)", "Answer: b", but not "option A is incorrect". Where nothing is, the last that is called right ("B is
-    correct"); else the last that is in brackets, in bold or alone on a line, or the one with which the text ends, or an
-    only line begins ("B) Paris"). A letter in the midst of prose, such as the article, is none. Where there are
-    `<answer>` tags, only what is between them counts, or a box behind them. Raises ValueError for a ground truth that
-    is no letter from A to E.
+    The stated letter is the last one in a box or after one of the words answer, choice, option: `\boxed{B}`, "the
+    answer is (B)", "Answer: b", but not "option A is incorrect". Failing that, it is the last one that is called
+    correct ("B is correct"). Failing that, it is the last one in brackets, in bold, or alone on a line, the one at the
+    end of the text, or the one that begins a single-line answer ("B) Paris"). A letter in running prose, such as the
+    article, does not count. With `<answer>` tags, only the text between them counts, or a box after them. Raises
+    ValueError for a ground truth that is not a letter from A to E.
     """
     return float(extract_letter(rollout.answer) == _truth(rollout.prompt))
 
 
 def extract_letter(answer: str) -> str | None:
-    """The letter that a text states, in upper case; None where it states none."""
+    """Return the letter that a text states, in upper case, or None."""
     answer = _DELIMITER.sub("$", extract_final_part(answer))
     if len(answer.strip()) <= _SHORT and (letter := _parse_letter(answer)):
         return letter
-    marked: tuple[int, str] | None = None
-    for mark in _MARK.finditer(answer):
-        found = _LETTER_AFTER_MARK.match(answer[mark.end() : mark.end() + _WINDOW])
-        if found and _is_stated_letter(answer, mark.end() + found.end(), found):
-            marked = mark.end() + found.start("letter"), found["letter"].upper()
+    after_keyword: tuple[int, str] | None = None
+    for keyword in _MARK.finditer(answer):
+        match = _LETTER_AFTER_MARK.match(answer[keyword.end() : keyword.end() + _WINDOW])
+        if match and _is_stated_letter(answer, keyword.end() + match.end(), match):
+            after_keyword = keyword.end() + match.start("letter"), match["letter"].upper()
     box = extract_boxed(answer)
-    if box is not None and find_box(answer) > (marked[0] - 10 if marked else -1):
+    if box is not None and find_box(answer) > (after_keyword[0] - 10 if after_keyword else -1):
         return _parse_letter(box)
-    if marked:
-        return marked[1]
-    for found in reversed(list(_CALLED_CORRECT.finditer(answer))):
-        if not _UNSURE.search(answer[max(0, found.start() - 20) : found.start()]):
-            return found["letter"]
-    said = [(found.start(), found[1] or found[2]) for found in _HIGHLIGHTED_LETTER.finditer(answer)]
-    said += [(found.start(), found[1]) for found in _ALONE.finditer(answer)]
-    end = answer[-20:]
-    if last := _LAST.search(end):
-        said.append((len(answer) - len(end) + last.start(), last[1]))
-    if said:
-        return max(said)[1]
-    first = _FIRST.match(answer) if "\n" not in answer.strip() else None
-    return first[1] if first else None
+    if after_keyword:
+        return after_keyword[1]
+    for match in reversed(list(_CALLED_CORRECT.finditer(answer))):
+        if not _UNSURE.search(answer[max(0, match.start() - 20) : match.start()]):
+            return match["letter"]
+    candidates = [(match.start(), match[1] or match[2]) for match in _HIGHLIGHTED_LETTER.finditer(answer)]
+    candidates += [(match.start(), match[1]) for match in _ALONE.finditer(answer)]
+    tail = answer[-20:]
+    if trailing := _LAST.search(tail):
+        candidates.append((len(answer) - len(tail) + trailing.start(), trailing[1]))
+    if candidates:
+        return max(candidates)[1]
+    leading = _FIRST.match(answer) if "\n" not in answer.strip() else None
+    return leading[1] if leading else None
 
 
 def _is_stated_letter(answer: str, end: int, found: re.Match[str]) -> bool:
-    """Whether a letter behind a mark is one: not where it is called wrong; in lower case only in brackets, or where a
-    word does not follow."""
+    """Return whether the letter after a keyword counts as stated.
+
+    It does not if it is called wrong. A lower-case letter counts only in brackets or if no word follows.
+    """
     if _DENIED.match(answer, end, end + _WINDOW):
         return False
     if found["letter"].isupper() or found["open"]:
@@ -96,9 +98,12 @@ def _is_stated_letter(answer: str, end: int, found: re.Match[str]) -> bool:
 
 
 def _parse_letter(said: Any) -> str | None:
-    """The letter that a box or a ground truth holds, perhaps with what that stands for: `LORA_B`, `(b)`, `B. Paris`."""
+    r"""Return the letter of a box or a ground truth, possibly with decoration or its text: `\text{B}`, `(b)`, `B.
+
+    Paris`.
+    """
     text = str(said).strip()
-    if first := re.match(r"[(\[]?([A-E])[.):\]]\s", text):
-        return first[1]
+    if match := re.match(r"[(\[]?([A-E])[.):\]]\s", text):
+        return match[1]
     letter = _CLEAN.sub("", text[:100]).upper()
     return letter if letter in ("A", "B", "C", "D", "E") else None

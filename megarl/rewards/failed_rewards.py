@@ -1,4 +1,4 @@
-"""Rollouts whose reward failed: how many there may be, and what is said of them."""
+"""Rollouts whose reward failed: the limit on their number, and the summary of their reasons."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SHOWN = 3
 
 
 NOT_SCORED = RewardFailure("it was not judged any more, as too many had failed")
-"""Of a rollout whose reward was not waited for."""
+"""Verdict on a rollout that was not scored because too many others had failed."""
 
 
 def too_many(failed: int, of: int, config: RewardConfig) -> bool:
-    """Whether so many rollouts without a reward are more than `reward.max_failed` of all allows."""
+    """Return whether the number of failed rollouts exceeds `reward.max_failed`."""
     return failed > config.max_failed * of
 
 
@@ -26,32 +26,37 @@ def has_failed(verdicts: Mapping[str, RewardResult]) -> bool:
 
 
 def mark_unscored(known: Mapping[str, RewardResult], parts: Sequence[str]) -> dict[str, RewardResult]:
-    """The verdicts on a rollout of which no more is waited for, where only `known` is there of `parts`."""
+    """Complete the verdicts on a rollout that is no longer waited for: missing `parts` are `NOT_SCORED`."""
     missing = [part for part in parts if part not in known]
     return dict(known) if has_failed(known) or not missing else {**known, missing[0]: NOT_SCORED}
 
 
 def summarize_unscored(rollouts: Rollouts) -> str:
-    """`12 x gsm8k: it raised ... (first on the sample '7'), ...`, the most frequent first; empty where none failed."""
-    failed = [one for one in rollouts.unscored_reasons if one[1] != NOT_SCORED.reason]
-    found = Counter((part, why) for part, why, _ in failed)
-    first = {(part, why): sample for part, why, sample in reversed(failed)}
+    """Return the failure reasons, the most frequent first; empty without failures.
+
+    Format: `12 x gsm8k: it raised ... (on the sample '7'), ...`.
+    """
+    failed = [entry for entry in rollouts.unscored_reasons if entry[1] != NOT_SCORED.reason]
+    counts = Counter((part, why) for part, why, _ in failed)
+    first_samples = {(part, why): sample for part, why, sample in reversed(failed)}
     shown = [
-        f"{count} x {part}: {' '.join(why.split())} (on the sample {first[part, why]!r})"
-        for (part, why), count in found.most_common(_SHOWN)
+        f"{count} x {part}: {' '.join(why.split())} (on the sample {first_samples[part, why]!r})"
+        for (part, why), count in counts.most_common(_SHOWN)
     ]
-    return ", ".join(shown) + (f", and {len(found) - _SHOWN} other reasons" if len(found) > _SHOWN else "")
+    return ", ".join(shown) + (f", and {len(counts) - _SHOWN} other reasons" if len(counts) > _SHOWN else "")
 
 
 def check_unscored(rollouts: Rollouts, config: RewardConfig) -> None:
-    """Raise ConfigError where more than `reward.max_failed` of those that were not aborted have no reward, an episode
-    being one."""
+    """Raise ConfigError if more than `reward.max_failed` of the rollouts have no reward.
+
+    Aborted rollouts do not count, and the branches of an episode count as one rollout.
+    """
     rollouts = rollouts.merge_branches()
     count, of = int((rollouts.unscored > 0).sum()), int((~rollouts.has_status("aborted")).sum())
     if too_many(count, of, config):
         dropped = sum(why == NOT_SCORED.reason for _, why, _ in rollouts.unscored_reasons)
-        others = f" (the other {dropped} were not judged any more)" if dropped else ""
+        suffix = f" (the other {dropped} were not judged any more)" if dropped else ""
         raise ConfigError(
             f"{count - dropped} of {of} rollouts have no reward, more than reward.max_failed={config.max_failed:g} "
-            f"allows{others}: {summarize_unscored(rollouts)}"
+            f"allows{suffix}: {summarize_unscored(rollouts)}"
         )

@@ -1,4 +1,4 @@
-"""Grade-school maths (GSM8K): is the final answer the right number?"""
+"""Grade-school mathematics (GSM8K): is the final answer the right number?"""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def _truth(prompt: Prompt) -> Decimal:
 
 @with_prompt_check(_truth)
 def gsm8k(rollout: Rollout) -> float:
-    """1.0 where the answer's number equals `prompt.ground_truth`, else 0.0.
+    r"""Return 1.0 if the answer's number equals `prompt.ground_truth`, else 0.0.
 
-    The number is the one behind the last `####` or in the last `\\boxed{}`, whichever comes later, else the one between
-    `<answer>` tags, or the last number of the answer where there is none of these. Where there are tags, marks before
-    them do not count. `3 = 5` is no result. Raises ValueError for a ground truth that is no number.
+    The number is the one after the last `####` or in the last `\boxed{}`, whichever comes later; else the one between
+    `<answer>` tags; else the last number of the answer. With tags, marks before them do not count. `3 = 5` states no
+    result. Raises ValueError for a ground truth that is not a number.
     """
     return _compare(rollout, final_number(rollout.answer, strict=False))
 
 
 @with_prompt_check(_truth)
 def gsm8k_strict(rollout: Rollout) -> float:
-    """As `gsm8k`, but an answer without `####`, `\\boxed{}` or `<answer>` tags is wrong."""
+    r"""As `gsm8k`, but an answer without `####`, `\boxed{}`, or `<answer>` tags is wrong."""
     return _compare(rollout, final_number(rollout.answer, strict=True))
 
 
 def final_number(answer: str, strict: bool) -> Decimal | None:
-    """The number that a text gives as its result; without `strict` its last number where none is marked."""
+    """Return the number that a text states as its result. Unless `strict`, an unmarked result is its last number."""
     is_tagged = extract_tagged(answer, "answer") is not None
     answer = extract_final_part(answer)
     hashes, box = answer.rfind("####"), find_box(answer)
@@ -68,11 +68,11 @@ def final_number(answer: str, strict: bool) -> Decimal | None:
 
 
 def _parse_marked(text: str) -> list[Decimal]:
-    """The numbers of a marked result."""
+    """Return the numbers of a marked result."""
     plain = join_thousands(_strip_latex(text))
-    right = plain.rpartition("=")[2]
-    plain = _MINUS.sub("-", right if parse_number(right) is not None else plain)
-    return find_numbers(plain) or find_numbers(_strip_latex(_WORDS.sub("", text)))  # \text{42}, which is no unit
+    last_side = plain.rpartition("=")[2]
+    plain = _MINUS.sub("-", last_side if parse_number(last_side) is not None else plain)
+    return find_numbers(plain) or find_numbers(_strip_latex(_WORDS.sub("", text)))  # \text{42} is not a unit
 
 
 def _compare(rollout: Rollout, found: Decimal | None) -> float:
@@ -80,6 +80,6 @@ def _compare(rollout: Rollout, found: Decimal | None) -> float:
 
 
 def _strip_latex(text: str) -> str:
-    r"""Without LaTeX that hides a number: 1{,}080, 1\,080, \$5, 5\text{ cm}^2."""
+    r"""Remove LaTeX that hides a number: 1{,}080, 1\,080, \$5, 5\text{ cm}^2."""
     text = _NOT_THE_NUMBER.sub(" ", text)
     return text.replace("{,}", ",").replace("\\,", ",").replace("\\!", "").replace("\\$", "$").replace("**", "")

@@ -1,10 +1,10 @@
-"""A reward for code: hidden tests, run in the sandbox.
+"""Reward for code: hidden tests, run in the sandbox.
 
     reward: {functions: [megarl.rewards.code:hidden_tests]}
 
-`problems.py` reads the tests of common data sets, `scorer.py` extracts the code, and `grading.py` runs it and compares
-the results on our side of the sandbox, where the expected answers stay. `plain.py`, `answering.py` and `judging.py`
-also run inside boxes.
+`problems.py` parses the tests of common data sets, `scorer.py` extracts the code, and `grading.py` runs it and compares
+the results outside the sandbox, where the expected answers stay. `plain.py`, `answering.py`, and `judging.py` also run
+inside boxes.
 """
 
 from megarl.rewards.code.grading import GradeResult, Grading, grade

@@ -1,9 +1,9 @@
-"""In the box of the answer: runs it, or calls its functions, and says what came out. It knows no expected value.
+"""Runs in the answer's box: execute the answer or call its functions, and report the outcome. Knows no expected value.
 
-What it says is only as good as the answer lets it be, which shares the interpreter with it: it is data, to be compared
-by who knows the answers. Each test has a process of its own, forked behind the answer's imports, so that `sys.exit`,
-`os._exit`, an endless loop or what one test has left behind is the matter of that test alone. Only the standard
-library, and `plain.py`.
+The answer shares the interpreter and can forge any report, so a report is data to be compared outside the box, by the
+process that has the expected values. Each test runs in its own process, forked after the answer's imports, so
+`sys.exit`, `os._exit`, an endless loop, or leftovers of one test affect that test alone. Uses only the standard library
+and `plain.py`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megarl.rewards.code.plain import decode, encode
 _NAME = "solution"
 _CHUNK = 1 << 16
 WALL_CLOCK_FACTOR = 4
-"""Seconds on the clock for one of CPU, where others run beside it."""
+"""Wall-clock seconds allowed per CPU second, because other processes run concurrently."""
 
 
 def load(sources: list[str], before: str, behind: str) -> dict[str, Any]:
-    """The names of an answer: of the first source that is Python, with what it is given. Raises whatever it does."""
+    """Execute the first source that compiles and return its namespace. Raises whatever the source raises."""
     module = ModuleType(_NAME)
     sys.modules[_NAME] = module
     sys.setrecursionlimit(50_000)
@@ -53,22 +53,30 @@ def _compiled(sources: list[str]) -> Any:
 
 
 def call(names: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
-    """What a call gives, encoded. A method of `Solution` where there is such a class (as LeetCode has them)."""
+    """Run one call and return its encoded value.
+
+    Uses a method of class `Solution` if there is one (LeetCode's form).
+    """
     if "source" in request:
         value = eval(compile(request["source"], "<test>", "eval"), dict(names))
     else:
         name = request["name"]
         function = names[name] if name in names else getattr(names["Solution"](), name)
-        value = function(*map(decode, request["args"]), **{key: decode(one) for key, one in request["kwargs"].items()})
+        value = function(
+            *map(decode, request["args"]), **{key: decode(argument) for key, argument in request["kwargs"].items()}
+        )
     return encode(value)
 
 
 def main(send: Callable[[int, Any], None], job: Mapping[str, Any]) -> None:
-    """Run the tests one after the other, each for `seconds` of CPU, and send what came of each: {"value"}, {"raised"},
-    {"out", "status"}, {"late"} or {"large"}. One that was late is the last."""
-    out = os.open(os.devnull, os.O_RDWR)
+    """Run the tests in order, each for at most `seconds` of CPU, and send each outcome.
+
+    An outcome is {"value"}, {"raised"}, {"out", "status"}, {"late"}, or {"large"}. The first test that times out is the
+    last that runs.
+    """
+    devnull = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
-        os.dup2(out, number)
+        os.dup2(devnull, number)
     try:
         names = load(job["sources"], job["before"], job["behind"]) if job["kind"] == "calls" else {}
         program = _compiled(job["sources"]) if job["kind"] == "programs" else None
@@ -76,19 +84,19 @@ def main(send: Callable[[int, Any], None], job: Mapping[str, Any]) -> None:
         return
     for test in job["tests"]:
         work = partial(_call, names=names, test=test) if program is None else partial(_run, program, test["stdin"])
-        found = _run_forked(work, job["seconds"], job["room"])
-        if program is None and "out" in found:
+        outcome = _run_forked(work, job["seconds"], job["room"])
+        if program is None and "out" in outcome:
             try:
-                found = json.loads(found["out"])
+                outcome = json.loads(outcome["out"])
             except ValueError:
-                found = {"raised": "its process ended"}
-        send(test["number"], found)
-        if "late" in found:
+                outcome = {"raised": "its process ended"}
+        send(test["number"], outcome)
+        if "late" in outcome:
             return
 
 
 def reply(names: Mapping[str, Any], request: Mapping[str, Any]) -> str:
-    """What came of a call, as a line."""
+    """Return the outcome of a call as a line of JSON."""
     try:
         return json.dumps({"value": call(names, request)})
     except BaseException as error:  # noqa: B036
@@ -129,7 +137,7 @@ def _run(program: Any, stdin: str, pipe: int) -> int:
 
 
 def _run_forked(work: Callable[[int], int], seconds: float, room: int) -> dict[str, Any]:
-    """What work, in a process of its own, writes into the pipe that it is given."""
+    """Run `work` in a forked process and return what it writes into its pipe."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -141,47 +149,47 @@ def _run_forked(work: Callable[[int], int], seconds: float, room: int) -> dict[s
         finally:
             os._exit(status)
     os.close(writing)
-    found = bytearray()
-    until, late = monotonic() + WALL_CLOCK_FACTOR * seconds, False
-    while len(found) <= room:
-        rest = min(until - monotonic(), seconds - _read_cpu_seconds(child))
-        if rest <= 0:
-            late = True
+    output = bytearray()
+    deadline, is_late = monotonic() + WALL_CLOCK_FACTOR * seconds, False
+    while len(output) <= room:
+        remaining = min(deadline - monotonic(), seconds - _read_cpu_seconds(child))
+        if remaining <= 0:
+            is_late = True
             break
-        if select.select([reading], [], [], rest)[0]:
+        if select.select([reading], [], [], remaining)[0]:
             data = os.read(reading, _CHUNK)
             if not data:
                 break
-            found += data
-    large = len(found) > room
-    ended = _reap(child, 0.0 if late or large else until - monotonic())
+            output += data
+    is_large = len(output) > room
+    exit_status = _reap(child, 0.0 if is_late or is_large else deadline - monotonic())
     os.close(reading)
-    if large:
+    if is_large:
         return {"large": True}
-    if ended is None:
+    if exit_status is None:
         return {"late": True}
-    return {"out": found.decode(errors="replace"), "status": ended}
+    return {"out": output.decode(errors="replace"), "status": exit_status}
 
 
 def _read_cpu_seconds(process: int) -> float:
-    """CPU seconds of all its threads."""
+    """Return the CPU seconds of all threads of a process."""
     try:
-        return clock_gettime((~process << 3) | 2)  # the kernel's number for the clock of a process
+        return clock_gettime((~process << 3) | 2)  # the kernel's clock id of a process
     except OSError:
         return 0.0
 
 
 def _reap(child: int, seconds: float) -> int | None:
-    """Its status, -signal where one ended it; None where it had to be killed."""
-    until = monotonic() + seconds
-    pause, killed = 0.0005, False
+    """Return the exit status, -signal if a signal ended the process, or None if it had to be killed."""
+    deadline = monotonic() + seconds
+    pause, is_killed = 0.0005, False
     while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return None if killed else os.waitstatus_to_exitcode(status)
-        if not killed and monotonic() >= until:
-            killed = True
-            for kill in (os.killpg, os.kill):  # it may have left its group, and others may be in it
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return None if is_killed else os.waitstatus_to_exitcode(status)
+        if not is_killed and monotonic() >= deadline:
+            is_killed = True
+            for kill in (os.killpg, os.kill):  # it may have left its group, which others may have joined
                 with contextlib.suppress(OSError):
                     kill(child, signal.SIGKILL)
         select.select([], [], [], pause)

@@ -1,4 +1,4 @@
-"""Source that is run in a box: modules of this folder that go with it, and what is done with them."""
+"""Source code that runs in a box: embedded modules of this folder, and references to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HERE = __name__.rpartition(".")[0]
 
 @cache
 def embed_modules(*names: str) -> str:
-    """Python that makes these modules of this folder importable, by the names that they have here."""
+    """Return Python source that makes these modules of this folder importable under their full names."""
     parts = ["import json, sys, types"]
     for name in names:
         source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
@@ -26,10 +26,10 @@ def embed_modules(*names: str) -> str:
 
 
 def embed_module_ref(name: str) -> str:
-    """An expression that is the module, whatever has been done to names meanwhile."""
+    """Return an expression for the module that still works if the answer has rebound names."""
     return f"__import__('sys').modules[{f'{_HERE}.{name}'!r}]"
 
 
 def embed_data(value: Mapping[str, Any]) -> str:
-    """An expression that is the value: JSON in a text of Python, ASCII whatever characters are in it."""
+    """Return an expression for a value: JSON in a Python string literal, ASCII only."""
     return f"__import__('json').loads({json.dumps(value)!r})"

@@ -1,4 +1,4 @@
-"""Whether what came out is what was expected. Both are plain values, on our side of the sandbox; any text may come."""
+"""Compare outcomes with expected values, outside the sandbox. Both are plain values; the text may be arbitrary."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megarl.rewards.code.plain import Opaque
 from megarl.rewards.code.problems import CallTest
 
 TOLERANCE = 1e-6
-"""Relative to a number's size, and absolute below 1: where a float is expected."""
+"""Tolerance for an expected float: relative to its magnitude, absolute below 1."""
 _NUMBER = re.compile(r"[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 
 
 def is_correct(test: CallTest, value: Any) -> bool:
-    """Whether a value, as `decode` gives it, is the expected one. NaN never is."""
+    """Return whether a value from `decode` is the expected one. NaN never is."""
     try:
         if isinstance(value, Opaque):
             return False
@@ -30,13 +30,15 @@ def is_correct(test: CallTest, value: Any) -> bool:
         if test.comparison == "equal":
             return bool(value == test.expected)
         return not hasattr(value, "__next__") and bool(value) is (test.comparison == "true")
-    except (TypeError, ValueError, RecursionError, OverflowError):  # an opaque value within another one
+    except (TypeError, ValueError, RecursionError, OverflowError):  # an opaque value inside a container
         return False
 
 
 def matches_json(expected: Any, value: Any) -> bool:
-    """As JSON would have the value: tuples are lists, keys are texts. Where a float with a fraction is expected, one
-    that is near will do."""
+    """Compare as JSON would serialize the value: tuples are lists, keys are strings.
+
+    Expected floats have a tolerance.
+    """
     if isinstance(expected, float) and not isinstance(value, bool) and isinstance(value, int | float):
         return is_close(expected, value)
     if isinstance(expected, list):
@@ -52,7 +54,7 @@ def matches_json(expected: Any, value: Any) -> bool:
 
 
 def _key(key: Any) -> Any:
-    """As JSON writes it."""
+    """Return a dict key as JSON writes it."""
     if key is None or isinstance(key, bool):
         return {None: "null", True: "true", False: "false"}[key]
     if isinstance(key, int) and key.bit_length() < 10_000:
@@ -61,16 +63,18 @@ def _key(key: Any) -> Any:
 
 
 def is_close(expected: float, value: float) -> bool:
-    """Infinite ones only if both are; NaN never."""
+    """Compare within `TOLERANCE`. Infinities only equal each other; NaN equals nothing."""
     try:
         return math.isclose(expected, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except OverflowError:  # an integer beyond floats
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def matches_output(expected: str, printed: str) -> bool:
-    """Line by line without spaces at their ends and empty lines at the end; or word by word, where a number with a
-    point is compared by value: with a tolerance where it is expected, exactly with a whole number."""
+    """Compare line by line, ignoring trailing spaces and trailing empty lines, else word by word.
+
+    Numbers with a point compare by value: with a tolerance if one is expected, exactly against an expected integer.
+    """
     ours, theirs = _lines(expected), _lines(printed)
     if ours == theirs:
         return True

@@ -1,9 +1,9 @@
-"""How many hidden tests an answer passes. The verdict is computed here, on values that came out of its box.
+"""Count the hidden tests that an answer passes. The verdict is computed outside the sandbox, on values from its boxes.
 
-Programs and calls run in one box, which is told what to run and not what to expect. Judged tests have two: the
-answer's, where its functions are called, and the judge's, where the test's text is run; what one asks of the other goes
-through here as plain values. A test has passed when its result has come, and is right: no exit status says so, and
-nothing that an answer prints, patches or forges is anything else than a result.
+Program and call tests run in one box, which receives the inputs but not the expected values. Assertion tests use two
+boxes: the answer's, where its functions run, and the test's, where the test's text runs; requests between the two pass
+through here as plain values. A test passes only if its result arrives and is correct: an exit status proves nothing,
+and whatever an answer prints, patches, or forges is just a result.
 """
 
 from __future__ import annotations
@@ -33,41 +33,39 @@ _RESULT_BYTES_RANGE = (1 << 16, 1 << 22)
 _MAX_OUTPUT_BYTES = 1 << 26
 _AGAIN_S = 60.0
 _MOST_SEEN = 256
-_last_checked: WeakKeyDictionary[Sandbox, dict[str, float]] = (
-    WeakKeyDictionary()
-)  # when a box was known to work with a setup
+_last_checked: WeakKeyDictionary[Sandbox, dict[str, float]] = WeakKeyDictionary()  # when a setup last worked in a box
 _STARTING_S = 2.0
-_NAN = re.compile(r"(?i)(?<![a-z])(?:is)?nan(?![a-z])")  # a test that looks for it gets it
+_NAN = re.compile(r"(?i)(?<![a-z])(?:is)?nan(?![a-z])")  # a test that mentions NaN receives it
 _MARK = "\x1emegarl "
 
 
 @dataclass(frozen=True)
 class Grading:
-    """How tests are run."""
+    """Settings of a grading run."""
 
     max_tests: int = 50
-    """Tests of a problem that are run; of more, as many spread evenly over them."""
+    """Maximum tests per problem; a larger problem is sampled evenly."""
     seconds: float = 6.0
-    """CPU seconds of each test, and up to four times as many on the clock. One that takes longer is the last that is
-    run: the others have not passed."""
+    """CPU seconds per test, with up to four times as many on the wall clock. The first test that exceeds them is the
+    last that runs; the remaining ones count as failed."""
     total_seconds: float = 30.0
-    """Seconds of all tests of an answer together, on the clock, without waiting for a turn."""
+    """Wall-clock seconds for all tests of an answer, without waiting for a free box."""
     memory_mb: int = 0
-    """Of the box; 0 for `sandbox.memory_mb`."""
+    """Memory of the box in MiB; 0 for `sandbox.memory_mb`."""
 
     def __post_init__(self) -> None:
         if self.max_tests < 1 or not (0 < self.seconds and 0 < self.total_seconds < math.inf) or self.memory_mb < 0:
             raise ConfigError(f"{self}: most must be at least 1, seconds and total above 0, memory_mb not below 0")
 
     def limits(self, room: int = 1 << 21, given: int = 0) -> Limits:
-        """room: bytes of results. given: bytes of the largest input."""
+        """Return a box's limits. room: bytes of results. given: bytes of the largest input."""
         disk = 64 + (given >> 20)
         return Limits(self.total_seconds + _STARTING_S, self.memory_mb, disk_mb=disk, output_bytes=room)
 
 
 @dataclass(frozen=True)
 class GradeResult:
-    """Of one answer."""
+    """Number of tests passed by one answer."""
 
     passed: int
     tests: int
@@ -78,102 +76,110 @@ class GradeResult:
 
 
 async def grade(code: str, problem: Problem, box: Sandbox, how: Grading = Grading()) -> GradeResult:  # noqa: B008
-    """Run the tests on some code, as `answers.extract_code` finds it; none passes where that is empty.
+    """Run the tests of a problem on code as `scorer.extract_code` returns it. Empty code passes none.
 
-    Raises ConfigError or RuntimeError where there can be no box, and ValueError for tests that are wrong themselves.
+    Raises ConfigError or RuntimeError if there is no working sandbox, and ValueError for invalid tests.
     """
-    chosen = problem.select_tests(how.max_tests)
+    selected = problem.select_tests(how.max_tests)
     if not code.strip():
-        return GradeResult(0, len(chosen))
+        return GradeResult(0, len(selected))
     sources = [code]
     if problem.code_prefix:
         sources.append(f"{problem.code_prefix}\n{textwrap.indent(textwrap.dedent(code), '    ')}")
-    simple = {number: test for number, test in chosen.items() if not isinstance(test, AssertionTest)}
-    judged = {number: test for number, test in chosen.items() if isinstance(test, AssertionTest)}
-    passed = await _grade_direct(sources, problem, simple, box, how) if simple else 0
-    if judged:
-        passed += await _grade_assertions(sources, problem, judged, box, how)
-    return GradeResult(passed, len(chosen))
+    direct = {number: test for number, test in selected.items() if not isinstance(test, AssertionTest)}
+    assertions = {number: test for number, test in selected.items() if isinstance(test, AssertionTest)}
+    passed = await _grade_direct(sources, problem, direct, box, how) if direct else 0
+    if assertions:
+        passed += await _grade_assertions(sources, problem, assertions, box, how)
+    return GradeResult(passed, len(selected))
 
 
 async def _grade_direct(
     sources: list[str], problem: Problem, tests: Mapping[int, ProgramTest | CallTest], box: Sandbox, how: Grading
 ) -> int:
-    found = await _run_tests(sources, problem, list(tests.values()), box, how)
-    if not found:
+    results = await _run_tests(sources, problem, list(tests.values()), box, how)
+    if not results:
         await _check_sandbox(problem.setup, box, how)
     passed = 0
-    for place, test in enumerate(tests.values()):
-        passed += _has_passed(test, found.get(place))
-        await asyncio.sleep(0)  # megabytes take a while, and others wait
+    for index, test in enumerate(tests.values()):
+        passed += _has_passed(test, results.get(index))
+        await asyncio.sleep(0)  # comparing megabytes takes a while: let other tasks run
     return passed
 
 
 async def _check_sandbox(before: str, box: Sandbox, how: Grading) -> None:
-    """See that something comes of an answer that is known to be right, so that what fails is not taken for a wrong one.
+    """Check that a known-correct answer yields a result, so that a broken sandbox is not mistaken for a wrong answer.
 
-    Asked once in a while. Raises RuntimeError where nothing does, ValueError where that is the fault of `before`.
+    Runs at most once per minute and setup. Raises RuntimeError if it does not, ValueError if `before` is to blame.
     """
-    seen = _last_checked.setdefault(box, {})
-    for given in ("", before):
-        if monotonic() - seen.get(given, -math.inf) < _AGAIN_S:
+    last_checked = _last_checked.setdefault(box, {})
+    for setup in ("", before):
+        if monotonic() - last_checked.get(setup, -math.inf) < _AGAIN_S:
             continue
-        known = Problem((), setup=given)
-        if not await _run_tests(["def f(): return 1"], known, [CallTest(1, source="f()")], box, how):
-            if given:
+        trivial_problem = Problem((), setup=setup)
+        if not await _run_tests(["def f(): return 1"], trivial_problem, [CallTest(1, source="f()")], box, how):
+            if setup:
                 raise ValueError("the setup of its tests does not run in the sandbox")
             raise RuntimeError("nothing comes out of the sandbox, not even of a function that is known to be right")
-        seen[given] = monotonic()
-    if len(seen) > _MOST_SEEN:
-        seen.clear()
+        last_checked[setup] = monotonic()
+    if len(last_checked) > _MOST_SEEN:
+        last_checked.clear()
 
 
 async def _run_tests(
     sources: list[str], problem: Problem, tests: Sequence[ProgramTest | CallTest], box: Sandbox, how: Grading
 ) -> Mapping[int, Any]:
-    room = _choose_result_bytes(tests)
+    result_bytes = _choose_result_bytes(tests)
     job = {
         "kind": "programs" if isinstance(tests[0], ProgramTest) else "calls",
         "sources": sources,
         "before": problem.setup,
         "behind": problem.post_setup,
         "seconds": how.seconds,
-        "room": room,
-        "tests": [{"number": place, **_request(test)} for place, test in enumerate(tests)],
+        "room": result_bytes,
+        "tests": [{"number": index, **_request(test)} for index, test in enumerate(tests)],
     }
     harness = boxed.embed_modules("plain", "answering")
     harness += f"{boxed.embed_module_ref('answering')}.main(send, json.load(sys.stdin.buffer))"
-    given = max(len(test.stdin.encode(errors="replace")) if isinstance(test, ProgramTest) else 0 for test in tests)
-    limits = how.limits(min(_MAX_OUTPUT_BYTES, 2 * room * len(tests) + _RESULT_BYTES_RANGE[0]), given)
+    input_bytes = max(
+        len(test.stdin.encode(errors="replace")) if isinstance(test, ProgramTest) else 0 for test in tests
+    )
+    limits = how.limits(min(_MAX_OUTPUT_BYTES, 2 * result_bytes * len(tests) + _RESULT_BYTES_RANGE[0]), input_bytes)
     return (await box.run_harness(harness, len(tests), stdin=json.dumps(job).encode(), limits=limits)).results
 
 
 def _request(test: ProgramTest | CallTest) -> dict[str, Any]:
-    """What the box is told of a test: nothing of what is expected."""
+    """Return what the box is told of a test, which includes nothing expected."""
     if isinstance(test, ProgramTest):
         return {"stdin": test.stdin}
     if test.source:
         return {"source": test.source}
-    return {"name": test.name, "args": [encode(one) for one in test.arguments], "kwargs": {}}
+    return {"name": test.name, "args": [encode(argument) for argument in test.arguments], "kwargs": {}}
 
 
 def _choose_result_bytes(tests: Sequence[ProgramTest | CallTest]) -> int:
-    """Characters that a test's result may have; the same for all, since "NO" is shorter than "YES"."""
+    """Return the size limit of a result.
+
+    The same for all tests, because the size itself could give away an answer ("NO" is shorter than "YES").
+    """
     longest = max(len(test.stdout) if isinstance(test, ProgramTest) else len(repr(test.expected)) for test in tests)
-    room = _RESULT_BYTES_RANGE[0]
-    while room < 8 * longest and room < _RESULT_BYTES_RANGE[1]:
-        room *= 4
-    return room
+    size = _RESULT_BYTES_RANGE[0]
+    while size < 8 * longest and size < _RESULT_BYTES_RANGE[1]:
+        size *= 4
+    return size
 
 
 def _has_passed(test: ProgramTest | CallTest, found: Any) -> bool:
-    """found: whatever the box has sent, of which nothing is believed but what it is compared with."""
+    """Compare a result with the expectation.
+
+    found: arbitrary data from the box, trusted only as the value to compare.
+    """
     if not isinstance(found, dict):
         return False
     if isinstance(test, ProgramTest):
         printed = found.get("out")
-        well = type(found.get("status")) is int and found["status"] == 0
-        return well and isinstance(printed, str) and matches_output(test.stdout, printed)
+        exited_cleanly = type(found.get("status")) is int and found["status"] == 0
+        return exited_cleanly and isinstance(printed, str) and matches_output(test.stdout, printed)
     if "value" not in found:
         return False
     try:
@@ -185,24 +191,27 @@ def _has_passed(test: ProgramTest | CallTest, found: Any) -> bool:
 async def _grade_assertions(
     sources: list[str], problem: Problem, tests: Mapping[int, AssertionTest], box: Sandbox, how: Grading
 ) -> int:
-    """Two interpreters, one of the answer and one of the tests. Raises ValueError for a test that is wrong itself."""
+    """Run assertion tests with two interpreters, one for the answer and one for the tests.
+
+    Raises ValueError for an invalid test.
+    """
     passed = 0
     async with contextlib.AsyncExitStack() as stack:
         judge = await stack.enter_async_context(await box.interpreter(how.limits()))
         answer = await stack.enter_async_context(await box.interpreter(how.limits()))
-        turns = _AssertionSession(judge, answer, how)
-        if not await turns.load_answer(sources, problem):
+        session = _AssertionSession(judge, answer, how)
+        if not await session.load_answer(sources, problem):
             return 0
         for test in tests.values():
-            found = await turns.run_test(problem, test)
-            if found is None:
+            is_passed = await session.run_test(problem, test)
+            if is_passed is None:
                 break
-            passed += found
+            passed += is_passed
     return passed
 
 
 class _AssertionSession:
-    """One asks, the other answers, until the test has ended or the time."""
+    """Relay calls between a test and an answer until the test or the time has ended."""
 
     def __init__(self, judge: Interpreter, answer: Interpreter, how: Grading) -> None:
         self.test_interpreter, self.answer_interpreter = judge, answer
@@ -210,52 +219,55 @@ class _AssertionSession:
         self.remaining_seconds = how.total_seconds
 
     async def load_answer(self, sources: list[str], problem: Problem) -> bool:
-        """Whether the answer could be loaded."""
-        for who, names in (
+        """Load the answer and the harnesses. Returns whether the answer could be loaded."""
+        for interpreter, names in (
             (self.test_interpreter, ("plain", "judging")),
             (self.answer_interpreter, ("plain", "answering")),
         ):
-            prepared = await who.run(
+            prepared = await interpreter.run(
                 boxed.embed_modules(*names), _STARTING_S + WALL_CLOCK_FACTOR * self.grading.seconds
             )
             if not prepared.ok:
                 raise RuntimeError(f"an interpreter of the sandbox does not run: {prepared.stderr or prepared.reason}")
-        alone = boxed.embed_data({"sources": [""], "before": problem.setup, "behind": ""})
+        setup_data = boxed.embed_data({"sources": [""], "before": problem.setup, "behind": ""})
         prepared = await self.answer_interpreter.run(
-            f"{boxed.embed_module_ref('answering')}.load(**{alone})", WALL_CLOCK_FACTOR * self.grading.seconds
+            f"{boxed.embed_module_ref('answering')}.load(**{setup_data})", WALL_CLOCK_FACTOR * self.grading.seconds
         )
         if not prepared.ok:
             raise ValueError(f"the setup of its tests does not run in the sandbox: {prepared.stderr[-300:]}")
-        given = boxed.embed_data({"sources": sources, "before": problem.setup, "behind": problem.post_setup})
+        answer_data = boxed.embed_data({"sources": sources, "before": problem.setup, "behind": problem.post_setup})
         loaded = await self.answer_interpreter.run(
-            f"_megarl = {boxed.embed_module_ref('answering')}.load(**{given})", WALL_CLOCK_FACTOR * self.grading.seconds
+            f"_megarl = {boxed.embed_module_ref('answering')}.load(**{answer_data})",
+            WALL_CLOCK_FACTOR * self.grading.seconds,
         )
         self.remaining_seconds -= loaded.seconds
         return loaded.ok
 
     async def run_test(self, problem: Problem, test: AssertionTest) -> bool | None:
-        """Whether it has passed; None where nothing can be asked any more."""
+        """Run a test. Returns whether it passed, or None if no further test can run."""
         nan = _NAN.search(problem.assertion_setup + test.source) is not None
-        given = boxed.embed_data(
+        test_data = boxed.embed_data(
             {"setup": problem.assertion_setup, "source": test.source, "names": problem.functions, "nan": nan}
         )
-        said = await self._evaluate(self.test_interpreter, f"{boxed.embed_module_ref('judging')}.begin(**{given})")
-        while said is not None and "passed" not in said:
-            asked = {name: said[name] for name in ("name", "args", "kwargs")}
-            replied = await self._evaluate(
+        message = await self._evaluate(
+            self.test_interpreter, f"{boxed.embed_module_ref('judging')}.begin(**{test_data})"
+        )
+        while message is not None and "passed" not in message:
+            call = {name: message[name] for name in ("name", "args", "kwargs")}
+            outcome = await self._evaluate(
                 self.answer_interpreter,
-                f"{boxed.embed_module_ref('answering')}.reply(_megarl, {boxed.embed_data(asked)})",
+                f"{boxed.embed_module_ref('answering')}.reply(_megarl, {boxed.embed_data(call)})",
             )
-            reply = boxed.embed_data({"lost": True} if replied is None else replied)
-            said = await self._evaluate(self.test_interpreter, f"{boxed.embed_module_ref('judging')}.step({reply})")
-            if replied is None:
+            reply = boxed.embed_data({"lost": True} if outcome is None else outcome)
+            message = await self._evaluate(self.test_interpreter, f"{boxed.embed_module_ref('judging')}.step({reply})")
+            if outcome is None:
                 return None
-        if said is not None and said.get("wrong"):
-            raise ValueError(f"{said['wrong']}, in {test.source[:200]!r}")
-        return None if said is None else said["passed"] is True
+        if message is not None and message.get("wrong"):
+            raise ValueError(f"{message['wrong']}, in {test.source[:200]!r}")
+        return None if message is None else message["passed"] is True
 
     async def _evaluate(self, who: Interpreter, expression: str) -> dict[str, Any] | None:
-        """The line that an expression gives; None where there is no time left, or none came."""
+        """Return the message that an expression yields, or None if time has run out or none arrived."""
         if self.remaining_seconds <= 0:
             return None
         code = f"print('\\n' + {_MARK!r} + {expression}, flush=True)"
@@ -263,7 +275,7 @@ class _AssertionSession:
         self.remaining_seconds -= output.seconds
         lines = output.stdout.split(_MARK)
         try:
-            found = json.loads(lines[-1]) if output.ok and len(lines) > 1 else None
+            message = json.loads(lines[-1]) if output.ok and len(lines) > 1 else None
         except (ValueError, RecursionError):
             return None
-        return found if isinstance(found, dict) else None
+        return message if isinstance(message, dict) else None

@@ -1,8 +1,8 @@
-"""In the judge's box: tests that cannot be taken apart run here, where the answer is not. Its functions are stand-ins,
-which ask for a call and get a plain value, an exception's name or nothing.
+"""Runs in the test's box, without the answer: execute tests that cannot be decomposed into calls.
 
-A test runs in a thread, and `step` goes from one call of a stand-in to the next: it is given what the last one came to,
-and says what is to be called now, or how the test has ended. Only the standard library, and `plain.py`.
+Stubs stand in for the answer's functions: each requests a call and receives a plain value, an exception's name, or
+nothing. A test runs in a thread, and `step` advances it from one stub call to the next: it takes the result of the last
+call and returns the next request or the test's outcome. Uses only the standard library and `plain.py`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _BLOCKED_EXCEPTIONS = (
     "UnboundLocalError",
     "ImportError",
 )
-"""An answer could end a test's loop early by them, or look like a mistake of the test."""
+"""An answer could use these to end a test's loop early, or to look like a mistake of the test."""
 
 
 class AnswerLost(BaseException):
-    """No test goes on from it: the answer's process has ended, or what it gave is no plain value."""
+    """The answer's process has exited or returned a non-plain value, so the test cannot continue."""
 
 
 class AnswerError(Exception):
-    """What the answer raised, if it is no exception that tests could wait for."""
+    """Stands for an exception of the answer that tests cannot expect."""
 
 
 class AssertionRun:
-    """One test."""
+    """Execution of one test in a thread."""
 
     def __init__(self, setup: str, source: str, names: list[str], nan: bool) -> None:
         self.calls, self.lost, self.nan = 0, False, nan
@@ -53,8 +53,8 @@ class AssertionRun:
             stage = "a test"
             exec(compile(source, "<test>", "exec"), self.namespace)
         except Exception as error:
-            wrong = stage == "its setup" or (isinstance(error, NameError | ImportError) and not self.calls)
-            self._send_result(False, f"{stage} raised {type(error).__name__}: {error}"[:300] if wrong else "")
+            is_test_error = stage == "its setup" or (isinstance(error, NameError | ImportError) and not self.calls)
+            self._send_result(False, f"{stage} raised {type(error).__name__}: {error}"[:300] if is_test_error else "")
         except BaseException:  # noqa: B036  a lost answer; sys.exit in a test
             self._send_result(False)
         else:
@@ -72,7 +72,7 @@ class AssertionRun:
                 {
                     "name": name,
                     "args": list(map(encode, args)),
-                    "kwargs": {key: encode(one) for key, one in kwargs.items()},
+                    "kwargs": {key: encode(value) for key, value in kwargs.items()},
                 }
             )
             return self._decode_reply(self.replies.get())
@@ -103,7 +103,10 @@ def _exception(name: Any) -> BaseException:
 
 
 def _has_nan(data: Any) -> bool:
-    """Whether it is in a value, as it was sent. A comparison with it is never true, so `not value > limit` is."""
+    """Return whether an encoded value contains NaN.
+
+    Comparisons with NaN are false, so `not value > limit` would pass.
+    """
     if not isinstance(data, list):
         return False
     if data[0] in ("float", "complex"):
@@ -115,12 +118,12 @@ _running: list[AssertionRun] = []
 
 
 def begin(setup: str, source: str, names: list[str], nan: bool) -> str:
-    """Begin a test; its first line."""
+    """Start a test and return its first message as a line of JSON."""
     _running[:] = [AssertionRun(setup, source, names, nan)]
     return json.dumps(_running[0].requests.get())
 
 
 def step(reply: Mapping[str, Any]) -> str:
-    """Go on with it: the next line."""
+    """Pass a reply to the test and return its next message as a line of JSON."""
     _running[0].replies.put(reply)
     return json.dumps(_running[0].requests.get())

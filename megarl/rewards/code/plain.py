@@ -1,8 +1,8 @@
-"""Values between processes that do not trust each other: plain ones alone, as JSON; no pickle, no eval.
+"""Exchange plain values between processes that do not trust each other, as JSON. No pickle, no eval.
 
-What is read is of the very types None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict,
-whatever the other side was: a subclass with an `__eq__` of its own comes out as the plain value beneath it, another
-object as `Opaque`, which equals nothing. Only the standard library: these lines also run in boxes.
+Decoding yields only None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, and dict, whatever the
+sender had: an instance of a subclass with its own `__eq__` arrives as the plain value beneath it, and any other object
+as `Opaque`, which equals nothing. Uses only the standard library, because this module also runs in boxes.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 DEPTH = 100
-"""Of containers within each other."""
-_SMALL = 1 << 53  # integers that JSON's numbers hold in any language
-_MAX_COLLISIONS = 64  # members of one set or keys of one dict that may share a hash: (-1, -2) and (-2, -1) do
+"""Maximum nesting depth of containers."""
+_SMALL = 1 << 53  # JSON numbers hold smaller integers exactly in any language
+_MAX_COLLISIONS = 64  # maximum members of a set or keys of a dict with the same hash, as (-1, -2) and (-2, -1) have
 
 
 class DecodeError(ValueError):
-    """Text that no `encode` has written."""
+    """The data was not written by `encode`."""
 
 
 class Opaque:
-    """An object that is no plain value: whoever compares it, or asks for its truth, gets a TypeError."""
+    """An object that is not a plain value. Comparing it or testing its truth raises TypeError."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -35,21 +35,23 @@ class Opaque:
 
 
 def encode(value: Any, most: int = 1 << 20) -> Any:
-    """A value as JSON has them: null, true, small integers and strings as they are, else [kind, ..]. An iterator is
-    read to its end. Raises OverflowError where it has more than `most` values in all, or containers too deep."""
-    room = [most]
+    """Return a value as JSON data: null, booleans, small integers, and strings unchanged, anything else as [kind, ..].
 
-    def items(values: Any, depth: int) -> list[Any]:
-        return [one(value, depth + 1) for value in values]
+    Exhausts an iterator. Raises OverflowError for more than `most` values in total, or containers nested too deeply.
+    """
+    remaining = [most]
 
-    def one(value: Any, depth: int) -> Any:
-        room[0] -= 1
-        if room[0] < 0 or depth > DEPTH:
+    def encode_items(values: Any, depth: int) -> list[Any]:
+        return [encode_value(value, depth + 1) for value in values]
+
+    def encode_value(value: Any, depth: int) -> Any:
+        remaining[0] -= 1
+        if remaining[0] < 0 or depth > DEPTH:
             raise OverflowError("too much to be sent")
         kind = type(value)
         if value is None or kind is bool:
             return value
-        if issubclass(kind, list | tuple | set | frozenset | dict) and len(value) > room[0]:
+        if issubclass(kind, list | tuple | set | frozenset | dict) and len(value) > remaining[0]:
             raise OverflowError("too much to be sent")
         if issubclass(kind, int):
             number = int.__index__(value)
@@ -63,27 +65,29 @@ def encode(value: Any, most: int = 1 << 20) -> Any:
         if issubclass(kind, complex):
             return ["complex", float.hex(value.real), float.hex(value.imag)]
         if issubclass(kind, list):
-            return ["list", *items(list.__iter__(value), depth)]
+            return ["list", *encode_items(list.__iter__(value), depth)]
         if issubclass(kind, tuple):
-            return ["tuple", *items(tuple.__iter__(value), depth)]
+            return ["tuple", *encode_items(tuple.__iter__(value), depth)]
         if issubclass(kind, set):
-            return ["set", *items(set.__iter__(value), depth)]
+            return ["set", *encode_items(set.__iter__(value), depth)]
         if issubclass(kind, frozenset):
-            return ["frozenset", *items(frozenset.__iter__(value), depth)]
+            return ["frozenset", *encode_items(frozenset.__iter__(value), depth)]
         if issubclass(kind, dict):
-            return ["dict", *(item for pair in dict.items(value) for item in items(pair, depth))]
+            return ["dict", *(item for pair in dict.items(value) for item in encode_items(pair, depth))]
         if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
-            return one(value.item(), depth + 1)  # its integers, which are no int
+            return encode_value(value.item(), depth + 1)  # its integers are not instances of int
         if hasattr(kind, "__next__") and hasattr(kind, "__iter__"):
-            return ["iterator", *items(value, depth)]
+            return ["iterator", *encode_items(value, depth)]
         return ["opaque", kind.__name__[:80]]
 
-    return one(value, 0)
+    return encode_value(value, 0)
 
 
 def decode(data: Any) -> Any:
-    """What `encode` was given, in plain types; an iterator as an iterator of a list. The data
-    may be anything that JSON has. Raises Unreadable for what is none of its."""
+    """Return the value that was encoded, in plain types; an iterator becomes an iterator of a list.
+
+    Accepts arbitrary JSON data. Raises DecodeError for data that `encode` does not write.
+    """
     try:
         return _decoded(data, 0)
     except (TypeError, ValueError, OverflowError) as error:
@@ -101,7 +105,7 @@ def _decoded(data: Any, depth: int) -> Any:
         raise DecodeError("no value")
     kind, rest = data[0], data[1:]
     if kind in ("int", "float", "complex", "bytes", "opaque"):
-        if not all(type(one) is str for one in rest) or len(rest) != (2 if kind == "complex" else 1):
+        if not all(type(item) is str for item in rest) or len(rest) != (2 if kind == "complex" else 1):
             raise DecodeError(f"no {kind}")
         if kind == "int":
             return int(rest[0], 16)
@@ -110,7 +114,7 @@ def _decoded(data: Any, depth: int) -> Any:
         if kind == "opaque":
             return Opaque(rest[0][:80])
         return float.fromhex(rest[0]) if kind == "float" else complex(*map(float.fromhex, rest))
-    values = [_decoded(one, depth + 1) for one in rest]
+    values = [_decoded(item, depth + 1) for item in rest]
     if kind == "list":
         return values
     if kind == "tuple":
@@ -125,11 +129,11 @@ def _decoded(data: Any, depth: int) -> Any:
 
 
 def _check_hashes(keys: list[Any]) -> list[Any]:
-    """The keys, if no table of theirs would be slow: who can choose them can make all of them share a hash."""
-    found: dict[int, int] = {}
+    """Return the keys, or raise DecodeError if too many share a hash: crafted keys would make the hash table slow."""
+    counts: dict[int, int] = {}
     for key in keys:
-        number = hash(key)
-        found[number] = found.get(number, 0) + 1
-        if found[number] > _MAX_COLLISIONS:
+        hash_value = hash(key)
+        counts[hash_value] = counts.get(hash_value, 0) + 1
+        if counts[hash_value] > _MAX_COLLISIONS:
             raise DecodeError("keys that share a hash")
     return keys
