@@ -1,8 +1,8 @@
-"""A Megatron model with its optimizer and scheduler, to and from a folder: Megatron's distributed checkpoints.
+"""Save and load a Megatron model with its optimizer and scheduler, as a Megatron distributed checkpoint.
 
-A save has three parts. `StagedCheckpoint` plans it and takes the tensors, `Staged.write` writes and hashes this rank's files,
-`Staged.finish` says what is where. The first and the last are collective; between them, in a thread if one likes, each
-rank is on its own.
+A save has three parts. `StagedCheckpoint` plans it and stages the tensors, `StagedCheckpoint.write` writes and hashes
+this rank's files, and `StagedCheckpoint.finish` writes the metadata. The first and the last are collective. The write
+is local to each rank and may run in a thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from megarl.checkpoint.manifest import Entry, HashingFile, write_hashed
 from megarl.config import ConfigError
 from megarl.megatron.optimizer import state_tensors
-from megarl.megatron.trainer_model import MegatronModel  # first: it fits Megatron-Core to a machine without GPU
+from megarl.megatron.trainer_model import MegatronModel  # first: it patches Megatron-Core for machines without a GPU
 from megarl.parallel import device, ranks
 from megarl.parallel.host_copy import StagingBuffer
 from megarl.parallel.rank_subset import use_member_world
@@ -36,21 +36,21 @@ from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing import serialization  # isort: skip
 from megatron.core.dist_checkpointing.strategies import common, filesystem_async  # isort: skip
 
-# Its advice is for users of Megatron's own trainer.
+# Its warnings are advice for users of Megatron's own trainer.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
 
 Bucket = tuple[str, str, tuple[list[Any], list[Any]]]
-"""What goes into a file: its path, its name in the checkpoint, and (item, content) of objects and of tensors."""
+"""A file to write: its path, its name in the checkpoint, and the (item, content) pairs of objects and of tensors."""
 
 WRITERS = 2
-"""Threads in which a rank writes when nothing else goes on, each a file."""
+"""Writer threads per rank in a synchronous save, one file each."""
 
 _failures: list[Exception] = []
-"""What rank 0 could not write between two collectives."""
+"""Write errors of rank 0 between two collectives, to be raised after the second."""
 
 
 class StagedCheckpoint:
-    """A model's part of a checkpoint: planned, and with `staging` copied, so that the model may go on changing."""
+    """A planned save of a model. With `staging`, tensors are copied, so that training may continue meanwhile."""
 
     def __init__(self, model: MegatronModel, folder: Path, staging: StagingBuffer | None = None) -> None:
         self._ranks = model.ranks
@@ -60,7 +60,7 @@ class StagedCheckpoint:
             request = dist_checkpointing.save(model.sharded_state_dict(), str(folder), async_sharded_save=True)
         self._finish = request.finalize_fns
         self._buckets: list[Bucket] = []
-        if request.async_fn is not None:  # there is something to write on this rank
+        if request.async_fn is not None:  # this rank has something to write
             _, self._buckets, self._results = request.async_fn_args
             self._transforms = request.async_fn.args[0][0]
         if staging is not None:
@@ -68,30 +68,36 @@ class StagedCheckpoint:
         self._raise_failures()
 
     def _copy_tensors(self, staging: StagingBuffer) -> None:
-        """Have copies of the tensors instead of themselves, which then are nobody's but the model's."""
+        """Replace the tensors by host copies, so that this save no longer refers to the model's memory."""
         tensors = [tensor for _, _, (_, items) in self._buckets for _, tensor in items]
         copies = iter(staging.copy_to_host(tensors))
         for _, _, (_, items) in self._buckets:
             items[:] = [(item, next(copies)) for item, _ in items]
 
     def write(self, threads: int = 1, ended: Callable[[], bool] = lambda: False) -> dict[Path, Entry]:
-        """Write this rank's files, hashed on the way, and return them: they are on the disk. Not collective; in any
-        thread. ended: asked between two tensors whether to leave it. Raises OSError."""
+        """Write, hash and sync this rank's files, and return their manifest entries.
+
+        Not collective; may run in any thread. Raises OSError.
+
+        ended: polled before each tensor; if it returns True, the write raises InterruptedError.
+        """
         written: dict[Path, Entry] = {}
 
         def write_file(bucket: Bucket) -> list[Any]:
             path, key, (objects, tensors) = bucket
 
             def all_items(stream: HashingFile) -> list[Any]:
-                found, kind = [], SerializationFormat.TORCH_SAVE
+                write_results, serialization = [], SerializationFormat.TORCH_SAVE
                 for item, data in [*objects, *tensors]:
                     if ended():
                         raise InterruptedError("the run has ended")
-                    found.append(_write_item(self._transforms, stream, _compact_on_host(data), item, key, kind))  # type: ignore[arg-type]
-                return found
+                    write_results.append(
+                        _write_item(self._transforms, stream, _compact_on_host(data), item, key, serialization)
+                    )  # type: ignore[arg-type]
+                return write_results
 
-            found, written[Path(path)] = write_hashed(Path(path), all_items)
-            return found
+            write_results, written[Path(path)] = write_hashed(Path(path), all_items)
+            return write_results
 
         if not self._buckets:
             return {}
@@ -106,8 +112,7 @@ class StagedCheckpoint:
         return written
 
     def finish(self) -> None:
-        """Write what the others need to find their parts again. Collective, after all ranks have written. Raises
-        OSError on all of them."""
+        """Write the checkpoint's metadata. Collective, after all ranks have written. Raises OSError on all ranks."""
         with self._activate_ranks():
             for finish in self._finish:
                 finish()
@@ -122,17 +127,19 @@ class StagedCheckpoint:
                 raise OSError(" ".join(str(error).split())[-300:]) from None
 
     def _raise_failures(self) -> None:
-        def failed() -> None:
+        def raise_first() -> None:
             if _failures:
-                first = _failures[0]
-                raise first if isinstance(first, OSError) else OSError(f"{type(first).__name__}: {first}")
+                error = _failures[0]
+                raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
-        ranks.run_on_all(failed, group=self._ranks.host_group)
+        ranks.run_on_all(raise_first, group=self._ranks.host_group)
 
 
 def async_copy_bytes(model: MegatronModel) -> int:
-    """What this rank copies of it for an asynchronous save, at most: of weights that data parallel ranks have in common
-    one of them writes each."""
+    """Return an upper bound on the bytes that this rank copies for an asynchronous save.
+
+    Weights that are replicated over data parallel ranks are written by one of them each.
+    """
     copied = [*model.local_params().values(), *model.local_adapters().values()]
     if model.optimizer is not None:
         copied += [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]
@@ -140,9 +147,10 @@ def async_copy_bytes(model: MegatronModel) -> int:
 
 
 def save_model(model: MegatronModel, folder: Path) -> dict[Path, Entry]:
-    """Write weights, fp32 masters, optimizer and scheduler. The ranks that the model is on take part, others may be at
-    something else; raises OSError on all of them where writing fails on one. Returns the files that this rank has
-    written and synced, hashed on the way."""
+    """Write weights, fp32 masters, optimizer and scheduler, and return the manifest entries of this rank's files.
+
+    Collective over the model's ranks. The files are hashed and synced. Raises OSError on all ranks if one cannot write.
+    """
     staged = StagedCheckpoint(model, folder)
     written: dict[Path, Entry] = {}
     ranks.run_on_all(lambda: written.update(staged.write(threads=WRITERS)), group=model.ranks.host_group)
@@ -151,13 +159,15 @@ def save_model(model: MegatronModel, folder: Path) -> dict[Path, Entry]:
 
 
 def restore_model(model: MegatronModel, folder: Path) -> None:
-    """Read what `save_model` wrote into a model that was built in the same way, in this layout or another. The
-    ranks that the model is on take part. Raises ConfigError where the checkpoint is of another model."""
+    """Load a checkpoint of `save_model` into a model built with the same settings, in the same or another layout.
+
+    Collective over the model's ranks. Raises ConfigError if the checkpoint does not fit the model.
+    """
     with ranks.use_layout(model.ranks):
         try:
-            wanted = model.sharded_state_dict(is_loading=True)
+            template = model.sharded_state_dict(is_loading=True)
             with use_member_world():
-                state = dist_checkpointing.load(wanted, str(folder))
+                state = dist_checkpointing.load(template, str(folder))
         except (
             *(CheckpointException, dist_checkpointing.core.CheckpointingException),
             *(pickle.UnpicklingError, KeyError, ValueError),
@@ -170,11 +180,11 @@ def restore_model(model: MegatronModel, folder: Path) -> None:
         model.load_state_dict(state)
 
 
-# --- what Megatron-Core does otherwise -------------------------------------------------------------------------------
+# --- patches of Megatron-Core ----------------------------------------------------------------------------------------
 
 
 def _compact_on_host(data: io.BytesIO | torch.Tensor) -> io.BytesIO | torch.Tensor:
-    """A tensor on the host that has its memory for itself: torch writes the whole of what is behind one."""
+    """Return a host tensor that owns its whole storage, because torch saves the whole storage behind a tensor."""
     if not isinstance(data, torch.Tensor):
         return data
     data = data.to(device.host())
@@ -182,10 +192,10 @@ def _compact_on_host(data: io.BytesIO | torch.Tensor) -> io.BytesIO | torch.Tens
 
 
 def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
-    """Which tensors go into which file. Megatron's own also copies views, one by one, into new memory each time."""
-    sorts = filesystem_async._split_by_size_and_type(self.thread_count, plan.items)
+    """Assign tensors to files. Unlike Megatron's version, do not copy views into newly allocated memory."""
+    buckets = filesystem_async._split_by_size_and_type(self.thread_count, plan.items)
     self.write_buckets, self.results_queue = [], queue.Queue()
-    for items in filter(None, sorts):
+    for items in filter(None, buckets):
         contents: tuple[list[Any], list[Any]] = [], []
         for item in items:
             content = planner.resolve_data(item)
@@ -197,17 +207,20 @@ def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
 
 
 def _defer_failure(write: Callable[..., Any]) -> Callable[..., Any]:
-    """For what rank 0 writes between two collectives: raising there would leave the others waiting in the second."""
+    """Record the errors of `write` instead of raising.
+
+    Rank 0 calls `write` between two collectives; an exception would leave the other ranks waiting in the second.
+    """
 
     @functools.wraps(write)
-    def noted(*arguments: Any, **named: Any) -> Any:
+    def wrapper(*arguments: Any, **named: Any) -> Any:
         try:
             return write(*arguments, **named)
-        except Exception as error:  # noqa: BLE001  torch makes a RuntimeError of a full disk
+        except Exception as error:  # noqa: BLE001  torch raises RuntimeError for a full disk
             _failures.append(error)
             return None
 
-    return noted
+    return wrapper
 
 
 filesystem_async.FileSystemWriterAsync.prepare_write_data = _prepare_write_data

@@ -1,9 +1,10 @@
-"""What of a batch each rank's model computes: rows come from where the sequences are, numbers per token go back there.
+"""Dispatch a batch's sequences to the ranks of a model, and collect per-token outputs on the sequences' home ranks.
 
-The plan of micro-batches follows from lengths and homes, so every rank knows what every other needs, and nobody asks. A
-first stage needs the tokens, the last one those and what a loss reads, where sampling was cut off with what could have
-been sampled, one in between nothing but lengths; the record of routing goes to the stages with experts, each its own
-layers. What a replica of the model has already stays there, as far as the replicas then still have equally much to do.
+The micro-batch plan is a function of sequence lengths and home ranks, so every rank knows what every other rank needs
+without asking. The first stage needs the tokens. The last stage needs the tokens, the columns that the loss reads and,
+with truncated sampling, the sampling masks. Middle stages need only lengths. Stages with experts get the recorded
+routing of their own layers. Sequences stay with the replica that already holds them, as far as the replicas' work stays
+balanced.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from megarl.parallel.row_exchange_plan import RowSpec
 from megarl.types import SamplingMask, TrainBatch
 
 MicroBatchPlan = Sequence[Sequence[Sequence[int]]]
-"""[data parallel rank][micro-batch] -> numbers of sequences, see `data.packing`."""
+"""[data parallel rank][micro-batch] -> sequence indices, see `data.packing`."""
 MicroBatchOutput = tuple[Sequence[int], Mapping[str, torch.Tensor]]
-"""Of a micro-batch, the numbers of its sequences, and by name [T] of them."""
+"""A micro-batch's sequence indices, and its [T] outputs by name."""
 
 
 @dataclass(frozen=True)
 class ModelRank:
-    """What a rank is for a model."""
+    """A rank's position in a model's layout, and what it needs of a batch."""
 
     dp_rank: int
     needs_tokens: bool
-    """Whether it has the tokens of its micro-batches: it embeds them, or emits something about them."""
+    """Whether it needs the tokens of its micro-batches: it is the first or the last stage."""
     is_last_stage: bool
-    """Whether it emits the numbers, and computes losses."""
+    """Whether it emits the outputs and computes losses."""
     is_reporter: bool
-    """Whether it is the one of those of its replica that reports them."""
+    """Whether it is the one rank of its replica that reports outputs and metrics."""
     replayed_layers: tuple[int, ...]
-    """With experts that replay a record, by their places among all layers with experts."""
+    """MoE layers on this rank that replay recorded routing, as indices among all MoE layers."""
 
 
 class LocalRows:
     """A rank's part of a batch: the sequences of its micro-batches.
 
-    layers: those that the records of routing are of.
+    layers: the MoE layers that the routing records cover.
     """
 
     def __init__(
@@ -64,39 +65,43 @@ class LocalRows:
         self._lengths = batch.lengths
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
-        """These sequences, all here; columns that this rank has no use for are zeros, or None."""
-        numbers = torch.as_tensor(list(indices), dtype=torch.int64)
-        lengths = self._lengths[numbers]
-        found: dict[str, Any] = {}
+        """Return a batch of these sequences. Columns that this rank does not need are zeros or None."""
+        index_tensor = torch.as_tensor(list(indices), dtype=torch.int64)
+        lengths = self._lengths[index_tensor]
+        fields: dict[str, Any] = {}
         for name, rows in self._columns.items():
-            found[name] = torch.cat([rows[i] for i in indices]) if len(indices) else getattr(self._batch, name)[:0]
+            fields[name] = torch.cat([rows[i] for i in indices]) if len(indices) else getattr(self._batch, name)[:0]
         for name in ("tokens", "loss_mask", "rollout_logprobs"):
-            if name not in found:
-                found[name] = torch.zeros(int(lengths.sum()), dtype=getattr(self._batch, name).dtype)
+            if name not in fields:
+                fields[name] = torch.zeros(int(lengths.sum()), dtype=getattr(self._batch, name).dtype)
         return TrainBatch(
             cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            group=self._batch.group[numbers],
-            sequence_reward=self._batch.sequence_reward[numbers],
+            group=self._batch.group[index_tensor],
+            sequence_reward=self._batch.sequence_reward[index_tensor],
             routing=None if self._records is None else tuple(self._records[i] for i in indices),
             counts=self._batch.counts,
             sampling_mask=None if self._sampling_masks is None else tuple(self._sampling_masks[i] for i in indices),
-            **found,
+            **fields,
         )
 
 
 @dataclass(frozen=True)
 class BatchDispatcher:
-    """How the work of one model is shared among its ranks. All ranks of the job have the same, also those that the
-    model is not on: they send it rows, and get back what is about their sequences.
+    """Splits a model's work among its ranks.
 
-    budget: tokens of a micro-batch, on all context parallel ranks together. quadratic: see `models.flops`. multiple: of
-    which the number of micro-batches is one. together: whether training must not part the sequences of a group. shape:
-    of the record of routing that the model replays, if it does. words: whether it emits distributions of words, which
-    are over what could have been sampled, where that was cut off.
+    Every rank of the job has an equal instance. Ranks outside the model send it rows and receive the outputs of their
+    own sequences.
+
+    token_budget: tokens of a micro-batch, over all context parallel ranks.
+    quadratic_cost: see `models.flops`.
+    multiple: the number of micro-batches is a multiple of this.
+    should_keep_groups: whether training keeps the sequences of a group in one micro-batch.
+    routing_shape: shape of the routing records that the model replays; None without replay.
+    has_logits: whether the model emits token distributions, which depend on the sampling masks.
     """
 
     model_ranks: Mapping[int, ModelRank]
-    """By the job's numbers of the ranks that the model is on."""
+    """By job rank, for each rank that the model is on."""
     dp: int
     token_budget: int
     quadratic_cost: float
@@ -114,61 +119,73 @@ class BatchDispatcher:
         return self.this_rank is not None and self.this_rank.is_reporter
 
     def plan(self, batch: TrainBatch, forward_only: bool) -> MicroBatchPlan:
-        """Sequences stay with the replica that their home is of, where they can."""
-        together, home = batch.group if self.should_keep_groups and not forward_only else None, None
+        """Plan the micro-batches. Sequences stay with the replica of their home rank where possible."""
+        groups, home_replica = batch.group if self.should_keep_groups and not forward_only else None, None
         if batch.sharding is not None:
-            replica = torch.full((dist.get_world_size(),), -1, dtype=torch.int64)
-            for rank, place in self.model_ranks.items():
-                replica[rank] = place.dp_rank
-            home = replica[batch.sharding.home]
+            replica_of_rank = torch.full((dist.get_world_size(),), -1, dtype=torch.int64)
+            for rank, model_rank in self.model_ranks.items():
+                replica_of_rank[rank] = model_rank.dp_rank
+            home_replica = replica_of_rank[batch.sharding.home]
         return plan_micro_batches(
-            batch.lengths, self.dp, self.token_budget, self.quadratic_cost, self.multiple, together, home
+            batch.lengths, self.dp, self.token_budget, self.quadratic_cost, self.multiple, groups, home_replica
         )
 
     def dispatch(self, batch: TrainBatch, plan: MicroBatchPlan, columns: Iterable[str]) -> LocalRows:
-        """What this rank needs of the batch for its micro-batches. columns: what a last stage reads. Of a batch in
-        shares this is done by all ranks of the job."""
+        """Return the rows that this rank needs for its micro-batches.
+
+        Collective over all ranks of the job if the batch is sharded.
+
+        columns: those that the last stage reads.
+        """
         names, replays = tuple(columns), self.routing_shape is not None and batch.routing is not None
         if batch.sharding is None:
-            whole = {name: _split_by_sequence(getattr(batch, name), batch) for name in names}
+            all_columns = {name: _split_by_sequence(getattr(batch, name), batch) for name in names}
             layers = tuple(range(len(self.routing_shape.moe_layers))) if self.routing_shape is not None else ()
             records = None if not replays or batch.routing is None else dict(enumerate(batch.routing))
             for record in (records or {}).values():
                 assert self.routing_shape is not None
                 check_shape(record, self.routing_shape)
-            supports = (
+            sampling_masks = (
                 dict(enumerate(batch.sampling_mask)) if self.has_logits and batch.sampling_mask is not None else None
             )
-            return LocalRows(batch, whole, records, layers, supports)
-        shares, needs = batch.sharding, self._sequences_by_rank(plan)
-        mine = needs.get(dist.get_rank(), [])
-        found: dict[str, dict[int, torch.Tensor]] = {}
-        for own, wanting in (
+            return LocalRows(batch, all_columns, records, layers, sampling_masks)
+        sharding, needs = batch.sharding, self._sequences_by_rank(plan)
+        local_sequences = needs.get(dist.get_rank(), [])
+        local_columns: dict[str, dict[int, torch.Tensor]] = {}
+        for column_names, is_receiver in (
             (
                 [name for name in names if name == "tokens"],
-                {rank: place.needs_tokens for rank, place in self.model_ranks.items()},
+                {rank: model_rank.needs_tokens for rank, model_rank in self.model_ranks.items()},
             ),
             (
                 [name for name in names if name != "tokens"],
-                {rank: place.is_last_stage for rank, place in self.model_ranks.items()},
+                {rank: model_rank.is_last_stage for rank, model_rank in self.model_ranks.items()},
             ),
         ):
-            wants = self._as_list({rank: need for rank, need in needs.items() if wanting[rank]})
-            if not own or not any(wants):
+            requested = self._as_list({rank: need for rank, need in needs.items() if is_receiver[rank]})
+            if not column_names or not any(requested):
                 continue
-            sent = {name: getattr(batch, name) for name in own}
-            kinds: dict[str, RowSpec] = {name: (column.dtype, ()) for name, column in sent.items()}
-            arrived = row_exchange.get_row_exchange().deliver(sent, kinds, shares.lengths, shares.home, wants)
-            if wanting.get(dist.get_rank()):
-                found |= {name: dict(zip(mine, arrived.rows(name), strict=True)) for name in own}
+            source_columns = {name: getattr(batch, name) for name in column_names}
+            row_specs: dict[str, RowSpec] = {name: (column.dtype, ()) for name, column in source_columns.items()}
+            arrived = row_exchange.get_row_exchange().deliver(
+                source_columns, row_specs, sharding.lengths, sharding.home, requested
+            )
+            if is_receiver.get(dist.get_rank()):
+                local_columns |= {
+                    name: dict(zip(local_sequences, arrived.rows(name), strict=True)) for name in column_names
+                }
         records = self._dispatch_routing(batch, needs) if replays else None
-        supports = (
+        sampling_masks = (
             self._dispatch_sampling_masks(batch, needs) if self.has_logits and batch.sampling_mask is not None else None
         )
-        return LocalRows(batch, found, records, self.this_rank.replayed_layers if self.this_rank else (), supports)
+        return LocalRows(
+            batch, local_columns, records, self.this_rank.replayed_layers if self.this_rank else (), sampling_masks
+        )
 
     def _sequences_by_rank(self, plan: MicroBatchPlan) -> dict[int, list[int]]:
-        return {rank: list(chain.from_iterable(plan[place.dp_rank])) for rank, place in self.model_ranks.items()}
+        return {
+            rank: list(chain.from_iterable(plan[model_rank.dp_rank])) for rank, model_rank in self.model_ranks.items()
+        }
 
     @staticmethod
     def _as_list(needs: Mapping[int, list[int]]) -> list[list[int]]:
@@ -176,39 +193,41 @@ class BatchDispatcher:
 
     def _dispatch_routing(self, batch: TrainBatch, needs: Mapping[int, list[int]]) -> dict[int, torch.Tensor]:
         assert batch.sharding is not None and batch.routing is not None and self.routing_shape is not None
-        kind = self.routing_shape.dtype, (len(self.routing_shape.moe_layers), self.routing_shape.topk)
-        own = [record if len(record) else torch.zeros((0, *kind[1]), dtype=kind[0]) for record in batch.routing]
-        for record in own:
+        row_spec = self.routing_shape.dtype, (len(self.routing_shape.moe_layers), self.routing_shape.topk)
+        records = [
+            record if len(record) else torch.zeros((0, *row_spec[1]), dtype=row_spec[0]) for record in batch.routing
+        ]
+        for record in records:
             check_shape(record, self.routing_shape)
-        packed = torch.cat(own) if own else torch.zeros((0, *kind[1]), dtype=kind[0])
-        mine = needs.get(dist.get_rank(), [])
+        packed = torch.cat(records) if records else torch.zeros((0, *row_spec[1]), dtype=row_spec[0])
+        local_sequences = needs.get(dist.get_rank(), [])
         world = range(dist.get_world_size())
         arrived = row_exchange.get_row_exchange().deliver(
             {"routing": packed},
-            {"routing": kind},
+            {"routing": row_spec},
             batch.sharding.routed_tokens,
             batch.sharding.home,
             self._as_list({rank: need for rank, need in needs.items() if self.model_ranks[rank].replayed_layers}),
             {"routing": [self.model_ranks[rank].replayed_layers if rank in self.model_ranks else () for rank in world]},
         )
         if self.this_rank is None or not self.this_rank.replayed_layers:
-            return {i: packed[:0] for i in mine}
-        return dict(zip(mine, arrived.rows("routing"), strict=True))
+            return {i: packed[:0] for i in local_sequences}
+        return dict(zip(local_sequences, arrived.rows("routing"), strict=True))
 
     def _dispatch_sampling_masks(
         self, batch: TrainBatch, needs: Mapping[int, list[int]]
     ) -> dict[int, SamplingMask] | None:
-        """The records of what could have been sampled, to the last stages, which read logits."""
+        """Send the sampling masks to the last stages, which compute logits."""
         assert (
             batch.sharding is not None
             and batch.sampling_mask is not None
             and batch.sharding.sampling_mask_sizes is not None
         )
-        own = SamplingMask.concat([SamplingMask.unrestricted(0), *batch.sampling_mask])
-        kind: RowSpec = torch.int32, ()
+        masks = SamplingMask.concat([SamplingMask.unrestricted(0), *batch.sampling_mask])
+        row_spec: RowSpec = torch.int32, ()
         arrived = row_exchange.get_row_exchange().deliver(
-            {"counts": own.counts, "ids": own.ids},
-            {"counts": kind, "ids": kind},
+            {"counts": masks.counts, "ids": masks.ids},
+            {"counts": row_spec, "ids": row_spec},
             {"counts": batch.sharding.lengths, "ids": batch.sharding.sampling_mask_sizes},
             batch.sharding.home,
             self._as_list({rank: need for rank, need in needs.items() if self.model_ranks[rank].is_last_stage}),
@@ -216,57 +235,64 @@ class BatchDispatcher:
         if self.this_rank is None or not self.this_rank.is_last_stage:
             return None
         rows = zip(needs[dist.get_rank()], arrived.rows("counts"), arrived.rows("ids"), strict=True)
-        return {number: SamplingMask(counts, ids) for number, counts, ids in rows}
+        return {index: SamplingMask(counts, ids) for index, counts, ids in rows}
 
     def collect(
         self, batch: TrainBatch, plan: MicroBatchPlan, done: Sequence[MicroBatchOutput], names: Sequence[str]
     ) -> Callable[[], dict[str, torch.Tensor]]:
-        """Numbers per token of this rank's micro-batches, each with its sequences -> by name, [T] of those of the batch
-        that are here, for which one waits when one asks. Only what a rank that speaks has done is looked at."""
+        """Send per-token outputs to the home ranks of their sequences.
+
+        Returns a function that waits for the exchange and returns, by name, [T] values of this rank's sequences. Only
+        outputs of reporter ranks are read.
+
+        done: this rank's micro-batches, each with its sequence indices and outputs.
+        """
         if batch.sharding is None:
-            everything = assemble(
-                batch, ranks.all_gather_objects(done if self.is_reporter else [], self._model_group())
-            )
-            return lambda: everything
-        spoken: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
+            merged = assemble(batch, ranks.all_gather_objects(done if self.is_reporter else [], self._model_group()))
+            return lambda: merged
+        reported: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
         lengths = batch.lengths
         if self.is_reporter:
             for indices, values in done:
                 sizes = [int(lengths[i]) for i in indices]
                 for name in names:
-                    spoken[name] |= dict(zip(indices, values[name].split(sizes), strict=True))
+                    reported[name] |= dict(zip(indices, values[name].split(sizes), strict=True))
         homes = torch.empty(batch.num_sequences, dtype=torch.int64)
-        speaker = {place.dp_rank: rank for rank, place in self.model_ranks.items() if place.is_reporter}
+        reporters = {
+            model_rank.dp_rank: rank for rank, model_rank in self.model_ranks.items() if model_rank.is_reporter
+        }
         for dp_rank, parts in enumerate(plan):
-            homes[list(chain.from_iterable(parts))] = speaker[dp_rank]
-        columns = {name: torch.cat([torch.zeros(0), *(rows[i] for i in sorted(rows))]) for name, rows in spoken.items()}
-        wanting: dict[int, list[int]] = {}
-        for number, rank in enumerate(batch.sharding.home.tolist()):
-            wanting.setdefault(rank, []).append(number)
-        kinds: dict[str, RowSpec] = {name: (torch.float32, ()) for name in names}
-        arrived = row_exchange.get_row_exchange().deliver(columns, kinds, lengths, homes, self._as_list(wanting))
+            homes[list(chain.from_iterable(parts))] = reporters[dp_rank]
+        columns = {
+            name: torch.cat([torch.zeros(0), *(rows[i] for i in sorted(rows))]) for name, rows in reported.items()
+        }
+        requested: dict[int, list[int]] = {}
+        for index, rank in enumerate(batch.sharding.home.tolist()):
+            requested.setdefault(rank, []).append(index)
+        row_specs: dict[str, RowSpec] = {name: (torch.float32, ()) for name in names}
+        arrived = row_exchange.get_row_exchange().deliver(columns, row_specs, lengths, homes, self._as_list(requested))
         return lambda: {name: torch.cat([torch.zeros(0), *arrived.rows(name)]) for name in names}
 
     def _model_group(self) -> dist.ProcessGroup:
         return ranks.layout_group(tuple(sorted(self.model_ranks)))
 
     def join_forward(self, batch: TrainBatch, names: Sequence[str]) -> Callable[[], dict[str, torch.Tensor]]:
-        """`MegatronModel.forward` on a rank that the model is not on, which goes on at once."""
+        """Take part in `MegatronModel.forward` on a rank outside the model, without waiting for the result."""
         plan = self.plan(batch, forward_only=True)
         self.dispatch(batch, plan, ("tokens",))
         return self.collect(batch, plan, [], names)
 
     def join_train_step(self, batch: TrainBatch, columns: Iterable[str]) -> None:
-        """`MegatronModel.train_step` on a rank that the model is not on. columns: what the loss reads."""
+        """Take part in `MegatronModel.train_step` on a rank outside the model. columns: those that the loss reads."""
         self.dispatch(batch, self.plan(batch, forward_only=False), columns)
 
 
 def assemble(batch: TrainBatch, gathered: Sequence[Sequence[MicroBatchOutput]]) -> dict[str, torch.Tensor]:
-    """Of all replicas' micro-batches -> by name [T] in the order of the batch, which is here."""
+    """Merge all replicas' micro-batch outputs into [T] values by name, in the order of an unsharded batch."""
     result: dict[str, torch.Tensor] = {}
-    for indices, found in (item for share in gathered for item in share):
+    for indices, outputs in (item for replica_outputs in gathered for item in replica_outputs):
         spans = [torch.arange(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in indices]
-        for name, values in found.items():
+        for name, values in outputs.items():
             full = result.setdefault(name, torch.zeros(len(batch.tokens)))
             if spans:
                 full[torch.cat(spans)] = values
@@ -274,13 +300,13 @@ def assemble(batch: TrainBatch, gathered: Sequence[Sequence[MicroBatchOutput]]) 
 
 
 def make_model_rank(here: Ranks, layers: tuple[int, ...]) -> ModelRank:
-    """This rank's. layers: those with experts that replay a record."""
-    ends = here.pp_rank == here.pp - 1
+    """Return this rank's `ModelRank`. layers: its MoE layers that replay recorded routing."""
+    is_last_stage = here.pp_rank == here.pp - 1
     return ModelRank(
         dp_rank=here.dp_rank,
-        needs_tokens=here.pp_rank == 0 or ends,
-        is_last_stage=ends,
-        is_reporter=ends and here.tp_rank == here.cp_rank == 0,
+        needs_tokens=here.pp_rank == 0 or is_last_stage,
+        is_last_stage=is_last_stage,
+        is_reporter=is_last_stage and here.tp_rank == here.cp_rank == 0,
         replayed_layers=layers,
     )
 

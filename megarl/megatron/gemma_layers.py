@@ -1,5 +1,6 @@
-"""What Gemma 2 has and Megatron 0.16.1 has not: capped attention with windows, norms behind attention and MLP, scaled
-embeddings. Plain torch, the same on every device: Transformer Engine's attention of that time has no cap.
+"""Gemma 2 layers that Megatron 0.16.1 lacks: capped sliding-window attention, post-norms and scaled embeddings.
+
+Plain torch on every device, because Transformer Engine's attention has no logit cap as of Megatron 0.16.1.
 """
 
 from __future__ import annotations
@@ -21,47 +22,49 @@ QUERIES_AT_ONCE = 512
 
 
 class CappedAttention(PackedAttention):
-    """Causal attention whose logits x become cap * tanh(x / cap), with a window where the layer has one.
+    """Causal attention with logits cap * tanh(x / cap), and a sliding window on layers that have one.
 
-    The probabilities of `QUERIES_AT_ONCE` queries exist at a time: the backward pass makes them again.
+    Probabilities of only `QUERIES_AT_ONCE` queries exist at a time; the backward pass recomputes them.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, cap: float, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
         self.cap = cap
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] if has_window else None  # keys that a query sees before its own
+        self.window = config.window_size[0] if has_window else None  # keys that a query sees before its own position
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query [s, b, heads, d], key and value [t, b, groups, d], the queries being those of the last keys
-        -> [s, b, heads * d]."""
+        """Return attention outputs [s, b, heads * d].
+
+        query: [s, b, heads, d], at the positions of the last s keys. key, value: [t, b, groups, d].
+        """
         s, b, heads, d = query.shape
         t, _, groups, _ = key.shape
-        q = query.reshape(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4)  # [b, groups, heads of one, s, d]
+        q = query.reshape(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4)  # [b, groups, heads per group, s, d]
         k, v = (x.permute(1, 2, 0, 3)[:, :, None] for x in (key, value))  # [b, groups, 1, t, d]
         outputs = []
         for start in range(0, s, QUERIES_AT_ONCE):
             stop = min(s, start + QUERIES_AT_ONCE)
-            last = t - s + stop
-            first = 0 if self.window is None else max(0, t - s + start - self.window)
-            part = q[..., start:stop, :], k[..., first:last, :], v[..., first:last, :]
-            outputs.append(checkpoint(self._attend_chunk, *part, use_reentrant=False, preserve_rng_state=False))
+            key_stop = t - s + stop
+            key_start = 0 if self.window is None else max(0, t - s + start - self.window)
+            chunk = q[..., start:stop, :], k[..., key_start:key_stop, :], v[..., key_start:key_stop, :]
+            outputs.append(checkpoint(self._attend_chunk, *chunk, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(outputs, dim=-2).permute(3, 0, 1, 2, 4).reshape(s, b, heads * d)
 
     def _attend_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query [.., s, d] of the last of keys and values [.., t, d] -> [.., s, d]. Logits in fp32."""
+        """Attend with queries [.., s, d] at the last positions of keys and values [.., t, d]. Logits are fp32."""
         logits = (query @ key.transpose(-1, -2)).float() * (self.scale / self.cap)
         s, t = logits.shape[-2:]
         distance = torch.arange(t - s, t, device=query.device)[:, None] - torch.arange(t, device=query.device)
-        seen = distance >= 0
+        is_visible = distance >= 0
         if self.window is not None:
-            seen &= distance <= self.window
-        weights = (self.cap * logits.tanh()).masked_fill(~seen, -torch.inf).softmax(-1)
+            is_visible &= distance <= self.window
+        weights = (self.cap * logits.tanh()).masked_fill(~is_visible, -torch.inf).softmax(-1)
         return weights.to(value.dtype) @ value
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]
-    """Megatron's layer with a norm, of the class `post_norm`, of what attention and MLP add to the residual stream."""
+    """Megatron's layer with a norm of class `post_norm` on attention and MLP outputs, before the residual add."""
 
     self_attn_bda: Any
     mlp_bda: Any
@@ -76,7 +79,7 @@ class PostNormLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def _add_post_norm(norm: torch.nn.Module, bias_dropout_add: Callable[..., Any], training: bool, fused: bool) -> Any:
-    """Megatron's function for (output and its bias, residual, dropout) -> sum, with the output normed."""
+    """Return Megatron's bias-dropout-add, (output and bias, residual, dropout) -> sum, with the output normed first."""
     add = bias_dropout_add(training, fused)
 
     def run(output_and_bias: tuple[torch.Tensor, torch.Tensor | None], *rest: Any) -> torch.Tensor:
@@ -88,17 +91,17 @@ def _add_post_norm(norm: torch.nn.Module, bias_dropout_add: Callable[..., Any], 
 
 
 class ScaledEmbedding(LanguageModelEmbedding):  # type: ignore[misc]
-    """Megatron's embedding, multiplied by `scale`; an instance is made one by `scale_embedding`."""
+    """Megatron's embedding, multiplied by `scale`. `scale_embedding` converts an instance."""
 
     scale: float
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[s / tp, b, hidden]"""
+        """Return scaled embeddings, [s / tp, b, hidden]."""
         embeddings: torch.Tensor = super().forward(*args, **kwargs)
         return embeddings * self.scale
 
 
 def scale_embedding(embedding: LanguageModelEmbedding, scale: float) -> None:
-    """Make an embedding a `ScaledEmbedding`, in place. HF and SGLang, too, round the scale to the model's type."""
+    """Make an embedding a `ScaledEmbedding`, in place. Like HF and SGLang, round the scale to the model's dtype."""
     embedding.__class__ = ScaledEmbedding
     embedding.scale = float(torch.tensor(scale, dtype=embedding.config.params_dtype))

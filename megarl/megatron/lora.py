@@ -1,17 +1,17 @@
 """LoRA on Megatron's linear layers: y = W x + alpha / rank * B (A x), with W and everything else frozen.
 
-Which weights have adapters, and how A and B are cut, says `models/lora_tables.py`. The adapters are modules of their
-own in `GPTModel.adapters`, and a hook on the linear layer adds what they give; so the layers, their names and their
-checkpoints stay Megatron's, and Transformer Engine's layers are treated as the local ones are. x [s / tp, b, in] and y
-are the rank's parts; communication is of [s, b, rank], beside the layer's own of [s, b, hidden]:
+`models/lora_tables.py` defines which weights have adapters, and how A and B are sharded. The adapters are separate
+modules in `GPTModel.adapters`, and a forward hook on the linear layer adds their output. So the layers, their names and
+their checkpoints stay Megatron's, and Transformer Engine's layers need no special case. x [s / tp, b, in] and y are
+local to the rank. Adapters communicate [s, b, rank] tensors, beside the layer's own [s, b, hidden]:
 
     layer         W      A       B       A x                      y                   gradients to sum over TP
     column        rows   whole   rows    gathered over s          rows of it          A's
     row           cols   cols    whole   summed, scattered in s   the rank's tokens   B's
     duplicated    whole  whole   whole   the rank's tokens        the rank's tokens   both
-    of an expert  (cut by expert TP) as column and row, but its tokens come and go with Megatron's dispatcher
+    expert        (sharded by expert TP) as column and row, but Megatron's dispatcher moves the tokens
 
-Transformer Engine's fused norm and grouped experts have been tested by stand-ins only, there being no GPU.
+Transformer Engine's fused norm and grouped experts have been tested with stand-ins only, for lack of a GPU.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from megarl.models.registry import family_of
 
 
 class Adapter(torch.nn.Module):
-    """The factors of one linear layer; of one of grouped experts, those of each of them.
+    """The adapter of one linear layer, or one pair of factors per expert for grouped experts.
 
-    weights: the rows of the table of the layer's weights. factors: this rank's A and B of each. parts: in how many
-    they are cut.
+    weights: the layer's weights in the parameter table.
+    factors: this rank's A and B of each weight.
+    parts: number of shards.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Adapter(torch.nn.Module):
         self.lora_b = torch.nn.ParameterList(b for _, b in factors)
 
     def hook(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
-        """After a linear layer's forward: (y, bias) -> (y + what the adapter gives, bias)."""
+        """Forward hook of the linear layer: (y, bias) -> (y + adapter output, bias)."""
         if not self.enabled:
             return None
         x, *splits = inputs
@@ -70,14 +71,14 @@ class Adapter(torch.nn.Module):
         return output[0] + self(x, *splits), output[1]
 
     def forward(self, x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Tensor:
-        """x as the linear layer gets it, [tokens, ..., in]; splits: of grouped experts, how many tokens each has."""
+        """Return the adapter's output. x: the layer's input, [tokens, ..., in]. splits: tokens per grouped expert."""
         if splits is None:
             return self._apply_factors(x, self.lora_a[0], self.lora_b[0])
         parts = zip(x.split(list(splits)), self.lora_a, self.lora_b, strict=True)
-        return torch.cat([self._apply_factors(part, a, b) for part, a, b in parts])
+        return torch.cat([self._apply_factors(chunk, a, b) for chunk, a, b in parts])
 
     def _apply_factors(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if self.is_sharded and self.is_expert:  # every rank of its group has all tokens, and a part of the gradient
+        if self.is_sharded and self.is_expert:  # every rank has all tokens and a partial gradient
             group = parallel_state.get_expert_tensor_parallel_group()
             if self.is_row_parallel:
                 b = copy_to_tensor_model_parallel_region(b, group)
@@ -94,7 +95,7 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters(torch.nn.Module):
-    """All adapters of a model chunk. Its state is named by the table, so that it can be loaded in any layout."""
+    """All adapters of a model chunk. Checkpoint keys are the table's names, so any layout can load them."""
 
     def __init__(self, layers: Sequence[Adapter], num_experts: int) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class Adapters(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
 
     def named_factors(self) -> Iterator[tuple[str, Param, torch.nn.Parameter]]:
-        """(name within this module, row of the table, tensor) of each factor."""
+        """Iterate over (name within this module, table row, tensor) of each factor."""
         for number, layer in enumerate(self.adapters):
             for i, weight in enumerate(layer.weights):
                 for name, param in zip((LORA_A, LORA_B), factor_params(weight, len(layer.lora_a[i])), strict=True):
@@ -111,36 +112,45 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For Megatron's distributed checkpoint. The experts of a layer are one tensor."""
+        """Return the state for Megatron's distributed checkpoint. The experts of a layer form one tensor."""
         assert not sharded_offsets and metadata is not None
         state = {}
         for name, param, tensor in self.named_factors():
             parts, part = _tp_size_and_rank(param)
-            offsets, first = [], 0
+            offsets, prepended_axes = [], 0
             key, group = param.megatron, metadata["dp_cp_group"]
             if param.expert is not None:
                 key = key.replace(f".{param.expert}.linear", ".linear")
                 group = parallel_state.get_expert_data_parallel_group()
-                offsets, first = [(0, param.expert, self.num_experts)], 1
-            whole = isinstance(param.sharding, Replicated)
-            cut = [] if whole else [(first + split_with(param, param.sharding, parts, part).dim, part, parts)]
-            made = ShardedTensor.from_rank_offsets(
+                offsets, prepended_axes = [(0, param.expert, self.num_experts)], 1
+            is_replicated = isinstance(param.sharding, Replicated)
+            shard_offsets = (
+                []
+                if is_replicated
+                else [(prepended_axes + split_with(param, param.sharding, parts, part).dim, part, parts)]
+            )
+            sharded_tensor = ShardedTensor.from_rank_offsets(
                 f"{prefix}{key}",
                 tensor,
                 *offsets,
-                *cut,
-                replica_id=(0, part if whole else 0, group.rank()),
-                prepend_axis_num=first,
+                *shard_offsets,
+                replica_id=(0, part if is_replicated else 0, group.rank()),
+                prepend_axis_num=prepended_axes,
             )
-            # Gate and up are two halves of each rank's part.
-            gated = isinstance(param.sharding, GateUpSharding)
-            state[f"{prefix}{name}"] = apply_swiglu_sharded_factory(made, tuple(offsets)) if gated else made
+            # Each rank's shard consists of a gate half and an up half.
+            is_gated = isinstance(param.sharding, GateUpSharding)
+            state[f"{prefix}{name}"] = (
+                apply_swiglu_sharded_factory(sharded_tensor, tuple(offsets)) if is_gated else sharded_tensor
+            )
         return state
 
 
 def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None:
-    """Freeze all of a model chunk but a critic's head, and give it adapters. A is uniform in +- 1 / sqrt(in), PEFT's
-    Kaiming initialisation, drawn for each weight by its name, so that it is the same in any layout; B is zero."""
+    """Freeze a model chunk except for a critic's head, and add adapters.
+
+    A is uniform in +- 1 / sqrt(in), PEFT's Kaiming initialisation, seeded by each weight's name so that it is equal in
+    every layout. B is zero.
+    """
     family = family_of(hf)
     targeted = adapted_weights(family.params(hf, config.parallel.tp, config.parallel.etp), config.lora.targets)
     table = {param.megatron: param for param in targeted}
@@ -148,16 +158,16 @@ def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None
     if isinstance(getattr(model, "output_layer", None), ValueHead):
         model.output_layer.requires_grad_(True)
     if getattr(model, "embedding", None) is not None:
-        # Recomputation gives no gradients where no input needs one, and Megatron's schedule none to a stage whose
-        # output does not need one.
+        # Recomputation yields no gradients unless some input requires one, and neither does Megatron's schedule for a
+        # stage whose output requires none.
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     owner = {id(tensor): module for module in model.modules() for tensor in module.parameters(recurse=False)}
-    found: dict[torch.nn.Module, list[Param]] = {}
+    weights_by_module: dict[torch.nn.Module, list[Param]] = {}
     for name, tensor in named_params([model], parallel_state.get_expert_model_parallel_rank()).items():
         if name in table:
-            found.setdefault(owner[id(tensor)], []).append(table[name])
+            weights_by_module.setdefault(owner[id(tensor)], []).append(table[name])
     layers = []
-    for module, weights in found.items():
+    for module, weights in weights_by_module.items():
         pairs = [
             _init_factors(weight, config, model.config.params_dtype, model.config.sequence_parallel)
             for weight in weights
@@ -171,30 +181,30 @@ def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None
 def _init_factors(
     weight: Param, config: Config, dtype: torch.dtype, sequence_parallel: bool
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-    """This rank's A and B of a weight, marked as Megatron marks parameters."""
-    made = []
+    """Return this rank's A and B of a weight, with the attributes that Megatron sets on parameters."""
+    factors = []
     for param in factor_params(weight, config.lora.rank):
         parts, part = _tp_size_and_rank(param)
-        whole = {tensor.name: torch.zeros(tensor.shape) for tensor in param.hf}
+        full_tensors = {tensor.name: torch.zeros(tensor.shape) for tensor in param.hf}
         if param.megatron.endswith(LORA_A):
             seed = zlib.crc32(f"{config.run.seed} {param.megatron}".encode())
-            (drawn,) = whole.values()
-            drawn.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed)).mul_(drawn.shape[1] ** -0.5)
-        tensor = torch.nn.Parameter(shard(param, whole, parts, part).to(dtype))
-        replicated, expert = isinstance(param.sharding, Replicated), param.expert is not None
-        # For the norm of all gradients each is counted once: a dense one that all tensor parallel ranks have, on the
-        # first; those of experts everywhere, since their replicas share a gradient, but for copies in expert TP.
-        tensor.tensor_model_parallel = expert or not replicated  # type: ignore[attr-defined]
-        tensor.shared = expert and replicated and part > 0  # type: ignore[attr-defined]
-        tensor.allreduce = not expert  # type: ignore[attr-defined]
-        # The tokens of a sequence are on all tensor parallel ranks, so the gradients must be summed over them.
-        tensor.sequence_parallel = sequence_parallel and replicated and not expert  # type: ignore[attr-defined]
-        made.append(tensor)
-    return made[0], made[1]
+            (lora_a,) = full_tensors.values()
+            lora_a.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed)).mul_(lora_a.shape[1] ** -0.5)
+        tensor = torch.nn.Parameter(shard(param, full_tensors, parts, part).to(dtype))
+        is_replicated, is_expert = isinstance(param.sharding, Replicated), param.expert is not None
+        # The gradient norm counts each gradient once: a dense replicated one on the first TP rank only, an expert's on
+        # every rank, since its replicas share a gradient, except for copies within expert TP.
+        tensor.tensor_model_parallel = is_expert or not is_replicated  # type: ignore[attr-defined]
+        tensor.shared = is_expert and is_replicated and part > 0  # type: ignore[attr-defined]
+        tensor.allreduce = not is_expert  # type: ignore[attr-defined]
+        # A sequence's tokens are spread over the TP ranks, so gradients must be summed over these.
+        tensor.sequence_parallel = sequence_parallel and is_replicated and not is_expert  # type: ignore[attr-defined]
+        factors.append(tensor)
+    return factors[0], factors[1]
 
 
 def local_adapters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """This rank's factors, in place, by canonical name."""
+    """Return this rank's factors, in place, by canonical name."""
     return {
         param.megatron: tensor.detach() for layers in _adapters(chunks) for _, param, tensor in layers.named_factors()
     }
@@ -202,7 +212,7 @@ def local_adapters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]
 
 @contextmanager
 def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within the block the model is the base model."""
+    """Disable all adapters within the block."""
     layers = [layer for adapters in _adapters(chunks) for layer in adapters.adapters]
     for layer in layers:
         layer.enabled = False
@@ -214,9 +224,12 @@ def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """Weights by canonical name, with their adapters added: computed when asked for, each time, and not kept.
+    """Weights by canonical name, with their adapters merged on each lookup and not cached.
 
-    weights: of a rank, in place. adapters: `local_adapters`. Shapes and places are those of the weights.
+    Merged tensors have the shapes and devices of the weights.
+
+    weights: a rank's parameters, in place.
+    adapters: as from `local_adapters`.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], scale: float) -> None:
@@ -241,7 +254,7 @@ def _adapters(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
 
 
 def _tp_size_and_rank(param: Param) -> tuple[int, int]:
-    """In how many parts a parameter is cut, and which of them this rank has."""
+    """Return the size of the TP group that shards a parameter (expert TP for experts), and this rank in it."""
     if param.expert is not None:
         state = parallel_state
         return state.get_expert_tensor_parallel_world_size(), state.get_expert_tensor_parallel_rank()
@@ -249,7 +262,7 @@ def _tp_size_and_rank(param: Param) -> tuple[int, int]:
 
 
 def _apply_fused_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """What the linear layer in Transformer Engine's LayerNormLinear gets."""
+    """Return the input of the linear layer inside Transformer Engine's LayerNormLinear."""
     if module.normalization != "RMSNorm":
         raise NotImplementedError(f"LoRA on a fused {module.normalization}")
     weight = module.layer_norm_weight

@@ -1,4 +1,4 @@
-"""What a model's states take on this rank, counted from the tensors that are there: the measure of `models.memory`."""
+"""Measure the memory of a model's states on this rank from its tensors, to check the estimates of `models.memory`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from megarl.megatron.trainer_model import MegatronModel
 
 
 def model_state_bytes(model: MegatronModel) -> dict[str, int]:
-    """Bytes of `weights` (with the biases of routers), of Megatron's `gradients` buffers, whose parameters are padded
-    to multiples of 64 elements, and of the `optimizer`: this rank's moments, and master weights where they are not the
-    model's own."""
+    """Return the bytes of `weights`, `gradients` and `optimizer` on this rank.
+
+    Weights include the routers' expert biases. Gradients are Megatron's buffers, which pad parameters to multiples of
+    64 elements. The optimizer's are this rank's moments, and master weights unless they are the model's own weights.
+    """
     weights = list(model.local_params().values())
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    own = {tensor.untyped_storage().data_ptr() for tensor in weights}
-    states = [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]  # without counts of steps
+    weight_storages = {tensor.untyped_storage().data_ptr() for tensor in weights}
+    states = [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]  # without step counts
     return {
         "weights": _bytes(weights),
         "gradients": _bytes(buffer.grad_data for buffer in buffers),
-        "optimizer": _bytes(tensor for tensor in states if tensor.untyped_storage().data_ptr() not in own),
+        "optimizer": _bytes(tensor for tensor in states if tensor.untyped_storage().data_ptr() not in weight_storages),
     }
 
 

@@ -1,11 +1,11 @@
-"""Host copies of a model: `WeightSnapshot`, a snapshot to roll back to, and `MemoryOffload`, which frees the device for the engine.
+"""Host copies of a model: `WeightSnapshot` for rollbacks, and `MemoryOffload`, which frees the device for the engine.
 
-A snapshot is one copy of this rank's part, in memory that is allocated once: the trained weights and this rank's
-share of masters and moments, as `models.memory.state_bytes` counts them without gradients. It is pinned on machines
-with GPUs. Taking it costs one copy of these bytes to the host.
+A snapshot is one host copy of this rank's trained weights and its shard of master weights and moments, as
+`models.memory.state_bytes` counts them without gradients. Its memory is allocated once, and pinned on machines with
+GPUs. Capturing it costs one copy of these bytes to the host.
 
-Parked tensors keep their storages, which are resized to zero and refilled later. Whatever refers to them (parameters
-that are views of a buffer, Megatron's maps between the two) stays valid.
+Offloaded tensors keep their storages, which are resized to zero and refilled later. So all references to them
+(parameters that are views of a buffer, Megatron's maps between the two) stay valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.parallel.host_copy import HostCopy, as_bytes
 
 
 class MemoryOffload:
-    """Tensors that leave the device together."""
+    """Tensors that are offloaded and onloaded together."""
 
     def __init__(self) -> None:
         self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
@@ -32,17 +32,25 @@ class MemoryOffload:
     def offload(
         self, keep: Iterable[torch.Tensor], drop: Iterable[torch.Tensor] = (), but: Iterable[torch.Tensor] = ()
     ) -> int:
-        """Free the memory of these tensors, of `drop` without keeping what is in it, as of gradients between two steps;
-        returns how many bytes. What shares memory with `but` stays. Nothing may use them until `restore`."""
+        """Free the device memory of these tensors and return the number of bytes freed.
+
+        Nothing may use the tensors until `onload`. Does nothing and returns 0 if tensors are offloaded already.
+
+        keep: tensors whose contents move to the host.
+        drop: tensors whose contents are discarded, such as gradients between two steps.
+        but: tensors whose storages stay on the device.
+        """
         if self._offloaded or self._dropped:
             return 0
-        staying = device_storages(but)
-        dropped = {place: storage for place, storage in device_storages(drop).items() if place not in staying}
-        leaving = [s for place, s in device_storages(keep).items() if place not in staying and place not in dropped]
-        sizes = [storage.nbytes() for storage in leaving]
+        excluded = device_storages(but)
+        dropped = {address: storage for address, storage in device_storages(drop).items() if address not in excluded}
+        storages = [
+            s for address, s in device_storages(keep).items() if address not in excluded and address not in dropped
+        ]
+        sizes = [storage.nbytes() for storage in storages]
         self._copy = HostCopy(sum(sizes))
-        self._copy.copy_from(leaving)
-        self._offloaded = list(zip(leaving, sizes, strict=True))
+        self._copy.copy_from(storages)
+        self._offloaded = list(zip(storages, sizes, strict=True))
         self._dropped = [(storage, storage.nbytes()) for storage in dropped.values()]
         for storage, _ in (*self._offloaded, *self._dropped):
             storage.resize_(0)
@@ -50,7 +58,7 @@ class MemoryOffload:
         return sum(size for _, size in (*self._offloaded, *self._dropped))
 
     def onload(self) -> None:
-        """Take the memory again and fill it, with zeros what was dropped; nothing where nothing is parked."""
+        """Reallocate the memory and restore its contents, zeros for dropped tensors. No-op if nothing is offloaded."""
         for storage, size in (*self._offloaded, *self._dropped):
             storage.resize_(size)
         self._copy.copy_back([storage for storage, _ in self._offloaded])
@@ -60,7 +68,7 @@ class MemoryOffload:
 
 
 def device_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The memory of these tensors on the device, each piece once, by address. Step counts and the like stay out."""
+    """Return the device storages of these tensors by address, each once. Scalars such as step counts are left out."""
     return {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
         for tensor in tensors
@@ -69,22 +77,22 @@ def device_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedS
 
 
 class WeightSnapshot:
-    """Of one model. Empty until `take`."""
+    """A snapshot of one model's training state, for rollbacks. Empty until `capture`."""
 
     def __init__(self) -> None:
         self._copy = HostCopy(0)
         self._storages: list[torch.UntypedStorage] = []
         self._counts: list[Any] = []
         self._num_updates = 0
-        """Of the schedule, when it was taken."""
+        """Updates of the schedule at capture."""
         self.previous_updates = 0
-        """Updates of the model before its schedule began anew."""
+        """Updates of the model before its schedule was last restarted."""
 
     def capture(self, chunks: Sequence[torch.nn.Module], states: Any, scheduler: Any) -> None:
-        """The model must be on the device, as whenever it is at work."""
+        """Copy the state to the host. The model must be onloaded."""
         self._storages = list(_trained_storages(chunks, states))
         size = sum(storage.nbytes() for storage in self._storages)
-        if size != self._copy.size:  # the first time; and the second, where moments are made in the first step
+        if size != self._copy.size:  # on the first capture, and on the second if the first step allocated the moments
             self._copy = HostCopy(0)
             self._copy = HostCopy(size)
         self._copy.copy_from(self._storages)
@@ -92,13 +100,13 @@ class WeightSnapshot:
         self._num_updates = int(scheduler.num_steps)
 
     def restore(self, chunks: Sequence[torch.nn.Module], states: Any) -> None:
-        """All of it, but for the schedule, which shall begin anew."""
-        since = {storage.data_ptr(): storage for storage in _trained_storages(chunks, states)}
-        assert self._storages or not since, "nothing was taken"
+        """Restore everything except for the schedule, which the caller restarts."""
+        new_storages = {storage.data_ptr(): storage for storage in _trained_storages(chunks, states)}
+        assert self._storages or not new_storages, "nothing was taken"
         for storage in self._storages:
-            del since[storage.data_ptr()]  # what was taken is what is there
+            del new_storages[storage.data_ptr()]  # every captured storage still exists
         self._copy.copy_back(self._storages)
-        for storage in since.values():  # moments that were made since then, of zeros
+        for storage in new_storages.values():  # moments allocated since then, initially zeros
             as_bytes(storage).zero_()
         holders = list(optimizer.iter_step_holders(states))
         for holder, count in zip(holders, self._counts or [0.0] * len(holders), strict=True):
@@ -114,8 +122,10 @@ class WeightSnapshot:
 
 
 def _trained_storages(chunks: Sequence[torch.nn.Module], states: Any) -> Iterator[torch.UntypedStorage]:
-    """Each piece of memory once, in the same order every time: parameters are views of buffers, and in fp32 masters are
-    views of the parameters."""
+    """Iterate over the storages of trained weights, buffers and optimizer states, each once, in a fixed order.
+
+    Parameters are views of buffers, and with fp32 weights the masters are views of the parameters.
+    """
     seen = set()
     for chunk in chunks:
         model = unwrap(chunk)

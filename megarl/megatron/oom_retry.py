@@ -1,13 +1,15 @@
-"""Out of memory: the ranks of a model agree, cut its micro-batches smaller, and take the pass again.
+"""Out of memory: a model's ranks agree on smaller micro-batches and retry the pass.
 
-Nothing that a pass has left is used: weights change in the optimizer's step only, gradients are zeroed before the next
-try, and a loss is a sum over micro-batches, however they are cut. So the result is that of a run that had the memory.
+A retry gives the result of a run that had enough memory. It uses nothing of the aborted pass: weights change in the
+optimizer step only, gradients are zeroed before each try, and the loss is a sum over micro-batches, however they are
+split.
 
-A rank that fails must not leave its peers in a collective. Where a model is whole on each of its ranks (data parallel
-alone) a pass has no collective before gradients are reduced: there all ranks say first how they fared. Where ranks
-compute together (tp, cp, pp, ep, or gradients reduced while the backward pass goes on) each first takes, in one piece,
-what is planned for its largest micro-batch, and all say whether they got it before any of them begins. What runs out
-beyond that plan, in the middle of such a pass, cannot be taken back: the run ends in a line that says what to set.
+A rank that fails must not leave its peers in a collective. With data parallelism alone, a pass has no collective before
+gradient reduction, so all ranks report just before it whether they ran out of memory. Where ranks compute together (tp,
+cp, pp, ep, or gradient reduction overlapping the backward pass), each rank first allocates, in one block, the planned
+memory of its largest micro-batch, and all report whether that succeeded before any rank starts. If memory runs out
+beyond that plan, in the middle of such a pass, there is no retry: the run ends with an error that names the setting to
+change.
 """
 
 from __future__ import annotations
@@ -35,27 +37,27 @@ from megarl.types import TrainBatch
 
 T = TypeVar("T")
 OOM_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED")
-"""Of errors that have no class of their own: torch's allocator of the host, CUDA's libraries."""
+"""Messages of out-of-memory errors without a class of their own: torch's host allocator, CUDA libraries."""
 
 
 class OOMReport(NamedTuple):
-    """What a rank was at when its memory ran out."""
+    """The micro-batch in which a rank ran out of memory."""
 
     tokens: int
     num_units: int
-    """Sequences of the micro-batch, or groups of them that are not parted."""
+    """Sequences of the micro-batch, or groups if these are not split."""
     message: str
 
 
 class _PeerOutOfMemory(Exception):
-    """Another rank's memory ran out; nobody reduces gradients."""
+    """Another rank ran out of memory, so no rank reduces gradients."""
 
 
 class OOMRetry:
-    """How much of a batch a model computes at once. Without `guards.memory` that is what the configuration says.
+    """Limits how much of a batch a model computes at once. Without `guards.memory` the configured limit stays.
 
-    What is found out holds for the rest of the run: `budget` tokens of a micro-batch on all context parallel ranks,
-    whether layers are recomputed, how `num_ooms` memory has run out.
+    Its state lasts for the rest of the run: `token_budget` (tokens of a micro-batch over all context parallel ranks),
+    `should_recompute` (whether all layers are recomputed) and `num_ooms` (how often memory ran out).
     """
 
     def __init__(
@@ -73,11 +75,16 @@ class OOMRetry:
         self.token_budget, self.should_recompute, self.num_ooms = distribution.token_budget, False, 0
         self._current_sequences: Sequence[int] = ()
         self._reports: list[OOMReport] | None = None
-        """What all have said of the pass that is under way."""
+        """All ranks' reports on the current pass; None until gathered."""
         settings = unwrap(chunks[0]).config
-        kinds, overlaps = settings.moe_router_load_balancing_type, ("overlap_grad_reduce", "overlap_param_gather")
-        together = ranks.tp * ranks.cp * ranks.pp * ranks.ep * ranks.etp > 1 or "global_aux_loss" in kinds
-        self._has_collectives = together or any(config.train.ddp.get(name) for name in overlaps)
+        balancing_types, overlap_options = (
+            settings.moe_router_load_balancing_type,
+            ("overlap_grad_reduce", "overlap_param_gather"),
+        )
+        is_model_parallel = (
+            ranks.tp * ranks.cp * ranks.pp * ranks.ep * ranks.etp > 1 or "global_aux_loss" in balancing_types
+        )
+        self._has_collectives = is_model_parallel or any(config.train.ddp.get(name) for name in overlap_options)
         self._finalize_grads = settings.finalize_model_grads_func
         if self._is_enabled:
             settings.finalize_model_grads_func = self._finalize_unless_oom
@@ -87,37 +94,44 @@ class OOMRetry:
     def run(
         self, batch: TrainBatch, plan: MicroBatchPlan, work: Callable[[MicroBatchPlan], T], trains: bool
     ) -> tuple[T, MicroBatchPlan]:
-        """What `work` returns of a plan, and the plan: the given one, or as it had to be cut. All ranks of the model
-        call it. Raises ConfigError on all of them where the smallest micro-batches are too large."""
+        """Run `work` on the plan, with smaller micro-batches after each out-of-memory error.
+
+        Returns the result of `work` and the plan that it ran on. Collective over the model's ranks. Raises ConfigError
+        on all of them if even the smallest micro-batches do not fit.
+        """
         if not self._is_enabled:
             return work(plan), plan
         units = batch.group if trains and self._dispatcher.should_keep_groups else torch.arange(batch.num_sequences)
         while True:
             cut = self.shrink_plan(plan, batch, trains)
-            found = self._try_pass(batch, cut, units, work, trains)
+            results = self._try_pass(batch, cut, units, work, trains)
             if not self._reports:
-                return found[0], cut
+                return results[0], cut
             self._lower_memory_use(cut, batch, units, trains)
 
     def shrink_plan(self, plan: MicroBatchPlan, batch: TrainBatch, trains: bool) -> MicroBatchPlan:
-        """The plan with micro-batches of at most `budget` tokens. Sequences stay on the ranks that have got them, so
-        that those who send and take back rows need not know."""
-        of = self._dispatcher
-        if self.token_budget >= of.token_budget:
+        """Return the plan with micro-batches of at most `token_budget` tokens.
+
+        Sequences stay on their ranks, so ranks that exchange rows with them are not affected.
+        """
+        dispatcher = self._dispatcher
+        if self.token_budget >= dispatcher.token_budget:
             return plan
         lengths = np.asarray(batch.lengths)
-        group = np.asarray(batch.group) if trains and of.should_keep_groups else None
+        group = np.asarray(batch.group) if trains and dispatcher.should_keep_groups else None
         parts = []
         for micros in plan:
-            mine = np.array(list(chain.from_iterable(micros)), dtype=np.int64)
-            kept = None if group is None else group[mine]
-            (cut,) = plan_micro_batches(lengths[mine], 1, self.token_budget, of.quadratic_cost, of.multiple, kept)
-            parts.append([mine[micro].tolist() for micro in cut])
+            sequences = np.array(list(chain.from_iterable(micros)), dtype=np.int64)
+            groups = None if group is None else group[sequences]
+            (cut,) = plan_micro_batches(
+                lengths[sequences], 1, self.token_budget, dispatcher.quadratic_cost, dispatcher.multiple, groups
+            )
+            parts.append([sequences[micro].tolist() for micro in cut])
         count = max(map(len, parts))
         return [[*part, *([[]] * (count - len(part)))] for part in parts]
 
     def track_current(self, micros: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
-        """These, each as the one that is at work."""
+        """Iterate over `micros`, recording each as the current micro-batch."""
         for indices in micros:
             self._current_sequences = indices
             yield indices
@@ -130,28 +144,28 @@ class OOMRetry:
         work: Callable[[MicroBatchPlan], T],
         trains: bool,
     ) -> list[T]:
-        """What `work` returns, in a list, which is empty where some rank was short: `_said` has which."""
-        self._reports, self._current_sequences, mine, found = None, (), None, []
+        """Return the result of `work` in a list, empty if a rank ran out of memory; `_reports` says which."""
+        self._reports, self._current_sequences, report, results = None, (), None, []
         if self._has_collectives and self._gather_reports(self._try_reserve(batch, cut, units, trains)):
             return []
         try:
-            found = [work(cut)]
+            results = [work(cut)]
         except _PeerOutOfMemory:
             pass
-        except Exception as error:  # noqa: BLE001  a host's allocator has no class of its own
+        except Exception as error:  # noqa: BLE001  the host allocator's error has no class of its own
             if not is_out_of_memory(error):
                 raise
-            mine = self._make_report(batch, units, error)
-        # Out of the `except`, whose error has all frames of the pass, and their tensors.
-        if mine is not None and self._reports is not None:  # the others are at something that they need this rank for
-            raise ConfigError(self._mid_pass_message(mine))
+            report = self._make_report(batch, units, error)
+        # Outside of the `except`, whose error keeps all frames of the pass and their tensors alive.
+        if report is not None and self._reports is not None:  # the other ranks are in a collective
+            raise ConfigError(self._mid_pass_message(report))
         if self._reports is None:
-            self._gather_reports(mine)
-        return found
+            self._gather_reports(report)
+        return results
 
     def _gather_reports(self, mine: OOMReport | None) -> list[OOMReport]:
-        said = all_gather_objects(mine, self._ranks.host_group)
-        self._reports = [short for short in said if short is not None]
+        reports = all_gather_objects(mine, self._ranks.host_group)
+        self._reports = [report for report in reports if report is not None]
         return self._reports
 
     def _finalize_unless_oom(self, *arguments: Any, **named: Any) -> Any:
@@ -162,7 +176,7 @@ class OOMRetry:
     def _try_reserve(
         self, batch: TrainBatch, cut: MicroBatchPlan, units: torch.Tensor, trains: bool
     ) -> OOMReport | None:
-        """Take what the largest micro-batch will need, and give it back at once."""
+        """Allocate the memory that the largest micro-batch needs, and free it at once."""
         sizes = [int(batch.lengths[micro].sum()) for micro in cut[self._ranks.dp_rank]]
         tokens = max(sizes)
         share = -(-tokens // self._ranks.cp)
@@ -177,32 +191,34 @@ class OOMRetry:
         return None
 
     def _make_report(self, batch: TrainBatch, units: torch.Tensor, error: Exception) -> OOMReport:
-        at = list(self._current_sequences)
-        what = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        return OOMReport(int(batch.lengths[at].sum()), len(units[at].unique()), what)
+        indices = list(self._current_sequences)
+        message = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return OOMReport(int(batch.lengths[indices].sum()), len(units[indices].unique()), message)
 
     # ---- less at once
 
     def _lower_memory_use(self, cut: MicroBatchPlan, batch: TrainBatch, units: torch.Tensor, trains: bool) -> None:
-        """Half of the tokens; where micro-batches are of one sequence, recomputation; then there is nothing left."""
+        """Halve the token budget or, with one sequence per micro-batch, enable recomputation; else raise."""
         self.num_ooms += 1
         self._reset_after_abort(trains)
-        short = self._reports or []
-        joined = [int(batch.lengths[micro].sum()) for part in cut for micro in part if len(units[micro].unique()) > 1]
-        if joined and any(one.num_units > 1 for one in short):
-            self.token_budget = max(1, min(self.token_budget, max(joined)) // 2)
+        reports = self._reports or []
+        divisible_sizes = [
+            int(batch.lengths[micro].sum()) for part in cut for micro in part if len(units[micro].unique()) > 1
+        ]
+        if divisible_sizes and any(report.num_units > 1 for report in reports):
+            self.token_budget = max(1, min(self.token_budget, max(divisible_sizes)) // 2)
         elif trains and not self.should_recompute and self._can_recompute():
             self._enable_recompute()
         else:
-            worst = max(short)
+            worst = max(reports)
             raise ConfigError(
                 f"out of memory in a micro-batch of one sequence, of {worst.tokens} tokens ({worst.message}), of the "
-                f"{self._role.replace('_', ' ')}{', with all layers recomputed' if self.should_recompute else ''}: lower "
-                "rollout.max_context or train.logits_at_once, or raise parallel.tp, cp or pp"
+                f"{self._role.replace('_', ' ')}{', with all layers recomputed' if self.should_recompute else ''}: "
+                "lower rollout.max_context or train.logits_at_once, or raise parallel.tp, cp or pp"
             )
 
     def _reset_after_abort(self, trains: bool) -> None:
-        """What a pass that was broken off has left, but for the gradients, which each begins by zeroing."""
+        """Clear the state of an aborted pass, except for gradients, which every pass zeroes first."""
         if trains:
             _unset_checkpointing()
             reset_model_temporary_tensors(unwrap(self._chunks[0]).config, list(self._chunks))
@@ -215,7 +231,7 @@ class OOMRetry:
         return settings.recompute_granularity is None and not settings.fp8
 
     def _enable_recompute(self) -> None:
-        """Megatron asks for it in each forward pass."""
+        """Enable full recomputation. Megatron reads these settings in each forward pass."""
         self.should_recompute = True
         modules = (module for chunk in self._chunks for module in chunk.modules())
         for settings in (module.config for module in modules if hasattr(module, "config")):
@@ -228,15 +244,15 @@ class OOMRetry:
         return (
             f"out of memory in a micro-batch of {short.tokens} tokens of the {self._role.replace('_', ' ')} "
             f"({short.message}), where other ranks compute with this one and cannot be called back: go on with "
-            f"run.resume=auto and train.token_budget={max(1, min(tokens, self.token_budget // self._ranks.cp) // 2)}, or "
-            "with model.megatron.recompute_granularity=full"
+            f"run.resume=auto and train.token_budget={max(1, min(tokens, self.token_budget // self._ranks.cp) // 2)}, "
+            "or with model.megatron.recompute_granularity=full"
         )
 
     # ---- state
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For metrics; none where the guard is off."""
+        """Metrics of the guard; empty if it is off."""
         if not self._is_enabled:
             return {}
         budget = float(self.token_budget // self._ranks.cp)
@@ -251,7 +267,7 @@ class OOMRetry:
         return {"of": whole, "budget": self.token_budget, "recomputes": self.should_recompute, "often": self.num_ooms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of a run with another `train.token_budget` only how often memory ran out: somebody has set it anew."""
+        """Restore the state. If `train.token_budget` has changed since, restore only `num_ooms`."""
         self.num_ooms = int(state.get("often", 0))
         if self._is_enabled and state.get("of") == self._dispatcher.token_budget:
             self.token_budget = int(state["budget"])
@@ -260,7 +276,7 @@ class OOMRetry:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says that there was no memory, on the device or on the host."""
+    """Return whether the error means out of memory, on the device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OOM_MESSAGES)

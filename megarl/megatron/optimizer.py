@@ -1,9 +1,9 @@
 """Megatron's distributed optimizer and learning-rate schedule, with a step that skips non-finite gradients.
 
-For a distributed checkpoint each rank writes its own share of the optimizer state, and nothing is gathered. A data
-parallel rank holds a contiguous range of the flat parameter buffer, so of a parameter it holds a range of elements in
-row-major order, which may start anywhere. Checkpoints are read in rectangular boxes of a tensor, in any layout: such a
-range is a few boxes.
+For a distributed checkpoint each rank writes its own shard of the optimizer state, and nothing is gathered. A data
+parallel rank holds a contiguous range of the flat parameter buffer, so it holds a row-major range of a parameter's
+elements, which may start anywhere. Checkpoints are read as rectangular boxes of tensors, in any layout. Such a range is
+a few boxes.
 """
 
 from __future__ import annotations
@@ -31,55 +31,65 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTensor]:
-    """This rank's masters and moments in one of Megatron's distributed optimizers, as parts of the tensors that
-    `sharded_param_state_fully_reshardable` asks for when it loads. Views: they change with the next update.
+    """Return this rank's masters and moments in one of Megatron's distributed optimizers as sharded tensors.
 
-    model_state: the model's sharded state.
+    Keys and shapes are those that `sharded_param_state_fully_reshardable` requests on loading. The data are views that
+    the next update changes.
+
+    model_state: the model's sharded state dict.
     """
-    found, _ = extract_sharded_tensors_and_factories(model_state)
-    of_param = {sharded.data: sharded for sharded in nested_values(found)}
-    shares: list[ShardedTensor] = []
+    sharded_tensors, _ = extract_sharded_tensors_and_factories(model_state)
+    sharded_by_param = {sharded.data: sharded for sharded in nested_values(sharded_tensors)}
+    shards: list[ShardedTensor] = []
     for buffer in part.gbuf_ranges:
         for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
             for param, ranges in bucket["param_map"].items():
-                values, run = part._get_main_param_and_optimizer_states(param), ranges["param"]
+                values, param_range = part._get_main_param_and_optimizer_states(param), ranges["param"]
                 for state in STATES:
                     flat = values[state].detach().view(-1).float()
-                    shares += _shard_flat_range(of_param[param], f"optimizer.state.{state}.", flat, run.start)
-    return shares
+                    shards += _shard_flat_range(
+                        sharded_by_param[param], f"optimizer.state.{state}.", flat, param_range.start
+                    )
+    return shards
 
 
 def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
-    """flat: the elements from `start` on of what `sharded` describes, which Megatron may store as several tensors."""
-    whole = torch.empty(sharded.data.shape, dtype=flat.dtype, device="meta")
+    """Split a flat range of a parameter into sharded tensors, one per rectangular box.
+
+    sharded: the parameter, which Megatron may store as several tensors.
+    flat: its elements from `start` on.
+    """
+    meta_tensor = torch.empty(sharded.data.shape, dtype=flat.dtype, device="meta")
     if isinstance(sharded, ShardedTensorFactory):
-        pieces = list(nested_values(replace(sharded, key=prefix + sharded.key, data=whole).build()))
+        pieces = list(nested_values(replace(sharded, key=prefix + sharded.key, data=meta_tensor).build()))
     else:
-        pieces = [replace(sharded, key=prefix + sharded.key, data=whole, dtype=flat.dtype)]
-    memory = whole.untyped_storage()._cdata
+        pieces = [replace(sharded, key=prefix + sharded.key, data=meta_tensor, dtype=flat.dtype)]
+    memory = meta_tensor.untyped_storage()._cdata
     for piece in pieces:
         view = piece.data
         if view.untyped_storage()._cdata != memory or not view.is_contiguous():
             raise NotImplementedError(f"{sharded.key} is stored in pieces that are no runs of it")
-        at = view.storage_offset()
-        first, last = max(start, at), min(start + len(flat), at + view.numel())
-        ahead = piece.prepend_axis_num
-        # The last number says which of the data parallel ranks, of whom each has other elements here.
-        others = piece.replica_id[:-1]
-        for offset, sizes in boxes(view.shape, first - at, last - at) if not any(others) else ():
-            here = flat[first - start : first - start + prod(sizes)]
-            first += prod(sizes)
-            local = (1,) * ahead + sizes
-            base = piece.global_offset
+        piece_start = view.storage_offset()
+        position, stop = max(start, piece_start), min(start + len(flat), piece_start + view.numel())
+        prepended_axes = piece.prepend_axis_num
+        # The last entry is the data parallel rank. It makes no replicas, since each holds other elements.
+        replica_id = piece.replica_id[:-1]
+        for offset, sizes in (
+            boxes(view.shape, position - piece_start, stop - piece_start) if not any(replica_id) else ()
+        ):
+            box = flat[position - start : position - start + prod(sizes)]
+            position += prod(sizes)
+            local_shape = (1,) * prepended_axes + sizes
+            global_offset = piece.global_offset
             yield ShardedTensor(
                 key=piece.key,
-                data=here.view(local),
-                dtype=here.dtype,
-                local_shape=local,
+                data=box.view(local_shape),
+                dtype=box.dtype,
+                local_shape=local_shape,
                 global_shape=piece.global_shape,
                 global_offset=(
-                    *base[:ahead],
-                    *(low + more for low, more in zip(base[ahead:], offset, strict=True)),
+                    *global_offset[:prepended_axes],
+                    *(low + box_offset for low, box_offset in zip(global_offset[prepended_axes:], offset, strict=True)),
                 ),
                 axis_fragmentations=None,  # no regular grid
             )
@@ -89,7 +99,7 @@ _get_param_groups = core_optimizer._get_param_groups
 
 
 def _model_param_groups(*arguments: Any) -> Any:
-    """Megatron asks all ranks of the job which sorts of parameters they have; the others may have no model."""
+    """Restrict Megatron's gather of parameter groups to the model's ranks; other ranks of the job may have no model."""
     with use_member_world():
         return _get_param_groups(*arguments)
 
@@ -98,7 +108,7 @@ core_optimizer._get_param_groups = _model_param_groups
 
 
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Any:
-    """AdamW with fp32 master weights and states, sharded over data parallel ranks. Biases and norms do not decay."""
+    """Build AdamW with fp32 masters and states, sharded over data parallel ranks. Biases and norms do not decay."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -117,23 +127,23 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
     )
     for _, part in _dist_optimizers(optimizer):
         for buffer in part.buffers:
-            # For a checkpoint Megatron drops the padding behind each bucket, and then looks for parameters where they
-            # were with it: wrong from the second bucket on, which a tied embedding over two stages makes. Call it no
-            # padding. Nothing of it is saved, since parameters are cut out one by one.
+            # On saving, Megatron drops the padding behind each bucket but still indexes parameters with it. That is
+            # wrong from the second bucket on, and an embedding tied across two stages creates a second bucket. So
+            # count the padding as data. None of it is saved, since parameters are cut out one by one.
             buffer.numel_unpadded = buffer.numel
             for bucket in buffer.buckets:
                 bucket.numel_unpadded = bucket.grad_data.numel()
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
-                # torch would do this in its first step, but Megatron's state_dict wants a step count before that.
+                # torch does this in its first step, but Megatron's state_dict needs a step count before that.
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 inner.state[parameter] = {"step": torch.tensor(0.0), **zeros}
     return optimizer
 
 
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """This rank's masters and moments."""
+    """Iterate over this rank's masters and moments."""
     for _, part in _dist_optimizers(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -142,7 +152,7 @@ def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def iter_step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """What has a count of AdamW's steps under "step": torch keeps one a parameter, Transformer Engine one a group."""
+    """Iterate over the dicts with AdamW's step count under "step": per parameter in torch, per group in TE."""
     for _, part in _dist_optimizers(optimizer):
         for holder in (*part.optimizer.param_groups, *part.optimizer.state.values()):
             if "step" in holder:
@@ -150,12 +160,12 @@ def iter_step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Masters and states for Megatron's distributed checkpoint, loadable in any layout; see `load_state`. To be saved
-    it is this rank's own part, as views.
+    """Return masters and moments for Megatron's distributed checkpoint, loadable in any layout by `load_state`.
 
-    Settings such as betas are not among them, because they are the configuration's, nor is the step count, because the
-    scheduler has it. Megatron's own version of this fails where a pipeline stage has no experts, and where a rank's
-    share has no parameter, keeps of the settings those of rank 0, and gathers all on the first data parallel rank.
+    For saving, these are views of this rank's own shard. Settings such as betas are left out because the configuration
+    owns them, and the step count because the scheduler has it. Megatron's own version fails if a pipeline stage has no
+    experts or a rank's shard has no parameters, keeps only rank 0's settings, and gathers everything on the first data
+    parallel rank.
     """
     if not is_loading:
         return {name: local_state_shards(part, model_state) for name, part in _dist_optimizers(optimizer)}
@@ -166,38 +176,40 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
 
 
 def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
-    """Take what was loaded for `sharded_state`; `steps` is the number of updates made until then."""
+    """Load the state that was read for `sharded_state`. steps: the number of updates so far."""
     for name, part in _dist_optimizers(optimizer):
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "step": steps}
             for group in part.optimizer.param_groups
         ]
-        found = {"param_state": state[name], "param_state_sharding_type": "fully_reshardable"}
-        part.load_state_dict({"optimizer": {"param_groups": groups}, **found})
+        param_state = {"param_state": state[name], "param_state_sharding_type": "fully_reshardable"}
+        part.load_state_dict({"optimizer": {"param_groups": groups}, **param_state})
     for inner in _torch_optimizers(optimizer):
         for values in inner.state.values():
-            # Megatron gives all parameters one tensor, which AdamW would then increment once for each of them.
+            # Megatron shares one tensor among all parameters, and AdamW would increment it once per parameter.
             values["step"] = values["step"].clone()
 
 
 def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
-    """Megatron has one optimizer for dense parameters and one for experts; a rank may have none of the latter, and
-    where no parameter of a kind is trained (LoRA), its optimizer is a stub."""
+    """Return the names and distributed optimizers of dense parameters and of experts.
+
+    A rank may have no experts, and if no parameter of a kind is trained (LoRA), its optimizer is a stub.
+    """
     parts = enumerate(optimizer.chained_optimizers)
     return [(f"part{i}", part) for i, part in parts if not part.is_stub_optimizer and part.buffers]
 
 
 def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The AdamW inside Megatron's wrappers where that is torch's; with Transformer Engine it is not."""
-    inner = [part.optimizer for _, part in _dist_optimizers(optimizer)]
-    return [one for one in inner if isinstance(one, torch.optim.AdamW)]
+    """Return torch's AdamW optimizers inside Megatron's wrappers; empty with Transformer Engine's."""
+    optimizers = [part.optimizer for _, part in _dist_optimizers(optimizer)]
+    return [adamw for adamw in optimizers if isinstance(adamw, torch.optim.AdamW)]
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:
-    """Linear warm-up over `warmup_fraction` of all updates, then the decay.
+    """Build a schedule with linear warm-up over `warmup_fraction` of all updates, then decay.
 
-    `take_step` advances it before the update, so that update k of 1..n has the rate of point k on a line that ends at
-    n + 1: neither the first update nor the last has a rate of zero.
+    `take_step` advances it before the update, so update k of 1..n uses point k of a schedule that ends at n + 1.
+    Neither the first nor the last update has a learning rate of zero.
     """
     total = max(1, total_updates)
     return OptimizerParamScheduler(
@@ -216,17 +228,20 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int)
 
 
 def set_schedule_step(scheduler: OptimizerParamScheduler, updates: int) -> None:
-    """Set the schedule to where it is after so many updates. It is the configuration's, whichever a checkpoint was
-    written under: Megatron's own `load_state_dict` would go on with the peak, the length and the end of the old one."""
+    """Set the schedule to its state after `updates` updates.
+
+    Peak, length and end stay those of the current configuration. Megatron's own `load_state_dict` would restore those
+    of the checkpoint.
+    """
     scheduler.num_steps = updates
     scheduler.step(0)
 
 
 def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float, bool]:
-    """One update from the finished gradients. Returns the gradient's norm before clipping, and whether it was taken.
+    """Take one update from reduced gradients. Return the gradient norm before clipping and whether it was taken.
 
-    Megatron looks for non-finite gradients only where it scales the loss (fp16). Here a non-finite norm, which is the
-    same on all ranks because it is reduced over all of them, leaves weights, states and schedule as they are.
+    A non-finite norm leaves weights, states and schedule unchanged. The norm is equal on all ranks, being reduced over
+    all of them. Megatron itself checks for non-finite gradients only with loss scaling (fp16).
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm() or 0.0)
@@ -238,6 +253,6 @@ def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float
 
 
 def has_finite_weights(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether all weights that are trained here are."""
+    """Return whether all trained weights on this rank are finite."""
     trained = [param.detach() for chunk in chunks for param in chunk.parameters() if param.requires_grad]
     return bool(torch.isfinite(torch.nn.utils.get_total_norm(trained, math.inf)))

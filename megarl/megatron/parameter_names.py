@@ -1,8 +1,8 @@
-"""Canonical parameter names: the same for every layout and both layer specs, as the tables in `models/` spell them.
+"""Canonical parameter names: equal for every layout and both layer specs, as spelled in the tables in `models/`.
 
-Canonical: global layer and expert numbers, norms as modules of their own, one MLP per expert.
+Canonical names have global layer and expert numbers, norms as separate modules, and one MLP per expert.
 
-    ours (stage 1 of 2, EP rank 1)                             canonical
+    local (stage 1 of 2, EP rank 1)                            canonical
     decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight   decoder.layers.2.mlp.experts.5.linear_fc1.weight
     decoder.layers.0.mlp.experts.linear_fc1.weight1            (grouped, Transformer Engine)  the same
     decoder.layers.0.self_attention.linear_qkv.layer_norm_weight     decoder.layers.2.input_layernorm.weight
@@ -24,9 +24,10 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> str:
-    """The canonical name of a parameter of this rank's GPTModel.
+    """Return the canonical name of a parameter of this rank's GPTModel.
 
-    `first_layer` is the global number of its layer 0, `first_expert` that of its expert 0 in each layer.
+    first_layer: global number of local layer 0.
+    first_expert: global number of local expert 0 in each layer.
     """
     match = _LAYER.fullmatch(local)
     if match is None:
@@ -42,18 +43,17 @@ def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> s
 
 
 def unwrap(module: Any) -> Any:
-    """The GPTModel inside Megatron's wrappers."""
+    """Return the GPTModel inside Megatron's wrappers."""
     while hasattr(module, "module"):
         module = module.module
     return module
 
 
 def named_params(chunks: Sequence[torch.nn.Module], ep_rank: int) -> dict[str, torch.Tensor]:
-    """This rank's parameters by canonical name, without adapters (`lora.py`), and the routers' `expert_bias`, which is
-    a buffer.
+    """Return this rank's parameters by canonical name, without adapters (`lora.py`).
 
-    Where the embedding is tied to the output layer of another pipeline stage, or that has layers of multi-token
-    prediction, that stage's copy has the embedding's name too: it takes the same values on loading.
+    Includes the routers' `expert_bias` buffers. The last stage's copy of the embedding, held for a tied output layer or
+    for multi-token prediction, has the embedding's name too, so that loading gives it the same values.
     """
     named: dict[str, torch.Tensor] = {}
     for chunk in chunks:

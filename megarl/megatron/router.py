@@ -1,7 +1,7 @@
-"""Router extensions: auxiliary losses as Megatron tracked them over a step, and DeepSeek-V2's group-limited routing.
+"""Router extensions: auxiliary losses that Megatron tracks over a step, and DeepSeek-V2's group-limited routing.
 
 DeepSeek-V2 scores a group of experts by its best expert. Megatron 0.16.1 scores it by the sum of its best
-topk / group_topk experts, which is DeepSeek-V3's rule where that is 2.
+topk / group_topk experts, which is DeepSeek-V3's rule if that number is 2.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megarl.parallel.ranks import Ranks, all_gather_objects
 
 
 def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: int) -> dict[str, float]:
-    """Each auxiliary loss that is on, before its coefficient: the mean over layers, micro-batches and replicas.
+    """Return each enabled auxiliary loss without its coefficient: the mean over layers, micro-batches and replicas.
 
-    Called by all ranks of the model after each step; starts the next count. Empty where none is on, as in RL by
-    default. Megatron's own reduction fails on a pipeline stage without MoE layers, which has tracked nothing.
+    Collective over the model's ranks, after each step; resets Megatron's tracker. Empty if no aux loss is enabled, the
+    default in RL. Megatron's own reduction fails on a pipeline stage without MoE layers, which has tracked nothing.
     """
-    shares = {
-        # name in Megatron -> how many ranks each hold the whole of it, the others being parts to add up
+    num_full_copies = {
+        # name in Megatron -> number of ranks with a full value each; the others hold partial values to be summed
         "load_balancing_loss": ranks.dp,
         "seq_load_balancing_loss": ranks.dp,
         "global_load_balancing_loss": 1,
@@ -34,14 +34,14 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
     if not names:
         return {}
     tracker = get_moe_layer_wise_logging_tracker()
-    mine = {name: float(tracker[name]["values"].sum()) if name in tracker else 0.0 for name in names}
-    tracker.clear()  # all of it: Megatron would keep the number of layers, and the next model may have more
-    everyone = all_gather_objects(mine, ranks.host_group)
+    local_sums = {name: float(tracker[name]["values"].sum()) if name in tracker else 0.0 for name in names}
+    tracker.clear()  # fully: Megatron would keep the number of layers, and the next model may have more
+    gathered = all_gather_objects(local_sums, ranks.host_group)
     pattern = config.moe_layer_freq
     layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)
     layers += config.mtp_num_layers or 0
     return {
-        f"moe_{name}": sum(found[name] for found in everyone) / (shares[name] * layers * micro_batches)
+        f"moe_{name}": sum(sums[name] for sums in gathered) / (num_full_copies[name] * layers * micro_batches)
         for name in names
     }
 
@@ -64,20 +64,22 @@ def _enabled(config: TransformerConfig) -> list[str]:
 def group_max_topk(
     scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `topk` best experts of the `group_topk` groups that have the best ones: their scores and numbers, [T, topk].
+    """Return scores and indices, [T, topk], of the best experts within the `group_topk` groups with the best expert.
 
-    scores: [T, experts], any float type; groups are equally many neighbours. Source: arXiv:2405.04434, section 2.2.2.
+    scores: [T, experts], any float dtype; groups are equal runs of adjacent experts. Source: arXiv:2405.04434, 2.2.2.
     """
     best = scores.unflatten(1, (num_groups, -1)).amax(dim=-1)  # [T, groups]
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(group_topk, dim=-1).indices, True)
-    eligible = kept.repeat_interleave(scores.shape[1] // num_groups, dim=1)
+    is_group_chosen = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(group_topk, dim=-1).indices, True)
+    eligible = is_group_chosen.repeat_interleave(scores.shape[1] // num_groups, dim=1)
     chosen = scores.masked_fill(~eligible, -torch.inf).topk(topk, dim=-1).indices
     return scores.gather(1, chosen), chosen
 
 
 class GroupMaxTopK:
-    """Stands where Megatron's router looks for recorded choices, which is the one place at which others may choose; in
-    front of what is there already, if anything is."""
+    """Overrides the router's top-k by `group_max_topk`, through Megatron's hook for routing replay.
+
+    That hook is the only place where a router's choice can be overridden. Wraps the replay already installed, if any.
+    """
 
     def __init__(self, replay: Any) -> None:
         self.replay = replay
@@ -86,16 +88,16 @@ class GroupMaxTopK:
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _: Callable[..., Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments = scores, topk, num_groups, group_topk
-        found: tuple[torch.Tensor, torch.Tensor] = (
+        result: tuple[torch.Tensor, torch.Tensor] = (
             group_max_topk(*arguments)
             if self.replay is None
             else self.replay.get_replay_topk(*arguments, group_max_topk)
         )
-        return found
+        return result
 
 
 class GroupLimitedRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router, choosing by `group_max_topk`; scores, losses and everything else are Megatron's."""
+    """Megatron's router, except that it chooses experts by `group_max_topk`."""
 
     router_replay: Any
 
