@@ -1,9 +1,9 @@
-"""The weight-layout algebra: which slices of which HF tensors make the shard that one tensor-parallel rank holds.
+"""The weight-layout algebra: which slices of which HF tensors form the shard of a tensor parallel rank.
 
-A `Param` is one Megatron parameter with the HF tensors it is made of, its `Cut`, and the `Slot` that SGLang keeps it
-in, with the cut that SGLang makes. A cut answers one question, as plain data: the `Pieces` of rank r out of n, a list
-of intervals to concatenate along one dimension. Loading, export, the push to the engine and planning on paper are all
-derived from those intervals.
+A `Param` is one Megatron parameter with its HF tensors, its `Sharding`, and the `EngineSlot` where SGLang keeps it, with
+SGLang's sharding. A sharding answers one question, as plain data: the `ShardSpec` of rank r out of n, a list of
+intervals to concatenate along one dimension. Loading, export, weight sync and the dry-run plans all derive from those
+intervals.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from megarl.config import ConfigError
 
-PADDING = -1  # `Slice.source` of rows that no HF tensor has; they are zeros
+PADDING = -1  # `Slice.source` of padding rows, which are zeros
 VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of this times TP
-ENGINE_VOCAB_MULTIPLE = 64  # SGLang to a multiple of this, times TP where TP does not divide that
+ENGINE_VOCAB_MULTIPLE = 64  # SGLang pads to a multiple of this, times TP unless TP divides it
 
 
 FUSED_NORMS = {
@@ -28,8 +28,10 @@ FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Norms that Transformer Engine has in the linear layer behind them, and so have Megatron's checkpoints: their names
-there, and their canonical ones, within a layer."""
+"""Norms that Transformer Engine fuses into the following linear layer, as in Megatron's checkpoints.
+
+Maps their names there to their canonical names, within a layer.
+"""
 
 
 HFConfig = Mapping[str, Any]  # config.json as plain values
@@ -43,7 +45,7 @@ class HFTensor(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The interval [start, stop) of HF tensor number `source` along the dimension of its `Pieces`."""
+    """The interval [start, stop) of HF tensor number `source` along the dimension of its `ShardSpec`."""
 
     source: int
     start: int
@@ -51,14 +53,14 @@ class Slice(NamedTuple):
 
 
 class ShardSpec(NamedTuple):
-    """A rank's shard: the concatenation along `dim` of these slices, in this order."""
+    """A rank's shard: the concatenation of these slices along `dim`, in this order."""
 
     dim: int
     slices: tuple[Slice, ...]
 
 
 class Sharding:
-    """How a parameter is divided; `sources` are the shapes of its HF tensors. A new cut defines this one method."""
+    """How a parameter is sharded. A new sharding defines `split`; `sources` are the shapes of its HF tensors."""
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
         raise NotImplementedError
@@ -74,7 +76,7 @@ class Replicated(Sharding):
 
 @dataclass(frozen=True)
 class Dim0Sharding(Sharding):
-    """Equal blocks along dim 0 (column parallel), never through one of the `count` units: heads, for instance."""
+    """Equal blocks along dim 0 (column parallel) that never split one of the `num_units` units, such as heads."""
 
     num_units: int
     unit_name: str
@@ -85,7 +87,7 @@ class Dim0Sharding(Sharding):
 
 @dataclass(frozen=True)
 class Dim1Sharding(Sharding):
-    """Equal blocks along dim 1 (row parallel), never through one of the `count` units."""
+    """Equal blocks along dim 1 (row parallel) that never split one of the `num_units` units."""
 
     num_units: int
     unit_name: str
@@ -96,7 +98,7 @@ class Dim1Sharding(Sharding):
 
 @dataclass(frozen=True)
 class QKVSharding(Sharding):
-    """Sources q, k, v; dim 0 of a shard is [q.. k v] of each of its query groups in turn. For weights and biases."""
+    """Sources q, k, v. Dim 0 of a shard is [q.. k v] of each of its query groups in turn. For weights and biases."""
 
     num_kv_heads: int
 
@@ -120,7 +122,7 @@ class GateUpSharding(Sharding):
 
 @dataclass(frozen=True)
 class VocabSharding(Sharding):
-    """Equal blocks of rows of the vocabulary padded to `VOCAB_MULTIPLE` x TP; the last ranks may hold only padding."""
+    """Equal row blocks of the vocabulary padded to `VOCAB_MULTIPLE` x TP. The last ranks may hold only padding."""
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
         rows = sources[0][0]
@@ -130,7 +132,7 @@ class VocabSharding(Sharding):
 
 @dataclass(frozen=True)
 class EngineQKVSharding(Sharding):
-    """SGLang's: sources q, k, v; a shard is [q_r | k_r | v_r]. Key-value heads fewer than ranks are repeated."""
+    """SGLang's sharding of q, k, v: a shard is [q_r | k_r | v_r]. KV heads are repeated if fewer than ranks."""
 
     num_heads: int
     num_kv_heads: int
@@ -149,7 +151,7 @@ class EngineQKVSharding(Sharding):
 
 @dataclass(frozen=True)
 class EngineVocabSharding(Sharding):
-    """SGLang's: equal blocks of rows of the vocabulary padded to `ENGINE_VOCAB_MULTIPLE`."""
+    """SGLang's sharding of the vocabulary: equal row blocks, padded to `ENGINE_VOCAB_MULTIPLE`."""
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
         rows = sources[0][0]
@@ -160,15 +162,16 @@ class EngineVocabSharding(Sharding):
 
 
 EngineGrid = Literal["attention", "mlp", "shared", "expert", "embedding", "head"]
-"""By which of its groups of ranks an engine divides a tensor; `reshard.plan.layout.EngineLayout` has their sizes."""
+"""The rank group over which an engine shards a tensor; `reshard.plan.layout.EngineLayout` has their sizes."""
 
 
 @dataclass(frozen=True)
 class EngineSlot:
-    """Where SGLang keeps a parameter: in its tensor `name`, from index `at` along the cut's dimension.
+    """Where SGLang keeps a parameter: in its tensor `name`, from index `offset` along the sharded dimension.
 
-    On the "expert" grid, `name` is a tensor of all local experts, stacked along a first dimension of its own.
-    `draft`: in the engine's draft model, which has the layers of multi-token prediction.
+    On the "expert" grid, `name` is a tensor of all local experts, stacked along an extra first dimension.
+
+    is_draft: whether it is in the engine's draft model, which has the multi-token prediction layers.
     """
 
     name: str
@@ -180,13 +183,14 @@ class EngineSlot:
 
 @dataclass(frozen=True)
 class Param:
-    """One Megatron parameter: its canonical global name, what it is made of, and how it is cut.
+    """One Megatron parameter: its canonical name, its HF tensors and its sharding.
 
-    `megatron`: global layer and expert numbers, names of Megatron's local spec with one MLP per expert.
-    `slot`: where the engine keeps it; None for what no engine has, such as a value head.
-    `expert`: the number of the routed expert that it belongs to; it lives on the expert grid (expert parallel, with a
-    tensor parallel size of its own) instead of the dense one.
-    `dtype`: what it is kept in whatever the model's type is. `buffer`: not a trained parameter.
+    megatron: canonical name, with global layer and expert numbers, as in Megatron's local spec with one MLP per expert.
+    slot: where the engine keeps it; None if the engine does not have it, such as a value head.
+    expert: index of its routed expert. Such a parameter is on the expert grid (expert parallel, with its own tensor
+        parallel size) instead of the dense one.
+    dtype: fixed dtype, whatever the model's dtype is.
+    is_buffer: whether it is a buffer, not a trained parameter.
     """
 
     megatron: str
@@ -199,13 +203,14 @@ class Param:
 
     @property
     def size(self) -> int:
-        """Number of elements, of all ranks together, without padding."""
+        """Number of elements over all ranks, without padding."""
         return sum(prod(tensor.shape) for tensor in self.hf)
 
 
 def split_param(param: Param, tp: int, rank: int) -> ShardSpec:
-    """The shard of tensor-parallel rank `rank` of `tp`: for a routed expert of its own tensor parallel size and rank.
-    Raises ConfigError where `tp` does not divide.
+    """Return the shard of tensor parallel rank `rank` of `tp`; for a routed expert, these are the expert TP's.
+
+    Raises ConfigError if the parameter does not divide by `tp`.
     """
     if not 0 <= rank < tp:
         raise ValueError(f"rank {rank} of {tp} tensor parallel ranks")
@@ -213,7 +218,7 @@ def split_param(param: Param, tp: int, rank: int) -> ShardSpec:
 
 
 def split_with(param: Param, cut: Sharding, size: int, rank: int) -> ShardSpec:
-    """The shard that `cut` gives rank `rank` of `size`. Raises ConfigError where `size` does not divide."""
+    """Return the shard of rank `rank` of `size` under the sharding `cut`. Raises ConfigError if it does not divide."""
     try:
         return cut.split([tensor.shape for tensor in param.hf], size, rank)
     except _NotDivisible as error:
@@ -221,7 +226,7 @@ def split_with(param: Param, cut: Sharding, size: int, rank: int) -> ShardSpec:
 
 
 def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
-    """Shape of the shard of `rank`, padding included."""
+    """Return the shape of the shard of `rank`, padding included."""
     dim, slices = split_param(param, tp, rank)
     shape = list(param.hf[0].shape)
     shape[dim] = sum(s.stop - s.start for s in slices)
@@ -229,14 +234,14 @@ def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
 
 
 def shard(param: Param, tensors: Mapping[str, torch.Tensor], tp: int, rank: int) -> torch.Tensor:
-    """The shard of `rank`, a new contiguous tensor, out of the full HF tensors by name."""
+    """Return the shard of `rank`, a new contiguous tensor, from the full HF tensors by name."""
     dim, slices = split_param(param, tp, rank)
     sources = [tensors[tensor.name] for tensor in param.hf]
     return torch.cat([_slice_tensor(sources, dim, s) for s in slices], dim=dim)
 
 
 def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The full HF tensors by name out of the shards of every rank, in rank order; inverse of `shard`, bit for bit."""
+    """Return the full HF tensors by name from all ranks' shards, in rank order. The bitwise inverse of `shard`."""
     full = {t.name: torch.empty(t.shape, dtype=shards[0].dtype, device=shards[0].device) for t in param.hf}
     for rank, local in enumerate(shards):
         expected = local_shape(param, len(shards), rank)
@@ -245,22 +250,24 @@ def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Ten
                 f"{param.megatron}: the shard of rank {rank} has shape {tuple(local.shape)}, not {expected}"
             )
         dim, slices = split_param(param, len(shards), rank)
-        at = 0
+        offset = 0
         for source, start, stop in slices:
             if source != PADDING:
-                full[param.hf[source].name].narrow(dim, start, stop - start).copy_(local.narrow(dim, at, stop - start))
-            at += stop - start
+                full[param.hf[source].name].narrow(dim, start, stop - start).copy_(
+                    local.narrow(dim, offset, stop - start)
+                )
+            offset += stop - start
     return full
 
 
 def layer_of(megatron: str) -> int | None:
-    """Global layer of a canonical name; None outside of the layers of the decoder."""
+    """Return the global layer of a canonical name, or None outside of the decoder's layers."""
     parts = megatron.split(".", 3)
     return int(parts[2]) if parts[:2] == ["decoder", "layers"] else None
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of Megatron's embedding and output layer over all ranks."""
+    """Return the rows of Megatron's embedding and output layer over all ranks."""
     multiple = VOCAB_MULTIPLE * tp
     return -(-vocab_size // multiple) * multiple
 
@@ -270,7 +277,7 @@ class _NotDivisible(Exception):
 
 
 class IndivisibleError(ConfigError):
-    """A tensor that cannot be cut into so many parts. reason: without the tensor's name."""
+    """A tensor does not divide by the number of ranks. reason: without the tensor's name."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} cannot be cut: {reason}")
@@ -290,7 +297,7 @@ def _block(source: int, length: int, count: int, of: str, tp: int, rank: int) ->
 
 
 def _padded_spec(rows: int, local: int, rank: int) -> ShardSpec:
-    """Block `rank` of `local` rows of a vocabulary of `rows` that padding follows."""
+    """Return block `rank`, of `local` rows, of a vocabulary with `rows` rows followed by padding."""
     start, stop = min(rows, rank * local), min(rows, (rank + 1) * local)
     slices = (Slice(0, start, stop), Slice(PADDING, 0, local - (stop - start)))
     return ShardSpec(0, tuple(s for s in slices if s.stop > s.start))

@@ -1,4 +1,4 @@
-"""The families by name. A new family is a file with a table and one line here, or an entry point of a fork's."""
+"""Model families by name. To add one, write a file with its table and add it here, or declare an entry point."""
 
 from __future__ import annotations
 
@@ -21,40 +21,44 @@ FAMILIES: dict[str, Family] = {
 }
 
 ENTRY_POINT_GROUP = "megarl.families"
-"""Entry points of a fork's families, each by the architecture of config.json that it is the table of."""
+"""Entry point group for families of other packages, each named by its architecture in config.json."""
 
 PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")
 
 
 def family_of(hf: HFConfig) -> Family:
-    """The table of the model that config.json describes; raises ConfigError for one that there is no table for.
+    """Return the family of the model in config.json. A sequence classifier has the family of its language model.
 
-    A sequence classifier has the table of the language model that it is made of.
+    Raises ConfigError if no family is registered for it.
     """
     name = (hf.get("architectures") or [None])[0]
     if name is None:
         name = next((f.architecture for f in FAMILIES.values() if f.model_type == hf.get("model_type")), None)
-    policy, kind = str(name).replace(CLASSIFIER, CAUSAL_LM), hf.get("model_type")
-    if policy in FAMILIES:
-        other = next((f.architecture for f in FAMILIES.values() if f.model_type == kind), policy)
-        if other != policy:
+    architecture, model_type = str(name).replace(CLASSIFIER, CAUSAL_LM), hf.get("model_type")
+    if architecture in FAMILIES:
+        type_architecture = next(
+            (f.architecture for f in FAMILIES.values() if f.model_type == model_type), architecture
+        )
+        if type_architecture != architecture:
             raise ConfigError(
-                f"config.json: architectures has {name}, but model_type={kind} is {other}, by which transformers and "
+                f"config.json: architectures has {name}, but model_type={model_type} is {type_architecture}, by which transformers and "
                 "SGLang read the other keys; set the right model_type"
             )
-        return FAMILIES[policy]
+        return FAMILIES[architecture]
     declared = plugins.list_entry_points(ENTRY_POINT_GROUP)
-    if policy in declared:
-        found = plugins.load(declared[policy].value, f"the family of {policy}")
-        if not isinstance(found, Family):
-            raise ConfigError(f"the family of {policy}: {declared[policy].value} is no megarl.models.family.Family")
-        return found
+    if architecture in declared:
+        family = plugins.load(declared[architecture].value, f"the family of {architecture}")
+        if not isinstance(family, Family):
+            raise ConfigError(
+                f"the family of {architecture}: {declared[architecture].value} is no megarl.models.family.Family"
+            )
+        return family
     known = ", ".join([*FAMILIES, *declared])
     raise ConfigError(f"there is no table for the architecture {name or hf.get('model_type')}; known: {known}")
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
-    """config.json, given itself or the folder that it is in, as plain values. Raises ConfigError."""
+    """Read config.json, given its path or that of its folder, as plain values. Raises ConfigError."""
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
@@ -73,12 +77,12 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     for key, kind in {"architectures": list[str] | None, "model_type": str | None}.items():
         strict.check_value(
             values.get(key), kind, f"{file}: {key}"
-        )  # by these the family is found that knows the others
+        )  # these select the family, which checks all other keys
     return values
 
 
 def num_trained_mtp(hf: HFConfig, config: Config) -> int:
-    """How many layers of multi-token prediction a policy trains, by `train.mtp`. Raises ConfigError where it cannot."""
+    """Return how many multi-token prediction layers a policy trains, by `train.mtp`. Raises ConfigError."""
     family, weight = family_of(hf), config.train.mtp
     if weight == 0:
         return 0
@@ -98,7 +102,7 @@ def num_trained_mtp(hf: HFConfig, config: Config) -> int:
 
 
 def part_of(param: Param) -> str:
-    """Which of `PARTS` a parameter belongs to. Shared experts compute for every token: they are dense."""
+    """Return which of `PARTS` a parameter belongs to. Shared experts process every token, so they count as dense."""
     name = param.megatron
     if name.startswith("embedding."):
         return "embedding"
@@ -114,7 +118,7 @@ def part_of(param: Param) -> str:
 
 
 def param_count(hf: HFConfig) -> dict[str, int]:
-    """Number of elements of each part of the whole model, without padding; a tied head counts as embedding."""
+    """Return the number of elements of each part of the model, without padding. A tied head counts as embedding."""
     counts = dict.fromkeys(PARTS, 0)
     for param in family_of(hf).params(hf, 1):
         counts[part_of(param)] += param.size
