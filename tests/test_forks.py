@@ -46,7 +46,7 @@ class Liked(SFTController):
         means = MetricMeans()
         for mini in split_mini_batches(batch, self.config, seed=0):
             means.add(flow.actor.update(mini, loss))
-        return StepResult(means.result() | {"judge/liked": batch.num_sequences / len(items)})
+        return StepResult(means.sync() | {"judge/liked": batch.num_sequences / len(items)})
 
 
 class Taught(SFTController):
@@ -56,7 +56,7 @@ class Taught(SFTController):
 
     def step(self, flow, items):
         batch = TrainBatch.from_rollouts(flow.shard(items))
-        logprobs = flow.teacher.forward(batch).logprobs[batch.loss_mask]
+        logprobs = flow.teacher.forward(batch).wait().logprobs[batch.loss_mask]
         result = super().step(flow, items)
         return StepResult(result.metrics | {"teacher/nll": -float(logprobs.mean())})
 

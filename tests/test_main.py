@@ -41,7 +41,9 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_nothing_heavy_is_imported() -> None:
     heavy = ("sglang", "megatron", "megatron.core", "transformers", "transformer_engine")
-    probe = f"import sys, megarl.__main__ as m; m.run_checks(); print([name for name in {heavy} if name in sys.modules])"
+    probe = (
+        f"import sys, megarl.__main__ as m; m.run_checks(); print([name for name in {heavy} if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

@@ -222,7 +222,7 @@ def test_whiten_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed, 
 
         def work(everyone, shares=shares):
             own = shares[everyone.rank][1]
-            return whiten(x[own], mask[own], everyone.total)
+            return whiten(x[own], mask[own], everyone.all_reduce)
 
         results = as_ranks(ranks, work)
         for (_, tokens, _), got in zip(shares, results, strict=True):

@@ -191,7 +191,7 @@ def test_shares_give_what_the_whole_gives(kind: Any, level: Any, ranks: int) -> 
     def work(everyone: Any) -> tuple[Correction, dict[str, float]]:
         _, tokens, starts = shares[everyone.rank]
         found = compute_correction(logs[tokens], mask[tokens], starts, kind, level, 0.8, 1.3)
-        figures = correction_metrics(logs[tokens], mask[tokens], starts, found, lag[tokens], everyone.total)
+        figures = correction_metrics(logs[tokens], mask[tokens], starts, found, lag[tokens], everyone.all_reduce)
         return found, figures
 
     for (_, tokens, _), (found, figures) in zip(shares, as_ranks(ranks, work), strict=True):

@@ -215,7 +215,7 @@ def test_it_does_not_matter_who_has_which_sequence(name: str, mean: str) -> None
         result = run(name, sampled)
         zeros = torch.zeros(len(sampled.loss_mask))
         batch = TrainBatch(zeros, sampled.cu_seqlens, sampled.loss_mask, zeros, zeros, zeros)
-        figures = result.figures(batch.with_(loss_weights=weights, counts=counts))
+        figures = result.reduce_metrics(batch.with_(loss_weights=weights, counts=counts))
         value = (weights.double() * result.loss).sum()
         (gradient,) = torch.autograd.grad(value, sampled.logprobs)
         return float(value), gradient, {name: float(figure) for name, figure in figures.items()}

@@ -90,7 +90,7 @@ def test_shares_give_what_the_whole_gives(seed, ranks, block):
     shares = deal(cu, ranks, seed)
 
     def work(everyone):
-        total, (_, tokens, _) = everyone.total, shares[everyone.rank]
+        total, (_, tokens, _) = everyone.all_reduce, shares[everyone.rank]
         own = mask[tokens]
         return (
             diff_stats(one[tokens], other[tokens], own, total),
@@ -112,6 +112,6 @@ def test_shares_give_what_the_whole_gives(seed, ranks, block):
 def test_shares_without_any_action():
     def work(everyone):
         mine = torch.ones(everyone.rank)
-        return diff_stats(mine, mine, torch.zeros(everyone.rank).bool(), everyone.total)
+        return diff_stats(mine, mine, torch.zeros(everyone.rank).bool(), everyone.all_reduce)
 
     assert as_ranks(3, work) == [None] * 3

@@ -88,7 +88,7 @@ def test_explained_variance_is_the_plain_formula_bit_by_bit_and_shares_change_no
 
         def work(everyone, shares=shares):
             own = shares[everyone.rank]
-            return explained_variance(values[own], returns[own], mask[own], everyone.total)
+            return explained_variance(values[own], returns[own], mask[own], everyone.all_reduce)
 
         results = as_ranks(ranks, work)
         assert set(results) == {results[0]}
@@ -100,7 +100,7 @@ def test_equal_returns_of_shares_explain_nothing(returns):
     def work(everyone):
         count = (3, 0, 17, 6)[everyone.rank]
         mask = torch.ones(count).bool()
-        return explained_variance(torch.arange(count).float(), torch.full((count,), returns), mask, everyone.total)
+        return explained_variance(torch.arange(count).float(), torch.full((count,), returns), mask, everyone.all_reduce)
 
     assert as_ranks(4, work) == [0.0] * 4
 
@@ -108,7 +108,7 @@ def test_equal_returns_of_shares_explain_nothing(returns):
 def test_returns_that_are_equal_within_each_share_only():
     def work(everyone, part):
         returns = torch.full((2,), float(everyone.rank))
-        return explained_variance(part * returns, returns, torch.ones(2).bool(), everyone.total)
+        return explained_variance(part * returns, returns, torch.ones(2).bool(), everyone.all_reduce)
 
     # returns 0 0 1 1 and values 0: residual and return have the same variance
     assert as_ranks(2, lambda everyone: work(everyone, 0.0)) == [0.0] * 2

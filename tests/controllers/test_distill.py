@@ -14,6 +14,7 @@ from thread_ranks import as_ranks
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.lookup import load_requirements, make_controller
 from megarl.types import LOCAL, Comm, ModelOutput, Prompt, TrainBatch
+from megarl.workers.futures import Future
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,9 +30,10 @@ class TaughtFlow(TableFlow):
         super().__init__(config, everyone, world)
         self.teacher = SimpleNamespace(forward=self.taught)
 
-    def taught(self, batch: TrainBatch) -> ModelOutput:
+    def taught(self, batch: TrainBatch) -> Future[ModelOutput]:
         which = (batch.positions - 1).clamp(0, 1)
-        return ModelOutput(logprobs=TEACHER.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)])
+        logprobs = TEACHER.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
+        return Future.completed(ModelOutput(logprobs=logprobs))
 
     def reverse_kl(self) -> float:
         """Of the tables, exactly, in nats per token."""

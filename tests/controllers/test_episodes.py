@@ -43,6 +43,7 @@ from megarl.types import (  # noqa: E402
     Turn,
     as_branches,
 )
+from megarl.workers.futures import Future, UpdateMetrics  # noqa: E402
 
 VOCABULARY = 4096
 """Ids of actions are from 1 on, each once, and 0 is what the policy did not choose."""
@@ -114,13 +115,13 @@ class Role:
     def __init__(self, flow: Told, name: str) -> None:
         self.flow, self.name = flow, name
 
-    def forward(self, batch: TrainBatch) -> ModelOutput:
+    def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """The policy is near what the engine said, and so is the reference."""
         near, other, values = self.flow.columns[:, batch.tokens.long()]
         apart = 0.1 * near if self.name == "actor" else 0.1 * other
-        return ModelOutput(logprobs=batch.rollout_logprobs + apart, values=values)
+        return Future.completed(ModelOutput(logprobs=batch.rollout_logprobs + apart, values=values))
 
-    def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
+    def update(self, batch: TrainBatch, loss_fn: Any) -> UpdateMetrics:
         """By the id of each action: what the loss is told of it, and what it says of it."""
         near = self.flow.columns[0][batch.tokens.long()]
         logprobs, zeros = batch.rollout_logprobs + 0.1 * near + 0.02, torch.zeros_like(near)
@@ -133,7 +134,7 @@ class Role:
             table[name] = batch.all_reduce(of_tokens)
         assert batch.counts is not None
         self.flow.add_update.append({"critic": float(self.name == "critic"), "tokens": batch.counts.actions, **table})
-        return {}
+        return UpdateMetrics({})
 
 
 TREES: dict[str, dict[str, Any]] = {

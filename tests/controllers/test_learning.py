@@ -18,6 +18,7 @@ from megarl.config.recipes import RECIPES
 from megarl.controllers.controller import Controller, MetricMeans, split_mini_batches
 from megarl.controllers.lookup import load_requirements, make_controller
 from megarl.types import LOCAL, Comm, ModelOutput, Prompt, Rollout, Rollouts, Status, TokenLoss, TrainBatch, Turn
+from megarl.workers.futures import Future, UpdateMetrics
 
 ACTIONS = 6
 
@@ -40,13 +41,13 @@ class TablePolicy:
         chosen = logprobs[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
         return ModelOutput(logprobs=chosen, entropy=entropy[which], values=self.values_table[which])
 
-    def forward(self, batch: TrainBatch) -> ModelOutput:
+    def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         output = self.output(batch)
         assert output.logprobs is not None and output.entropy is not None
-        return ModelOutput(logprobs=output.logprobs.detach(), entropy=output.entropy.detach())
+        return Future.completed(ModelOutput(logprobs=output.logprobs.detach(), entropy=output.entropy.detach()))
 
-    def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
-        return self._descend(batch, loss_fn, self.optimizer)
+    def update(self, batch: TrainBatch, loss_fn: Any) -> UpdateMetrics:
+        return UpdateMetrics(self._descend(batch, loss_fn, self.optimizer))
 
     def _descend(self, batch: TrainBatch, loss_fn: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]:
         result: TokenLoss = loss_fn(self.output(batch), batch)
@@ -110,16 +111,16 @@ class TableFlow:
         self.calls.append("push")
         self.groups = 0  # of the next step
 
-    def forward(self, batch: TrainBatch) -> ModelOutput:
+    def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Of the reference and of the critic."""
         which = (batch.positions - 1).clamp(0, 1)
         logprobs = self.first_table.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
         values = self.policy.output(batch).values
         assert values is not None
-        return ModelOutput(logprobs=logprobs, values=values.detach())
+        return Future.completed(ModelOutput(logprobs=logprobs, values=values.detach()))
 
-    def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
-        return self.policy._descend(batch, loss_fn, self.policy.value_optimizer)
+    def update(self, batch: TrainBatch, loss_fn: Any) -> UpdateMetrics:
+        return UpdateMetrics(self.policy._descend(batch, loss_fn, self.policy.value_optimizer))
 
 
 @pytest.mark.parametrize(("algorithm", "mean"), [("ppo", "token"), ("grpo", "sequence")])
@@ -241,9 +242,9 @@ def test_mini_batches_cover_each_epoch_once(mean: str) -> None:
 
 def test_mean_of_counts_each_metric_by_itself() -> None:
     means = MetricMeans()
-    means.add({"a": 1.0, "b": 4.0})
-    means.add({"a": 3.0})
-    assert means.result() == {"a": 2.0, "b": 4.0}
+    means.add(UpdateMetrics({"a": 1.0, "b": 4.0}))
+    means.add(UpdateMetrics({"a": 3.0}))
+    assert means.sync() == {"a": 2.0, "b": 4.0}
 
 
 def test_the_schedule_of_the_policy_is_over_the_updates_that_it_takes() -> None:

@@ -62,7 +62,7 @@ class ReMax(GRPOController):
         rollouts = flow.reward.score(flow.rollout.generate(items, 1))
         flow.rollout.sleep()
         batch = TrainBatch.from_rollouts(rollouts)
-        batch = batch.with_(old_logprobs=flow.actor.forward(batch).logprobs)
+        batch = batch.with_(old_logprobs=flow.actor.forward(batch).wait().logprobs)
         advantages = batch.sequence_reward - greedy.reward.float()[batch.group]
         batch = batch.with_(
             advantages=spread_to_tokens(advantages[batch.local_indices], batch.cu_seqlens, batch.loss_mask)
@@ -76,7 +76,7 @@ class ReMax(GRPOController):
             means.add(flow.actor.update(mini, loss))
         flow.rollout.update_weights(flow.actor)
         self.steps += 1
-        return StepResult(means.result() | {"rollout/greedy": float(greedy.reward.mean())}, rollouts, batch)
+        return StepResult(means.sync() | {"rollout/greedy": float(greedy.reward.mean())}, rollouts, batch)
 
 
 class Flow(TableFlow):

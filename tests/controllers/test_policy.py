@@ -19,6 +19,7 @@ from megarl.controllers.evaluate import pass_at_k_metrics
 from megarl.controllers.lookup import make_controller
 from megarl.controllers.policy_gradient import apply_loss_masks, logprob_diff_metrics, select_trainable
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
+from megarl.workers.futures import UpdateMetrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -61,7 +62,7 @@ class Given(TableFlow):
     def score(self, rollouts: Rollouts) -> Rollouts:
         return rollouts
 
-    def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
+    def update(self, batch: TrainBatch, loss_fn: Any) -> UpdateMetrics:
         self.critic_saw.append(batch)
         return super().update(batch, loss_fn)
 

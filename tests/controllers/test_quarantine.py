@@ -18,6 +18,7 @@ from megarl.controllers.mask_nonfinite import METRIC, add_metrics, mask_nonfinit
 from megarl.observe.run_log import RunLog
 from megarl.parallel.ranks import Job
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
+from megarl.workers.futures import Future
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_learning import TableFlow  # noqa: E402
@@ -114,20 +115,20 @@ class Spoilt(TableFlow):
         forward = self.policy.forward
         self.policy.forward = lambda batch: self._spoilt("policy", forward(batch), batch)  # type: ignore[method-assign]
 
-    def forward(self, batch: TrainBatch) -> ModelOutput:
+    def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         return self._spoilt("others", super().forward(batch), batch)
 
-    def _spoilt(self, who: str, output: ModelOutput, batch: TrainBatch) -> ModelOutput:
+    def _spoilt(self, who: str, future: Future[ModelOutput], batch: TrainBatch) -> Future[ModelOutput]:
         if who != self.category:
-            return output
+            return future
+        output = future.wait()
         at = torch.arange(len(batch.tokens)) == int(batch.cu_seqlens[1]) - 1
-        return ModelOutput(
-            **{
-                item.name: value.masked_fill(at, NAN)
-                for item in dataclasses.fields(output)
-                if (value := getattr(output, item.name)) is not None
-            }
-        )
+        spoilt = {
+            item.name: value.masked_fill(at, NAN)
+            for item in dataclasses.fields(output)
+            if (value := getattr(output, item.name)) is not None
+        }
+        return Future.completed(ModelOutput(**spoilt))
 
 
 @pytest.mark.parametrize("who", ["policy", "others"])

@@ -12,6 +12,7 @@ from megarl.controllers.lookup import make_controller
 from megarl.controllers.reward_model import make_pair_batch
 from megarl.data.preference_data import Pair
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
+from megarl.workers.futures import Future, UpdateMetrics
 
 
 class TableFlow:
@@ -26,17 +27,19 @@ class TableFlow:
     def shard(self, finished: list[Rollout], together: int = 1) -> Rollouts:
         return Rollouts.gather(finished)
 
-    def forward(self, batch: TrainBatch) -> ModelOutput:
-        return ModelOutput(scores=self.table.detach()[batch.tokens.long()])
+    def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
+        return Future.completed(ModelOutput(scores=self.table.detach()[batch.tokens.long()]))
 
-    def update(self, batch: TrainBatch, loss_fn: Any) -> dict[str, float]:
+    def update(self, batch: TrainBatch, loss_fn: Any) -> UpdateMetrics:
         assert batch.loss_weights is not None
         result = loss_fn(ModelOutput(scores=self.table[batch.tokens.long()]), batch)
         self.optimizer.zero_grad()
         (result.loss * batch.loss_weights).sum().backward()
         self.optimizer.step()
         self.num_updates.append(batch.tokens[batch.cu_seqlens[1:] - 1].tolist())
-        return {name: float((values * batch.loss_weights).sum()) for name, values in result.metrics.items()}
+        return UpdateMetrics(
+            {name: float((values * batch.loss_weights).sum()) for name, values in result.metrics.items()}
+        )
 
 
 def talk(*answer: int) -> Rollout:

@@ -667,14 +667,14 @@ def training() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         tiny.hf_model("qwen2").save_pretrained(place)
         actor = worker(place)
-        rates = [actor.update(batch, nll)["actor/lr"] for _ in range(5)]
+        rates = [actor.update(batch, nll).sync()["actor/lr"] for _ in range(5)]
         for step, loss in ((1, spoilt), (2, nll), (3, spoilt)):  # only those in a row count
             actor.begin_step(step)
             actor.update(batch, loss)
         actor.begin_step(4)
-        in_vain = [actor.skip_failure, actor.update(batch, spoilt), actor.skip_failure]
+        in_vain = [actor.skip_failure, actor.update(batch, spoilt).sync(), actor.skip_failure]
         actor.on_rollback()
-        in_vain += [actor.skip_failure, actor.update(batch, spoilt), actor.skip_failure]
+        in_vain += [actor.skip_failure, actor.update(batch, spoilt).sync(), actor.skip_failure]
         infinite = torch.full_like(batch.loss_mask, torch.inf, dtype=torch.float32)
         given = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
         given["sequence_reward"] = torch.tensor([0.0, torch.nan])
@@ -683,7 +683,7 @@ def training() -> dict[str, Any]:
             for name, values in given.items()
         }
         unused = torch.where(batch.loss_mask, 0.0, infinite)
-        harmless = actor.update(batch.with_(values=unused), nll)["actor/skipped"]
+        harmless = actor.update(batch.with_(values=unused), nll).sync()["actor/skipped"]
         # AdamW then divides 0 by 0 where a gradient is zero, as of words that do not occur: too little for fp32.
         lost = error(lambda: worker(place, eps=1e-60).update(batch, nll))
     next(iter(actor.model.local_params().values())).fill_(torch.nan)

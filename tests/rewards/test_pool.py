@@ -182,9 +182,9 @@ from megarl.rewards.reward_pool import RewardPool
 from megarl.types import Prompt, Rollout, Turn
 specs = ["odd_rewards:odd"]
 pool = RewardPool(load_functions(specs), specs, 600.0, 1, Path({str(log)!r}))
-pool.start(); pool.ready()
-pool.begin(Rollout(Prompt("leave/{mark}", ()), (Turn((1,)),)))
-print(pool._nursery._process.pid, flush=True)
+pool.start(); pool.wait_ready()
+pool.submit(Rollout(Prompt("leave/{mark}", ()), (Turn((1,)),)))
+print(pool._fork_server._process.pid, flush=True)
 time.sleep(600)
 """
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])

@@ -30,6 +30,7 @@ from megarl.parallel.ranks import create_role_layouts  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads  # noqa: E402
 from megarl.workers.actor import ActorWorker  # noqa: E402
 from megarl.workers.context import Context  # noqa: E402
+from megarl.workers.futures import sync_metrics
 
 APART, DTYPE, FOLDER = sys.argv[1] == "apart", sys.argv[2], Path(sys.argv[3])
 UPDATES = 20
@@ -65,7 +66,7 @@ def make() -> ActorWorker:
 def batch_of(actor: ActorWorker) -> TrainBatch:
     """A step's, at home on the first rank; all advantages are bad, so that the policy leaves these tokens."""
     batch = tiny.in_shares(tiny.batch((9, 19, 12, 3, 26, 11)))
-    said = actor.forward(batch).logprobs
+    said = actor.forward(batch).wait().logprobs
     return batch.with_(old_logprobs=said, advantages=-torch.ones_like(batch.advantages))  # type: ignore[arg-type]
 
 
@@ -76,7 +77,7 @@ def step(actor: ActorWorker, number: int, updates: int = 4, faster: float = 1.0)
     if actor.model is not None:
         for group in actor.model.optimizer.param_groups:
             group["max_lr"] = CONFIG.actor_optimizer.lr * faster
-    return [dict(found) for found in [actor.update(batch, loss) for _ in range(updates)]]
+    return sync_metrics([actor.update(batch, loss) for _ in range(updates)])
 
 
 def held(actor: ActorWorker) -> list[torch.Tensor]:
@@ -163,7 +164,7 @@ def not_a_number(actor: ActorWorker) -> bool:
 
     actor.begin_step(7)
     batch = batch_of(actor)
-    return "guards/ppo_kl" in actor.update(batch, spoilt)
+    return "guards/ppo_kl" in actor.update(batch, spoilt).sync()
 
 
 def kept_bytes(actor: ActorWorker) -> list[int]:

@@ -78,7 +78,7 @@ def score(tree: dict[str, Any]) -> Any:
         return str(error)
     parts = {name: values.tolist() for name, values in scored.reward_parts.items()}
     here = [(int(number), rollout.reward) for number, rollout in zip(scored.own, scored.here, strict=True)]
-    return {"reward": scored.reward.tolist(), "parts": parts, "here": here, "figures": worker.figures()}
+    return {"reward": scored.reward.tolist(), "parts": parts, "here": here, "figures": worker.metrics()}
 
 
 def teach(tree: dict[str, Any]) -> Any:
@@ -88,7 +88,7 @@ def teach(tree: dict[str, Any]) -> Any:
     assert (worker.model is None) == (RANK == 0) and worker.name == role
     batch, found = TrainBatch.from_rollouts(rollouts()), {}
     for name, options in (("as sampled", {}), ("at 1", {"temperature": 1.0})):
-        logprobs = worker.forward(batch, **options).logprobs
+        logprobs = worker.forward(batch, **options).wait().logprobs
         parts = logprobs.split(batch.cu_seqlens.diff().tolist())
         found[name] = {int(number): part.tolist() for number, part in zip(batch.local_indices, parts, strict=True)}
     return found | {"spans": sorted({span.name for span in worker.clock.spans()})}

@@ -47,7 +47,7 @@ def context(path: str, folder: str, **sections: Any) -> Any:
 
 
 def scored(worker: Any, batch: TrainBatch) -> torch.Tensor:
-    found: torch.Tensor = worker.forward(batch).scores
+    found: torch.Tensor = worker.forward(batch).wait().scores
     return found
 
 

@@ -108,7 +108,7 @@ def lost(engine_ranks: int) -> dict[str, Any]:
     made = worker(engine_ranks, one_is_lost)
     made._num_generations = 100 * engine_ranks  # counters of a generation have its number, in all of a job
     made.begin_step(1)
-    found = {"seeds": outcome(made), "there": made.engines.recovery.has_available_engine, "figures": made.figures()}
+    found = {"seeds": outcome(made), "there": made.engines.recovery.has_available_engine, "figures": made.metrics()}
     found["figures"] = {name: value for name, value in found["figures"].items() if name.startswith("rollout/")}
     found["away"] = sorted(made.engines.recovery.away)
     made.close()
