@@ -1,7 +1,7 @@
 """Child processes: list them, end them with this process, and find connections of other users.
 
 `die_with_parent` and `inherit_orphans` ask the kernel to end a process with its parent and to adopt grandchildren.
-`list_connected_users` checks the ports of gloo and NCCL, which accept anybody.
+`list_connected_users` checks the ports of gloo and NCCL, which accept connections from anybody.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ _LOOK_S = 0.02
 
 
 def list_children() -> list[int]:
-    """Return the pids of the children of all threads; in a process that inherits orphans, see `children.py`, of
-    these, too.
+    """Return the pids of the children of all threads, including adopted orphans after `inherit_orphans`.
 
-    The kernel hands the children of a thread that ends to another one, which may have been read by then: the listing is
-    read again until no thread has ended meanwhile.
+    When a thread ends, the kernel moves its children to another thread, which may have been read already. The listing
+    is therefore repeated until no thread has ended during it.
     """
     while True:
         pids: list[int] = []
@@ -35,12 +34,14 @@ def list_children() -> list[int]:
 
 
 def end_orphans(spared: Collection[int], patience_s: float) -> list[int]:
-    """Wait until no child is left but the spared ones, and theirs have come here and ended, too; after `patience_s`
-    seconds kill them. Returns the pids of those that had to be killed. Children are reaped: none may be waited for
-    elsewhere."""
+    """Wait until all children except the spared ones and their descendants have ended; kill them after `patience_s`
+    seconds.
+
+    Returns the pids that had to be killed. Reaps children, so no other code may wait for them.
+    """
     deadline, killed = time.monotonic() + patience_s, list[int]()
-    while left := [pid for pid in list_children() if pid not in spared]:
-        for pid in left:
+    while pending := [pid for pid in list_children() if pid not in spared]:
+        for pid in pending:
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG)[0]:
                     continue
@@ -53,7 +54,7 @@ def end_orphans(spared: Collection[int], patience_s: float) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal, not by a debugger, which is `t`."""
+    """Return whether a signal stopped the process (state `T`); a debugger's stop is `t` and does not count."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "T"
@@ -62,8 +63,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether it is a resource tracker of Python's, which ends by itself after those that it works for, and only then
-    removes the semaphores that these have left in shared memory."""
+    """Return whether a process is one of Python's resource trackers.
+
+    A tracker exits by itself after the processes that it serves, and only then removes the semaphores that they left in
+    shared memory.
+    """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as command:
             return b"resource_tracker" in command.read()
@@ -86,7 +90,7 @@ def die_with_parent(parent: int, of: signal.Signals = signal.SIGKILL) -> None:
 
 
 def inherit_orphans() -> None:
-    """Become the parent of whatever its descendants leave behind."""
+    """Adopt all orphaned descendants (subreaper)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -94,25 +98,26 @@ _ESTABLISHED = "01"
 
 
 def list_connected_users() -> list[int]:
-    """Numbers of the other users whose processes on this machine have a TCP connection with this one, ascending."""
-    mine: set[tuple[str, str]] = set()
+    """Return the user ids, other than ours, whose processes on this machine have a TCP connection with this process,
+    sorted."""
+    connections: set[tuple[str, str]] = set()
     users: dict[tuple[str, str], int] = {}
     sockets = _list_sockets()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-                _, near, far, state, *_, user, _, inode = line.split()[:10]
+                _, local_end, remote_end, state, *_, user, _, inode = line.split()[:10]
                 if inode in sockets and state == _ESTABLISHED:
-                    mine.add((far, near))  # as the other end has it
-                elif inode != "0":  # without a process any more, and then without a user
-                    users[near, far] = int(user)
-    return sorted({users[ends] for ends in mine & users.keys()} - {os.getuid()})
+                    connections.add((remote_end, local_end))  # as the peer sees it
+                elif inode != "0":  # inode 0: the socket has no process and hence no user
+                    users[local_end, remote_end] = int(user)
+    return sorted({users[ends] for ends in connections & users.keys()} - {os.getuid()})
 
 
 def _list_sockets() -> set[str]:
-    """Inodes."""
-    found = set()
+    """Return the inodes of this process's sockets."""
+    inodes = set()
     for link in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found.add(os.readlink(link.path).removeprefix("socket:[").removesuffix("]"))
-    return found
+            inodes.add(os.readlink(link.path).removeprefix("socket:[").removesuffix("]"))
+    return inodes

@@ -1,15 +1,14 @@
-"""Forks processes that run somebody else's code: `python -m megarl.processes.forkserver FD PARENT MODULE:SERVE GIVEN`.
+"""Fork worker processes for user code: `python -m megarl.processes.forkserver FD PARENT MODULE:SERVE GIVEN`.
 
-What they need is imported here, once, so that one that has to be replaced is there at once: the module of SERVE, which
-is called in each as `serve(wire, given, order)`, and loads the user's own, for not all that a module does when it is
-imported survives a fork. GIVEN is JSON, the same for all: {"memory_mb"} and whatever `serve` wants. FD is a socket, on
-which {"number", "order"} comes with the end of another that the process is to serve; {"number", "status"} goes back
-when it has ended.
+Everything they need is imported here once, so that a replacement starts fast: the module of SERVE, which each worker
+calls as `serve(wire, given, order)`. SERVE loads the user's modules itself, because not everything that an import does
+survives a fork. GIVEN is JSON shared by all workers: {"memory_mb"} and what `serve` needs. FD is a socket that receives
+{"number", "order"} with one end of a socket for the worker, and sends {"number", "status"} when the worker has ended.
 
-Each is two processes: one that watches over the one that it forks, in which the code is. As subreaper the first
-inherits whatever is left behind, daemons with a session of their own included. When the other end of the socket is
-closed, which the kernel does for a rank that was killed, or when the inner process ends, all of that is killed before
-the first is gone. What they print goes through it into the log, so much at most of each.
+Each worker is two processes: a supervisor, and the process that it forks for the code. As subreaper the supervisor
+adopts every orphan, daemons with their own session included. When the other end of the socket closes, which the kernel
+does for a killed rank, or when the inner process ends, the supervisor kills all of them before it exits. Their output
+goes through the supervisor into the log, up to a limit per worker.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megarl.processes.process_limits import apply_limits
 
 ServeFunction = Callable[[socket.socket, dict[str, Any], dict[str, Any]], None]
 MAX_OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 18, 1 << 12
-"""Bytes of what a process prints that are kept, and those that it may print for each second that it lives besides."""
+"""Maximum bytes of a worker's logged output, and the additional bytes that it may print per second of its life."""
 _LOOK_MS = 50
 _END_LIMIT_S = 5.0
 _TRACKER_GRACE_S = 2.0
@@ -41,63 +40,63 @@ _TRACKER_GRACE_S = 2.0
 
 def main(orders: socket.socket, parent: int, serve: ServeFunction, given: dict[str, Any]) -> None:
     inherit_orphans()
-    signal.signal(signal.SIGTERM, _ignore_signal)  # Slurm sends it to all; the rank says when this is over
-    children: dict[int, int] = {}  # the number of each, by its pid
+    signal.signal(signal.SIGTERM, _ignore_signal)  # Slurm sends it to all processes; the rank decides when to stop
+    children: dict[int, int] = {}  # worker numbers by pid
     poll = select.poll()
     poll.register(orders, select.POLLIN)
-    # No signal at the rank's death, which might come in the middle of killing what the processes have left behind.
+    # Poll for the rank's death: a parent-death signal could interrupt the killing of what the workers left behind.
     while os.getppid() == parent:
         if poll.poll(_LOOK_MS):
             order, files, _, _ = socket.recv_fds(orders, 1 << 16, 1)
             if not order:
                 break
-            said = json.loads(order)
+            message = json.loads(order)
             wire = socket.socket(fileno=files[0])
             wire.set_inheritable(False)
             pid = os.fork()
             if pid == 0:
                 orders.close()
-                _supervise(wire, serve, given, said["order"])
+                _supervise(wire, serve, given, message["order"])
             wire.close()
-            children[pid] = said["number"]
+            children[pid] = message["number"]
         for pid, status in _reap():
             if pid in children:
-                _kill(_drop_trackers(set(_list_children()) - children.keys()))  # left by one that was killed itself
+                _kill(_drop_trackers(set(_list_children()) - children.keys()))  # orphans of a killed supervisor
                 with contextlib.suppress(OSError):
                     orders.send(json.dumps({"number": children.pop(pid), "status": status}).encode())
     _end_all(_END_LIMIT_S)
-    os._exit(0)  # without the second that tearing down what was imported takes
+    os._exit(0)  # skips interpreter teardown, which takes a second
 
 
 def _supervise(wire: socket.socket, serve: ServeFunction, given: dict[str, Any], order: dict[str, Any]) -> None:
-    """Never comes back."""
+    """Run one worker and clean up after it. Never returns."""
     code = 1
     try:
         inherit_orphans()
-        own = os.getpid()
-        reading, writing = os.pipe()
+        supervisor = os.getpid()
+        read_end, write_end = os.pipe()
         worker = os.fork()
         if worker == 0:
-            os.close(reading)
-            _run_worker(wire, serve, given, order, own, writing)
-        os.close(writing)
-        os.set_blocking(reading, False)
-        end = os.pidfd_open(worker)
+            os.close(read_end)
+            _run_worker(wire, serve, given, order, supervisor, write_end)
+        os.close(write_end)
+        os.set_blocking(read_end, False)
+        worker_fd = os.pidfd_open(worker)
         poll = select.poll()
-        poll.register(wire, 0)  # that the other end was closed
-        poll.register(end, select.POLLIN)
-        poll.register(reading, select.POLLIN)
-        printed = _OutputForwarder(reading)
+        poll.register(wire, 0)  # hang-up only
+        poll.register(worker_fd, select.POLLIN)
+        poll.register(read_end, select.POLLIN)
+        forwarder = _OutputForwarder(read_end)
         while True:
-            found = dict(poll.poll())
-            if reading in found and not printed.forward():
-                poll.unregister(reading)
-            if end in found or wire.fileno() in found:
+            events = dict(poll.poll())
+            if read_end in events and not forwarder.forward():
+                poll.unregister(read_end)
+            if worker_fd in events or wire.fileno() in events:
                 break
-        for _ in range(4):  # what is in the pipe yet; a daemon may go on filling it
-            printed.forward()
+        for _ in range(4):  # drain the pipe; bounded, because a daemon may keep filling it
+            forwarder.forward()
         code = dict(_reap()).get(worker, 0)
-    except BaseException:  # noqa: B036  whatever it is, this must not go on as its parent
+    except BaseException:  # noqa: B036  never continue in the parent's code
         traceback.print_exc()
     finally:
         _end_all(_END_LIMIT_S)
@@ -105,50 +104,50 @@ def _supervise(wire: socket.socket, serve: ServeFunction, given: dict[str, Any],
 
 
 class _OutputForwarder:
-    """What a process prints, from a pipe into the log."""
+    """Forward a worker's output from a pipe to the log."""
 
     def __init__(self, reading: int) -> None:
         self._reading, self._began, self._written, self._is_complete = reading, time.monotonic(), 0, True
 
     def forward(self) -> bool:
-        """The next part; False where whoever could print has closed it."""
+        """Forward the next part. Returns False once every writer has closed the pipe."""
         try:
             part = os.read(self._reading, 1 << 16)
         except BlockingIOError:
             return True
         allowed = MAX_OUTPUT_BYTES + int(OUTPUT_BYTES_PER_S * (time.monotonic() - self._began)) - self._written
-        own = part[: max(0, allowed)]
-        with contextlib.suppress(OSError):  # a disk that is full
-            if own:
-                os.write(2, own)
-            if self._is_complete and len(own) < len(part):
+        accepted = part[: max(0, allowed)]
+        with contextlib.suppress(OSError):  # disk full
+            if accepted:
+                os.write(2, accepted)
+            if self._is_complete and len(accepted) < len(part):
                 os.write(2, b"\n--- it prints too much: this is not all of it\n")
-        self._written += len(own)
-        self._is_complete = len(own) == len(part)
+        self._written += len(accepted)
+        self._is_complete = len(accepted) == len(part)
         return bool(part)
 
 
 def _run_worker(
     wire: socket.socket, serve: ServeFunction, given: dict[str, Any], order: dict[str, Any], parent: int, log: int
 ) -> None:
-    """Never comes back."""
+    """Run the code in the inner process. Never returns."""
     code = 1
     try:
         die_with_parent(parent)
-        nowhere = os.open(os.devnull, os.O_RDONLY)
-        for file, place in ((nowhere, 0), (log, 1), (log, 2)):
-            os.dup2(file, place)
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        for file, fd in ((devnull, 0), (log, 1), (log, 2)):
+            os.dup2(file, fd)
+        os.close(devnull)
         os.close(log)
         sys.stdout, sys.stderr = (
-            os.fdopen(place, "w", buffering=1, errors="backslashreplace", closefd=False) for place in (1, 2)
+            os.fdopen(fd, "w", buffering=1, errors="backslashreplace", closefd=False) for fd in (1, 2)
         )
         apply_limits(int(given.get("memory_mb", 0)))
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # else all have the same; Python's own is seeded anew
+            sys.modules["numpy"].random.seed()  # forks would share its state; Python reseeds its own generator
         serve(wire, given, order)
         code = 0
-    except (BrokenPipeError, ConnectionResetError):  # the rank has gone
+    except (BrokenPipeError, ConnectionResetError):  # the rank has exited
         pass
     except BaseException:  # noqa: B036
         traceback.print_exc()
@@ -160,7 +159,7 @@ def _run_worker(
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Not SIG_IGN, which programs that the code starts would inherit."""
+    """Ignore a signal. Unlike SIG_IGN, a handler is not inherited by programs that the code starts."""
 
 
 def _list_children() -> list[int]:
@@ -169,13 +168,13 @@ def _list_children() -> list[int]:
 
 
 def _reap() -> list[tuple[int, int]]:
-    """(pid, exit status) of children that have ended; of one that a signal ended 128 and its number."""
-    found = []
+    """Return (pid, exit status) of ended children; the status is 128 plus the number for a signal."""
+    ended = []
     with contextlib.suppress(ChildProcessError):
-        while (one := os.waitpid(-1, os.WNOHANG))[0]:
-            code = os.waitstatus_to_exitcode(one[1])
-            found.append((one[0], code if code >= 0 else 128 - code))
-    return found
+        while (waited := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(waited[1])
+            ended.append((waited[0], code if code >= 0 else 128 - code))
+    return ended
 
 
 def _kill(pids: set[int]) -> None:
@@ -189,8 +188,10 @@ def _drop_trackers(pids: set[int]) -> set[int]:
 
 
 def _end_all(seconds: float) -> None:
-    """Kill the children, and theirs as they arrive here, until none is left or time is up; those that remove what the
-    others leave in shared memory only after a moment, in which they end by themselves."""
+    """Kill the children, and orphans as they are adopted, until none is left or `seconds` have passed.
+
+    Resource trackers are killed only after a grace period, in which they clean up shared memory and exit by themselves.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and (pids := set(_list_children())):
         _kill(pids if time.monotonic() > deadline - seconds + _TRACKER_GRACE_S else _drop_trackers(pids))

@@ -1,7 +1,7 @@
-"""Files in memory for the processes of one user: without a name in any file system, opened through their maker's /proc.
+"""In-memory files shared between processes of one user: nameless, and opened through their creator's /proc.
 
-The kernel lets only who may look into the maker open one: the same user, or root. There is nothing to clean up: it goes
-with its maker, however that ends.
+The kernel lets a process open one only if it may inspect the creator: the same user, or root. There is nothing to clean
+up: a file disappears with its creator, however that ends.
 """
 
 from __future__ import annotations
@@ -11,30 +11,34 @@ import secrets
 
 
 def create(name: str) -> int:
-    """The descriptor of a new file, open for as long as the file is to be there."""
+    """Create a file and return its descriptor. The file exists as long as the descriptor is open."""
     descriptor = os.memfd_create(f"{name}-{secrets.token_hex(8)}", os.MFD_CLOEXEC)
     os.fchmod(descriptor, 0o600)
     return descriptor
 
 
 def build_path(descriptor: int) -> str:
-    """By what another process of this user opens a file of this process: `/proc/PID/fd/NUMBER`, behind what it is
-    called, by which `place` knows it."""
-    where = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return f"{os.readlink(where)}@{where}"
+    """Return the path by which another process of this user opens a file of this process: `NAME@/proc/PID/fd/NUMBER`.
+
+    `resolve_path` checks the name.
+    """
+    proc_path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    return f"{os.readlink(proc_path)}@{proc_path}"
 
 
 def resolve_path(found: str) -> str:
-    """The part of a `path` that is opened. Raises FileNotFoundError where the maker has ended: its pid may be another's
-    by now."""
-    name, _, where = found.rpartition("@")
-    if os.readlink(where) != name:
-        raise FileNotFoundError(f"{where} is not {name} any more")
-    return where
+    """Return the part of `build_path`'s result to open.
+
+    Raises FileNotFoundError if the creator has ended, because its pid may have been reused.
+    """
+    name, _, proc_path = found.rpartition("@")
+    if os.readlink(proc_path) != name:
+        raise FileNotFoundError(f"{proc_path} is not {name} any more")
+    return proc_path
 
 
 def append(found: str, content: bytes) -> None:
-    """Write at the end of the file with this `path`, in one piece. Raises OSError where it is gone."""
+    """Append to the file with this path. Raises OSError if it is gone."""
     descriptor = os.open(resolve_path(found), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
         while content:

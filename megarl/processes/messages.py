@@ -1,8 +1,8 @@
-"""What goes over the wire between a rank and a process: four bytes of length and as many of content.
+"""Wire format between a rank and a worker process: a length of four bytes, then the content.
 
-An order is a number, by which its answer is found, and whatever the two sides have agreed on. Answers are JSON, as are
-the frames that come first: {"loading": what} any number of times, then {"ready": ...} or {"error": why}. A rank does
-not unpickle what it is answered.
+An order is a number, which identifies its response, and a payload agreed on by the two sides. Responses are JSON, and
+so are the initial frames: {"loading": what} any number of times, then {"ready": ...} or {"error": why}. A rank never
+unpickles a response.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_BYTES = 1 << 24
-"""Bytes of an answer."""
+"""Maximum bytes of a response."""
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">q")
 
 
 def encode_frame(said: Mapping[str, Any]) -> bytes:
-    """Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
+    """Encode a JSON frame. Raises TypeError, ValueError, or RecursionError for a value that JSON cannot hold."""
     content = json.dumps(said).encode()
     return _LENGTH.pack(len(content)) + content
 
@@ -31,7 +31,10 @@ def encode_order(number: int, content: bytes) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader, most: int | None = None) -> bytes:
-    """Raises IncompleteReadError where there is no whole one any more, ValueError for one of more than `most` bytes."""
+    """Read one frame.
+
+    Raises IncompleteReadError at the end of the stream, ValueError for a frame of more than `most` bytes.
+    """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if most is not None and length > most:
         raise ValueError(f"a frame of {length} bytes")
@@ -39,12 +42,12 @@ async def read_frame(reader: asyncio.StreamReader, most: int | None = None) -> b
 
 
 async def read_order(reader: asyncio.StreamReader) -> tuple[int, memoryview]:
-    """Number and content; errors as of `read_frame`."""
+    """Read an order's number and content. Raises as `read_frame` does."""
     return _split_order(await read_frame(reader))
 
 
 def iter_orders(wire: socket.socket) -> Iterator[tuple[int, memoryview]]:
-    """Number and content of each, until the other end is closed."""
+    """Iterate over (number, content) of orders until the other end closes."""
     stream = wire.makefile("rb")
     while header := stream.read(_LENGTH.size):
         yield _split_order(stream.read(*_LENGTH.unpack(header)))

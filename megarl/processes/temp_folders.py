@@ -1,8 +1,8 @@
-"""Folders in the temporary folder, for as long as processes need them, and the removal of those that were left behind.
+"""Temporary folders that live as long as processes need them, and removal of stale ones.
 
-Whoever needs such a folder holds a lock on it, which is inherited by what it forks, and which the kernel takes back
-when the last of them is gone, however they ended. So a folder that nobody holds is removed by the next program of the
-same user that makes one with the same prefix.
+The owner of a folder holds a lock on it. Forked processes inherit the lock, and the kernel releases it when the last of
+them has ended, however they ended. The next program of the same user that creates a folder with the same prefix removes
+the unlocked ones.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from types import TracebackType
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_PATH_CHARS = 50
-"""Characters of the temporary folder: the name of a socket in it has at most 107 bytes."""
+"""Maximum length of the temporary folder's path: a socket path in it must fit into 107 bytes."""
 _MIN_AGE_S = 60.0
-"""A folder that was made just now may not be locked yet."""
+"""Minimum age of a stale folder: a new one may not be locked yet."""
 
 
 def remove(path: str) -> None:
@@ -29,23 +29,24 @@ def remove(path: str) -> None:
 
 
 class TempFolder:
-    """A new folder that only this user may enter. lock: its descriptor, for a process that is to hold it, too.
+    """A new folder that only this user may enter.
 
-    clear: removes such a folder, also one that another program has left behind.
+    lock: its descriptor, for a process that must keep it, too. clear: removes a folder, also a stale one of another
+    program.
     """
 
     def __init__(self, prefix: str, clear: Callable[[str], None] = remove) -> None:
         self._clear = clear
-        place = tempfile.gettempdir()
-        place = place if len(place) < _MAX_PATH_CHARS else "/tmp"
-        for path in _list_stale(place, prefix):
+        parent = tempfile.gettempdir()
+        parent = parent if len(parent) < _MAX_PATH_CHARS else "/tmp"
+        for path in _list_stale(parent, prefix):
             clear(path)
-        self.path = tempfile.mkdtemp(prefix=prefix, dir=place)
+        self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         self.lock = os.open(self.path, _FOLDER)
         fcntl.flock(self.lock, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Remove it, whoever else holds it; safe to call twice."""
+        """Remove the folder, even if other processes hold its lock. Safe to call twice."""
         if self.lock >= 0:
             self._clear(self.path)
             os.close(self.lock)
@@ -59,11 +60,11 @@ class TempFolder:
 
 
 def _list_stale(place: str, prefix: str) -> list[str]:
-    """Folders of this user with this prefix that no process holds."""
-    found: list[str] = []
+    """Return this user's folders with this prefix that no process has locked."""
+    paths: list[str] = []
     with contextlib.suppress(OSError), os.scandir(place) as entries:
-        found = [entry.path for entry in entries if entry.name.startswith(prefix)]
-    return [path for path in found if _is_stale(path)]
+        paths = [entry.path for entry in entries if entry.name.startswith(prefix)]
+    return [path for path in paths if _is_stale(path)]
 
 
 def _is_stale(path: str) -> bool:
@@ -72,10 +73,10 @@ def _is_stale(path: str) -> bool:
     except OSError:
         return False
     try:
-        about = os.fstat(folder)
-        if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) != 0o700:
+        info = os.fstat(folder)
+        if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o700:
             return False
-        if time.time() - about.st_ctime < _MIN_AGE_S:
+        if time.time() - info.st_ctime < _MIN_AGE_S:
             return False
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

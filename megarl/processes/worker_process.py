@@ -1,4 +1,4 @@
-"""The rank's side of processes that run somebody else's code; for one event loop. Nothing here waits for ever."""
+"""The rank's side of worker processes for user code, for one event loop. Every wait is bounded."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from megarl.processes.messages import MAX_BYTES, encode_order, read_frame
 from megarl.processes.process_limits import ProcessLimits, clean_environment
 
 LOAD_LIMIT_S = 120.0
-"""How long the user's modules may take to be imported."""
+"""Seconds that importing the user's modules may take."""
 _END_LIMIT_S = 8.0
 _EXIT_STATUS_TIMEOUT_S = 2.0
-"""How long it may take to hear how a process has ended that is gone."""
+"""Seconds to wait for the exit status of a process that has ended."""
 
 
 class WorkerUnavailable(OSError):
-    """A process could not be had, or has ended; in words that can follow the name of a function. loading: what it was
-    loading, where it has said so."""
+    """A worker process could not start or has exited; the message can follow the name of a function.
+
+    loading: what it was loading, if known.
+    """
 
     def __init__(self, words: str, loading: str = "") -> None:
         super().__init__(words)
@@ -34,14 +36,14 @@ class WorkerUnavailable(OSError):
 
 
 class _WorkerExited(Exception):
-    """The process has, which was to answer."""
+    """The process that should respond has exited."""
 
 
 class ForkServer:
-    """Where processes come from, see `forkserver.py`; started when the first is asked for, and again where it was lost.
+    """Start worker processes through `forkserver.py`, which is started on first use and restarted after it has died.
 
-    serve: `module:name` of what is called in each, as `serve(wire, given, order)`. given: the same for all, as JSON has
-    it; modules that it names as `preload` are imported once, before any is forked. log: a file for what they print.
+    serve: `module:name` of the function that each worker calls as `serve(wire, given, order)`. given: JSON data for all
+    workers; modules listed in its `preload` are imported once, before any fork. log: file for the workers' output.
     """
 
     def __init__(self, serve: str, given: Mapping[str, Any], log: Path, limits: ProcessLimits) -> None:
@@ -54,26 +56,26 @@ class ForkServer:
         self._count = 0
 
     async def start_worker(self, order: Mapping[str, Any]) -> WorkerProcess:
-        """A new one, which has loaded what its order says. Raises Gone where there is none to be had."""
+        """Start a worker and wait until it has loaded what its order names. Raises WorkerUnavailable if it cannot."""
         self._count += 1
-        number, end = self._count, asyncio.get_running_loop().create_future()
+        number, exit_status = self._count, asyncio.get_running_loop().create_future()
         try:
             ours, theirs = socket.socketpair()
             with theirs:
                 orders = self._start()
-                self._exit_statuses[number] = end
-                said = json.dumps({"number": number, "order": order}).encode()
-                socket.send_fds(orders, [said], [theirs.fileno()])
+                self._exit_statuses[number] = exit_status
+                message = json.dumps({"number": number, "order": order}).encode()
+                socket.send_fds(orders, [message], [theirs.fileno()])
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
         except OSError as error:
             raise WorkerUnavailable(f"no process could be started for it: {error}") from None
-        process = WorkerProcess(reader, writer, end)
+        process = WorkerProcess(reader, writer, exit_status)
         await process.load()
         return process
 
     def _start(self) -> socket.socket:
-        """The socket for orders. Raises OSError."""
+        """Return the socket for orders. Raises OSError."""
         if self._socket is not None and self._listening is not None and not self._listening.done():
             return self._socket
         self.close()
@@ -87,7 +89,7 @@ class ForkServer:
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the rank
+                start_new_session=True,  # only the rank handles Ctrl-C
                 env=clean_environment(self._limits.pass_env),
             )
         ours.setblocking(False)
@@ -97,14 +99,14 @@ class ForkServer:
     async def _listen(self, orders: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
-            while said := await loop.sock_recv(orders, 4096):
-                about = json.loads(said)
-                end = self._exit_statuses.pop(about["number"], None)
-                if end is not None and not end.done():
-                    end.set_result(about["status"])
+            while data := await loop.sock_recv(orders, 4096):
+                message = json.loads(data)
+                exit_status = self._exit_statuses.pop(message["number"], None)
+                if exit_status is not None and not exit_status.done():
+                    exit_status.set_result(message["status"])
 
     def close(self) -> None:
-        """End it, and with it all that it has forked. Blocks for some seconds at most."""
+        """End the fork server and all its workers. Blocks for a few seconds at most."""
         if self._listening is not None:
             self._listening.cancel()
         if self._socket is not None:
@@ -119,9 +121,9 @@ class ForkServer:
 
 
 class WorkerProcess:
-    """Answers orders; those that it has been given at the same time come back in any order. Made by a `ForkServer`.
+    """A worker process that answers requests, concurrent ones in any order. Created by a `ForkServer`.
 
-    said: what it said when it was ready.
+    ready_message: what it sent when it was ready.
     """
 
     ready_message: Any = None
@@ -134,18 +136,18 @@ class WorkerProcess:
         self._has_exited = False
 
     async def load(self) -> None:
-        """Wait until it is ready. Raises Gone where it does not come to that."""
-        said: dict[str, Any] = {"loading": ""}
+        """Wait until the worker is ready. Raises WorkerUnavailable if it fails to load."""
+        message: dict[str, Any] = {"loading": ""}
         loading = ""
         try:
             async with asyncio.timeout(LOAD_LIMIT_S):
-                while "loading" in said:
-                    loading = str(said["loading"])
-                    said = dict(json.loads(await read_frame(self._reader, MAX_BYTES)))
+                while "loading" in message:
+                    loading = str(message["loading"])
+                    message = dict(json.loads(await read_frame(self._reader, MAX_BYTES)))
         except TimeoutError:
             self.end()
-            late = f"was not loaded in another process after {LOAD_LIMIT_S:g} s"
-            raise WorkerUnavailable(f"{loading or 'its module'} {late}", loading) from None
+            problem = f"was not loaded in another process after {LOAD_LIMIT_S:g} s"
+            raise WorkerUnavailable(f"{loading or 'its module'} {problem}", loading) from None
         except (asyncio.IncompleteReadError, OSError, ValueError, TypeError):
             self.end()
             what = f"loading {loading or 'its module'} in another process"
@@ -153,10 +155,10 @@ class WorkerProcess:
         except BaseException:
             self.end()
             raise
-        if "ready" not in said:
+        if "ready" not in message:
             self.end()
-            raise WorkerUnavailable(f"another process could not load it: {said.get('error')}")
-        self.ready_message = said["ready"]
+            raise WorkerUnavailable(f"another process could not load it: {message.get('error')}")
+        self.ready_message = message["ready"]
         self._listening = asyncio.create_task(self._listen())
 
     @property
@@ -164,24 +166,27 @@ class WorkerProcess:
         return not self._has_exited
 
     async def request(self, order: bytes, limit: float) -> dict[str, Any]:
-        """What is answered to an order. Raises Gone where the process has ended meanwhile, TimeoutError where there is
-        no answer in time: then it is still at it, and is to be ended."""
+        """Send a request and return the response.
+
+        Raises WorkerUnavailable if the process has exited, TimeoutError if there is no response in time; the process is
+        then still busy and should be ended.
+        """
         if self._has_exited:
             raise WorkerUnavailable(await self.describe_exit())
         self._count += 1
         number = self._count
-        answer = self._pending[number] = asyncio.get_running_loop().create_future()
+        response = self._pending[number] = asyncio.get_running_loop().create_future()
         self._writer.write(encode_order(number, order))
         try:
             async with asyncio.timeout(limit):
-                return dict(await answer)
+                return dict(await response)
         except _WorkerExited:
             raise WorkerUnavailable(await self.describe_exit()) from None
         finally:
             self._pending.pop(number, None)
 
     async def describe_exit(self) -> str:
-        """How it has ended, in words."""
+        """Describe how the process ended."""
         try:
             async with asyncio.timeout(_EXIT_STATUS_TIMEOUT_S):
                 status = await asyncio.shield(self._status)
@@ -195,18 +200,18 @@ class WorkerProcess:
     async def _listen(self) -> None:
         try:
             while True:
-                said = json.loads(await read_frame(self._reader, MAX_BYTES))
-                if (answer := self._pending.get(said["number"])) is not None and not answer.done():
-                    answer.set_result(said)
+                message = json.loads(await read_frame(self._reader, MAX_BYTES))
+                if (response := self._pending.get(message["number"])) is not None and not response.done():
+                    response.set_result(message)
         except (asyncio.IncompleteReadError, OSError, ValueError, LookupError, TypeError):
             pass
         finally:
             self.end()
 
     def end(self) -> None:
-        """Have it killed with whatever its functions have started."""
+        """Have the process killed, together with everything that its functions have started."""
         self._has_exited = True
-        self._writer.transport.abort()  # without waiting until it has read what was sent
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(_WorkerExited())
+        self._writer.transport.abort()  # do not wait for it to read what was sent
+        for response in self._pending.values():
+            if not response.done():
+                response.set_exception(_WorkerExited())
