@@ -1,5 +1,4 @@
-"""A server of OpenAI's chat completions API for agents. It records, token for token, what the engine was given and
-sampled.
+"""An OpenAI-compatible chat completions server for agents, which records the exact tokens of every request.
 
 `requests.py` and `responses.py` are the API; `rendering.py` and `token_tree.py` map messages to tokens along every
 branch of the history; `recording.py` is one session; `server.py` serves HTTP on loopback.

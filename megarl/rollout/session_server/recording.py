@@ -1,4 +1,4 @@
-"""One session: a client's requests to the policy, and the tree of what came of them."""
+"""One session: a client's requests to the policy and the token tree that records them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,27 @@ from megarl.types import Branch, Ids, Message, Prompt
 
 T = TypeVar("T")
 _MAX_EXTRA_REQUESTS = 32
-"""Requests beyond `rollout.max_turns` that are answered with nothing; agents that then still go on would do so for
-ever, and are told by an error."""
+"""Requests beyond `rollout.max_turns` that get an empty answer.
+
+Further ones get an error, to stop agents that never end.
+"""
 _TIMEOUT_REASON = "it was not done within rollout.step_timeout"
 
 
 @dataclass
 class SessionMetrics:
-    """Of one session, or of several together.
+    """Metrics of one session, or summed over several.
 
-    requests: that became tokens. refused: that could not. failed: that the engine did not answer. forks: as of a
-    `TokenTree`. branches: conversations that came of it all. drift: those of them that would have been asked for with other
-    ids if their messages had been rendered and tokenised afresh. turns_over: requests beyond `rollout.max_turns`.
-    observations_cut: results of tools of which the policy has seen less than the client sent. ignored: fields that
-    were not followed, by name.
+    Attributes:
+        requests: requests converted to tokens
+        refused: requests that could not be
+        failed: requests that the engine did not answer
+        forks: as in `TokenTree`
+        branches: conversations that the sessions produced
+        drift: branches whose prompt would have had other ids if their messages had been rendered and tokenized afresh
+        turns_over: requests beyond `rollout.max_turns`
+        observations_cut: tool results that were truncated for the policy
+        ignored: count of each request field that was ignored
     """
 
     sessions: int = 0
@@ -67,8 +74,12 @@ class SessionMetrics:
 
 @dataclass(frozen=True)
 class SessionContext:
-    """What sessions need besides the policy. model: its name for clients. say: is told of each field that is not
-    followed, once."""
+    """What sessions need besides the policy.
+
+    Attributes:
+        model: the policy's name for clients
+        log: called with the name of each ignored field
+    """
 
     renderer: MessageRenderer
     config: RolloutConfig
@@ -78,8 +89,13 @@ class SessionContext:
 
 @dataclass(frozen=True)
 class TreePosition:
-    """Where in its tree a request is answered. ids: what the engine is asked with; routed: those whose routing is known
-    already. over: it is not asked, for the answer at `node` was the last that the policy may give."""
+    """Where in the tree a request is answered.
+
+    Attributes:
+        ids: the context sent to the engine
+        num_routed: leading ids with known routing
+        is_past_last_turn: the answer at `node` was the policy's last, so the engine is not asked
+    """
 
     node: Node
     history: Digest
@@ -89,8 +105,12 @@ class TreePosition:
 
 
 class AgentSession:
-    """A session as its owner has it. id, key, base_url: by which its client reaches it. failure: why it has failed,
-    empty where it has not."""
+    """A session as seen by its owner.
+
+    Attributes:
+        id, key, base_url: how the client reaches it
+        failure: why the session failed; empty if it did not
+    """
 
     def __init__(
         self,
@@ -122,61 +142,72 @@ class AgentSession:
         self._drift_by_leaf: dict[Node, bool] = {}
         self.message_cache = MessageCache()
 
-    # --- for its owner
+    # --- for the owner
 
     def set_policy(self, policy: Policy, halt: asyncio.Event, deadline: float | None = None) -> None:
-        """Go on with another policy, as in a later step: also what was halted, with the tokens that it has. Where
-        `halt` is set, what the policy cuts off waits for the next one; its client does not notice."""
+        """Continue with another policy, as in a later step.
+
+        Halted requests keep their tokens. While `halt` is set, a request that the policy aborts waits for the next
+        policy; the client does not notice.
+        """
         self._policy, self._halt, self._deadline = policy, halt, deadline
         self._policy_ready.set()
 
     def fail(self, reason: str) -> None:
-        """Its branches are aborted, for this reason, and nothing more is answered. The first one counts."""
+        """Refuse further requests and abort all branches for this reason; the first reason counts."""
         self.failure = self.failure or reason
 
     def collect_branches(self) -> tuple[PartialRollout, ...]:
-        """What has come of it, one conversation for every last answer. All are `aborted` where the session has failed,
-        or a request of it has which was not answered later; also where nothing was sampled, which is one without a turn
-        of the policy. Raises what the policy raised where that was of more than one request."""
+        """Return one conversation per leaf of the tree.
+
+        All are `aborted` if the session failed, or if one of its requests failed and was not answered later. If nothing
+        was sampled, the result is one aborted conversation without a policy turn. An unexpected exception of the
+        policy, which concerns more than one request, is raised here.
+        """
         if self._unexpected_error is not None:
             raise self._unexpected_error
         forks, leaves = self.tree.num_forks, self.tree.find_leaves()
-        found = tuple(
-            replace(one, branch=Branch(number, forks, self._has_drift(leaf)))
-            for number, (one, leaf) in enumerate(
+        branches = tuple(
+            replace(partial, branch=Branch(index, forks, self._has_drift(leaf)))
+            for index, (partial, leaf) in enumerate(
                 zip(self.tree.collect_branches(self._prompt, self._seed), leaves, strict=True)
             )
         )
         failure = self.failure or next(iter(self._unanswered.values()), "")
-        if not found:
+        if not branches:
             failure = failure or "the session asked the policy for nothing"
-            found = (PartialRollout.begin(self._prompt, self._seed),)
-        return tuple(replace(one, status="aborted", failure=failure) for one in found) if failure else found
+            branches = (PartialRollout.begin(self._prompt, self._seed),)
+        return (
+            tuple(replace(partial, status="aborted", failure=failure) for partial in branches) if failure else branches
+        )
 
     def count_branches(self) -> None:
-        """Have the figures of what only its end can say."""
+        """Update the metrics that are known only at the end."""
         leaves = self.tree.find_leaves()
         self.metrics.branches = len(leaves)
         self.metrics.drift = sum(map(self._has_drift, leaves))
 
     def _has_drift(self, leaf: Node) -> bool:
-        """As of `MessageRenderer.has_drift`, which renders it all, and is asked once."""
+        """Return `MessageRenderer.has_drift`, cached because it renders the whole conversation."""
         if leaf not in self._drift_by_leaf:
             self._drift_by_leaf[leaf] = self._context.renderer.has_drift(leaf)
         return self._drift_by_leaf[leaf]
 
     async def close(self) -> None:
-        """Cancel the requests under way; nothing more is answered."""
+        """Cancel running requests and refuse further ones."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    # --- for its client
+    # --- for the client
 
     async def run_request(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What comes of the work, which ends with the session, and with whoever waits for it. Raises Refused."""
+        """Run `work`; cancel it when the session closes or the caller is cancelled.
+
+        Raises RequestRefused if the session is closed or has failed.
+        """
         self._check_open()
         task = asyncio.ensure_future(work())
         self._tasks.add(task)
@@ -184,50 +215,54 @@ class AgentSession:
         try:
             return await task
         except asyncio.CancelledError:
-            waits = asyncio.current_task()
-            if waits is not None and waits.cancelling():
-                raise  # the client has gone
+            waiting_task = asyncio.current_task()
+            if waiting_task is not None and waiting_task.cancelling():
+                raise  # the client disconnected
             raise RequestRefused("the session is closed", status=503, code="session_closed") from None
 
     def locate_request(self, asked: CompletionRequest) -> TreePosition:
-        """The context that a request becomes. Raises Refused."""
+        """Find or add the context of a request in the tree. Raises RequestRefused."""
         self._check_open()
         for name in asked.ignored:
             self.metrics.ignored[name] += 1
             self._context.log(name)
         tree, messages = self.tree, asked.messages
-        known = self.message_cache.hash_prefixes(messages, asked.schemas)
-        found, count = tree.find_answer(known, messages)
-        if found is not None and found.num_turns >= self._context.config.max_turns:
-            return self._locate_past_limit(found, known[-1])
-        node = tree.find_context(found, known[-1])
+        digests = self.message_cache.hash_prefixes(messages, asked.schemas)
+        answer, count = tree.find_answer(digests, messages)
+        if answer is not None and answer.num_turns >= self._context.config.max_turns:
+            return self._locate_past_limit(answer, digests[-1])
+        node = tree.find_context(answer, digests[-1])
         if node is None:
-            parent, shown = self._render_context(found, messages, count, asked.schemas)
-            node = tree.add_context(parent, found, known[-1], shown.ids, shown.messages, asked.schemas)
-            self.metrics.observations_cut += shown.num_truncated
+            parent, rendered = self._render_context(answer, messages, count, asked.schemas)
+            node = tree.add_context(parent, answer, digests[-1], rendered.ids, rendered.messages, asked.schemas)
+            self.metrics.observations_cut += rendered.num_truncated
         self.metrics.requests += 1
         self.metrics.forks = tree.num_forks
-        return TreePosition(node, known[-1], node.tokens, node.num_routed)
+        return TreePosition(node, digests[-1], node.tokens, node.num_routed)
 
     def make_streamed_response(
         self, asked: CompletionRequest, place: TreePosition, say: Callable[[Field, str], None]
     ) -> StreamedResponse:
-        """What is told of an answer while it is written; see `answer`."""
+        """Create the stream that `answer` feeds while the engine generates."""
         return StreamedResponse(self._context.renderer.chat, asked, str(place.node.messages[-1]["role"]), say)
 
     async def answer(
         self, asked: CompletionRequest, place: TreePosition, own: str = "", told: Sequence[StreamedResponse] = ()
     ) -> CompletionResponse:
-        """What the policy says to it. own: the answer's id. told: one for each choice, where they are to be told while
-        they are written, by a policy that can. Raises Refused."""
+        """Sample the policy's answers and add them to the tree. Raises RequestRefused.
+
+        Args:
+            own: id of the response
+            told: one stream per choice, fed during generation if the policy supports it
+        """
         node = place.node
         own = own or new_id()
         if place.is_past_last_turn:
             return CompletionResponse(own, self.model, len(place.ids), (EMPTY_CHOICE,) * asked.num_choices)
         try:
-            said = await self._sample(asked, place, told)
+            generations = await self._sample(asked, place, told)
             async with asyncio.timeout_at(self._deadline):
-                choices = [await self._context.renderer.read_answer(one, asked, node) for one in said]
+                choices = [await self._context.renderer.read_answer(one, asked, node) for one in generations]
             if not all(one.is_prefix_of(choice.message) for one, choice in zip(told, choices, strict=False)):
                 raise RequestFailed("the answer has become another than the client was told of while it was written")
         except TimeoutError:
@@ -235,7 +270,7 @@ class AgentSession:
             raise self._fail_request(node, self.failure, 503) from None
         except RequestFailed as error:
             raise self._fail_request(node, str(error), 500) from None
-        except Exception as error:  # the engine is gone, or this is wrong: whoever has opened the session hears of it
+        except Exception as error:  # engine loss or a bug: the session's owner must see it
             self._unexpected_error = self._unexpected_error or error
             raise self._fail_request(node, f"{type(error).__name__}: {error}", 503) from None
         self._unanswered.pop(node, None)
@@ -255,20 +290,23 @@ class AgentSession:
         self._unanswered[node] = reason
         return RequestRefused(reason, status=status, code="engine_failed")
 
-    # --- tokens
+    # --- rendering and sampling
 
     def _render_context(
         self, found: Node | None, messages: tuple[Message, ...], count: int, schemas: Schemas
     ) -> tuple[Node | None, RenderedMessages]:
-        """As of `MessageRenderer.render_continuation`, or `begin` where nothing was found. Raises Refused."""
-        rendering, config = self._context.renderer, self._context.config
+        """Render the messages after the `found` answer, or the whole conversation if that is None.
+
+        Raises RequestRefused.
+        """
+        renderer, config = self._context.renderer, self._context.config
         try:
             if found is not None:
-                return rendering.render_continuation(found, messages, count, schemas, config)
-            own = self._prompt.token_ids
-            if (messages, schemas) == self._prompt_request and len(own) < config.max_context:
-                return None, RenderedMessages(own, messages)
-            return None, rendering.render_conversation(messages, schemas, config)
+                return renderer.render_continuation(found, messages, count, schemas, config)
+            prompt_ids = self._prompt.token_ids
+            if (messages, schemas) == self._prompt_request and len(prompt_ids) < config.max_context:
+                return None, RenderedMessages(prompt_ids, messages)
+            return None, renderer.render_conversation(messages, schemas, config)
         except ConfigError as error:
             raise RequestRefused(str(error), "messages") from None
         except ContextOverflow as error:
@@ -282,13 +320,13 @@ class AgentSession:
             ) from None
 
     def _locate_past_limit(self, found: Node, history: Digest) -> TreePosition:
-        """Of a request behind an answer that was to be the last."""
+        """Handle a request that follows the policy's last allowed answer."""
         found.end_reason = "max_turns"
         self.metrics.turns_over += 1
         if self.metrics.turns_over > _MAX_EXTRA_REQUESTS:
-            most = self._context.config.max_turns
+            max_turns = self._context.config.max_turns
             raise RequestRefused(
-                f"the policy has had its {most} turns (rollout.max_turns)", "messages", "max_turns_exceeded"
+                f"the policy has had its {max_turns} turns (rollout.max_turns)", "messages", "max_turns_exceeded"
             )
         return TreePosition(found, history, found.tokens, 0, is_past_last_turn=True)
 
@@ -305,10 +343,10 @@ class AgentSession:
 
         if asked.num_choices == 1:
             return [await self._generate(place, {**params, **seeds[0]}, *told)]
-        tellings: Sequence[StreamedResponse | None] = told or [None] * asked.num_choices
+        streams: Sequence[StreamedResponse | None] = told or [None] * asked.num_choices
         tasks = [
-            asyncio.ensure_future(self._generate(place, {**params, **seed}, one))
-            for seed, one in zip(seeds, tellings, strict=True)
+            asyncio.ensure_future(self._generate(place, {**params, **seed}, stream))
+            for seed, stream in zip(seeds, streams, strict=True)
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -319,53 +357,58 @@ class AgentSession:
     async def _generate(
         self, place: TreePosition, params: dict[str, Any], told: StreamedResponse | None = None
     ) -> Generation:
-        """One answer; where the policy is halted in the middle, what the next one makes of it."""
+        """Generate one answer; if it is halted midway, continue with the next policy."""
         ids, routed, budget = place.ids, place.num_routed, params["max_new_tokens"]
-        said: Generation | None = None
+        generation: Generation | None = None
         while True:
             await self._policy_ready.wait()
             policy, halt = self._policy, self._halt
-            written = 0 if said is None else len(said.token_ids)
-            context = ids if said is None else np.concatenate([ids, said.token_ids])
-            known = routed if said is None or said.routing is None else routed + len(said.routing)
+            num_generated = 0 if generation is None else len(generation.token_ids)
+            context = ids if generation is None else np.concatenate([ids, generation.token_ids])
+            num_routed = (
+                routed if generation is None or generation.routing is None else routed + len(generation.routing)
+            )
             try:
                 async with asyncio.timeout_at(self._deadline):
-                    own = {**params, "max_new_tokens": budget - written}
+                    request_params = {**params, "max_new_tokens": budget - num_generated}
                     if told is not None and isinstance(policy, StreamingPolicy):
-                        more = await policy.stream(context, own, known, told.add_tokens)
+                        continuation = await policy.stream(context, request_params, num_routed, told.add_tokens)
                     else:
-                        more = await policy.generate(context, own, known)
-                said = more if said is None else merge_generations(said, more)
+                        continuation = await policy.generate(context, request_params, num_routed)
+                generation = continuation if generation is None else merge_generations(generation, continuation)
             except Halted:
                 pass
             else:
-                over = (
-                    len(said.token_ids) == budget
-                    or get_last(said.token_ids) in self._context.renderer.chat.end_token_ids
+                is_complete = (
+                    len(generation.token_ids) == budget
+                    or get_last(generation.token_ids) in self._context.renderer.chat.end_token_ids
                 )
-                if said.finish_reason != "abort" or over:
-                    return said
+                if generation.finish_reason != "abort" or is_complete:
+                    return generation
                 if not halt.is_set():
-                    raise RequestFailed(said.abort_reason or "the engine cut the answer off")
+                    raise RequestFailed(generation.abort_reason or "the engine cut the answer off")
             if policy is self._policy:
                 self._policy_ready.clear()
 
     def _derive_seeds(self, ids: Ids, count: int) -> list[dict[str, int]]:
-        """Of so many answers to these ids: the run's own for the first, and others for all that follow, also in later
-        requests, which would all read the same."""
+        """Return sampling seeds for `count` answers to the same ids.
+
+        The first answer uses the run's seed. All others, including those of later requests, get different seeds, since
+        equal seeds would sample equal answers.
+        """
         if "sampling_seed" not in self.params:
             return [{}] * count
-        asked = hashlib.blake2b(np.ascontiguousarray(ids).tobytes()).digest()
-        own, first = self.params["sampling_seed"], self._num_asked[asked]
-        self._num_asked[asked] += count
+        digest = hashlib.blake2b(np.ascontiguousarray(ids).tobytes()).digest()
+        base_seed, num_previous = self.params["sampling_seed"], self._num_asked[digest]
+        self._num_asked[digest] += count
         return [
-            {"sampling_seed": own if number == 0 else derive_seed(own, number, 0)}
-            for number in range(first, first + count)
+            {"sampling_seed": base_seed if number == 0 else derive_seed(base_seed, number, 0)}
+            for number in range(num_previous, num_previous + count)
         ]
 
 
 def _make_prompt_request(chat: ChatTemplate, prompt: Prompt) -> tuple[tuple[Message, ...], Schemas] | None:
-    """What a client asks with that begins with the prompt as it is; None where its ids are not there."""
+    """Return the messages and schemas of a request that asks the prompt itself; None if it has no ids."""
     if not len(prompt.token_ids):
         return None
     try:

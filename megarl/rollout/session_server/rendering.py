@@ -1,4 +1,4 @@
-"""Messages to ids, and ids to messages: what is behind a turn of the policy, and what its turn says."""
+"""Convert messages to ids, and sampled ids to messages."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from megarl.rollout.session_server.token_tree import Node, Schemas
 from megarl.types import Ids, Message, as_token_ids
 
 _MAX_MARK_TOKENS = 16
-"""Tokens within which the head of a turn opens reasoning."""
+"""Trailing context tokens that are searched for a mark that opens reasoning."""
 
 
 _CHUNK_CHARS = 1 << 14
-"""Characters of a flood that are read at a time."""
+"""Characters of an oversized text that are tokenized at a time."""
 _CHARS_PER_TOKEN = 8
-"""Characters of a token, or fewer, in nearly all texts."""
+"""Upper bound on characters per token in nearly all texts."""
 _SPLIT_TOKENS = 16
-"""Tokens that tearing a text in two may add, with room to spare."""
+"""Generous bound on the tokens added by splitting a text in two."""
 
 
 class ContextOverflow(Exception):
-    """Messages leave the policy no room. tokens: that they are, in words, with what stands before them."""
+    """The messages leave no room for an answer.
+
+    `tokens` is their token count including the context before them, as text.
+    """
 
     def __init__(self, tokens: str) -> None:
         super().__init__(tokens)
@@ -42,7 +45,12 @@ class ContextOverflow(Exception):
 
 @dataclass(frozen=True)
 class RenderedMessages:
-    """Messages as the policy reads them. ids: that they became. cut: results among them that are cut."""
+    """Messages as the policy reads them.
+
+    Attributes:
+        ids: their tokens
+        num_truncated: number of truncated tool results
+    """
 
     ids: Ids
     messages: tuple[Message, ...]
@@ -50,7 +58,7 @@ class RenderedMessages:
 
 
 class MessageRenderer:
-    """By a chat, and a parser of what it calls. What it finds out of the template it keeps."""
+    """Renders messages with a chat template and parses answers. Caches what it learns about the template."""
 
     def __init__(self, chat: ChatTemplate, parse: ParseFunction) -> None:
         self.chat, self._parse = chat, parse
@@ -60,47 +68,54 @@ class MessageRenderer:
     def render_conversation(
         self, messages: Sequence[Message], schemas: Schemas, config: RolloutConfig
     ) -> RenderedMessages:
-        """Of a whole conversation that the client has made. Raises TooMuch and ConfigError."""
+        """Render a whole conversation from a client. Raises ContextOverflow and ConfigError."""
         return self._render(messages, schemas, config, 0, lambda said: self.chat.encode_conversation(said, schemas))
 
     def render_continuation(
         self, found: Node, messages: Sequence[Message], count: int, schemas: Schemas, config: RolloutConfig
     ) -> tuple[Node | None, RenderedMessages]:
-        """The answer behind which a context of these messages is to stand, and the context. found: that which goes
-        farthest into them, `count` messages. Raises TooMuch and ConfigError.
+        """Render the messages that follow an answer, and return them with the answer they must be attached to.
 
-        Where the template leaves out reasoning of earlier turns, what was said is kept by its ids without those of the
-        reasoning, from the first such turn on.
+        If the template drops the reasoning of earlier turns, the history from the first such turn on is replaced by its
+        ids without the reasoning. Raises ContextOverflow and ConfigError.
+
+        Args:
+            found: the answer that matches the longest prefix of the messages
+            count: length of that prefix
         """
-        last = int(found.ids[-1])
-        before = len(found.tokens)
-        behind = self._render(
-            messages[count:], schemas, config, before, lambda said: self.chat.encode_continuation(said, schemas, last)
+        last_token = int(found.ids[-1])
+        num_context = len(found.tokens)
+        continuation = self._render(
+            messages[count:],
+            schemas,
+            config,
+            num_context,
+            lambda said: self.chat.encode_continuation(said, schemas, last_token),
         )
         path = found.path()
-        cut = [
+        is_dropped = [
             bool(node.num_reasoning_tokens) and self._is_reasoning_dropped(messages[node.num_messages :])
             for node in path
         ]
-        if True not in cut:
-            return found, behind
-        first = cut.index(True)
-        parts = [
+        if True not in is_dropped:
+            return found, continuation
+        first_dropped = is_dropped.index(True)
+        ids_per_node = [
             node.ids[node.num_reasoning_tokens :]
             if own
             else self._strip_open_reasoning(node.ids)
-            if below
+            if drops_next
             else node.ids
-            for node, own, below in zip(path, cut, [*cut[1:], False], strict=True)
+            for node, own, drops_next in zip(path, is_dropped, [*is_dropped[1:], False], strict=True)
         ]
-        parent, kept = path[first - 1].parent, path[first - 1 :]
-        known = [message for node in kept for message in node.messages]
+        parent, kept_nodes = path[first_dropped - 1].parent, path[first_dropped - 1 :]
+        recorded_messages = [message for node in kept_nodes for message in node.messages]
         said = [
-            own if own["role"] == "tool" else given
-            for own, given in zip(known, messages[count - len(known) : count], strict=True)
+            own if own["role"] == "tool" else sent
+            for own, sent in zip(recorded_messages, messages[count - len(recorded_messages) : count], strict=True)
         ]
-        ids = np.concatenate([*parts[first - 1 :], behind.ids])
-        return parent, RenderedMessages(ids, (*said, *behind.messages), behind.num_truncated)
+        ids = np.concatenate([*ids_per_node[first_dropped - 1 :], continuation.ids])
+        return parent, RenderedMessages(ids, (*said, *continuation.messages), continuation.num_truncated)
 
     def _render(
         self,
@@ -110,22 +125,32 @@ class MessageRenderer:
         before: int,
         make: Callable[[Sequence[Message]], list[int]],
     ) -> RenderedMessages:
-        """before: tokens that stand there already."""
+        """Render and truncate the messages; `before` is the number of tokens that precede them."""
         room = config.max_context - before - 1
-        texts = [text for one in messages if one["role"] != "tool" for text in (one["content"], *_argument_texts(one))]
+        texts = [
+            text
+            for message in messages
+            if message["role"] != "tool"
+            for text in (message["content"], *_argument_texts(message))
+        ]
         self._check_length(texts, room, before)
-        found = truncate_observations(
+        truncated = truncate_observations(
             self.chat, messages, schemas, config.max_observation, room, count_reserved_tokens(config), make
         )
-        if found is None:
+        if truncated is None:
             raise ContextOverflow(str(before + len(make(messages))))
-        said, ids = found
-        cut = sum(one["content"] != given["content"] for one, given in zip(said, messages, strict=True))
-        return RenderedMessages(as_token_ids(ids), tuple(said), cut)
+        shown_messages, ids = truncated
+        num_truncated = sum(
+            message["content"] != sent["content"] for message, sent in zip(shown_messages, messages, strict=True)
+        )
+        return RenderedMessages(as_token_ids(ids), tuple(shown_messages), num_truncated)
 
     def _check_length(self, texts: Sequence[str], room: int, before: int) -> None:
-        """Raise TooMuch where this is so much text that it need not be read to its end: that takes seconds of a
-        megabyte, in which nobody else is answered. What may fit is not read here."""
+        """Raise ContextOverflow as soon as the texts certainly exceed the room.
+
+        Tokenizing a megabyte takes seconds, during which no other request is answered. Texts that may fit are not
+        tokenized here.
+        """
         count = 0
         for text in texts if sum(map(len, texts)) > max(_CHUNK_CHARS, _CHARS_PER_TOKEN * room) else ():
             for begin in range(0, len(text), _CHUNK_CHARS):
@@ -134,15 +159,17 @@ class MessageRenderer:
                     raise ContextOverflow(f"more than {before + count}")
 
     def _is_reasoning_dropped(self, behind: Sequence[Message]) -> bool:
-        """Whether the template leaves out the reasoning of a turn before these messages."""
-        kinds = tuple((one["role"], bool(one["content"]), bool(one.get("tool_calls"))) for one in behind)
-        known = self._drop_by_pattern
-        if kinds not in known:
-            known[kinds] = self.chat.is_reasoning_dropped(behind)
-        return known[kinds]
+        """Return whether the template drops a turn's reasoning if these messages follow."""
+        pattern = tuple(
+            (message["role"], bool(message["content"]), bool(message.get("tool_calls"))) for message in behind
+        )
+        cache = self._drop_by_pattern
+        if pattern not in cache:
+            cache[pattern] = self.chat.is_reasoning_dropped(behind)
+        return cache[pattern]
 
     def _strip_open_reasoning(self, ids: Ids) -> Ids:
-        """A context without the mark by which the template opens reasoning at its end."""
+        """Remove the mark by which the template opens reasoning at the end of a context."""
         marks = self.chat.reasoning_marks
         for tail in range(1, min(len(ids), _MAX_MARK_TOKENS) + 1) if marks is not None else ():
             text = self.chat.decode(ids[-tail:])
@@ -151,40 +178,44 @@ class MessageRenderer:
         return ids
 
     async def read_answer(self, said: Generation, asked: CompletionRequest, node: Node) -> Choice:
-        """An answer as the client gets it."""
+        """Parse a generation into the choice that the client gets."""
         chat, ids = self.chat, np.asarray(said.token_ids, np.int32)
-        last, after = get_last(ids), node.messages[-1]["role"]
-        own = ids[:-1] if last in chat.end_token_ids else ids
-        whole = chat.decode(own)
-        stopped = [whole.find(stop) for stop in asked.stop_strings if stop in whole]
-        thoughts, text = chat.split_reasoning(whole[: min(stopped)] if stopped else whole, after)
+        last_token, previous_role = get_last(ids), node.messages[-1]["role"]
+        content_ids = ids[:-1] if last_token in chat.end_token_ids else ids
+        full_text = chat.decode(content_ids)
+        stop_positions = [full_text.find(stop) for stop in asked.stop_strings if stop in full_text]
+        reasoning, text = chat.split_reasoning(
+            full_text[: min(stop_positions)] if stop_positions else full_text, previous_role
+        )
         reply = ParsedResponse(text)
-        if asked.schemas and last is not None and last == chat.end_of_call:
+        if asked.schemas and last_token is not None and last_token == chat.end_of_call:
             reply = await self._parse(text, asked.schemas)
         message: Message = {"role": "assistant", "content": reply.text}
-        if thoughts:
-            message["reasoning_content"] = thoughts
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if reply.calls:
-            before = sum(one.num_calls for one in node.path())
-            message["tool_calls"] = [_format_call(call, number) for number, call in enumerate(reply.calls, before)]
-        cut = said.finish_reason == "length" and last not in chat.end_token_ids and not stopped
+            num_previous_calls = sum(ancestor.num_calls for ancestor in node.path())
+            message["tool_calls"] = [
+                _format_call(call, number) for number, call in enumerate(reply.calls, num_previous_calls)
+            ]
+        is_truncated = said.finish_reason == "length" and last_token not in chat.end_token_ids and not stop_positions
         return Choice(
             message,
-            "tool_calls" if reply.calls else "length" if cut else "stop",
+            "tool_calls" if reply.calls else "length" if is_truncated else "stop",
             said,
             token_texts=tuple(map(self._decode_token, ids.tolist())) if asked.logprobs else None,
-            num_reasoning_tokens=self._count_reasoning_tokens(own, after),
+            num_reasoning_tokens=self._count_reasoning_tokens(content_ids, previous_role),
             num_parse_errors=int(bool(reply.error)),
         )
 
     def _decode_token(self, token: int) -> str:
-        known = self._text_by_token
-        if token not in known:
-            known[token] = self.chat.decode([token])
-        return known[token]
+        cache = self._text_by_token
+        if token not in cache:
+            cache[token] = self.chat.decode([token])
+        return cache[token]
 
     def _count_reasoning_tokens(self, ids: Ids, after: str) -> int:
-        """Tokens of an answer that are reasoning, and space behind it."""
+        """Count an answer's leading reasoning tokens, including the whitespace after them."""
         chat = self.chat
         span = chat.find_reasoning_range(ids, after) if chat.reasoning_marks is not None else None
         end = 0 if span is None else span.stop
@@ -193,10 +224,10 @@ class MessageRenderer:
         return end
 
     def has_drift(self, leaf: Node) -> bool:
-        """Whether it would have been asked for with other ids if all before it had been rendered afresh."""
+        """Return whether rendering the history before this answer afresh would give other ids."""
         path = leaf.path()[:-1]
         if len(path) == 1:
-            return False  # it was rendered
+            return False  # the whole context was rendered at once
         messages = [message for node in path for message in node.messages]
         try:
             fresh = self.chat.encode_conversation(messages, path[0].schemas)

@@ -1,8 +1,8 @@
-"""Requests of OpenAI's chat completions API: which fields are honoured, ignored or refused, and normalised messages.
+"""Parse requests of OpenAI's chat completions API: check fields and normalize messages.
 
-A normalised message has a role (system, user, assistant or tool) and a string as content. Its tool calls have an id, a
-name and arguments, a mapping where they were a JSON object. Fields that no template knows are dropped. Two messages are
-the same if their normalised forms are equal.
+A normalized message has a role (system, user, assistant or tool) and a string as content. Its tool calls have an id, a
+name and arguments, which are a mapping if they were a JSON object. Fields that no template knows are dropped. Two
+messages are the same if their normalized forms are equal.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MEDIA_TYPES = {
     "file": "files",
     "input_file": "files",
 }
-"""Parts of a content that no model here can see, by what they are in words."""
+"""Content part types that are not text, mapped to their names in error messages."""
 
 
 class RequestRefused(Exception):
-    """A request that is not answered. status: of HTTP; param, code: of OpenAI's errors."""
+    """A refused request. `status` is the HTTP status; `param` and `code` are fields of OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -50,8 +50,10 @@ class RequestRefused(Exception):
 
 
 class MessageCache:
-    """What a client has sent last. It sends all of a conversation with each request, and what it has sent before is
-    neither read nor hashed again."""
+    """The previous request of a client.
+
+    Clients send the whole conversation each time; the unchanged prefix is neither parsed nor hashed again.
+    """
 
     def __init__(self) -> None:
         self._raw_messages: list[Any] = []
@@ -60,12 +62,15 @@ class MessageCache:
         self._prefix_digests: list[Digest] = []
 
     def match_prefix(self, messages: Sequence[Any]) -> tuple[Message, ...]:
-        """The beginning of these messages, as far as it is that of the last ones, in the one form. Numbers and truth
-        values may be equal and not the same, so it ends at a call whose arguments are no string."""
+        """Return the normalized prefix that these messages share with the previous request.
+
+        The prefix ends at a call whose arguments are not a string: numbers and booleans may be equal without being
+        identical.
+        """
         count = 0
-        for message, given in zip(messages, self._raw_messages, strict=False):
-            if message != given or not all(
-                isinstance(call["function"]["arguments"], str) for call in given.get("tool_calls") or ()
+        for message, cached in zip(messages, self._raw_messages, strict=False):
+            if message != cached or not all(
+                isinstance(call["function"]["arguments"], str) for call in cached.get("tool_calls") or ()
             ):
                 break
             count += 1
@@ -75,79 +80,81 @@ class MessageCache:
         self._raw_messages, self._messages = list(messages), found
 
     def hash_prefixes(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
-        """As the function of this name."""
-        found = [_digest(list(schemas))]
-        if self._prefix_digests and self._prefix_digests[0] == found[0]:
-            same = takewhile(lambda pair: pair[0] is pair[1], zip(messages, self._hashed_messages, strict=False))
-            found = self._prefix_digests[: 1 + sum(1 for _ in same)]
-        for message in messages[len(found) - 1 :]:
-            found.append(extend_digest(found[-1], message))
-        self._hashed_messages, self._prefix_digests = tuple(messages), found
-        return found
+        """Like the function `hash_prefixes`, but reuse digests of the previous request."""
+        digests = [_digest(list(schemas))]
+        if self._prefix_digests and self._prefix_digests[0] == digests[0]:
+            shared = takewhile(lambda pair: pair[0] is pair[1], zip(messages, self._hashed_messages, strict=False))
+            digests = self._prefix_digests[: 1 + sum(1 for _ in shared)]
+        for message in messages[len(digests) - 1 :]:
+            digests.append(extend_digest(digests[-1], message))
+        self._hashed_messages, self._prefix_digests = tuple(messages), digests
+        return digests
 
 
 def normalize_messages(messages: Any, heard: MessageCache | None = None) -> tuple[Message, ...]:
-    """The messages of a request. heard: its client's. Raises Refused where they are none that a policy could be asked
-    with."""
+    """Parse and normalize the messages of a request. Raises RequestRefused if they are invalid.
+
+    `heard` caches the client's previous request.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestRefused("'messages' must be a list of at least one message", "messages")
-    found: list[Message] = [] if heard is None else list(heard.match_prefix(messages))
-    names = {call["id"]: call["function"]["name"] for own in found for call in own.get("tool_calls", ())}
-    for number, message in enumerate(messages[len(found) :], len(found)):
-        own = _normalize_message(message, f"messages[{number}]", names)
-        names |= {call["id"]: call["function"]["name"] for call in own.get("tool_calls", ())}
-        found.append(own)
-    if found[-1]["role"] == "assistant":
-        at = f"messages[{len(found) - 1}]"
+    normalized: list[Message] = [] if heard is None else list(heard.match_prefix(messages))
+    names = {call["id"]: call["function"]["name"] for parsed in normalized for call in parsed.get("tool_calls", ())}
+    for number, message in enumerate(messages[len(normalized) :], len(normalized)):
+        parsed = _normalize_message(message, f"messages[{number}]", names)
+        names |= {call["id"]: call["function"]["name"] for call in parsed.get("tool_calls", ())}
+        normalized.append(parsed)
+    if normalized[-1]["role"] == "assistant":
+        at = f"messages[{len(normalized) - 1}]"
         raise RequestRefused(f"{at}: the last message is the assistant's own; there is nothing for it to answer", at)
     if heard is not None:
-        heard.store(messages, tuple(found))
-    return tuple(found)
+        heard.store(messages, tuple(normalized))
+    return tuple(normalized)
 
 
 def _normalize_message(message: Any, at: str, names: dict[str, str]) -> Message:
-    """names: of the tools that were called so far, by the calls' ids."""
+    """Normalize one message. `names` maps the ids of earlier calls to their tools."""
     if not isinstance(message, dict):
         raise RequestRefused(f"{at} must be an object", at)
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestRefused(f"{at}.role must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}", f"{at}.role")
-    own: Message = {"role": _ROLES[role], "content": _join_content(message.get("content"), f"{at}.content")}
+    result: Message = {"role": _ROLES[role], "content": _join_content(message.get("content"), f"{at}.content")}
     if message.get("audio") is not None:
         raise RequestRefused(f"{at}.audio: audio is not supported", f"{at}.audio")
     if message.get("function_call") is not None:
         raise RequestRefused(f"{at}.function_call is of an old form; use tool_calls", f"{at}.function_call")
     calls = message.get("tool_calls")
     if role == "assistant":
-        thoughts = message.get("reasoning_content")
-        if thoughts is not None:
-            own["reasoning_content"] = _read_string(thoughts, f"{at}.reasoning_content")
+        reasoning = message.get("reasoning_content")
+        if reasoning is not None:
+            result["reasoning_content"] = _read_string(reasoning, f"{at}.reasoning_content")
         if calls is not None:
             if not isinstance(calls, list):
                 raise RequestRefused(f"{at}.tool_calls must be a list", f"{at}.tool_calls")
             if calls:
-                own["tool_calls"] = [_normalize_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
-        if message.get("content") is None and not own.get("tool_calls"):
-            own["content"] = str(_join_content(message.get("refusal"), f"{at}.refusal"))
-        return own
+                result["tool_calls"] = [_normalize_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        if message.get("content") is None and not result.get("tool_calls"):
+            result["content"] = str(_join_content(message.get("refusal"), f"{at}.refusal"))
+        return result
     if calls:
         raise RequestRefused(f"{at}.tool_calls: only messages of the assistant call tools", f"{at}.tool_calls")
     if message.get("content") is None:
         raise RequestRefused(f"{at}.content is missing", f"{at}.content")
     if role == "tool":
-        number = _read_string(message.get("tool_call_id"), f"{at}.tool_call_id")
-        if number not in names:
+        call_id = _read_string(message.get("tool_call_id"), f"{at}.tool_call_id")
+        if call_id not in names:
             raise RequestRefused(
-                f"{at}.tool_call_id={number[:80]!r} is of no call in the messages before it", f"{at}.tool_call_id"
+                f"{at}.tool_call_id={call_id[:80]!r} is of no call in the messages before it", f"{at}.tool_call_id"
             )
-        own |= {"tool_call_id": number, "name": names[number]}
+        result |= {"tool_call_id": call_id, "name": names[call_id]}
     elif message.get("name") is not None:
-        own["name"] = _read_string(message["name"], f"{at}.name")
-    return own
+        result["name"] = _read_string(message["name"], f"{at}.name")
+    return result
 
 
 def _join_content(content: Any, at: str) -> str:
-    """A content as one string, its parts joined."""
+    """Join the parts of a content into one string."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -182,12 +189,12 @@ def _normalize_call(call: Any, at: str) -> dict[str, Any]:
         raise RequestRefused(f"{at}.function.arguments must be a string of JSON", f"{at}.function.arguments")
     else:
         arguments = parse_arguments(json.dumps(arguments))
-    number = _read_string(call.get("id"), f"{at}.id")
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+    call_id = _read_string(call.get("id"), f"{at}.id")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def parse_arguments(arguments: str) -> Any:
-    """Arguments as they are where their text is JSON; else the text."""
+    """Parse arguments as JSON; return the text unchanged if it is invalid."""
     try:
         return replace_surrogates(json.loads(arguments or "{}"))
     except (ValueError, RecursionError):
@@ -201,7 +208,7 @@ def _read_string(value: Any, at: str) -> str:
 
 
 def normalize_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Schemas of a request's tools. Raises Refused."""
+    """Validate the tool schemas of a request. Raises RequestRefused."""
     if tools is None:
         return ()
     if not isinstance(tools, list):
@@ -225,37 +232,37 @@ def normalize_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 
 
 Digest = bytes
-"""What histories are found again by; equal for equal ones."""
+"""Hash of a message history; equal histories have equal digests."""
 
 
 def hash_prefixes(messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
-    """[k] digest of the first k messages under these tools, for k from 0 to all."""
-    found = [_digest(list(schemas))]
+    """Return digests of all prefixes under these tools; entry k is for the first k messages."""
+    digests = [_digest(list(schemas))]
     for message in messages:
-        found.append(extend_digest(found[-1], message))
-    return found
+        digests.append(extend_digest(digests[-1], message))
+    return digests
 
 
 def extend_digest(history: Digest, message: Message) -> Digest:
-    """The digest of a history and one more message.
+    """Return the digest of a history plus one message.
 
-    Of what an assistant said, space at its ends does not count, which clients cut off, nor its reasoning, which most do
-    not keep, nor its calls' ids, nor how their JSON was written.
+    For assistant messages it ignores surrounding whitespace, which clients strip; reasoning, which most clients drop;
+    call ids; and the JSON formatting of arguments.
     """
     if message["role"] == "assistant":
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        said = [message["content"].strip(), [[call["name"], call["arguments"]] for call in calls]]
+        fields = [message["content"].strip(), [[call["name"], call["arguments"]] for call in calls]]
     else:
-        said = [message["content"], message.get("name"), message.get("tool_call_id")]
-    return _digest([history.hex(), message["role"], *said])
+        fields = [message["content"], message.get("name"), message.get("tool_call_id")]
+    return _digest([history.hex(), message["role"], *fields])
 
 
 def _digest(value: Any) -> Digest:
     try:
-        written = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # a number that has more than 64 bits
-        written = json.dumps(value, sort_keys=True).encode()
-    return hashlib.blake2b(written, digest_size=16).digest()
+        encoded = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # an integer of more than 64 bits
+        encoded = json.dumps(value, sort_keys=True).encode()
+    return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
 MAX_CHOICES = 128
@@ -266,9 +273,9 @@ _SUPPORTED_FIELDS = (
     | {"stop", "stream", "stream_options", "logprobs"}
 )  # fmt: skip
 _NO_EFFECT_FIELDS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
-"""Fields that ask for nothing that could change an answer."""
+"""Fields that cannot change an answer."""
 _ACCEPTED_FIELDS = (_SUPPORTED_FIELDS | _NO_EFFECT_FIELDS) - {"tool_choice"}
-"""Those whose values need no look."""
+"""Fields accepted with any value."""
 _UNSUPPORTED_FIELDS = {
     "functions": "it is of an old form; use tools",
     "function_call": "it is of an old form; use tool_choice",
@@ -280,8 +287,12 @@ _UNSUPPORTED_FIELDS = {
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request that can be answered. limit: tokens of an answer, None where the client set none. ignored: fields of it
-    that are not followed, since the run's own settings rule."""
+    """A valid request.
+
+    Attributes:
+        max_tokens: limit on the tokens of an answer, None if the client set none
+        ignored: fields that are ignored because the run's own settings apply
+    """
 
     messages: tuple[Message, ...]
     schemas: tuple[dict[str, Any], ...] = ()
@@ -297,38 +308,43 @@ class CompletionRequest:
 def parse_request(
     body: bytes, model: str, params: Mapping[str, Any], heard: MessageCache | None = None
 ) -> CompletionRequest:
-    """A request's body. model: the one that there is. params: the run's own of sampling. heard: its client's. Raises
-    Refused."""
+    """Parse a request body. Raises RequestRefused.
+
+    Args:
+        model: name of the only model
+        params: the run's sampling parameters
+        heard: the client's message cache
+    """
     fields = _load_json(body)
     if not isinstance(fields, dict):
         raise RequestRefused("the body must be a JSON object")
-    given = {name: value for name, value in fields.items() if value is not None}
-    if "model" not in given:
+    present = {name: value for name, value in fields.items() if value is not None}
+    if "model" not in present:
         raise RequestRefused(f"'model' is missing; there is {model!r}", "model")
-    if given["model"] != model:
-        named = str(given["model"])[:80]
-        raise RequestRefused(f"the model {named!r} does not exist; there is {model!r}", "model", "model_not_found")
+    if present["model"] != model:
+        requested = str(present["model"])[:80]
+        raise RequestRefused(f"the model {requested!r} does not exist; there is {model!r}", "model", "model_not_found")
     for name, reason in _UNSUPPORTED_FIELDS.items():
-        if name in given:
+        if name in present:
             raise RequestRefused(f"'{name}': {reason}", name)
-    if given.get("modalities", ["text"]) != ["text"]:
+    if present.get("modalities", ["text"]) != ["text"]:
         raise RequestRefused("'modalities': only text is supported", "modalities")
-    messages, tools = normalize_messages(given.get("messages"), heard), normalize_tools(given.get("tools"))
-    choice = given.get("tool_choice", "auto")
+    messages, tools = normalize_messages(present.get("messages"), heard), normalize_tools(present.get("tools"))
+    choice = present.get("tool_choice", "auto")
     if not isinstance(choice, str | dict) or choice not in ("auto", "none", "required") and isinstance(choice, str):
         raise RequestRefused("'tool_choice' must be 'none' or 'auto'; others are not followed", "tool_choice")
-    stream = _read_flag(given, "stream")
-    limits = [_read_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
+    stream = _read_flag(present, "stream")
+    limits = [_read_count(present, name) for name in ("max_tokens", "max_completion_tokens") if name in present]
     return CompletionRequest(
         messages=messages,
         schemas=() if choice == "none" else tools,
-        num_choices=_read_count(given, "n", MAX_CHOICES) if "n" in given else 1,
+        num_choices=_read_count(present, "n", MAX_CHOICES) if "n" in present else 1,
         max_tokens=min(limits, default=None),
-        stop_strings=_read_stops(given.get("stop", [])),
+        stop_strings=_read_stops(present.get("stop", [])),
         stream=stream,
-        include_usage=not stream or _read_include_usage(given.get("stream_options", {})),
-        logprobs=_read_flag(given, "logprobs"),
-        ignored=tuple(sorted(_find_ignored(given, params))),
+        include_usage=not stream or _read_include_usage(present.get("stream_options", {})),
+        logprobs=_read_flag(present, "logprobs"),
+        ignored=tuple(sorted(_find_ignored(present, params))),
     )
 
 
@@ -336,19 +352,19 @@ def _load_json(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except ValueError:
-        try:  # it takes halves of characters, which policies write
+        try:  # it accepts lone surrogates, which policies write
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             raise RequestRefused(f"the body is not JSON: {str(error)[:200]}") from None
 
 
 def _find_ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
-    doubtful = given.keys() - _ACCEPTED_FIELDS
-    if not doubtful:  # as most requests are
+    candidates = given.keys() - _ACCEPTED_FIELDS
+    if not candidates:  # true for most requests
         return set()
-    own = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **params}
-    same = {name for name in ("temperature", "top_p", "top_k", "min_p") if given.get(name) == own[name]}
-    idle: dict[str, tuple[Any, ...]] = {
+    effective = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **params}
+    without_effect = {name for name in ("temperature", "top_p", "top_k", "min_p") if given.get(name) == effective[name]}
+    neutral_values: dict[str, tuple[Any, ...]] = {
         "tool_choice": ("auto", "none"),
         "parallel_tool_calls": (True,),
         "top_logprobs": (0,),
@@ -359,8 +375,8 @@ def _find_ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[st
         "logit_bias": ({},),
         "modalities": (["text"],),
     }
-    same |= {name for name, values in idle.items() if given.get(name) in values}
-    return {str(replace_surrogates(name)) for name in doubtful - same}
+    without_effect |= {name for name, values in neutral_values.items() if given.get(name) in values}
+    return {str(replace_surrogates(name)) for name in candidates - without_effect}
 
 
 def _read_flag(given: Mapping[str, Any], name: str) -> bool:
@@ -373,8 +389,8 @@ def _read_flag(given: Mapping[str, Any], name: str) -> bool:
 def _read_count(given: Mapping[str, Any], name: str, most: int | None = None) -> int:
     value = given[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
-        beyond = "" if most is None else f" up to {most}"
-        raise RequestRefused(f"'{name}' must be a whole number from 1{beyond}, not {str(value)[:40]}", name)
+        upper_bound = "" if most is None else f" up to {most}"
+        raise RequestRefused(f"'{name}' must be a whole number from 1{upper_bound}, not {str(value)[:40]}", name)
     return value
 
 

@@ -1,6 +1,6 @@
-"""Responses in OpenAI's format: completions, whole or streamed, and errors.
+"""Format responses as OpenAI does: completions, whole or streamed, and errors.
 
-A stream sends only text that is certain to be part of the whole answer as well.
+A stream sends only text that is certain to be part of the final answer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ from megarl.utils.text import replace_surrogates
 FinishReason = Literal["stop", "length", "tool_calls"]
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": waiting\n\n"
-"""Says nothing, in a stream."""
+"""A stream comment, which clients ignore."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An answer. message: as in `messages`, with `content` as a string. spelled: the text of each of its tokens, where
-    the client asked for log-probs. thought: of its tokens, those at the beginning that are reasoning. errors: calls in
-    it that could not be read."""
+    """One answer to a request.
+
+    Attributes:
+        message: as in a request, with `content` as a string
+        token_texts: text of each token, if the client asked for log-probs
+        num_reasoning_tokens: leading tokens that are reasoning
+        num_parse_errors: tool calls that could not be parsed
+    """
 
     message: Message
     finish_reason: FinishReason
@@ -46,12 +51,12 @@ class Choice:
 EMPTY_CHOICE = Choice(
     {"role": "assistant", "content": ""}, "length", Generation(no_ids(), no_logprobs(), "length", 0), ()
 )
-"""In place of an answer that the policy may not give."""
+"""Replaces an answer beyond `rollout.max_turns`."""
 
 
 @dataclass(frozen=True)
 class CompletionResponse:
-    """All answers to a request. asked: tokens that it became; id: its own."""
+    """All answers to a request. `num_prompt_tokens` is the length of its context."""
 
     id: str
     model: str
@@ -59,16 +64,16 @@ class CompletionResponse:
     choices: tuple[Choice, ...]
 
     def usage(self) -> dict[str, int]:
-        written = sum(len(choice.generation.token_ids) for choice in self.choices)
+        num_generated = sum(len(choice.generation.token_ids) for choice in self.choices)
         return {
             "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": written,
-            "total_tokens": self.num_prompt_tokens + written,
+            "completion_tokens": num_generated,
+            "total_tokens": self.num_prompt_tokens + num_generated,
         }
 
 
 def format_completion(answered: CompletionResponse) -> bytes:
-    """The body of an answer that is not streamed."""
+    """Format the body of a response that is not streamed."""
     choices = [
         {
             "index": index,
@@ -82,47 +87,47 @@ def format_completion(answered: CompletionResponse) -> bytes:
 
 
 def format_stream_start(own: str, model: str, choices: int) -> Iterator[bytes]:
-    """What a stream of so many answers begins with."""
+    """Format the first chunk of each choice."""
     for index in range(choices):
         yield _format_chunk(own, model, index, {"role": "assistant", "content": ""})
 
 
 def format_delta(own: str, model: str, index: int, field: str, text: str) -> bytes:
-    """More of an answer that is being written."""
+    """Format the next piece of an answer in progress."""
     return _format_chunk(own, model, index, {field: text})
 
 
 def format_stream_end(answered: CompletionResponse, usage: bool, sent: Sequence[Mapping[Any, str]]) -> Iterator[bytes]:
-    """What a stream ends with. sent: what has gone out of each answer, by field."""
-    own, model = answered.id, answered.model
-    for index, (choice, gone) in enumerate(zip(answered.choices, sent, strict=True)):
+    """Format the rest of a stream. `sent` is the text sent so far of each choice, by field."""
+    response_id, model = answered.id, answered.model
+    for index, (choice, sent_texts) in enumerate(zip(answered.choices, sent, strict=True)):
         message = _to_openai_message(choice.message)
-        if thoughts := str(message.get("reasoning_content") or "")[len(gone["reasoning_content"]) :]:
-            yield _format_chunk(own, model, index, {"reasoning_content": thoughts})
-        content = str(message["content"] or "")[len(gone["content"]) :]
+        if reasoning := str(message.get("reasoning_content") or "")[len(sent_texts["reasoning_content"]) :]:
+            yield _format_chunk(response_id, model, index, {"reasoning_content": reasoning})
+        content = str(message["content"] or "")[len(sent_texts["content"]) :]
         if content or choice.token_texts is not None:
-            yield _format_chunk(own, model, index, {"content": content}, logprobs=_format_logprobs(choice))
-        for number, call in enumerate(message.get("tool_calls", ())):
-            yield _format_chunk(own, model, index, {"tool_calls": [{"index": number, **call}]})
-        yield _format_chunk(own, model, index, {}, choice.finish_reason)
+            yield _format_chunk(response_id, model, index, {"content": content}, logprobs=_format_logprobs(choice))
+        for call_index, call in enumerate(message.get("tool_calls", ())):
+            yield _format_chunk(response_id, model, index, {"tool_calls": [{"index": call_index, **call}]})
+        yield _format_chunk(response_id, model, index, {}, choice.finish_reason)
     if usage:
-        yield _format_event({**_make_head(own, model, ".chunk"), "choices": [], "usage": answered.usage()})
+        yield _format_event({**_make_head(response_id, model, ".chunk"), "choices": [], "usage": answered.usage()})
     yield DONE
 
 
 def format_error(message: str, status: int, param: str | None = None, code: str | None = None) -> bytes:
-    kinds = {401: "authentication_error", 404: "not_found_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind_by_status = {401: "authentication_error", 404: "not_found_error"}
+    kind = kind_by_status.get(status, "invalid_request_error" if status < 500 else "server_error")
     return orjson.dumps({"error": {"message": replace_surrogates(message), "type": kind, "param": param, "code": code}})
 
 
 def format_error_event(message: str) -> bytes:
-    """An error in a stream that has begun."""
+    """Format an error within a stream that has started."""
     return b"data: " + format_error(message, 500) + b"\n\n"
 
 
 def new_id() -> str:
-    """Of an answer."""
+    """Return a new response id."""
     return f"chatcmpl-{secrets.token_hex(12)}"
 
 
@@ -154,13 +159,13 @@ def _format_chunk(
 
 
 def _to_openai_message(message: Message) -> Message:
-    """A message of the assistant as clients know it: arguments are text, and no content is null."""
+    """Convert a message for the client: arguments become text, and empty content null if there are calls."""
     calls = [
         {**call, "function": {**call["function"], "arguments": dump_arguments(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
-    outward = {**message, "content": message["content"] or (None if calls else "")}
-    return {**outward, "tool_calls": calls} if calls else outward
+    converted = {**message, "content": message["content"] or (None if calls else "")}
+    return {**converted, "tool_calls": calls} if calls else converted
 
 
 def dump_arguments(arguments: Any) -> str:
@@ -168,7 +173,7 @@ def dump_arguments(arguments: Any) -> str:
 
 
 def _format_logprobs(choice: Choice) -> dict[str, Any] | None:
-    """Of every token that was sampled, also of reasoning, calls and the end of the turn."""
+    """Format the log-probs of every sampled token, including reasoning, calls and the end token."""
     if choice.token_texts is None:
         return None
     values: Sequence[float] = np.asarray(choice.generation.logprobs, np.float64).tolist()
@@ -182,17 +187,22 @@ def _format_logprobs(choice: Choice) -> dict[str, Any] | None:
 Field = Literal["reasoning_content", "content"]
 
 _CALL_START = re.compile(r"[<\[{`｜◁]")
-"""Whatever a call of a tool may begin with, in any family."""
+"""Characters with which a tool call may start, in any model family."""
 _REPLACEMENT_CHAR = "\ufffd"
-"""What half of a character is read as."""
+"""Decoded in place of an incomplete character."""
 
 
 class StreamedResponse:
-    """Of one answer. after: role of the message that it answers. say: is told of each piece, in order.
+    """Streams one answer while it is generated.
 
-    Kept back are half characters, space at the end, what may become a stop string or a mark of reasoning, and where the
-    client has tools, all from the first character on that a call may begin with. Where a policy that reasons has begun
-    without a mark, only its end says whether that was reasoning; log-probs go with the whole: nothing is told then.
+    Only certain text is sent. Held back are incomplete characters, trailing whitespace, a possible start of a stop
+    string or reasoning mark and, if the client has tools, everything from the first possible start of a call. Nothing
+    is sent if the client asks for log-probs, or while only the end can tell whether a turn without an opening mark is
+    reasoning.
+
+    Args:
+        after: role of the message being answered
+        say: called with each piece, in order
     """
 
     def __init__(
@@ -205,50 +215,50 @@ class StreamedResponse:
         self.sent: dict[Field, str] = {"reasoning_content": "", "content": ""}
 
     def add_tokens(self, ids: Ids) -> None:
-        """The next tokens of the answer."""
+        """Append generated tokens and send the text that is now certain."""
         if self._request.logprobs:
             return
         self._ids += [token for token in ids.tolist() if token not in self._chat.end_token_ids]
-        # As far as a character is whole, by a few tokens before it: how one is written depends on these.
-        before = self._chat.decode(self._ids[self._window_start : self._window_end])
-        now = self._chat.decode(self._ids[self._window_start :])
-        if now.endswith(_REPLACEMENT_CHAR) or len(now) <= len(before):
+        # Decode whole characters only, with a few tokens of context, on which their text depends.
+        previous_text = self._chat.decode(self._ids[self._window_start : self._window_end])
+        text = self._chat.decode(self._ids[self._window_start :])
+        if text.endswith(_REPLACEMENT_CHAR) or len(text) <= len(previous_text):
             return
-        self._text += now[len(before) :]
+        self._text += text[len(previous_text) :]
         self._window_start, self._window_end = self._window_end, len(self._ids)
-        thoughts, content = self._find_certain_text()
-        self._send("reasoning_content", thoughts)
+        reasoning, content = self._find_certain_text()
+        self._send("reasoning_content", reasoning)
         self._send("content", content)
 
     def is_prefix_of(self, message: Message) -> bool:
-        """Whether what was told is the beginning of what the answer is now that it is whole."""
+        """Return whether the text sent so far is a prefix of the final message."""
         return all(str(message.get(name) or "").startswith(sent) for name, sent in self.sent.items())
 
     def _send(self, name: Field, text: str) -> None:
-        more = text[len(self.sent[name]) :]
-        if more:
+        new_text = text[len(self.sent[name]) :]
+        if new_text:
             self.sent[name] = text
-            self._on_text(name, more)
+            self._on_text(name, new_text)
 
     def _find_certain_text(self) -> tuple[str, str]:
-        """Of reasoning and content, what can become nothing else."""
-        text, chat, asked = self._text, self._chat, self._request
-        found = [text.find(stop) for stop in asked.stop_strings if stop in text]
-        text = text[: min(found)] if found else _strip_partial_match(text, asked.stop_strings)
+        """Return the reasoning and content that no further token can change."""
+        text, chat, request = self._text, self._chat, self._request
+        stop_positions = [text.find(stop) for stop in request.stop_strings if stop in text]
+        text = text[: min(stop_positions)] if stop_positions else _strip_partial_match(text, request.stop_strings)
         if chat.reasoning_marks is not None:
             text = _strip_partial_match(text, chat.reasoning_marks)
             if not chat.find_content_start(text, self._previous_role):
                 return "", ""
-        thoughts, content = chat.split_reasoning(text, self._previous_role)
-        if asked.schemas:
-            if content != content.lstrip():  # a parser may leave it out
-                return thoughts, ""
-            called = _CALL_START.search(content)
-            content = content[: called.start()] if called else content
-        return thoughts, content.rstrip()
+        reasoning, content = chat.split_reasoning(text, self._previous_role)
+        if request.schemas:
+            if content != content.lstrip():  # a parser may drop this whitespace
+                return reasoning, ""
+            call_start = _CALL_START.search(content)
+            content = content[: call_start.start()] if call_start else content
+        return reasoning, content.rstrip()
 
 
 def _strip_partial_match(text: str, words: tuple[str, ...]) -> str:
-    """The text without what one of the words may begin with at its end."""
-    most = max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
-    return text[: len(text) - most]
+    """Strip from the end what may be the start of one of the words."""
+    longest = max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+    return text[: len(text) - longest]

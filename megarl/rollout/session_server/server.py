@@ -1,4 +1,4 @@
-"""The server: OpenAI's chat completions over HTTP on loopback, a path and a key of its own for each session."""
+"""Serve OpenAI's chat completions over HTTP on loopback, with a separate path and key for each session."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from megarl.rollout.session_server.responses import Field, StreamedResponse
 from megarl.types import Prompt
 
 MAX_BODY_BYTES = 16 * 2**20
-"""Bytes of a request."""
+"""Maximum size of a request body."""
 _BACKLOG = 4096
 _KEEPALIVE_S = 10.0
-"""How often a client of a stream is told that it is not forgotten."""
+"""Seconds between keep-alive comments in an idle stream."""
 _NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's clients ask again after an error of the server, but for this."""
+"""Header that stops OpenAI's clients from retrying after a server error."""
 
 
 class SessionServer:
-    """Sessions of one event loop, that in which `start` is awaited.
+    """Serves the sessions of one event loop, the one that awaits `start`.
 
-    model: the policy's name for clients. say: is told in a line of each field of requests that is not followed, once in
-    the server's life: in training the run's own settings of sampling rule.
+    Args:
+        model: the policy's name for clients
+        say: called once per ignored request field over the server's life: during training the run's own sampling
+            settings apply
     """
 
     def __init__(
@@ -74,16 +76,21 @@ class SessionServer:
         seed: int = 0,
         halt: asyncio.Event | None = None,
     ) -> AgentSession:
-        """A new session. params: of sampling, without max_new_tokens, as `build_sampling_params` gives them. deadline: in the
-        loop's time; what is asked for later is refused, and what is under way then is cut off: the session has failed.
-        seed: that its rollouts carry. halt: as of `AgentSession.set_policy`."""
+        """Open a new session.
+
+        Args:
+            params: sampling parameters without max_new_tokens, as from `build_sampling_params`
+            deadline: event-loop time at which the session fails; running requests are aborted and later ones refused
+            seed: seed recorded in its rollouts
+            halt: as in `AgentSession.set_policy`
+        """
         assert self.url, "start comes first"
         recording = AgentSession(self._context, self.url, prompt, policy, params, deadline, seed, halt)
         self._sessions[recording.id] = recording
         return recording
 
     async def close(self, recording: AgentSession) -> None:
-        """End a session; requests of it that are under way are cut off. Its branches stay; safe to call twice."""
+        """Close a session and abort its running requests. Its branches are kept; safe to call twice."""
         if self._sessions.pop(recording.id, None) is not None:
             await recording.close()
             recording.count_branches()
@@ -91,11 +98,11 @@ class SessionServer:
 
     @property
     def metrics(self) -> SessionMetrics:
-        """Of all sessions so far; drift and branches are of those that are closed."""
-        together = SessionMetrics()
-        for own in (self._closed_metrics, *(recording.metrics for recording in self._sessions.values())):
-            together.add(own)
-        return together
+        """Metrics over all sessions so far; drift and branches cover closed sessions only."""
+        total = SessionMetrics()
+        for metrics in (self._closed_metrics, *(recording.metrics for recording in self._sessions.values())):
+            total.add(metrics)
+        return total
 
     async def aclose(self) -> None:
         """Close all sessions and stop listening; safe to call twice."""
@@ -120,19 +127,19 @@ class SessionServer:
         if recording is None:
             raise RequestRefused("there is no such session, or it is closed", status=404, code="session_not_found")
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        given = key.strip().encode(errors="replace")  # headers may be of any bytes
-        if kind.lower() != "bearer" or not hmac.compare_digest(given, recording.key.encode()):
+        client_key = key.strip().encode(errors="replace")  # headers may hold any bytes
+        if kind.lower() != "bearer" or not hmac.compare_digest(client_key, recording.key.encode()):
             raise RequestRefused("the key is not this session's", status=401, code="invalid_api_key")
         return recording
 
     async def _handle_models(self, request: web.Request) -> web.StreamResponse:
         recording = self._find_session(request)
-        named = request.match_info.get("model", recording.model)
-        if named != recording.model:
-            raise RequestRefused(f"the model {named[:80]!r} does not exist", "model", "model_not_found", 404)
-        one = "model" in request.match_info
+        requested = request.match_info.get("model", recording.model)
+        if requested != recording.model:
+            raise RequestRefused(f"the model {requested[:80]!r} does not exist", "model", "model_not_found", 404)
+        is_single = "model" in request.match_info
         return _json_response(
-            responses.format_model(recording.model) if one else responses.format_models(recording.model)
+            responses.format_model(recording.model) if is_single else responses.format_models(recording.model)
         )
 
     async def _handle_completion(self, request: web.Request) -> web.StreamResponse:
@@ -146,7 +153,7 @@ class SessionServer:
         except RequestRefused:
             recording.metrics.refused += 1
             raise
-        except Exception as error:  # of ours: no client is to wonder, and what it makes of it is not trained
+        except Exception as error:  # our bug: fail the session so that its reaction is not trained on
             recording.fail(f"a request cannot be read: {type(error).__name__}: {error}")
             raise RequestRefused(recording.failure, status=503) from error
         if asked.stream:
@@ -159,39 +166,46 @@ class SessionServer:
 async def _stream_response(
     request: web.Request, recording: AgentSession, asked: CompletionRequest, place: TreePosition
 ) -> web.StreamResponse:
-    """The head goes out at once, then what the policy says while it says it, and something now and then, so that the
-    client keeps waiting. Where the client has gone, the policy is asked no longer."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    pieces, news, own = list[bytes](), asyncio.Event(), responses.new_id()
+    """Stream a response to the client.
 
-    def telling(index: int) -> StreamedResponse:
+    The headers go out immediately, then text as it is generated, and keep-alive comments in between. If the client
+    disconnects, the request is cancelled.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    pieces, changed, response_id = list[bytes](), asyncio.Event(), responses.new_id()
+
+    def make_stream(index: int) -> StreamedResponse:
         def say(field: Field, text: str) -> None:
-            pieces.append(responses.format_delta(own, recording.model, index, field, text))
-            news.set()
+            pieces.append(responses.format_delta(response_id, recording.model, index, field, text))
+            changed.set()
 
         return recording.make_streamed_response(asked, place, say)
 
-    told = [telling(index) for index in range(asked.num_choices)]
-    working = asyncio.ensure_future(recording.run_request(lambda: recording.answer(asked, place, own, told)))
-    working.add_done_callback(lambda _: news.set())
+    streams = [make_stream(index) for index in range(asked.num_choices)]
+    answer_task = asyncio.ensure_future(
+        recording.run_request(lambda: recording.answer(asked, place, response_id, streams))
+    )
+    answer_task.add_done_callback(lambda _: changed.set())
     try:
         await response.prepare(request)
-        pieces[:0] = responses.format_stream_start(own, recording.model, asked.num_choices)
+        pieces[:0] = responses.format_stream_start(response_id, recording.model, asked.num_choices)
         while True:
-            over = working.done()
+            is_done = answer_task.done()
             if pieces:
-                going, pieces[:] = b"".join(pieces), []
-                await response.write(going)
-            if over:
+                data, pieces[:] = b"".join(pieces), []
+                await response.write(data)
+            if is_done:
                 break
             try:
                 async with asyncio.timeout(_KEEPALIVE_S):
-                    await news.wait()
-                news.clear()
+                    await changed.wait()
+                changed.clear()
             except TimeoutError:
                 await response.write(responses.KEEPALIVE)
         try:
-            events = responses.format_stream_end(working.result(), asked.include_usage, [one.sent for one in told])
+            events = responses.format_stream_end(
+                answer_task.result(), asked.include_usage, [stream.sent for stream in streams]
+            )
         except RequestRefused as error:
             events = iter([responses.format_error_event(str(error))])
         for event in events:
@@ -200,10 +214,10 @@ async def _stream_response(
         return response
     except ConnectionResetError:
         if request.transport is not None and not request.transport.is_closing():
-            raise  # it is not the client's connection
+            raise  # not the client's connection
         return response
     finally:
-        working.cancel()
+        answer_task.cancel()
 
 
 def _json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

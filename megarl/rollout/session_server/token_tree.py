@@ -1,7 +1,7 @@
-"""A tree of tokens: what the engine was asked and what it said, along every history that a client has gone on from.
+"""A token tree of what the engine was asked and what it sampled, along every history of a client.
 
-Runs of tokens alternate: a *context*, which a client's messages became, and below it each answer that was *sampled* to
-it. A history is found again by its messages; what stands below it are ids, which are never made again from words.
+Token runs alternate: a *context*, tokenized from a client's messages, and below it each *sampled* answer to it. A
+history is found by its messages, but the stored ids below it are never re-tokenized from text.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ Schemas = tuple[dict[str, Any], ...]
 
 @dataclass(eq=False)
 class Node:
-    """parent: None of a root, which is a context. ids: its own, [n] int32. messages: that these are in words.
+    """A context or a sampled answer.
 
-    Of a context: schemas, the tools that there were. Of an answer: said, by the engine; routed, tokens whose routing
-    was known before it was asked for; calls of tools; errors, calls that could not be read; thought, tokens that it
-    begins with that are reasoning; ended, what kept a client that wanted to go on behind it, None for nothing; gone_on,
-    whether something was said behind it, by these ids or without its reasoning; number, how many answers came before.
-
-    turns: answers that the policy has given down to here, in words: also where the ids of some are left out.
+    Attributes:
+        parent: None for a root, which is a context
+        ids: its tokens, [n] int32
+        messages: the same as text
+        schemas: for a context, the available tools
+        generation: for an answer, what the engine returned
+        num_routed_before: for an answer, tokens whose routing was known before the request
+        num_parse_errors: for an answer, calls that could not be parsed
+        num_reasoning_tokens: for an answer, its leading tokens that are reasoning
+        end_reason: for an answer, why the client could not continue after it; None if nothing prevented it
+        is_continued: for an answer, whether a context follows it, with these ids or without its reasoning
+        answer_index: for an answer, the number of earlier answers in the tree
+        num_turns: answers of the policy up to this node, including those whose ids were dropped
     """
 
     parent: Node | None
@@ -49,35 +56,40 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
-        """From the root to this one."""
-        found: list[Node] = []
+        """Return the nodes from the root to this one."""
+        nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
     @property
     def tokens(self) -> Ids:
-        """Of the path: what the engine was asked with, or that and this answer."""
+        """All ids along the path: the engine's input, followed by the answer if this node is one."""
         return np.concatenate([node.ids for node in self.path()])
 
     @property
     def num_messages(self) -> int:
-        """Messages of the path."""
+        """Number of messages along the path."""
         return sum(len(node.messages) for node in self.path())
 
     @property
     def num_routed(self) -> int:
-        """Tokens of the path whose routing is on record, from the first on. Answers to the same context have a record
-        of it each, for each request has run it."""
-        records = [node.generation.routing for node in self.path() if node.generation is not None]
-        return sum(len(record) for record in records if record is not None)
+        """Number of leading tokens along the path with known routing.
+
+        Answers to the same context each record its routing, because each request ran it.
+        """
+        routings = [node.generation.routing for node in self.path() if node.generation is not None]
+        return sum(len(routing) for routing in routings if routing is not None)
 
 
 class TokenTree:
-    """forks: contexts at which a client has left a history that it had begun: it changed what was said, or began anew,
-    or went on from an answer for the second time with other words, or its template left out what was reasoned."""
+    """The tree of one session.
+
+    `num_forks` counts contexts at which the client left an existing history: it edited a message, started over,
+    continued twice from an answer with different messages, or its template dropped reasoning.
+    """
 
     def __init__(self) -> None:
         self.roots: list[Node] = []
@@ -86,29 +98,36 @@ class TokenTree:
         self._contexts: dict[tuple[Node | None, Digest], Node] = {}
 
     def find_answer(self, histories: Sequence[Digest], messages: Sequence[Message]) -> tuple[Node | None, int]:
-        """The answer that goes farthest into these messages, and how many of them it and what is above it make up;
-        (None, 0) where none of them was sampled.
+        """Find the answer that matches the longest prefix of the messages.
 
-        histories: [len(messages) + 1], as `messages.histories` gives them. Among answers that read the same, one from
-        which nobody has gone on comes first, then the one from which these very messages were gone on with.
+        Of answers with equal text, one that nobody continued comes first, then one continued with exactly these
+        messages.
+
+        Args:
+            histories: [len(messages) + 1] digests, as from `hash_prefixes`
+
+        Returns:
+            the answer and the length of the prefix that ends with it, or (None, 0)
         """
         for count in range(len(messages), 0, -1):
             message = messages[count - 1]
             if message["role"] != "assistant":
                 continue
-            thoughts = message.get("reasoning_content")
-            fit = [
+            reasoning = message.get("reasoning_content")
+            matches = [
                 node
                 for node in self._answers.get(histories[count], ())
-                if thoughts is None or thoughts.strip() == node.messages[0].get("reasoning_content", "").strip()
+                if reasoning is None or reasoning.strip() == node.messages[0].get("reasoning_content", "").strip()
             ]
-            if fit:
-                whole = histories[-1]
-                return min(fit, key=lambda node: (node.is_continued, (node, whole) not in self._contexts)), count
+            if matches:
+                full_history = histories[-1]
+                return min(
+                    matches, key=lambda node: (node.is_continued, (node, full_history) not in self._contexts)
+                ), count
         return None, 0
 
     def find_context(self, found: Node | None, history: Digest) -> Node | None:
-        """What these messages became, if they were gone on with before from the answer that was found."""
+        """Return the context of these messages after the `found` answer, if it exists."""
         return self._contexts.get((found, history))
 
     def add_context(
@@ -120,8 +139,12 @@ class TokenTree:
         messages: Sequence[Message],
         schemas: Schemas = (),
     ) -> Node:
-        """A new context behind an answer, None for a root. found: the answer that messages go on from, which is another
-        where its reasoning is left out. history: of all messages down to here."""
+        """Add a context below an answer, or a root if `parent` is None.
+
+        Args:
+            found: the answer that the messages continue, which differs from `parent` if its reasoning was dropped
+            history: digest of all messages up to this one
+        """
         turns = 0 if found is None else found.num_turns
         node = self._contexts[found, history] = Node(parent, ids, tuple(messages), schemas, num_turns=turns)
         siblings = self.roots if parent is None else parent.children
@@ -132,7 +155,7 @@ class TokenTree:
         return node
 
     def add_answer(self, context: Node, history: Digest, choice: Choice, routed: int) -> Node:
-        """What was sampled behind a context. history: with this message, as it is returned."""
+        """Add a sampled answer below a context. `history` includes its message as returned to the client."""
         node = Node(
             context,
             np.asarray(choice.generation.token_ids, np.int32),
@@ -150,65 +173,75 @@ class TokenTree:
         return node
 
     def collect_branches(self, prompt: Prompt, seed: int) -> tuple[PartialRollout, ...]:
-        """A conversation for every last answer, in the order in which these came. An answer that several of them share
-        is an action in the first, and context in the others. Status: `length` where the last answer was full, or was
-        left no room to go on, `max_turns` where it was to be the last, else `stop`."""
-        found: list[PartialRollout] = []
+        """Return one conversation per leaf, in the order in which the leaves were sampled.
+
+        An answer shared by several branches is an action in the first and context in the others. The status is `length`
+        if the last answer was truncated or left no room to continue, `max_turns` if it was the last one allowed, else
+        `stop`.
+        """
+        branches: list[PartialRollout] = []
         trained: set[Node] = set()
         for leaf in self.find_leaves():
             path = leaf.path()
-            own = [node for node in path if node.generation is not None and node not in trained]
-            trained.update(own)
-            found.append(_make_partial(path, own, prompt, seed))
-        return tuple(found)
+            new_answers = [node for node in path if node.generation is not None and node not in trained]
+            trained.update(new_answers)
+            branches.append(_make_partial(path, new_answers, prompt, seed))
+        return tuple(branches)
 
     def find_leaves(self) -> list[Node]:
-        """Answers without another one below them, in the order in which they came."""
-        found: list[Node] = []
-        left = self.roots[::-1]
-        while left:
-            node = left.pop()
+        """Return answers without a later answer below them, in the order in which they were sampled."""
+        leaves: list[Node] = []
+        stack = self.roots[::-1]
+        while stack:
+            node = stack.pop()
             if node.generation is None:
-                below = node.children
+                children = node.children
             else:
-                below = [answer for context in node.children for answer in context.children]
-                found += [] if below else [node]
-            left += below[::-1]
-        return sorted(found, key=lambda node: node.answer_index)
+                children = [answer for context in node.children for answer in context.children]
+                leaves += [] if children else [node]
+            stack += children[::-1]
+        return sorted(leaves, key=lambda node: node.answer_index)
 
 
 def _make_partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, seed: int) -> PartialRollout:
-    """own: the answers of the path that are actions."""
+    """Convert a path to a conversation. `own` lists the answers that are actions."""
     actions = {node: node.generation for node in own if node.generation is not None}
     turns = [
         Turn(node.ids)
-        if said is None
-        else Turn(node.ids, said.logprobs, True, said.weight_version, said.versions, cached_tokens=said.cached)
-        for node, said in ((node, actions.get(node)) for node in path)
+        if sampled is None
+        else Turn(
+            node.ids,
+            sampled.logprobs,
+            True,
+            sampled.weight_version,
+            sampled.versions,
+            cached_tokens=sampled.cached,
+        )
+        for node, sampled in ((node, actions.get(node)) for node in path)
     ]
-    routing, known = [], 0
+    routing, num_routed = [], 0
     for node in path:
         if node.generation is not None and node.generation.routing is not None:
-            assert node.num_routed_before == known, "the records of a path follow on each other"
+            assert node.num_routed_before == num_routed, "the records of a path follow on each other"
             routing.append(node.generation.routing)
-            known += len(node.generation.routing)
-    last, said = path[-1], list(actions.values())
-    status: Status = last.end_reason or ("length" if said[-1].finish_reason == "length" else "stop")
-    cut_off = any(one.sampling_mask is not None for one in said)
+            num_routed += len(node.generation.routing)
+    leaf, sampled = path[-1], list(actions.values())
+    status: Status = leaf.end_reason or ("length" if sampled[-1].finish_reason == "length" else "stop")
+    has_masks = any(action.sampling_mask is not None for action in sampled)
     return PartialRollout(
         prompt=prompt,
         seed=seed,
         turns=tuple(turns),
         messages=tuple(message for node in path for message in node.messages),
         routing=tuple(routing),
-        sampling_masks=tuple(_get_sampling_mask(one) for one in said) if cut_off else (),
-        num_turn_tokens=len(last.ids),
+        sampling_masks=tuple(_get_sampling_mask(action) for action in sampled) if has_masks else (),
+        num_turn_tokens=len(leaf.ids),
         is_turn_complete=True,
         num_turns=len(own),
         tool_calls=sum(node.num_calls for node in own),
         tool_errors=sum(node.num_parse_errors for node in own),
-        drafted=sum(one.drafted for one in said),
-        accepted=sum(one.accepted for one in said),
+        drafted=sum(action.drafted for action in sampled),
+        accepted=sum(action.accepted for action in sampled),
         status=status,
     )
 
