@@ -1,1 +1,1 @@
-"""Messages to token ids and back: chat templates, control tokens, reasoning, tool calls."""
+"""Convert messages to token ids and back: chat templates, control tokens, reasoning, tool calls."""

@@ -1,7 +1,7 @@
-"""Normalise messages of tools, users and clients for a chat template, and keep control tokens out of them.
+"""Normalize messages of tools, users and clients for a chat template, and keep control tokens out of them.
 
-`ControlTokens` finds the control tokens of a model and those that end a turn. `EscapedEncoder` encodes messages such that only the
-template contributes control tokens.
+`ControlTokens` finds the control tokens of a model and those that end a turn. `EscapedEncoder` encodes messages so that
+only the template contributes control tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from megarl.data.chat_columns import ROLES, content_text
 from megarl.types import Message
 from megarl.utils.text import replace_surrogates
 
-_CONTROL_CHARS = (
-    "<>[]|{}｜"  # an added token with one of these is taken for a control token, even if not declared special
-)
+_CONTROL_CHARS = "<>[]|{}｜"  # an added token with one of these counts as a control token, even if not declared special
 _TAG = re.compile(r"</?[A-Za-z][\w:.-]*/?>")
 
 
 @dataclass(frozen=True)
 class ControlToken:
-    """A control token in a text, from `start` to before `stop`."""
+    """A control token in a text, spanning `start` to `stop` (exclusive)."""
 
     id: int
     start: int
@@ -35,10 +33,11 @@ class ControlToken:
 
 
 class ControlTokens:
-    """tokenizer: of transformers.
+    """The control tokens of a transformers tokenizer.
 
-    Words that a tokenizer merely added are no control tokens. Among these *tags* such as <think> or <tool_call>, which
-    look like XML and are not declared special, open and close no turn: formats are described with them.
+    Plain words added to the vocabulary are not control tokens. *Tags* such as <think> or <tool_call>, which look like
+    XML and are not declared special, are control tokens that neither open nor close a turn: prompts use them to
+    describe formats.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -46,7 +45,7 @@ class ControlTokens:
 
     @cached_property
     def texts(self) -> list[str]:
-        """Longest first."""
+        """Texts of all control tokens, longest first."""
         tokens = self._tokenizer.added_tokens_decoder.values()
         texts = {str(token) for token in tokens if token.special or any(mark in str(token) for mark in _CONTROL_CHARS)}
         return sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
@@ -62,7 +61,7 @@ class ControlTokens:
         return frozenset(index for index, token in self._tokenizer.added_tokens_decoder.items() if str(token) in texts)
 
     def find_first(self, text: str) -> ControlToken | None:
-        """The first one that a text spells."""
+        """Find the first control token spelled in a text."""
         match = self._pattern.search(text) if self.texts else None
         return match and ControlToken(int(self._tokenizer.convert_tokens_to_ids(match[0])), *match.span())
 
@@ -76,30 +75,33 @@ class ControlTokens:
 
     @cached_property
     def _first_char_pattern(self) -> re.Pattern[str]:
-        """What one of them may begin with: most texts have none of these characters."""
+        """Matches the first character of any control token, which most texts do not contain."""
         return re.compile(f"[{re.escape(''.join(sorted({text[0] for text in self.texts})))}]")
 
     def filter_ids(self, ids: Sequence[int]) -> list[int]:
-        known = self.ids
-        return [token for token in ids if token in known]
+        control_ids = self.ids
+        return [token for token in ids if token in control_ids]
 
     def find_ids(self, text: str) -> list[int]:
-        """The ids of those that a text spells, in its order."""
+        """Return the ids of the control tokens spelled in a text, in order."""
         by_text = self._by_text
-        return [by_text[found] for found in self._pattern.findall(text)] if by_text else []
+        return [by_text[spelled] for spelled in self._pattern.findall(text)] if by_text else []
 
     def escape(self, text: str, tags: bool = True) -> str:
-        """The text with a backslash inside whatever the tokenizer would read as a control token. tags: in these too."""
-        found = bool(self.texts) and self._first_char_pattern.search(text) is not None
-        while found:
-            found = False
+        """Insert a backslash into everything the tokenizer would read as a control token.
+
+        `tags` selects whether tags are escaped too.
+        """
+        may_contain = bool(self.texts) and self._first_char_pattern.search(text) is not None
+        while may_contain:
+            may_contain = False
             for token in self.texts:
                 if token in text and (tags or token not in self.tags):
-                    text, found = text.replace(token, f"{token[0]}\\{token[1:]}"), True
+                    text, may_contain = text.replace(token, f"{token[0]}\\{token[1:]}"), True
         return text
 
     def find_tags(self, text: str) -> list[str]:
-        """The tags of a text, in its order."""
+        """Return the tags in a text, in order."""
         return self._tag_pattern.findall(text) if self.tags else []
 
     @cached_property
@@ -108,12 +110,15 @@ class ControlTokens:
 
 
 def read_eos_ids(file: Path) -> tuple[int, ...]:
-    """eos_token_id of a generation_config.json, none where there is no such file. Raises ConfigError for nonsense."""
+    """Return eos_token_id of a generation_config.json, empty if the file does not exist.
+
+    Raises ConfigError if the file or the value is invalid.
+    """
     if not file.is_file():
         return ()
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        eos = found.get("eos_token_id")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        eos = content.get("eos_token_id")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is not a JSON object: {error}") from None
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -128,17 +133,22 @@ _REDACTED = "(withheld: the output contains control tokens)"
 _DUMMY_RESULT: Message = {"role": "tool", "name": "f", "tool_call_id": "functions.f:0"}
 
 CallFormat = Callable[[Message], Message]
-"""A message with calls, as one kind of template takes it."""
+"""Converts a message with calls to the form that a kind of template expects."""
 
 
 def format_call_id(name: str, number: int) -> str:
-    """Of a tool's call, the number counts all of a conversation: as Kimi K2 writes it, and others take any."""
+    """Return a tool call's id in Kimi K2's format; other templates accept any.
+
+    `number` counts all calls of the conversation.
+    """
     return f"functions.{name}:{number}"
 
 
 def normalize_message(message: Message, number: int = 0) -> Message:
-    """The message with its content as text and what else templates read of its role. Raises ConfigError for what is no
-    message, or holds what is not text. number: in its list, for the error."""
+    """Return the message with text content and the fields that templates read for its role.
+
+    Raises ConfigError for an invalid message or content that is not text. `number` is its index, for the error.
+    """
     where = f"message {number}"
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
@@ -148,23 +158,23 @@ def normalize_message(message: Message, number: int = 0) -> Message:
         if message.get(name):
             raise ConfigError(f"{where}, of role {role}, has {name!r}; only text can be trained on: say it in words")
     text = content_text(content, where) if isinstance(content, list) else "" if content is None else str(content)
-    found: Message = {"role": role, "content": replace_surrogates(text)}
+    result: Message = {"role": role, "content": replace_surrogates(text)}
     if message.get("name"):
-        found["name"] = replace_surrogates(str(message["name"]))
+        result["name"] = replace_surrogates(str(message["name"]))
     if role == "tool":
-        own = str(message.get("tool_call_id") or "")
-        named = _CALL_ID_PATTERN.fullmatch(own)
-        name = found.get("name") or (replace_surrogates(named[1]) if named else "tool")
-        found |= {"name": name, "tool_call_id": replace_surrogates(own or format_call_id(name, 0))}
+        call_id = str(message.get("tool_call_id") or "")
+        id_match = _CALL_ID_PATTERN.fullmatch(call_id)
+        name = result.get("name") or (replace_surrogates(id_match[1]) if id_match else "tool")
+        result |= {"name": name, "tool_call_id": replace_surrogates(call_id or format_call_id(name, 0))}
     elif role == "assistant":
-        thought = message.get("reasoning_content") or message.get("reasoning")
-        if thought:
-            found["reasoning_content"] = replace_surrogates(str(thought))
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if reasoning:
+            result["reasoning_content"] = replace_surrogates(str(reasoning))
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list | tuple):
                 raise ConfigError(f"{where} has tool_calls that are no list")
-            found["tool_calls"] = [_normalize_call(call, where) for call in calls]
-    return found
+            result["tool_calls"] = [_normalize_call(call, where) for call in calls]
+    return result
 
 
 def _normalize_call(call: Any, where: str) -> dict[str, Any]:
@@ -178,19 +188,22 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             loaded = arguments
         arguments = loaded if isinstance(loaded, dict) else arguments
-    own = replace_surrogates(str(call.get("id") or format_call_id(name, 0)))
-    return {"id": own, "type": "function", "function": {"name": name, "arguments": arguments}}
+    call_id = replace_surrogates(str(call.get("id") or format_call_id(name, 0)))
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def escape_message(message: Message, controls: ControlTokens) -> Message:
-    """A plain message in which others than the template have written no control tokens. Tags stay, see `ControlTokens`, but
-    for what a tool says, and in names, ids and arguments: there they would be taken for the policy's."""
+    """Escape all control tokens in a normalized message.
 
-    strict = message["role"] == "tool"
+    Tags are kept in content, see `ControlTokens`, but escaped in tool results, names, ids and arguments, where they
+    would be mistaken for the policy's.
+    """
+
+    is_tool_result = message["role"] == "tool"
     return {
         key: value
         if key == "role"
-        else controls.escape(value, tags=strict)
+        else controls.escape(value, tags=is_tool_result)
         if key in ("content", "reasoning_content")
         else _escape_value(value, controls)
         for key, value in message.items()
@@ -198,16 +211,18 @@ def escape_message(message: Message, controls: ControlTokens) -> Message:
 
 
 def escape_schemas(schemas: Sequence[dict[str, Any]], controls: ControlTokens) -> list[dict[str, Any]]:
-    """Schemas in which there are no control tokens: a client or a server of tools may have described them. Tags stay,
-    as in `escape_message`."""
+    """Escape control tokens in tool schemas, which a client or a tool server may have written.
+
+    Tags are kept as in `escape_message`.
+    """
     text = repr(schemas)
-    if len(controls.find_ids(text)) == len(controls.find_tags(text)):  # as nearly always
+    if len(controls.find_ids(text)) == len(controls.find_tags(text)):  # nearly always true
         return list(schemas)
     return [_escape_value(schema, controls, tags=False) for schema in schemas]
 
 
 def _escape_value(value: Any, controls: ControlTokens, tags: bool = True) -> Any:
-    """A value as of JSON, with all of its texts escaped."""
+    """Escape all strings of a JSON value."""
     if isinstance(value, str):
         return controls.escape(value, tags)
     if isinstance(value, dict):
@@ -216,12 +231,12 @@ def _escape_value(value: Any, controls: ControlTokens, tags: bool = True) -> Any
 
 
 def blank_result(message: Message) -> Message:
-    """In place of a tool's result one that says nothing: what the template itself writes is of the same tokens."""
+    """Replace a tool result by a dummy, around which the template writes the same tokens."""
     return {**_DUMMY_RESULT, "content": "0"} if message["role"] == "tool" else message
 
 
 def redact_message(message: Message) -> Message:
-    """In place of a message in which a tokenizer reads control tokens that it does not spell."""
+    """Replace a message in which the tokenizer reads control tokens that are not spelled in it."""
     return {**(_DUMMY_RESULT if message["role"] == "tool" else message), "content": _REDACTED}
 
 
@@ -247,7 +262,10 @@ def _make_call_format(content: str | None, as_text: bool) -> CallFormat:
 CALL_FORMATS: Sequence[CallFormat] = tuple(
     _make_call_format(content, as_text) for content in ("", None) for as_text in (False, True)
 )
-"""Of messages with calls: arguments as a mapping, or as OpenAI's text; no words as "", or as nothing."""
+"""Forms of messages with calls.
+
+Arguments are a mapping or OpenAI's text; missing content is "" or None.
+"""
 
 
 _EXAMPLES: dict[str, Any] = {
@@ -257,66 +275,73 @@ _EXAMPLES: dict[str, Any] = {
 
 
 def make_example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that the schema would take: the required ones, where it has some."""
+    """Return valid arguments for a schema: the required ones, else the first."""
     parameters = schema["function"].get("parameters") or {}
     properties = parameters.get("properties") or {}
     names = parameters.get("required") or list(properties)[:1]
-    chosen = {}
+    arguments = {}
     for name in names:
-        about = properties.get(name) or {}
-        kind = about.get("type")
-        chosen[name] = (about.get("enum") or [_EXAMPLES.get(kind if isinstance(kind, str) else "string", "words")])[0]
-    return chosen
+        property_schema = properties.get(name) or {}
+        kind = property_schema.get("type")
+        arguments[name] = (
+            property_schema.get("enum") or [_EXAMPLES.get(kind if isinstance(kind, str) else "string", "words")]
+        )[0]
+    return arguments
 
 
 _MAX_CACHED = 1000
 
 RenderMessages = Callable[[Sequence[Message]], str]
-"""What a template writes of messages."""
+"""Renders messages to text with a template."""
 
 
 class EscapedEncoder:
-    """tokenise: of a text, with whatever control tokens it spells."""
+    """Encodes messages without control tokens from anyone but the template. `tokenise` encodes a text as is."""
 
     def __init__(self, controls: ControlTokens, tokenise: Callable[[str], list[int]]) -> None:
         self._controls, self._tokenise = controls, tokenise
         self._template_tokens: dict[Hashable, list[int]] = {}
-        """Control tokens that the template itself writes around so many results."""
+        """Control tokens that the template writes around a number of tool results, by cache key."""
 
     def encode(
         self, messages: Sequence[Message], make: RenderMessages, way: Callable[[], Hashable] | None = None
     ) -> list[int]:
-        """Some tokenizers read control tokens where their text is not: what others say is withheld then. way: all that
-        `make` depends on besides the messages, where what it makes of so many results alone is asked for again."""
+        """Encode messages, rendered by `make`, with their control tokens escaped.
+
+        Some tokenizers read control tokens where their text does not occur; such messages are redacted. `way` returns
+        everything besides the messages on which `make` depends, as a cache key for messages that are all tool results.
+        """
         controls = self._controls
-        ready = [
+        escaped = [
             escape_message(normalize_message(message, number), controls) for number, message in enumerate(messages)
         ]
-        text = make(ready)
+        text = make(escaped)
         ids = self._tokenise(text)
         if controls.filter_ids(ids) != controls.find_ids(text):
-            ready = [
-                redact_message(one) if one["role"] != "tool" and self._has_forged_tokens(one["content"]) else one
-                for one in ready
+            escaped = [
+                redact_message(candidate)
+                if candidate["role"] != "tool" and self._has_forged_tokens(candidate["content"])
+                else candidate
+                for candidate in escaped
             ]
-            ids = self._tokenise(make(ready))
-        results = sum(message["role"] == "tool" for message in ready)
-        if results:
-            key = None if way is None or results < len(ready) else (results, way())
-            if controls.filter_ids(ids) != self._find_template_tokens(ready, make, key):
-                ready = [redact_message(message) if message["role"] == "tool" else message for message in ready]
-                ids = self._tokenise(make(ready))
+            ids = self._tokenise(make(escaped))
+        num_results = sum(message["role"] == "tool" for message in escaped)
+        if num_results:
+            key = None if way is None or num_results < len(escaped) else (num_results, way())
+            if controls.filter_ids(ids) != self._find_template_tokens(escaped, make, key):
+                escaped = [redact_message(message) if message["role"] == "tool" else message for message in escaped]
+                ids = self._tokenise(make(escaped))
         return ids
 
     def _find_template_tokens(self, ready: Sequence[Message], make: RenderMessages, key: Hashable) -> list[int]:
-        frame = self._template_tokens.get(key)
-        if frame is None:
-            frame = self._controls.filter_ids(self._tokenise(make([blank_result(message) for message in ready])))
+        tokens = self._template_tokens.get(key)
+        if tokens is None:
+            tokens = self._controls.filter_ids(self._tokenise(make([blank_result(message) for message in ready])))
             if key is not None and len(self._template_tokens) < _MAX_CACHED:
-                self._template_tokens[key] = frame
-        return frame
+                self._template_tokens[key] = tokens
+        return tokens
 
     def _has_forged_tokens(self, text: str) -> bool:
-        """Whether a text that is escaped has control tokens but for the tags that it spells."""
+        """Return whether an escaped text has control tokens other than the tags spelled in it."""
         tags = [self._tokenise(tag) for tag in self._controls.find_tags(text)]
         return self._controls.filter_ids(self._tokenise(text)) != [token for ids in tags for token in ids]

@@ -1,4 +1,4 @@
-"""What the policy gets to see of what its tools say: all of it, or its beginning and its end."""
+"""Truncate tool results to what the policy may read: all of it, or its head and tail."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megarl.types import Message
 from megarl.utils.text import replace_surrogates
 
 _CHARS_PER_TOKEN = 16
-"""Of the beginning and of the end of a text are read for each token that may be shown: most tokens have fewer."""
+"""Characters read from the head and from the tail for each token that may be shown; most tokens have fewer."""
 _MAX_TOKENS_PER_BYTE = 2
-"""Tokens that a byte of a text can be, with room to spare: no text that has fewer needs to be counted."""
+"""Generous bound on tokens per byte of text: a text below it need not be tokenized."""
 _RESERVED_SHARE = 16
-"""Of `max_context`: results are cut so that such a part of it is left to the policy, or `max_new_tokens` if less."""
+"""Results leave 1/16 of `max_context` to the policy, or `max_new_tokens` if that is less."""
 _SEARCH_STEPS = 64
-"""The length to which results are cut is found but for such a part of `each`."""
+"""Resolution of the search for the truncated length, as a fraction of `each`."""
 
 
 def count_reserved_tokens(config: RolloutConfig) -> int:
-    """Tokens that results leave to the policy where that is possible."""
+    """Return how many tokens results leave to the policy if possible."""
     return min(config.max_new_tokens, config.max_context // _RESERVED_SHARE)
 
 
@@ -35,84 +35,99 @@ def truncate_observations(
     spare: int,
     make: Callable[[Sequence[Message]], list[int]] | None = None,
 ) -> tuple[list[Message], list[int]] | None:
-    """(messages, ids): the results among the messages as the policy reads them, and `ChatTemplate.encode_continuation` of it all.
+    """Truncate tool results to fit the context, and encode the messages that follow the policy's turn.
 
-    messages: of role `tool`, and of others, which stay as they are. each: tokens that a result may have; what is longer
-    loses its middle. room: tokens that all of it may have, with what the template puts around; where it would be more,
-    the longest results are cut to the same length. spare: so many of these are left where that is possible. make: the
-    ids, where they are others than those of `ChatTemplate.encode_continuation`. None where not even a mark in place of each result
-    fits.
+    Args:
+        messages: tool results, and messages of other roles, which are not truncated
+        each: maximum tokens per result; a longer one loses its middle
+        room: maximum tokens overall, including what the template adds. If exceeded, the longest results are truncated
+            to the same length.
+        spare: tokens of `room` to leave free if possible
+        make: encodes the messages, `ChatTemplate.encode_continuation` by default
+
+    Returns:
+        the messages as the policy reads them and their ids; None if not even a mark in place of each result fits
     """
-    texts = [
+    outputs = [
         _ToolOutput(chat, replace_surrogates(str(message["content"])), each) if message["role"] == "tool" else None
         for message in messages
     ]
-    ids_of = make or (lambda said: chat.encode_continuation(said, schemas))
+    encode = make or (lambda said: chat.encode_continuation(said, schemas))
 
-    def cut(most: int) -> tuple[list[Message], list[int]]:
+    def truncate_to(most: int) -> tuple[list[Message], list[int]]:
         said = [
-            message if text is None else {**message, "content": text.truncate(most)}
-            for message, text in zip(messages, texts, strict=True)
+            message if output is None else {**message, "content": output.truncate(most)}
+            for message, output in zip(messages, outputs, strict=True)
         ]
-        return said, ids_of(said)
+        return said, encode(said)
 
     def fits(found: tuple[list[Message], list[int]], left: int) -> bool:
         return len(found[1]) <= room - left
 
-    whole = cut(each)
-    if fits(whole, spare) or all(text is None for text in texts):
-        return whole if fits(whole, 0) else None
-    best = cut(0)
-    if not fits(best, spare):
-        return best if fits(best, 0) else None
-    low, high = 0, each  # by what the template makes of it: one that shows results as JSON writes more than they are
+    longest = truncate_to(each)
+    if fits(longest, spare) or all(output is None for output in outputs):
+        return longest if fits(longest, 0) else None
+    best_fit = truncate_to(0)
+    if not fits(best_fit, spare):
+        return best_fit if fits(best_fit, 0) else None
+    low, high = 0, each  # measure the rendered length: a template that shows results as JSON adds tokens
     while high - low > max(1, each // _SEARCH_STEPS):
         middle = (low + high) // 2
-        found = cut(middle)
-        low, high, best = (middle, high, found) if fits(found, spare) else (low, middle, best)
-    return best
+        found = truncate_to(middle)
+        low, high, best_fit = (middle, high, found) if fits(found, spare) else (low, middle, best_fit)
+    return best_fit
 
 
 class _ToolOutput:
-    """What a tool says. Of a flood the length is an estimate, for only its beginning and its end are read; of what is
-    short, nothing is read. most: tokens that will ever be shown of it."""
+    """One tool result, tokenized lazily.
+
+    Of a very long text only head and tail are tokenized and the length is an estimate; a short text is not tokenized at
+    all. `most` is the maximum number of tokens ever shown.
+    """
 
     def __init__(self, chat: ChatTemplate, text: str, most: int) -> None:
         self._chat, self._text, self._max_tokens = chat, text, most
 
     @cached_property
     def _encoded_ends(self) -> tuple[list[int], list[int], int, str]:
-        """(tokens of its beginning, of its end, of all, "about " where that is an estimate)"""
+        """Tokens of the head and of the tail, the total length, and "about " if that is an estimate."""
         chat, text = self._chat, self._text
         window = _CHARS_PER_TOKEN * self._max_tokens
-        beyond = len(text) - 2 * window
-        if beyond <= 0:
-            whole = chat.encode(chat.control_tokens.escape(text))
-            return whole, whole, len(whole), ""
-        begin, end = (chat.encode(chat.control_tokens.escape(part)) for part in (text[:window], text[-window:]))
-        read = len(begin) + len(end)
-        return begin, end, read + beyond * read // (2 * window), "about "
+        num_skipped = len(text) - 2 * window
+        if num_skipped <= 0:
+            tokens = chat.encode(chat.control_tokens.escape(text))
+            return tokens, tokens, len(tokens), ""
+        head, tail = (
+            chat.encode(chat.control_tokens.escape(text_part)) for text_part in (text[:window], text[-window:])
+        )
+        num_read = len(head) + len(tail)
+        return head, tail, num_read + num_skipped * num_read // (2 * window), "about "
 
     def truncate(self, most: int) -> str:
-        """The text with at most so many tokens: a mark in place of its middle says how many are left out. It is all of
-        the text where the mark would be longer."""
+        """Return the text in at most `most` tokens, with a mark that counts those left out of its middle.
+
+        Returns the whole text if the mark would be longer.
+        """
         if _MAX_TOKENS_PER_BYTE * len(self._text.encode()) < most:
             return self._text
         chat = self._chat
-        begin, end, length, _ = self._encoded_ends
+        head_tokens, tail_tokens, length, _ = self._encoded_ends
         mark = self._format_mark(length)
         if length <= max(most, len(chat.encode(mark))):
             return self._text
-        kept = most - len(chat.encode(mark))
-        while kept > 0:
-            head, tail = begin[: (kept + 1) // 2], end[len(end) - min(kept // 2, len(end)) :]
-            left_out = self._format_mark(length - len(head) - len(tail))
-            # Where a character is split over tokens, half of it is left out.
-            shown = chat.decode(head).rstrip("\ufffd") + left_out + chat.decode(tail).lstrip("\ufffd")
-            over = len(chat.encode(shown)) - most  # tokens may be others beside a mark
-            if over <= 0:
+        num_kept = most - len(chat.encode(mark))
+        while num_kept > 0:
+            head, tail = (
+                head_tokens[: (num_kept + 1) // 2],
+                tail_tokens[len(tail_tokens) - min(num_kept // 2, len(tail_tokens)) :],
+            )
+            omission_mark = self._format_mark(length - len(head) - len(tail))
+            # Drop characters whose tokens are split.
+            shown = chat.decode(head).rstrip("\ufffd") + omission_mark + chat.decode(tail).lstrip("\ufffd")
+            excess = len(chat.encode(shown)) - most  # tokenization may change next to the mark
+            if excess <= 0:
                 return shown
-            kept -= over
+            num_kept -= excess
         return mark.strip()
 
     def _format_mark(self, count: int) -> str:

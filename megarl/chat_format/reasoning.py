@@ -1,4 +1,4 @@
-"""Where in a turn a policy reasons, and where it says something."""
+"""Split a policy turn into reasoning and content."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ MARKS = (
     ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"),
 )
-"""What opens reasoning, and what closes it, in the families that there are."""
+"""Opening and closing marks of reasoning in the supported model families."""
 
 
 @dataclass(frozen=True)
 class ReasoningSpan:
-    """Of a turn's text, what is before `stop`, marks included, and from `inner` to before `end` without them."""
+    """Reasoning at the start of a turn's text.
+
+    It ends before `stop`, including its marks, and spans `inner_start` to `inner_end` (exclusive) without them.
+    """
 
     inner_start: int
     inner_end: int
@@ -28,32 +31,35 @@ class ReasoningSpan:
 
 
 def find_marks(tokenizer: Any) -> tuple[str, str] | None:
-    """Those of a model: two tokens of its tokenizer, or else words in its template; None where it has none."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    """Find a model's marks, as two added tokens or as words in its template; None if it does not reason."""
+    added_tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     template = str(tokenizer.chat_template)
     for opening, closing in MARKS:
-        if {opening, closing} <= added or closing in template:
+        if {opening, closing} <= added_tokens or closing in template:
             return opening, closing
     return None
 
 
 def find_reasoning(text: str, marks: tuple[str, str], opened: bool) -> ReasoningSpan | None:
-    """The reasoning of a turn, which it begins with: what is between marks further on is quoted. opened: the template
-    has opened it. Where it has not, and the turn has only the mark that closes, it has come without one."""
+    """Find the reasoning at the start of a turn; marks further on are quotes.
+
+    `opened` says whether the template opened the reasoning. If it did not and the turn has only a closing mark, the
+    reasoning started without a mark.
+    """
     opening, closing = marks
-    inner = len(text) - len(text.lstrip())
-    marked = text.startswith(opening, inner)
-    inner = inner + len(opening) if marked else 0
-    end = text.find(closing, inner)
-    if end == -1:
-        return ReasoningSpan(inner, len(text), len(text)) if marked or opened else None
-    if not marked and not opened and opening in text[:end]:
+    inner_start = len(text) - len(text.lstrip())
+    has_mark = text.startswith(opening, inner_start)
+    inner_start = inner_start + len(opening) if has_mark else 0
+    inner_end = text.find(closing, inner_start)
+    if inner_end == -1:
+        return ReasoningSpan(inner_start, len(text), len(text)) if has_mark or opened else None
+    if not has_mark and not opened and opening in text[:inner_end]:
         return None
-    return ReasoningSpan(inner, end, end + len(closing))
+    return ReasoningSpan(inner_start, inner_end, inner_end + len(closing))
 
 
 def is_open(text: str, marks: tuple[str, str]) -> bool:
-    """Whether the head of a turn leaves reasoning open."""
+    """Return whether a turn's text so far leaves reasoning open."""
     opening, closing = marks
     return text.rfind(opening) > text.rfind(closing)
 
@@ -67,16 +73,20 @@ def is_reasoning_dropped(
     behind: Sequence[Message],
     result: Message,
 ) -> bool:
-    """Whether a template leaves out the reasoning of an assistant's turn where these messages follow it. Where it knows
-    OpenAI's field for reasoning the rule is for that, else for what is in the text.
+    """Return whether a template drops the reasoning of an assistant turn if the messages `behind` follow.
 
-    render: a turn and what follows it, as text. result: some tool's. Raises ConfigError where `render` does.
+    The test uses OpenAI's reasoning field if the template knows it, else reasoning inside the content. Raises
+    ConfigError if `render` does.
+
+    Args:
+        render: renders a turn and the messages that follow it
+        result: any tool result
     """
     opening, closing = marks
     by_field = {"role": "assistant", "content": "x", "reasoning_content": _REASONING_TEXT}
     in_text = {"role": "assistant", "content": f"{opening}\n{_REASONING_TEXT}\n{closing}\n\nx"}
 
-    def knows_field() -> bool:
+    def reads_field() -> bool:
         for following in ([], [result]):
             try:
                 if _REASONING_TEXT in render(by_field, following):
@@ -85,4 +95,4 @@ def is_reasoning_dropped(
                 pass
         return False
 
-    return _REASONING_TEXT not in render(by_field if knows_field() else in_text, behind)
+    return _REASONING_TEXT not in render(by_field if reads_field() else in_text, behind)
