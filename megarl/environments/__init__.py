@@ -1,1 +1,1 @@
-"""What a policy acts in: tools, stateful environments and agents, each in processes beside the rank."""
+"""Tools, stateful environments and agents, each in processes beside the ranks."""

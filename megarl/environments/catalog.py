@@ -1,4 +1,4 @@
-"""What a run's tools and environments are, in the rank, where none of their modules is imported."""
+"""The run's tools and environments as described to the rank, which imports none of their modules."""
 
 from __future__ import annotations
 
@@ -24,92 +24,106 @@ if TYPE_CHECKING:
 
 SERVE = "megarl.environments.environment_process:serve"
 COLUMN = "environment"
-"""Of a prompt: which environment it has."""
+"""Column of a prompt that names its environment."""
 
 
 @dataclass(frozen=True)
 class EnvironmentCatalog:
-    """tools: of `rollout.tools`, by name. environments: by name, in their order."""
+    """The run's tools and environments.
+
+    Attributes:
+        tools: of `rollout.tools`, by name
+        environments: of `rollout.environments`, by name, in order
+    """
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
     environments: Mapping[str, EnvironmentInfo] = field(default_factory=dict)
 
     @property
     def all_tools(self) -> dict[str, Tool]:
-        """All tools that are known by now, of environments too, by name; of several by one name the first."""
-        found = dict(self.tools)
+        """All tools known so far, including those of environments; of equal names the first."""
+        tools = dict(self.tools)
         for environment in self.environments.values():
             for schema in environment.schemas:
-                found.setdefault(schema["function"]["name"], Tool(schema, _refuse_call, environment.spec))
-        return found
+                tools.setdefault(schema["function"]["name"], Tool(schema, _refuse_call, environment.spec))
+        return tools
 
     def find_environment(self, prompt: Prompt) -> EnvironmentInfo | None:
-        """Its environment: the one that it names, else the first; None where the run has none.
+        """Return the environment that the prompt names, else the first; None if the run has none.
 
-        Raises ConfigError for one that there is not, and where the prompt lacks what `reset` must have.
+        Raises ConfigError for an unknown name, and if the prompt lacks a column that `reset` requires.
         """
         if not self.environments:
             return None
         name = prompt.extra.get(COLUMN)
         if name is None or name == "":
-            found = next(iter(self.environments.values()))
+            environment = next(iter(self.environments.values()))
         elif isinstance(name, str) and name in self.environments:
-            found = self.environments[name]
+            environment = self.environments[name]
         else:
-            near = closest_match(str(name), self.environments)
-            hint = f"; did you mean {near}?" if near else ""
-            have = ", ".join(self.environments)
+            closest = closest_match(str(name), self.environments)
+            hint = f"; did you mean {closest}?" if closest else ""
+            available = ", ".join(self.environments)
             raise ConfigError(
-                f"prompt {prompt.id}: its {COLUMN!r}, {str(name)[:80]!r}, is none of {ENVIRONMENTS_KEY}{hint} ({have})"
+                f"prompt {prompt.id}: its {COLUMN!r}, {str(name)[:80]!r}, is none of {ENVIRONMENTS_KEY}{hint} "
+                f"({available})"
             )
         row = build_row(prompt)
-        for column in found.required_columns:
+        for column in environment.required_columns:
             if column not in row:
-                have = ", ".join(row)
+                available = ", ".join(row)
                 raise ConfigError(
-                    f"prompt {prompt.id} has no column {column!r}, which reset of {found.spec} needs (it has {have})"
+                    f"prompt {prompt.id} has no column {column!r}, which reset of {environment.spec} needs "
+                    f"(it has {available})"
                 )
-        return found
+        return environment
 
     def is_run_by_agent(self, prompt: Prompt) -> bool:
-        """Whether its conversations are an agent's."""
+        """Return whether an agent runs the prompt's conversations."""
         return (
-            bool(self.environments) and (found := self.find_environment(prompt)) is not None and found.kind == "agent"
+            bool(self.environments)
+            and (environment := self.find_environment(prompt)) is not None
+            and environment.kind == "agent"
         )
 
     def select_schemas(self, prompt: Prompt, own: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """Of the tools that this prompt allows: those that it lists, else all, of its environment first. own: of its
-        environment, where they were found at run time. Raises ConfigError for one that it lists and that there is
-        not."""
+        """Return schemas of the tools this prompt allows: those it lists, else all, its environment's first.
+
+        `own` overrides the environment's schemas if they are known only at run time. Raises ConfigError if the prompt
+        lists an unknown tool.
+        """
         environment = self.find_environment(prompt)
         if own is None:
             own = environment.schemas if environment is not None else ()
-        found = {schema["function"]["name"]: schema for schema in own}
-        found |= {name: tool.schema for name, tool in self.tools.items() if name not in found}
-        dynamic = environment is not None and environment.has_dynamic_tools
+        schema_by_name = {schema["function"]["name"]: schema for schema in own}
+        schema_by_name |= {name: tool.schema for name, tool in self.tools.items() if name not in schema_by_name}
+        has_dynamic_tools = environment is not None and environment.has_dynamic_tools
         for name in prompt.tools:
-            if name not in found and not dynamic:
+            if name not in schema_by_name and not has_dynamic_tools:
                 raise ConfigError(
                     f"prompt {prompt.id} asks for the tool {name}, which {TOOLS_KEY} does not load"
                     + (f" and the {environment.kind} {environment.spec} does not have" if environment else "")
                     + f"; add it to {TOOLS_KEY} (module:{name}), or leave the column `tools` out of the data"
                 )
-        return [found[name] for name in prompt.tools or found if name in found]
+        return [schema_by_name[name] for name in prompt.tools or schema_by_name if name in schema_by_name]
 
 
 def build_row(prompt: Prompt) -> dict[str, Any]:
-    """What `reset` and agents are given: the columns of the prompt."""
-    own = {
+    """Return the prompt's columns, as `reset` and agents receive them."""
+    columns = {
         "prompt": [dict(message) for message in prompt.messages],
         "ground_truth": prompt.ground_truth,
         "data_source": prompt.data_source,
     }
-    return {**prompt.extra, **own}
+    return {**prompt.extra, **columns}
 
 
 def load_catalog(config: RolloutConfig) -> EnvironmentCatalog:
-    """Of `rollout.tools` and `rollout.environments`. Raises ConfigError for what cannot be loaded or described, for a
-    module that ends its process or takes too long, and for two of one name."""
+    """Describe `rollout.tools` and `rollout.environments`.
+
+    Raises ConfigError if an entry cannot be loaded or described, its module ends the process or times out, or two
+    entries share a name.
+    """
     limits = ProcessLimits(config.pass_env, config.tool_memory_mb)
     described = _describe_all(config.tools, config.environments, limits)
     tools: dict[str, Tool] = {}
@@ -121,23 +135,24 @@ def load_catalog(config: RolloutConfig) -> EnvironmentCatalog:
             tools[tool.name] = tool
     environments: dict[str, EnvironmentInfo] = {}
     for spec in config.environments:
-        one = described[ENVIRONMENTS_KEY, spec]
-        if one.name in environments:
+        info = described[ENVIRONMENTS_KEY, spec]
+        if info.name in environments:
             raise ConfigError(
-                f"{ENVIRONMENTS_KEY}: {environments[one.name].spec} and {spec} are both called {one.name}, which is how "
-                "prompts name them; rename one"
+                f"{ENVIRONMENTS_KEY}: {environments[info.name].spec} and {spec} are both called {info.name}, which is "
+                "how prompts name them; rename one"
             )
-        for schema in one.schemas:
+        for schema in info.schemas:
             if (name := schema["function"]["name"]) in tools:
                 raise ConfigError(
-                    f"{ENVIRONMENTS_KEY}: {spec} has a tool {name}, and so has {TOOLS_KEY}, {tools[name].spec}; rename one"
+                    f"{ENVIRONMENTS_KEY}: {spec} has a tool {name}, and so has {TOOLS_KEY}, {tools[name].spec}; "
+                    "rename one"
                 )
-        environments[one.name] = one
+        environments[info.name] = info
     return EnvironmentCatalog(tools, environments)
 
 
 def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
-    """Tools by the name that the policy calls them; errors as of `load_catalog`. Their functions cannot be called here."""
+    """Return tools by name; errors as in `load_catalog`. Their functions cannot be called in this process."""
     from megarl.config import RolloutConfig
 
     return dict(load_catalog(RolloutConfig(tools=tuple(specs))).tools)
@@ -156,35 +171,38 @@ def _describe_all(
         check_spec(spec, key)
     if not specs:
         return {}
-    with ThreadPoolExecutor(1) as thread, tempfile.TemporaryDirectory() as folder:  # an event loop may be running here
+    with (
+        ThreadPoolExecutor(1) as executor,
+        tempfile.TemporaryDirectory() as folder,
+    ):  # an event loop may be running here
         log = Path(folder, "log")
-        said = thread.submit(asyncio.run, _load_descriptions(list(specs), log, limits)).result()
-    return dict(zip(specs, said, strict=True))
+        descriptions = executor.submit(asyncio.run, _load_descriptions(list(specs), log, limits)).result()
+    return dict(zip(specs, descriptions, strict=True))
 
 
 async def _load_descriptions(
     specs: Sequence[tuple[str, str]], log: Path, limits: ProcessLimits
 ) -> list[EnvironmentInfo]:
-    nursery = ForkServer(SERVE, {}, log, limits)
+    fork_server = ForkServer(SERVE, {}, log, limits)
     try:
-        process = await nursery.start_worker({"load": specs})
+        process = await fork_server.start_worker({"load": specs})
         process.end()
         return [
-            EnvironmentInfo(**{name: _lists_to_tuples(value) for name, value in one.items()})
-            for one in process.ready_message
+            EnvironmentInfo(**{name: _lists_to_tuples(value) for name, value in description.items()})
+            for description in process.ready_message
         ]
     except WorkerUnavailable as error:
-        loading = error.loading or ", ".join(spec for _, spec in specs)
-        key = next((key for key, spec in specs if spec == loading), TOOLS_KEY)
-        if "could not load it: " in (text := str(error)):
-            raise ConfigError(text.partition("could not load it: ")[2]) from None
+        failed_spec = error.loading or ", ".join(spec for _, spec in specs)
+        key = next((key for key, spec in specs if spec == failed_spec), TOOLS_KEY)
+        if "could not load it: " in (message := str(error)):
+            raise ConfigError(message.partition("could not load it: ")[2]) from None
         hint = " ".join(log.read_text(errors="replace").split())[-300:] if log.is_file() else ""
         hint = f" ({hint})" if hint else "; maybe its module ends the interpreter"
-        raise ConfigError(f"{key}: {text}{hint}") from None
+        raise ConfigError(f"{key}: {message}{hint}") from None
     finally:
-        await asyncio.to_thread(nursery.close)
+        await asyncio.to_thread(fork_server.close)
 
 
 def _lists_to_tuples(value: Any) -> Any:
-    """Lists that JSON has made of tuples, on the outside."""
+    """Convert a list, which JSON makes of a tuple, back to a tuple; the outermost level only."""
     return tuple(value) if isinstance(value, list) else value

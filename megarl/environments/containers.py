@@ -1,4 +1,4 @@
-"""Containers for tasks that bring an image, by docker or podman: whichever answers here."""
+"""Containers for tasks with an image, run by docker or podman, whichever is available."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from megarl.environments.protocol import SessionLost
 CONTAINER_RUNTIMES = ("docker", "podman")
 _COMMAND_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
-_OUTPUT_PART_BYTES = 1 << 15  # bytes of a command's output, of its head and of its tail
+_OUTPUT_PART_BYTES = 1 << 15  # bytes kept of the head and of the tail of a command's output
 _MAX_PROCESSES = 1024
 
 
 @functools.cache
 def find_runtime() -> str:
-    """The command of the engine that answers here. Raises ConfigError with what each of them said."""
-    said = []
+    """Return the available container command. Raises ConfigError with the failure of each."""
+    failures = []
     for name in CONTAINER_RUNTIMES:
         if shutil.which(name) is None:
-            said.append(f"there is no {name}")
+            failures.append(f"there is no {name}")
             continue
         try:
-            asked = subprocess.run([name, "info"], capture_output=True, timeout=_COMMAND_TIMEOUT_S)
+            result = subprocess.run([name, "info"], capture_output=True, timeout=_COMMAND_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired):
-            said.append(f"{name} info does not answer")
+            failures.append(f"{name} info does not answer")
             continue
         # Docker's client says "Cannot connect" and exits with 0 in some versions.
-        out = asked.stdout.decode(errors="replace") + asked.stderr.decode(errors="replace")
-        if asked.returncode == 0 and "Cannot connect" not in out:
+        output = result.stdout.decode(errors="replace") + result.stderr.decode(errors="replace")
+        if result.returncode == 0 and "Cannot connect" not in output:
             return name
-        said.append(f"{name}: {(out.strip().splitlines() or ['failed'])[-1][:200]}")
-    raise ConfigError("no container can be had here: " + "; ".join(said))
+        failures.append(f"{name}: {(output.strip().splitlines() or ['failed'])[-1][:200]}")
+    raise ConfigError("no container can be had here: " + "; ".join(failures))
 
 
 class Container:
-    """A task's container, for one session: it ends when its standard input does, and so never outlives us."""
+    """A task's container for one session. It ends when its stdin closes, so it never outlives this process."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -60,68 +60,81 @@ class Container:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Raises SessionLost where its image cannot be built or it does not start."""
+        """Start the container. Raises SessionLost if its image cannot be built or it does not start."""
         task, where = self.task, f"task {self.task.name}"
         image = task.image or await asyncio.to_thread(self._build_image)
-        given = ["run", "--rm", "-i", "--name", self._name, "--pids-limit", str(_MAX_PROCESSES), "--entrypoint", "cat"]
-        given += ["--security-opt", "no-new-privileges"]
-        given += ["--memory", f"{task.memory_mb}m"] if task.memory_mb else []
-        given += ["--cpus", f"{task.cpus:g}"] if task.cpus else []
-        given += ["--workdir", task.workdir] if task.workdir else []
-        given += [] if task.has_network else ["--network", "none"]
+        options = [
+            "run",
+            "--rm",
+            "-i",
+            "--name",
+            self._name,
+            "--pids-limit",
+            str(_MAX_PROCESSES),
+            "--entrypoint",
+            "cat",
+        ]
+        options += ["--security-opt", "no-new-privileges"]
+        options += ["--memory", f"{task.memory_mb}m"] if task.memory_mb else []
+        options += ["--cpus", f"{task.cpus:g}"] if task.cpus else []
+        options += ["--workdir", task.workdir] if task.workdir else []
+        options += [] if task.has_network else ["--network", "none"]
         for name, value in task.env.items():
-            given += ["--env", f"{name}={substitute_env(value, where)}"]
+            options += ["--env", f"{name}={substitute_env(value, where)}"]
         self._process = await asyncio.create_subprocess_exec(
-            *(self._runtime, *given, image),
+            *(self._runtime, *options, image),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        async with asyncio.timeout(task.build_timeout):  # to be had from a registry first, maybe
+        async with asyncio.timeout(task.build_timeout):  # may include a download from a registry
             while (await self._run_command("exec", self._name, "true"))[0] != 0:
                 if self._process.returncode is not None:
                     assert self._process.stderr is not None
-                    said = (await self._process.stderr.read()).decode(errors="replace").strip()
-                    raise SessionLost(f"{where}: its container did not start: {said[-300:]}")
+                    stderr = (await self._process.stderr.read()).decode(errors="replace").strip()
+                    raise SessionLost(f"{where}: its container did not start: {stderr[-300:]}")
                 await asyncio.sleep(0.1)
 
     def _build_image(self) -> str:
-        """The image of its Dockerfile, made once for the same files. Blocks."""
+        """Build the image of the task's Dockerfile, once per content hash. Blocks."""
         folder = self.task.folder / "environment"
-        hashed = hashlib.sha256()
+        digest = hashlib.sha256()
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            hashed.update(f"{path.relative_to(folder)}\0{path.stat().st_mode}\0".encode() + path.read_bytes() + b"\0")
-        image = f"megarl-task:{hashed.hexdigest()[:32]}"
+            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_mode}\0".encode() + path.read_bytes() + b"\0")
+        image = f"megarl-task:{digest.hexdigest()[:32]}"
         with open(Path(tempfile.gettempdir()) / f"{image.replace(':', '-')}-{os.getuid()}", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # each of a group's sessions wants it at the same moment
+            fcntl.flock(lock, fcntl.LOCK_EX)  # all sessions of a group need it at the same time
             if subprocess.run([self._runtime, "image", "inspect", image], capture_output=True).returncode == 0:
                 return image
             try:
                 command = [self._runtime, "build", "-q", "-t", image, str(folder)]
-                made = subprocess.run(command, capture_output=True, timeout=self.task.build_timeout)
+                result = subprocess.run(command, capture_output=True, timeout=self.task.build_timeout)
             except subprocess.TimeoutExpired:
                 raise SessionLost(
                     f"task {self.task.name}: its image took more than {self.task.build_timeout:g} s"
                 ) from None
-        if made.returncode:
-            said = made.stderr.decode(errors="replace").strip()[-300:]
-            raise SessionLost(f"task {self.task.name}: its image cannot be built: {said}")
+        if result.returncode:
+            stderr = result.stderr.decode(errors="replace").strip()[-300:]
+            raise SessionLost(f"task {self.task.name}: its image cannot be built: {stderr}")
         return image
 
     async def run(self, command: str, seconds: float) -> tuple[int | None, str]:
-        """The status and the output of a command in a shell of its own; None where it was stopped after `seconds`."""
+        """Run a command in a new shell and return its status and output; the status is None after a timeout."""
         user = ["--user", self.task.user] if self.task.user else []
-        inside = ["timeout", "-s", "KILL", f"{seconds:g}", "bash", "-c", command]
-        status, said = await self._run_command("exec", *user, self._name, *inside, limit=seconds + _COMMAND_TIMEOUT_S)
+        command_line = ["timeout", "-s", "KILL", f"{seconds:g}", "bash", "-c", command]
+        status, output = await self._run_command(
+            "exec", *user, self._name, *command_line, limit=seconds + _COMMAND_TIMEOUT_S
+        )
         if status in (125, 126, 127, 137, None) and (await self._run_command("exec", self._name, "true"))[0] != 0:
             self.is_lost = True
-        return (None if status == 137 else status), said
+        return (None if status == 137 else status), output
 
     async def verify(self) -> tuple[dict[str, bytes], str]:
-        """Run the verifier, where the policy's processes are no more: what it wrote of REWARD_FILES, and what it said.
-        `lost` where it came to no end.
+        """Kill the policy's processes, run the verifier, and return its reward files and output.
 
-        Tests come only now, into a folder that was emptied, as was that of the rewards."""
+        The tests are copied only now, into an emptied folder; the reward folder is emptied too. `is_lost` is set if the
+        verifier did not finish.
+        """
         await self._run_command("exec", "--user", "0", self._name, "bash", "-c", "kill -9 -1")
         fresh = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
         await self._run_checked("exec", "--user", "0", self._name, "bash", "-c", fresh)
@@ -139,7 +152,7 @@ class Container:
         return {name: data for name, data in files.items() if data is not None}, said
 
     async def _read_file(self, path: str) -> bytes | None:
-        """A regular file of the container; what it names is not followed."""
+        """Read a regular file of the container; symbolic links are not followed."""
         status, data = await self._run_command_bytes("cp", f"{self._name}:{path}", "-", most=4 * MAX_REWARD_BYTES)
         if status != 0:
             return None
@@ -161,8 +174,10 @@ class Container:
     async def _run_command_bytes(
         self, *command: str, limit: float = _COMMAND_TIMEOUT_S, most: int = 2 * _OUTPUT_PART_BYTES
     ) -> tuple[int | None, bytes]:
-        """What the engine says to a command; status None where it did not end within `limit` seconds. Of what it
-        prints the head and the tail are kept, together `most` bytes."""
+        """Run a command of the container runtime and return its status and output.
+
+        The status is None after `limit` seconds. Head and tail of the output are kept, `most` bytes in total.
+        """
         process = await asyncio.create_subprocess_exec(
             *(self._runtime, *command),
             stdin=asyncio.subprocess.DEVNULL,
@@ -173,25 +188,25 @@ class Container:
         half, head, tail = most // 2, bytearray(), bytearray()
         try:
             async with asyncio.timeout(limit):
-                while part := await process.stdout.read(1 << 16):
-                    room = half - len(head)
-                    head += part[:room]
-                    tail += part[room:]
-                    del tail[: -half - 1]  # one more than is shown tells that there was more
+                while chunk := await process.stdout.read(1 << 16):
+                    num_missing = half - len(head)
+                    head += chunk[:num_missing]
+                    tail += chunk[num_missing:]
+                    del tail[: -half - 1]  # one extra byte shows that output was dropped
                 await process.wait()
         except TimeoutError:
             pass
         finally:
-            late = process.returncode is None
-            if late:
+            is_late = process.returncode is None
+            if is_late:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        shown = bytes(tail) if len(tail) <= half else b"\n[...]\n" + bytes(tail[1:])
-        return None if late else process.returncode, bytes(head) + shown
+        end = bytes(tail) if len(tail) <= half else b"\n[...]\n" + bytes(tail[1:])
+        return None if is_late else process.returncode, bytes(head) + end
 
     async def close(self) -> None:
-        """End it. Nothing is raised."""
+        """Stop the container; raises nothing."""
         if self._process is None:
             return
         assert self._process.stdin is not None

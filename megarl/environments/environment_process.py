@@ -1,15 +1,15 @@
-"""What runs in a process of tools, of an environment or of an agent: it loads them, and answers a rank's orders.
+"""The process that runs tools, an environment or an agent: it loads them and answers a rank's orders.
 
-`serve` is called by a nursery. Its order says what is to be loaded: {"load": [[key, spec], ...]}; `ready` is a
-description of each. An order is pickled, from the rank; answers are JSON, one for each, in turn:
+`ForkServer` calls `serve`. The first order says what to load, {"load": [[key, spec], ...]}, and `ready` carries a
+description of each. An order is pickled by the rank; each gets one JSON answer, in order:
 
     {"do": "begin", "row"}                              {"messages", "schemas"} or {"failed"}
-    {"do": "call", "spec", "name", "arguments"}         {"ok", "text"}, and {"kind", "trace"} where it raised; {"lost"}
+    {"do": "call", "spec", "name", "arguments"}         {"ok", "text"}, and {"kind", "trace"} if it raised; {"lost"}
     {"do": "reward", "answer", "messages", "turns"}     {"value"} or {"failed"}
     {"do": "end"}                                       {} or {"failed"}
-    {"do": "run", "row", "base_url", "api_key"}         {"value"} or {"failed"}; of an agent
+    {"do": "run", "row", "base_url", "api_key"}         {"value"} or {"failed"}; for agents
 
-`failed` is a line, with {"kind", "trace"} for the log. Imports the user's modules and nothing heavy.
+`failed` is a line, with {"kind", "trace"} for the log. This module imports the user's modules and nothing heavy.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megarl.processes.messages import encode_frame, iter_orders, read_order
 from megarl.utils.text import find_media_type
 
 OUTPUT_LIMIT = 1 << 16
-"""Characters of a tool's output that leave its process; of longer ones the head and the tail."""
+"""Characters of a tool's output that leave its process; longer output loses its middle."""
 _MAX_TRACE_CHARS = 6000
-"""Characters of a traceback that go into the log."""
+"""Characters of a traceback in the log."""
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
@@ -47,21 +47,21 @@ def serve(wire: socket.socket, given: dict[str, Any], order: dict[str, Any]) -> 
         for key, spec in order["load"]:
             wire.sendall(encode_frame({"loading": spec}))
             loaded.append(load(spec, key))
-        served = _EnvironmentWorker(loaded)
-        if any(one.info.is_async for one in loaded):
-            asyncio.run(_serve_async(wire, served))
+        worker = _EnvironmentWorker(loaded)
+        if any(entry.info.is_async for entry in loaded):
+            asyncio.run(_serve_async(wire, worker))
             return
-        _run_sync(served.connect())
-        wire.sendall(encode_frame({"ready": served.describe()}))
+        _run_sync(worker.connect())
+        wire.sendall(encode_frame({"ready": worker.describe()}))
     except ConfigError as error:
         wire.sendall(encode_frame({"error": str(error)}))
         return
     for number, content in iter_orders(wire):
-        wire.sendall(encode_frame({**_run_sync(served.handle_order(pickle.loads(content))), "number": number}))
+        wire.sendall(encode_frame({**_run_sync(worker.handle_order(pickle.loads(content))), "number": number}))
 
 
 async def _serve_async(wire: socket.socket, served: _EnvironmentWorker) -> None:
-    """One order at a time, in a loop that goes on between them: a connection may have to be kept alive."""
+    """Serve one order at a time in a loop that keeps running in between, for connections that must stay alive."""
     await served.connect()
     wire.sendall(encode_frame({"ready": served.describe()}))
     wire.setblocking(False)
@@ -76,7 +76,7 @@ async def _serve_async(wire: socket.socket, served: _EnvironmentWorker) -> None:
 
 
 def _run_sync(work: Coroutine[Any, Any, Any]) -> Any:
-    """What comes of a coroutine that waits for nothing."""
+    """Run a coroutine that never suspends and return its result."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -85,98 +85,98 @@ def _run_sync(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class _EnvironmentWorker:
-    """What has been loaded, and of an environment the object that is there now."""
+    """The loaded tools or environment, and the environment's current object."""
 
     def __init__(self, loaded: Sequence[LoadedEnvironment]) -> None:
         self._loaded = list(loaded)
         self._tools: dict[str, Any] = {}
-        """Of rollout.tools: by spec a `Tool`, or an object with `tools` and `call`."""
+        """Of `rollout.tools`: by spec, a `Tool` or an object with `tools` and `call`."""
         self._environment: Any = None
         self._start_folder = os.getcwd()
 
     async def connect(self) -> None:
-        """Have what tools without a state need. Raises ConfigError."""
-        for place, one in enumerate(self._loaded):
-            if one.info.kind != "tools":
+        """Create the objects behind stateless tools. Raises ConfigError."""
+        for index, entry in enumerate(self._loaded):
+            if entry.info.kind != "tools":
                 continue
-            self._tools[one.info.spec] = one.target
-            if isinstance(one.target, Tool):
+            self._tools[entry.info.spec] = entry.target
+            if isinstance(entry.target, Tool):
                 continue
             try:
-                made = self._tools[one.info.spec] = one.target()
-                if hasattr(made, "reset"):
-                    await _await_value(made.reset())
-                if one.info.has_dynamic_tools:
-                    found = with_schemas(one.info, await _await_value(made.tools()), TOOLS_KEY)
-                    self._loaded[place] = LoadedEnvironment(found, one.target)
+                instance = self._tools[entry.info.spec] = entry.target()
+                if hasattr(instance, "reset"):
+                    await _await_value(instance.reset())
+                if entry.info.has_dynamic_tools:
+                    info = with_schemas(entry.info, await _await_value(instance.tools()), TOOLS_KEY)
+                    self._loaded[index] = LoadedEnvironment(info, entry.target)
             except BaseException as error:  # noqa: B036
-                raise ConfigError(f"{TOOLS_KEY}: {one.info.spec} cannot be begun: {format_error(error)}") from None
+                raise ConfigError(f"{TOOLS_KEY}: {entry.info.spec} cannot be begun: {format_error(error)}") from None
 
     def describe(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(one.info) for one in self._loaded]
+        return [dataclasses.asdict(entry.info) for entry in self._loaded]
 
     async def handle_order(self, order: dict[str, Any]) -> dict[str, Any]:
-        done: dict[str, Any] = await getattr(self, f"_{order['do']}")(order)
-        with contextlib.suppress(OSError):  # a tool may have gone elsewhere
+        answer: dict[str, Any] = await getattr(self, f"_{order['do']}")(order)
+        with contextlib.suppress(OSError):  # a tool may have changed the working directory
             os.chdir(self._start_folder)
-        return done
+        return answer
 
     async def _begin(self, order: dict[str, Any]) -> dict[str, Any]:
-        (one,), what = self._loaded, "it"
-        known = one.info
+        (entry,), stage = self._loaded, "it"
+        info = entry.info
         try:
-            self._environment = one.target()
-            what = "reset"
+            self._environment = entry.target()
+            stage = "reset"
             row = {
                 name: value
                 for name, value in order["row"].items()
-                if known.accepted_columns is None or name in known.accepted_columns
+                if info.accepted_columns is None or name in info.accepted_columns
             }
             messages = (
                 await _await_value(self._environment.reset(**row)) if hasattr(self._environment, "reset") else None
             )
             if not isinstance(messages, str | list | tuple | None):
                 raise TypeError(f"it returned a {type(messages).__name__}: it must return None, text or messages")
-            what = "tools"
-            schemas = await _await_value(self._environment.tools()) if known.has_dynamic_tools else known.schemas
-            whole = with_schemas(known, schemas, known.name).schemas
+            stage = "tools"
+            schemas = await _await_value(self._environment.tools()) if info.has_dynamic_tools else info.schemas
+            all_schemas = with_schemas(info, schemas, info.name).schemas
             json.dumps(messages)
         except BaseException as error:  # noqa: B036
-            return _make_failure(what, error)
-        return {"messages": messages, "schemas": whole}
+            return _make_failure(stage, error)
+        return {"messages": messages, "schemas": all_schemas}
 
     async def _call(self, order: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {}
         name, arguments = order["name"], order["arguments"]
         try:
-            found = self._tools[order["spec"]] if order["spec"] else self._environment
-            if isinstance(found, Tool):
-                value = found.function(**arguments)
-            elif hasattr(found, "tools"):
-                value = found.call(name, arguments)
+            target = self._tools[order["spec"]] if order["spec"] else self._environment
+            if isinstance(target, Tool):
+                value = target.function(**arguments)
+            elif hasattr(target, "tools"):
+                value = target.call(name, arguments)
             else:
-                value = getattr(found, name)(**arguments)
+                value = getattr(target, name)(**arguments)
             ok, text = True, dump_output(await _await_value(value))
         except SessionLost as error:
             return {**_describe_error(error), "lost": format_error(error, named=False)}
-        except BaseException as error:  # noqa: B036  SystemExit and the like must not end the process in silence
+        except BaseException as error:  # noqa: B036  SystemExit and the like must not end the process silently
             ok, text = False, f"Error: {format_error(error, named=False)}"
             answer = _describe_error(error)
         return {**answer, "ok": ok, "text": truncate_middle(text)}
 
     async def _reward(self, order: dict[str, Any]) -> dict[str, Any]:
-        takes = self._loaded[0].info.reward_arguments
+        accepted = self._loaded[0].info.reward_arguments
         try:
-            value = await _await_value(self._environment.reward(**{name: order[name] for name in takes}))
+            value = await _await_value(self._environment.reward(**{name: order[name] for name in accepted}))
             return {"value": to_json_value(value)}
         except BaseException as error:  # noqa: B036
             return _make_failure("reward", error)
 
     async def _end(self, order: dict[str, Any]) -> dict[str, Any]:
-        done, self._environment = self._environment, None
+        environment, self._environment = self._environment, None
         try:
-            if done is not None and hasattr(done, "close"):
-                await _await_value(done.close())
+            if environment is not None and hasattr(environment, "close"):
+                await _await_value(environment.close())
         except BaseException as error:  # noqa: B036
             return _make_failure("close", error)
         return {}
@@ -200,7 +200,7 @@ async def _await_value(found: Any) -> Any:
 
 
 def dump_output(value: Any) -> str:
-    """What a tool returned, for the policy. Raises TypeError or ValueError for what JSON cannot hold."""
+    """Convert a tool's return value to text. Raises TypeError or ValueError if JSON cannot hold it."""
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError("the tool returned bytes; it must return text, or what JSON can hold")
     if kind := find_media_type(value):
@@ -211,7 +211,7 @@ def dump_output(value: Any) -> str:
 
 
 def truncate_middle(text: str, limit: int = OUTPUT_LIMIT) -> str:
-    """Its head and its tail, where it has more characters than `limit`."""
+    """Replace the middle of a text longer than `limit` characters."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -219,7 +219,7 @@ def truncate_middle(text: str, limit: int = OUTPUT_LIMIT) -> str:
 
 
 def to_json_value(value: Any) -> Any:
-    """A reward as JSON has it. Raises TypeError in words for what it cannot hold."""
+    """Convert a reward to JSON values. Raises TypeError with a readable message if that is impossible."""
     if all(hasattr(value, name) for name in ("reward", "parts", "turns")):
         value = {name: getattr(value, name) for name in ("reward", "parts", "turns")}
     try:
@@ -229,19 +229,21 @@ def to_json_value(value: Any) -> Any:
 
 
 def _array_to_list(value: Any) -> Any:
-    return value.tolist()  # a scalar or an array of numpy's or torch's; else an AttributeError, which is none of ours
+    return (
+        value.tolist()
+    )  # a scalar or array of numpy or torch; anything else raises AttributeError, handled by the caller
 
 
 def _make_failure(what: str, error: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [one for one in frames if not Path(one.filename).is_relative_to(_PACKAGE_FOLDER)]
-    place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
-    return {"failed": f"{what} raised {format_error(error)}{place}", **_describe_error(error)}
+    user_frames = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE_FOLDER)]
+    location = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
+    return {"failed": f"{what} raised {format_error(error)}{location}", **_describe_error(error)}
 
 
 def _describe_error(error: BaseException) -> dict[str, str]:
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return {
-        "kind": f"{type(error).__name__} at {place.filename}:{place.lineno}",
+        "kind": f"{type(error).__name__} at {frame.filename}:{frame.lineno}",
         "trace": "".join(traceback.format_exception(error))[-_MAX_TRACE_CHARS:],
     }

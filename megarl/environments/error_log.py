@@ -1,4 +1,4 @@
-"""A log of what goes wrong inside of tools and environments, of which the policy reads only a line; and how often."""
+"""Log errors inside tools and environments, of which the policy reads only a line, and count them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_MAX_PER_KIND = 10  # an untrained policy can do the same thing wrong a million times
+_MAX_PER_KIND = 10  # an untrained policy can repeat the same error a million times
 _MAX_KINDS = 100
 
 
 @dataclass(frozen=True)
 class ToolCallStats:
-    """Of a tool: how often it was called, how many calls failed inside of it, and what the first of those said."""
+    """A tool's calls, how many failed inside it, and the first error."""
 
     num_calls: int = 0
     num_failed: int = 0
@@ -28,27 +28,27 @@ class ToolCallStats:
         )
 
     def __sub__(self, before: ToolCallStats) -> ToolCallStats:
-        """What came since, of which `first` is that of all where it is the same."""
+        """Return the difference since `before`; `first_error` is kept if any call failed since."""
         failed = self.num_failed - before.num_failed
         return ToolCallStats(self.num_calls - before.num_calls, failed, self.first_error if failed else "")
 
 
 class ErrorLog:
-    """A few of each kind. file: None for no log."""
+    """Logs the first few errors of each kind. `file` is None for no log."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def write(self, name: str, arguments: Any, what: str, kind: str, said: str = "") -> None:
-        """A log that cannot be written must not end the run."""
+        """Append an error. A log that cannot be written must not end the run."""
         self._counts[name, kind] += 1
         if self._file is None or self._counts[name, kind] > _MAX_PER_KIND or len(self._counts) > _MAX_KINDS:
             return
-        last = "; no more of this kind are noted" if self._counts[name, kind] == _MAX_PER_KIND else ""
+        suffix = "; no more of this kind are noted" if self._counts[name, kind] == _MAX_PER_KIND else ""
         with contextlib.suppress(OSError, TypeError, ValueError, RecursionError):
             call = json.dumps(arguments)[:1000]
-            text = f"--- {time.strftime('%F %T')} {name} {call}: {what[:1000]}{last}\n{said.strip()}\n"
+            text = f"--- {time.strftime('%F %T')} {name} {call}: {what[:1000]}{suffix}\n{said.strip()}\n"
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(text)

@@ -1,8 +1,8 @@
 """Task folders in Harbor's format as environments: `harbor:FOLDER`.
 
 The policy has a tool `bash`; the reward is what the task's verifier writes. A prompt's column `task` names the folder;
-`.venv/bin/python tools/environment_rows.py harbor:FOLDER FILE.jsonl` makes prompts of all of them. A task with an image
-runs in a container of docker or podman, whichever answers here; one without in the sandbox. Nothing else is tried.
+`.venv/bin/python tools/environment_rows.py harbor:FOLDER FILE.jsonl` makes prompts of all tasks. A task with an image
+runs in a docker or podman container, whichever is available; one without in the sandbox. There is no fallback.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megarl.environments.protocol import SessionLost
 from megarl.environments.task_boxes import TaskBox
 
 COMMAND_LIMIT_S = 120.0
-"""How long a command of the policy's may take."""
+"""Timeout of one of the policy's commands."""
 _MARGIN_S = 120.0
 
 
 class TaskMachine(Protocol):
-    """Where a task runs, for one session. lost: what the policy did ended it."""
+    """Where one session's task runs. `is_lost` is set if the policy's actions ended it."""
 
     is_lost: bool
 
@@ -36,37 +36,40 @@ class TaskMachine(Protocol):
 
 
 def environment(folder: str) -> type[HarborTask]:
-    """What `harbor:FOLDER` stands for. Raises ConfigError for a folder that has a task which cannot be run here."""
-    tasks, probed = read_tasks(folder), False
+    """Return the class for `harbor:FOLDER`. Raises ConfigError if a task of the folder cannot run here."""
+    tasks, has_probed = read_tasks(folder), False
     for task in tasks:
         try:
             if task.image or task.has_dockerfile:
                 find_runtime()
             else:
                 box = TaskBox(task)
-                if not probed:
+                if not has_probed:
                     asyncio.run(box.probe())
-                probed = True
+                has_probed = True
         except ConfigError as error:
-            own = (
+            requirement = (
                 "has an image of its own"
                 if task.image or task.has_dockerfile
                 else "has no image, which is for the sandbox"
             )
-            raise ConfigError(f"task {task.name} {own}: {error}") from None
-    longest = max(task.build_timeout + task.verifier_timeout for task in tasks) + _MARGIN_S
-    about = {"tasks": {task.name: task for task in tasks}, "timeout": max(longest, COMMAND_LIMIT_S + _MARGIN_S)}
-    return type("HarborTask", (HarborTask,), about)
+            raise ConfigError(f"task {task.name} {requirement}: {error}") from None
+    max_seconds = max(task.build_timeout + task.verifier_timeout for task in tasks) + _MARGIN_S
+    attributes = {
+        "tasks": {task.name: task for task in tasks},
+        "timeout": max(max_seconds, COMMAND_LIMIT_S + _MARGIN_S),
+    }
+    return type("HarborTask", (HarborTask,), attributes)
 
 
 def rows(folder: str) -> list[dict[str, Any]]:
-    """A prompt for each task, as `data.train` has them."""
-    same = {"ground_truth": "", "data_source": "harbor", "environment": folder}
-    return [{"id": task.name, "prompt": task.instruction, "task": task.name, **same} for task in read_tasks(folder)]
+    """Return a row of `data.train` for each task."""
+    shared = {"ground_truth": "", "data_source": "harbor", "environment": folder}
+    return [{"id": task.name, "prompt": task.instruction, "task": task.name, **shared} for task in read_tasks(folder)]
 
 
 class HarborTask:
-    """One task, for one session. The class of a spec is made by `environment`."""
+    """One task for one session. `environment` makes the class for a spec."""
 
     tasks: dict[str, Task] = {}
     timeout = 0.0
@@ -75,8 +78,8 @@ class HarborTask:
     async def reset(self, task: str) -> None:
         if task not in self.tasks:
             raise ConfigError(f"there is no task {task!r}; there are {', '.join(self.tasks)}")
-        found = self.tasks[task]
-        self._machine = Container(found) if found.image or found.has_dockerfile else TaskBox(found)
+        chosen = self.tasks[task]
+        self._machine = Container(chosen) if chosen.image or chosen.has_dockerfile else TaskBox(chosen)
         await self._machine.start()
 
     async def bash(self, command: str) -> str:
@@ -96,19 +99,22 @@ class HarborTask:
         return text if status == 0 else f"{text}\n[exit status {status}]".strip()
 
     async def reward(self) -> dict[str, Any]:
-        """What the verifier wrote. A machine that the policy has ended is worth nothing, and so is one in which the
-        verifier came to no end; a verifier that ends and has written no number is an error."""
+        """Run the verifier and return the reward it wrote.
+
+        The reward is 0 if the policy ended the machine or the verifier did not finish. A verifier that finishes without
+        writing a number raises SessionLost.
+        """
         assert self._machine is not None
         if self._machine.is_lost:
             return {"reward": 0.0}
-        files, said = await self._machine.verify()
+        files, output = await self._machine.verify()
         if self._machine.is_lost:
             return {"reward": 0.0}
         try:
             reward, parts = parse_reward(files)
         except ValueError as error:
-            last = " ".join(said.split())[-300:]
-            raise SessionLost(f"the verifier failed: {error}" + (f" ({last})" if last else "")) from None
+            output_tail = " ".join(output.split())[-300:]
+            raise SessionLost(f"the verifier failed: {error}" + (f" ({output_tail})" if output_tail else "")) from None
         return {"reward": reward, "parts": parts}
 
     async def close(self) -> None:

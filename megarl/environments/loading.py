@@ -1,4 +1,4 @@
-"""Tools, environments and agents found by their specs, and described: in a process of theirs, never in a rank."""
+"""Load and describe tools, environments and agents by their specs; runs in their own process, never in a rank."""
 
 from __future__ import annotations
 
@@ -26,44 +26,44 @@ TOOLS_KEY, ENVIRONMENTS_KEY = "rollout.tools", "rollout.environments"
 
 @dataclass(frozen=True)
 class LoadedEnvironment:
-    """made: a `Tool`, a class, or an agent's coroutine function."""
+    """`target` is a `Tool`, a class, or an agent's coroutine function."""
 
     info: EnvironmentInfo
     target: Any
 
 
 def load(spec: str, key: str) -> LoadedEnvironment:
-    """What an entry of `rollout.tools` or `rollout.environments` stands for. Raises ConfigError, in one line."""
+    """Load an entry of `rollout.tools` or `rollout.environments`. Raises ConfigError with one line."""
     prefix, _, rest = spec.partition(":")
-    made = _load_adapter(prefix, rest, key) if prefix in ADAPTER_PREFIXES else _import_target(spec, key)
+    target = _load_adapter(prefix, rest, key) if prefix in ADAPTER_PREFIXES else _import_target(spec, key)
     where, name = f"{key}: {spec}", rest
     if key == TOOLS_KEY:
-        if isinstance(made, type):
+        if isinstance(target, type):
             if prefix not in ADAPTER_PREFIXES:
-                raise ConfigError(f"{where} is a {type(made).__name__}: a class belongs into {ENVIRONMENTS_KEY}")
-            return LoadedEnvironment(_describe_class(made, spec, name, where, "tools"), made)
-        if inspect.isfunction(made):
-            made = Tool(build_schema(made, where), made, spec)
-        if not isinstance(made, Tool):
+                raise ConfigError(f"{where} is a {type(target).__name__}: a class belongs into {ENVIRONMENTS_KEY}")
+            return LoadedEnvironment(_describe_class(target, spec, name, where, "tools"), target)
+        if inspect.isfunction(target):
+            target = Tool(build_schema(target, where), target, spec)
+        if not isinstance(target, Tool):
             raise ConfigError(
-                f"{where} is a {type(made).__name__}, not a megarl.environments.tools.Tool or a function "
+                f"{where} is a {type(target).__name__}, not a megarl.environments.tools.Tool or a function "
                 "with type hints"
             )
-        check_schema(made.schema, spec)
-        check_function(made, spec)
+        check_schema(target.schema, spec)
+        check_function(target, spec)
         return LoadedEnvironment(
-            EnvironmentInfo(spec, made.name, "tools", (made.schema,), is_async=is_async(made.function)), made
+            EnvironmentInfo(spec, target.name, "tools", (target.schema,), is_async=is_async(target.function)), target
         )
-    if isinstance(made, type):
-        return LoadedEnvironment(_describe_class(made, spec, name, where, "environment"), made)
-    if inspect.iscoroutinefunction(made):
+    if isinstance(target, type):
+        return LoadedEnvironment(_describe_class(target, spec, name, where, "environment"), target)
+    if inspect.iscoroutinefunction(target):
         try:
-            inspect.signature(made).bind(row=None, base_url="", api_key="")
+            inspect.signature(target).bind(row=None, base_url="", api_key="")
         except TypeError as error:
             raise ConfigError(f"{where} must take row, base_url and api_key: {error}") from None
-        return LoadedEnvironment(EnvironmentInfo(spec, name, "agent", has_reward=True, is_async=True), made)
+        return LoadedEnvironment(EnvironmentInfo(spec, name, "agent", has_reward=True, is_async=True), target)
     raise ConfigError(
-        f"{where} is a {type(made).__name__}, neither a class nor a coroutine function run(row, base_url, api_key)"
+        f"{where} is a {type(target).__name__}, neither a class nor a coroutine function run(row, base_url, api_key)"
     )
 
 
@@ -71,7 +71,7 @@ def _load_adapter(prefix: str, rest: str, key: str) -> Any:
     module = f"megarl.environments.{prefix}"
     try:
         return importlib.import_module(module).environment(rest)
-    except BaseException as error:  # noqa: B036  a package that it needs may do anything
+    except BaseException as error:  # noqa: B036  a required package may raise anything
         if isinstance(error, ConfigError):
             raise ConfigError(f"{key}: {prefix}:{rest}: {error}") from None
         raise ConfigError(f"{key}: {prefix}:{rest} cannot be had: {format_error(error)}") from None
@@ -80,16 +80,16 @@ def _load_adapter(prefix: str, rest: str, key: str) -> Any:
 def _import_target(spec: str, key: str) -> Any:
     module, _, name = spec.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name, None)
-    except BaseException as error:  # noqa: B036  whatever a module raises while it is imported, sys.exit too
+        target = getattr(importlib.import_module(module), name, None)
+    except BaseException as error:  # noqa: B036  an import may raise anything, including SystemExit
         raise ConfigError(f"{key}: cannot import {module} of {spec!r}: {format_error(error)}") from None
-    if found is None:
+    if target is None:
         raise ConfigError(f"{key}: {module} has no {name}")
-    return found
+    return target
 
 
 def check_spec(spec: str, key: str) -> None:
-    """Raise ConfigError where it is not of a form that could be found."""
+    """Raise ConfigError if the spec is not of the form module:name."""
     module, _, name = spec.partition(":")
     if not module or not name or module.startswith("."):
         raise ConfigError(f"{key}: {spec!r} is not of the form module:name")
@@ -100,25 +100,25 @@ def _describe_class(made: type, spec: str, name: str, where: str, kind: Environm
         inspect.signature(made).bind()
     except TypeError as error:
         raise ConfigError(f"{where}: its constructor must take no arguments: {error}") from None
-    except ValueError:  # of C, which does not say
+    except ValueError:  # a C function without a signature
         pass
     methods = {name: method for name in dir(made) if (method := _get_method(made, name, where)) is not None}
     if ("tools" in methods) != ("call" in methods):
-        has, lacks = ("tools", "call") if "tools" in methods else ("call", "tools")
+        present, missing = ("tools", "call") if "tools" in methods else ("call", "tools")
         raise ConfigError(
-            f"{where} has a method {has} and none called {lacks}: both together stand for all tools; rename it, or "
-            "add the other"
+            f"{where} has a method {present} and none called {missing}: both together stand for all tools; rename it, "
+            "or add the other"
         )
-    dynamic = "tools" in methods
+    has_dynamic_tools = "tools" in methods
     schemas: tuple[dict[str, Any], ...] = ()
-    if not dynamic:
-        public = [name for name in methods if not name.startswith("_") and name not in RESERVED_METHODS]
-        schemas = tuple(build_schema(*methods[name][:1], f"{where}.{name}", methods[name][1]) for name in public)
+    if not has_dynamic_tools:
+        tool_names = [name for name in methods if not name.startswith("_") and name not in RESERVED_METHODS]
+        schemas = tuple(build_schema(*methods[name][:1], f"{where}.{name}", methods[name][1]) for name in tool_names)
         for schema in schemas:
             check_schema(schema, spec, where.partition(":")[0])
-    if not (dynamic or schemas or "reset" in methods or "reward" in methods):
+    if not (has_dynamic_tools or schemas or "reset" in methods or "reward" in methods):
         raise ConfigError(f"{where} is no environment: it has neither reset nor reward nor a method that is a tool")
-    required, takes = _inspect_reset(*methods["reset"], f"{where}.reset") if "reset" in methods else ((), ())
+    required, accepted = _inspect_reset(*methods["reset"], f"{where}.reset") if "reset" in methods else ((), ())
     timeout = getattr(made, "timeout", 0)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
         raise ConfigError(f"{where}: its `timeout` must be a number of seconds, not {str(timeout)[:80]!r}")
@@ -127,9 +127,9 @@ def _describe_class(made: type, spec: str, name: str, where: str, kind: Environm
         name,
         kind,
         schemas,
-        dynamic,
+        has_dynamic_tools,
         required,
-        takes,
+        accepted,
         has_reward="reward" in methods,
         reward_arguments=_inspect_reward(*methods["reward"], f"{where}.reward") if "reward" in methods else (),
         timeout=float(timeout),
@@ -143,53 +143,56 @@ Method = tuple[Callable[..., Any], bool]
 
 
 def _get_method(made: type, name: str, where: str) -> Method | None:
-    """None for what is no method of the user's. A private one counts for whether any is a coroutine function."""
-    found = inspect.getattr_static(made, name, None)
-    bound = not isinstance(found, staticmethod)
-    function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    """Return a method defined by the user, or None.
+
+    Private ones are included, to detect whether any is a coroutine function.
+    """
+    attribute = inspect.getattr_static(made, name, None)
+    is_bound = not isinstance(attribute, staticmethod)
+    function = attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else attribute
     if not inspect.isfunction(function):
         if name in RESERVED_METHODS and callable(function):
-            return function, bound
+            return function, is_bound
         return None
     if not name.startswith("_") and (inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
         raise ConfigError(f"{where}.{name} is a generator; it must return")
-    return function, bound
+    return function, is_bound
 
 
 def _inspect_reset(
     function: Callable[..., Any], bound: bool, where: str
 ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Columns that it must have and those that it may have, None for all."""
-    required, takes, all_of_them = [], [], False
+    """Return the columns that `reset` requires and those it accepts, None for all."""
+    required, accepted, accepts_all = [], [], False
     for parameter in get_parameters(function, where, bound):
         if parameter.kind is parameter.VAR_KEYWORD:
-            all_of_them = True
+            accepts_all = True
         elif parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(f"{where}: the argument {parameter.name} must be one that a name is given to")
         elif parameter.kind is not parameter.VAR_POSITIONAL:
-            takes.append(parameter.name)
+            accepted.append(parameter.name)
             if parameter.default is parameter.empty:
                 required.append(parameter.name)
-    return tuple(required), None if all_of_them else tuple(takes)
+    return tuple(required), None if accepts_all else tuple(accepted)
 
 
 def _inspect_reward(function: Callable[..., Any], bound: bool, where: str) -> tuple[str, ...]:
-    """What of OF_REWARD it takes."""
-    takes = []
+    """Return which of `REWARD_ARGUMENTS` it takes."""
+    accepted = []
     for parameter in get_parameters(function, where, bound):
         if parameter.name in REWARD_ARGUMENTS:
-            takes.append(parameter.name)
+            accepted.append(parameter.name)
         elif parameter.kind is parameter.VAR_KEYWORD:
-            takes += [name for name in REWARD_ARGUMENTS if name not in takes]
+            accepted += [name for name in REWARD_ARGUMENTS if name not in accepted]
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
             raise ConfigError(
                 f"{where} wants {parameter.name}; it may be given {', '.join(REWARD_ARGUMENTS)}, or nothing"
             )
-    return tuple(takes)
+    return tuple(accepted)
 
 
 def with_schemas(described: EnvironmentInfo, schemas: Any, key: str) -> EnvironmentInfo:
-    """Of one whose tools are found at run time, with what its `tools` has returned. Raises ConfigError."""
+    """Add the schemas returned by `tools` at run time to a description. Raises ConfigError."""
     if not isinstance(schemas, list | tuple):
         raise ConfigError(f"{key}: the tools of {described.spec} are a {type(schemas).__name__}, not a list of schemas")
     names = set()

@@ -1,16 +1,17 @@
-"""MCP servers as tools: `mcp:FILE.json`, a file in the form that MCP's clients share.
+"""MCP servers as tools: `mcp:FILE.json`, a file in the format common to MCP clients.
 
     {"mcpServers": {
         "files": {"command": "npx", "args": ["-y", "@modelcontextprotocol/server-filesystem", "/data"],
                   "env": {"A": "b"}, "tools": ["read_text_file"]},
         "search": {"url": "http://127.0.0.1:8000/mcp", "headers": {"Authorization": "Bearer ${SEARCH_KEY}"}}}}
 
-A session has servers of its own: a process for each `command` (stdio), a client for each `url` (streamable HTTP). Tools
-are asked of the servers when the session begins. A server's environment is PATH, HOME and the like, and what its
-entry says; `${NAME}` in a value is taken from the session's environment, which has what `rollout.pass_env` lists.
+Each session has its own servers: a process for each `command` (stdio), a client for each `url` (streamable HTTP). The
+servers' tools are listed when the session starts. A server's environment variables are PATH, HOME and the like, and
+those of its entry; `${NAME}` in a value is read from the session's environment, which has what `rollout.pass_env`
+lists.
 
-The SDK is the official one, `mcp`, 1.30 or 2: the common part of both is used, and what they name differently is read
-in the form that goes over the wire.
+The SDK is the official one, `mcp`, 1.30 or 2. Only their common API is used; fields that they name differently are read
+in wire format.
 """
 
 from __future__ import annotations
@@ -33,20 +34,26 @@ from megarl.config.paths import substitute_env
 from megarl.environments.protocol import SessionLost
 
 START_LIMIT_S = 60.0
-"""How long a server may take to say which tools it has."""
+"""Timeout for a server to start and list its tools."""
 END_LIMIT_S = 8.0
 _MAX_PAGES = 100
-_MAX_STDERR_BYTES = 1 << 20  # bytes of stderr that are kept of a server
-_MAX_INVALID_LINES = 1000  # lines of a server that are no messages, before it is given up
+_MAX_STDERR_BYTES = 1 << 20  # bytes of a server's stderr that are kept
+_MAX_INVALID_LINES = 1000  # a server is dropped after this many lines that are not messages
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _KEYS = {"type", "command", "args", "env", "cwd", "url", "headers", "tools", "disabled", "description"}
-_IGNORED_KEYS = {"alwaysAllow", "autoApprove", "timeout", "trust", "icon"}  # what other clients read of the same file
+_IGNORED_KEYS = {
+    "alwaysAllow",
+    "autoApprove",
+    "timeout",
+    "trust",
+    "icon",
+}  # keys that other clients use in the same file
 _HTTP_TYPES = ("http", "streamable-http", "streamableHttp")
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """An entry of `mcpServers`. One of command and url is set. tools: those to offer; empty: all that it has."""
+    """An entry of `mcpServers`, with either `command` or `url`. `tools` lists those to offer; empty means all."""
 
     name: str
     command: str = ""
@@ -59,25 +66,25 @@ class ServerConfig:
 
 
 def environment(file: str) -> type[McpTools]:
-    """What `mcp:FILE` stands for. Raises ConfigError for a file that is not of the form, and without the SDK."""
+    """Return the class for `mcp:FILE`. Raises ConfigError for an invalid file or a missing SDK."""
     _import_sdk()
     return type("McpTools", (McpTools,), {"servers": read_servers(file)})
 
 
 def read_servers(file: str) -> tuple[ServerConfig, ...]:
-    """The servers that a file names. `${NAME}` is not yet looked up."""
+    """Read a file's servers. `${NAME}` is not substituted yet."""
     path = Path(file)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from None
-    entries = found.get("mcpServers") if isinstance(found, dict) else None
+    entries = content.get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
         raise ConfigError(f'{file} must be {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
-    found = [_parse_server(f"server {name}", name, entry) for name, entry in entries.items()]
-    servers = tuple(server for server in found if server is not None)
+    content = [_parse_server(f"server {name}", name, entry) for name, entry in entries.items()]
+    servers = tuple(server for server in content if server is not None)
     if not servers:
         raise ConfigError(f"{file} names no server that is not disabled")
     return servers
@@ -95,19 +102,19 @@ def _parse_server(where: str, name: str, entry: Any) -> ServerConfig | None:
     if unknown := sorted(set(entry) - _KEYS - _IGNORED_KEYS):
         need(False, f"has an unknown key {unknown[0]!r}; there are {', '.join(sorted(_KEYS))}")
     need(("command" in entry) != ("url" in entry), "needs either `command` or `url`")
-    kind = entry.get("type", "stdio" if "command" in entry else "http")
-    need(kind != "sse", "is of type sse, which MCP has given up; give its streamable HTTP address")
-    fits = kind == "stdio" if "command" in entry else kind in _HTTP_TYPES
-    need(fits, f"is of type {kind!r}, which does not fit `{'command' if 'command' in entry else 'url'}`")
+    transport = entry.get("type", "stdio" if "command" in entry else "http")
+    need(transport != "sse", "is of type sse, which MCP has given up; give its streamable HTTP address")
+    is_matching = transport == "stdio" if "command" in entry else transport in _HTTP_TYPES
+    need(is_matching, f"is of type {transport!r}, which does not fit `{'command' if 'command' in entry else 'url'}`")
     for key in ("command", "cwd", "url"):
         need(key not in entry or (isinstance(entry[key], str) and bool(entry[key])), f"`{key}` must be text")
     for key in ("args", "tools"):
         fine = isinstance(entry.get(key, []), list) and all(isinstance(item, str) for item in entry.get(key, []))
         need(fine, f"`{key}` must be a list of texts")
     for key in ("env", "headers"):
-        about = entry.get(key) or {}
+        mapping = entry.get(key) or {}
         need(
-            isinstance(about, dict) and all(isinstance(value, str) for value in about.values()),
+            isinstance(mapping, dict) and all(isinstance(value, str) for value in mapping.values()),
             f"`{key}` must map to text",
         )
     need(
@@ -127,7 +134,7 @@ def _parse_server(where: str, name: str, entry: Any) -> ServerConfig | None:
 
 
 class McpTools:
-    """The tools of MCP servers, for one session. The class of a spec is made by `environment`."""
+    """The tools of MCP servers for one session. `environment` makes the class for a spec."""
 
     servers: tuple[ServerConfig, ...] = ()
 
@@ -137,39 +144,45 @@ class McpTools:
         self._schemas: list[dict[str, Any]] = []
 
     async def reset(self) -> None:
-        """Start the servers and ask for their tools. Raises ConfigError for what the file's author must mend, and
-        SessionLost for a server that does not come up."""
+        """Start the servers and list their tools.
+
+        Raises ConfigError for mistakes in the file, and SessionLost for a server that does not start.
+        """
         self._connections = [Connection(server) for server in self.servers]
         await asyncio.gather(*(connection.start() for connection in self._connections))
         for connection in self._connections:
             for tool in connection.select_tools():
                 name = tool["name"]
                 if name in self._connection_by_tool:
-                    of, both = self._connection_by_tool[name].server.name, connection.server.name
-                    who = f"server {of} has two tools" if of == both else f"servers {of} and {both} both have a tool"
-                    raise ConfigError(f"MCP: {who} of the name {name}; list those to offer in the entry's `tools`")
+                    first_server, second_server = self._connection_by_tool[name].server.name, connection.server.name
+                    subject = (
+                        f"server {first_server} has two tools"
+                        if first_server == second_server
+                        else f"servers {first_server} and {second_server} both have a tool"
+                    )
+                    raise ConfigError(f"MCP: {subject} of the name {name}; list those to offer in the entry's `tools`")
                 self._connection_by_tool[name] = connection
                 self._schemas.append(to_openai_schema(tool))
 
     def tools(self) -> list[dict[str, Any]]:
-        """OpenAI schemas of what the servers offered when the session began."""
+        """Return OpenAI schemas of the tools that the servers offered when the session started."""
         return list(self._schemas)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the tool says. Raises ToolFailed where the server calls it an error, SessionLost where it is no more."""
+        """Call a tool. Raises ToolFailed if the server returns an error, SessionLost if the server has ended."""
         return await self._connection_by_tool[name].call(name, arguments)
 
     async def close(self) -> None:
-        """End the servers' processes and the clients."""
+        """Stop the server processes and clients."""
         await asyncio.gather(*(connection.close() for connection in self._connections))
 
 
 class ToolFailed(RuntimeError):
-    """What a server said of a call that failed, for the policy to read."""
+    """A server's error message for a failed call, shown to the policy."""
 
 
 class Connection:
-    """A client of one server. The SDK's scopes must be left by the task that entered them: that is `_live`."""
+    """A client of one server. The SDK's contexts must be exited by the task that entered them, which is `_run`."""
 
     def __init__(self, server: ServerConfig) -> None:
         self.server = server
@@ -182,22 +195,22 @@ class Connection:
         self._stderr: BinaryIO = io.BytesIO()
 
     async def start(self) -> None:
-        """Raises SessionLost where it does not come up, ConfigError where it cannot."""
+        """Connect. Raises SessionLost if the server does not start, ConfigError if it cannot."""
         self._task = asyncio.create_task(self._run())
         ready = asyncio.create_task(self._ready.wait())
         await asyncio.wait((self._task, ready), timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if self._ready.is_set():
             return
-        why = f"did not answer within {START_LIMIT_S:g} s"
+        reason = f"did not answer within {START_LIMIT_S:g} s"
         if self._task.done() and not self._task.cancelled():
             error = self._task.exception()
             if isinstance(error, ConfigError):
                 raise error
-            why = f"did not start: {format_error(error)}"
-        lost = self._make_lost_error(why)
+            reason = f"did not start: {format_error(error)}"
+        lost_error = self._make_lost_error(reason)
         await self.close()
-        raise lost
+        raise lost_error
 
     async def _run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -210,7 +223,7 @@ class Connection:
             await self._closing.wait()
 
     async def _on_message(self, message: Any) -> None:
-        """Of what comes unasked, only that is of interest what is no message at all."""
+        """Count lines that are not messages, and drop the server if there are too many."""
         self._num_invalid_lines += isinstance(message, Exception)
         if self._num_invalid_lines == _MAX_INVALID_LINES and self._task is not None:
             self._task.cancel()
@@ -224,22 +237,22 @@ class Connection:
             headers = {key: substitute_env(value, where) for key, value in self.server.headers.items()}
             client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
             streams: Any = streamable_http_client(substitute_env(self.server.url, where), http_client=client)
-            both = await stack.enter_async_context(streams)
-            return both[0], both[1]
+            transport = await stack.enter_async_context(streams)
+            return transport[0], transport[1]
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
-        # Bounded by `_trim`; a pipe that nobody reads would stop the server.
+        # Bounded by `_trim`; an unread pipe would block the server.
         self._stderr = tempfile.TemporaryFile("ab+", buffering=0)
-        wanted = StdioServerParameters(
+        parameters = StdioServerParameters(
             command=substitute_env(self.server.command, where),
             args=[substitute_env(argument, where) for argument in self.server.args],
             env=_build_env() | {key: substitute_env(value, where) for key, value in self.server.env.items()},
             cwd=self.server.cwd,
             encoding_error_handler="replace",
         )
-        errlog: Any = self._stderr  # it asks for no more than a fileno
-        piped: Any = stdio_client(wanted, errlog=errlog)
-        read, write = await stack.enter_async_context(piped)
+        errlog: Any = self._stderr  # the SDK only needs its fileno
+        stdio: Any = stdio_client(parameters, errlog=errlog)
+        read, write = await stack.enter_async_context(stdio)
         return read, write
 
     async def _list_tools(self) -> list[dict[str, Any]]:
@@ -256,12 +269,12 @@ class Connection:
         raise self._make_lost_error(f"has more than {_MAX_PAGES} pages of tools")
 
     def select_tools(self) -> Iterable[dict[str, Any]]:
-        """Its tools, or those of them that its entry lists. Raises ConfigError for one that it does not have."""
-        has = [tool["name"] for tool in self._tools]
+        """Yield the tools that its entry offers. Raises ConfigError for one that the server lacks."""
+        available = [tool["name"] for tool in self._tools]
         for name in self.server.tools:
-            if name not in has:
+            if name not in available:
                 raise ConfigError(
-                    f"MCP server {self.server.name} has no tool {name!r}; it has: {', '.join(has) or 'none'}"
+                    f"MCP server {self.server.name} has no tool {name!r}; it has: {', '.join(available) or 'none'}"
                 )
         for tool in self._tools:
             if self.server.tools and tool["name"] not in self.server.tools:
@@ -275,13 +288,13 @@ class Connection:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         assert self._task is not None
-        asking = asyncio.ensure_future(self._session.call_tool(name, arguments))
+        call_task = asyncio.ensure_future(self._session.call_tool(name, arguments))
         try:
-            # A transport that failed takes its task along, while the call would wait for ever.
-            await asyncio.wait((asking, self._task), return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            # A failed transport ends its task, but the call would wait forever.
+            await asyncio.wait((call_task, self._task), return_when=asyncio.FIRST_COMPLETED)
+            if not call_task.done():
                 raise self._make_lost_error("is gone")
-            result = _dump_model(asking.result())
+            result = _dump_model(call_task.result())
         except (SessionLost, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -289,7 +302,7 @@ class Connection:
                 raise self._make_lost_error("is gone") from None
             raise ToolFailed(format_error(error)) from None
         finally:
-            asking.cancel()
+            call_task.cancel()
             self._trim()
         text = format_result(result)
         if result.get("isError"):
@@ -297,12 +310,12 @@ class Connection:
         return text
 
     async def _is_responding(self) -> bool:
-        """Whether the server is there, after something went wrong."""
+        """Return whether the server still responds after an error."""
         try:
             async with asyncio.timeout(END_LIMIT_S):
                 await self._session.send_ping()
         except Exception as error:
-            # A server need not know ping: that it says so is an answer.
+            # A server need not support ping: "method not found" is a response too.
             return getattr(getattr(error, "error", None), "code", None) == -32601
         return True
 
@@ -312,19 +325,19 @@ class Connection:
                 self._stderr.truncate(0)
 
     def _make_lost_error(self, why: str) -> SessionLost:
-        """It, with the last line of its stderr."""
+        """Return the error with the last line of the server's stderr."""
         if self._num_invalid_lines:
             why += f", and wrote {self._num_invalid_lines} lines that are no messages of MCP"
         why = f"MCP server {self.server.name} {why}"
         with contextlib.suppress(OSError, ValueError):
             self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 2000))
             lines = self._stderr.read().decode(errors="replace").split("\n")
-            if spoken := [" ".join(line.split()) for line in lines if line.strip()]:
-                why += f" ({spoken[-1][:300]})"
+            if messages := [" ".join(line.split()) for line in lines if line.strip()]:
+                why += f" ({messages[-1][:300]})"
         return SessionLost(why)
 
     async def close(self) -> None:
-        """Leave the server; its process is asked to end, then killed. Nothing is raised, nothing waits for ever."""
+        """Disconnect; the server's process is asked to end, then killed. Raises nothing and never blocks forever."""
         self._closing.set()
         if self._task is None:
             return
@@ -335,19 +348,19 @@ class Connection:
             self._task.cancel()
             await asyncio.wait((self._task,), timeout=END_LIMIT_S)
         if self._task.done() and not self._task.cancelled():
-            self._task.exception()  # was said, or comes of its end
+            self._task.exception()  # already reported, or caused by the shutdown
         self._stderr.close()
 
 
 def to_openai_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's of an MCP tool in the form of the wire."""
+    """Convert an MCP tool in wire format to an OpenAI schema."""
     parameters = tool.get("inputSchema") or {"type": "object", "properties": {}}
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
     return {"type": "function", "function": function}
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """The text of a call's result. What is not text is named in its place: the policy reads text only."""
+    """Return a call result as text. Other content is named in its place, because the policy reads only text."""
     parts = []
     for block in result.get("content") or ():
         kind = block.get("type")
@@ -359,15 +372,15 @@ def format_result(result: dict[str, Any]) -> str:
         elif kind == "resource_link":
             parts.append(f"[{block.get('name', '')}: {block.get('uri', '')}]")
         else:
-            what = block.get("mimeType") or resource.get("mimeType") or "of unknown type"
-            parts.append(f"[{kind} ({what}) is left out: only text can be read]")
+            media_type = block.get("mimeType") or resource.get("mimeType") or "of unknown type"
+            parts.append(f"[{kind} ({media_type}) is left out: only text can be read]")
     if not parts and result.get("structuredContent") is not None:
         return json.dumps(result["structuredContent"], ensure_ascii=False)
     return "\n".join(parts)
 
 
 def format_error(error: BaseException | None) -> str:
-    """What the first of the errors says that a group of tasks has wrapped."""
+    """Format the first error inside a task group's exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if error is None or type(error).__name__ in ("BrokenResourceError", "ClosedResourceError"):  # anyio's
@@ -376,7 +389,7 @@ def format_error(error: BaseException | None) -> str:
 
 
 def _build_env() -> dict[str, str]:
-    """Of our own, which is clean, what any program needs; Python's paths are ours, not the server's."""
+    """Return the variables that any program needs. Python's paths are ours, not the server's, and left out."""
     names = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
     return {key: value for key, value in os.environ.items() if key in names or key.startswith("LC_")}
 
@@ -391,5 +404,5 @@ def _import_sdk() -> Any:
     except ImportError as error:
         raise ConfigError(f"needs the official SDK: pip install -e .[mcp] ({error})") from None
     logging.getLogger("mcp").addHandler(logging.NullHandler())
-    logging.getLogger("mcp").propagate = False  # a traceback for each line that is no message
+    logging.getLogger("mcp").propagate = False  # it logs a traceback for each invalid line
     return mcp

@@ -1,6 +1,6 @@
 """The rank's side of tools and environments: one session per conversation. User code is never imported into the rank.
 
-`ProcessPool` lends out processes of one kind, one conversation at a time, and keeps them for the next.
+`ProcessPool` leases processes of one kind to one conversation at a time, and reuses them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,15 @@ from megarl.utils.text import replace_surrogates
 
 
 class ProcessPool:
-    """For one event loop. order: of each process, see `environment_process.py`. size: processes at most; they are
-    started `at_once` at a time for as long as somebody waits, so that quick calls make do with few."""
+    """Pool of worker processes for one event loop.
+
+    Processes start only while someone waits, so that fast calls need few.
+
+    Args:
+        order: first order of each process, see `environment_process.py`
+        size: maximum number of processes
+        at_once: maximum number of processes starting concurrently
+    """
 
     def __init__(self, nursery: ForkServer, order: Mapping[str, Any], size: float = math.inf, at_once: int = 1) -> None:
         self._fork_server, self._order, self._max_processes, self._max_starting = nursery, order, size, at_once
@@ -39,25 +46,25 @@ class ProcessPool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def acquire(self) -> WorkerProcess:
-        """A free one. Raises Gone where none can be started."""
+        """Lease an idle process. Raises WorkerUnavailable if none can be started."""
         while True:
             self._num_waiting += 1
             self._grow()
             try:
-                found = await self._idle.get()
+                process = await self._idle.get()
             finally:
                 self._num_waiting -= 1
-            if isinstance(found, WorkerUnavailable):
-                raise found
-            if found.is_alive:
-                return found
-            self.kill(found)
+            if isinstance(process, WorkerUnavailable):
+                raise process
+            if process.is_alive:
+                return process
+            self.kill(process)
 
     def release(self, process: WorkerProcess) -> None:
         self._idle.put_nowait(process)
 
     def kill(self, process: WorkerProcess) -> None:
-        """Have it killed with all that it has started; another takes its place where somebody waits."""
+        """Kill a process and all its children; a new one starts if someone waits."""
         self._processes.discard(process)
         process.end()
         self._grow()
@@ -83,7 +90,7 @@ class ProcessPool:
         try:
             try:
                 process = await self._fork_server.start_worker(self._order)
-            except WorkerUnavailable:  # once more, for the nursery itself may have been lost
+            except WorkerUnavailable:  # retry once: the fork server itself may have been lost
                 process = await self._fork_server.start_worker(self._order)
         except WorkerUnavailable as error:
             self._num_starting -= 1
@@ -100,15 +107,16 @@ class ProcessPool:
 
 
 AGENT_PRELOAD = ("openai", "openai.resources.chat")
-"""What most agents import, which takes a second: once for all of their processes, where it is installed."""
+"""Modules that most agents import, which takes a second; preloaded once for all agent processes, if installed."""
 
 
 class EnvironmentPool:
-    """For one event loop, until `aclose`.
+    """All processes of tools and environments, for one event loop, until `aclose`.
 
-    timeout: seconds that a call may take, and `reset`, `reward` and `close`, not counting the wait for a process. size:
-    processes for tools at most; an environment has one for each of its conversations. log: a file for what goes wrong,
-    and for what they print.
+    Args:
+        timeout: seconds for a call, `reset`, `reward` or `close`, not counting the wait for a process
+        size: maximum number of processes for tools; an environment has one per running conversation
+        log: file for errors and for what the processes print
     """
 
     def __init__(
@@ -122,101 +130,111 @@ class EnvironmentPool:
         self.catalog, self.timeout, self.max_tool_processes = known, timeout, size
         self.error_log = ErrorLog(log)
         self.tool_call_stats: dict[str, ToolCallStats] = {}
-        """Of tools, by name: those that reached the tool."""
-        agents = any(one.kind == "agent" for one in known.environments.values())
-        given = {"preload": AGENT_PRELOAD} if agents else {}
-        self._fork_server = ForkServer(SERVE, given, Path(os.devnull) if log is None else log, limits)
+        """Calls that reached a tool, by its name."""
+        has_agents = any(info.kind == "agent" for info in known.environments.values())
+        settings = {"preload": AGENT_PRELOAD} if has_agents else {}
+        self._fork_server = ForkServer(SERVE, settings, Path(os.devnull) if log is None else log, limits)
         specs = dict.fromkeys(tool.spec for tool in known.tools.values())
         self._tool_processes = ProcessPool(self._fork_server, {"load": [[TOOLS_KEY, spec] for spec in specs]}, size)
         cores = len(os.sched_getaffinity(0))
         self._environment_processes = {
-            name: ProcessPool(self._fork_server, {"load": [[ENVIRONMENTS_KEY, one.spec]]}, at_once=cores)
-            for name, one in known.environments.items()
+            name: ProcessPool(self._fork_server, {"load": [[ENVIRONMENTS_KEY, info.spec]]}, at_once=cores)
+            for name, info in known.environments.items()
         }
         self._closing_tasks: set[asyncio.Task[None]] = set()
 
     async def open_session(self, prompt: Prompt) -> EnvironmentSession:
-        """Raises SessionLost where `reset` fails, or no process can be had; ConfigError as `TrackerInfo.find_environment` does."""
+        """Open a session for a conversation.
+
+        Raises SessionLost if `reset` fails or no process is available, ConfigError as
+        `EnvironmentCatalog.find_environment`.
+        """
         environment = self.catalog.find_environment(prompt)
         if environment is not None and environment.kind == "agent":
             raise RuntimeError(f"{environment.spec} is an agent, which is run, not begun")
         if environment is None:
             return EnvironmentSession(self, prompt.messages, self.catalog.select_schemas(prompt))
-        name, leases = environment.name, self._environment_processes[environment.name]
+        name, pool = environment.name, self._environment_processes[environment.name]
         try:
-            process = await leases.acquire()
+            process = await pool.acquire()
         except WorkerUnavailable as error:
             raise SessionLost(f"{name}: {error}") from None
-        world = _EnvironmentProcess(environment, leases, process)
+        world = _EnvironmentProcess(environment, pool, process)
         try:
-            said = await self.request(world, {"do": "begin", "row": build_row(prompt)}, "reset")
-            if "failed" in said:
-                self.error_log.write(name, prompt.id, said["failed"], str(said.get("kind")), str(said.get("trace")))
-                raise SessionLost(f"{name}: {said['failed']}")
-            messages = _apply_reset(prompt.messages, said["messages"], name)
-            return EnvironmentSession(self, messages, self.catalog.select_schemas(prompt, said["schemas"]), world)
+            answer = await self.request(world, {"do": "begin", "row": build_row(prompt)}, "reset")
+            if "failed" in answer:
+                self.error_log.write(
+                    name, prompt.id, answer["failed"], str(answer.get("kind")), str(answer.get("trace"))
+                )
+                raise SessionLost(f"{name}: {answer['failed']}")
+            messages = _apply_reset(prompt.messages, answer["messages"], name)
+            return EnvironmentSession(self, messages, self.catalog.select_schemas(prompt, answer["schemas"]), world)
         except BaseException:
-            leases.kill(process)
+            pool.kill(process)
             raise
 
     async def run_agent(self, prompt: Prompt, base_url: str, api_key: str, limit: float) -> Any:
-        """What an agent returns, which is a client of the policy there; in a process that no other has meanwhile.
-        Raises SessionLost where it raises, its process dies, or `limit` seconds are over."""
+        """Run an agent as a client of the policy, in an exclusive process, and return its result.
+
+        Raises SessionLost if it raises, its process dies, or `limit` seconds have passed.
+        """
         environment = self.catalog.find_environment(prompt)
         assert environment is not None and environment.kind == "agent"
-        leases = self._environment_processes[environment.name]
+        pool = self._environment_processes[environment.name]
         try:
-            process = await leases.acquire()
+            process = await pool.acquire()
         except WorkerUnavailable as error:
             raise SessionLost(f"{environment.name}: {error}") from None
         order = {"do": "run", "row": build_row(prompt), "base_url": base_url, "api_key": api_key}
-        done = False
+        has_succeeded = False
         try:
-            said = await process.request(_pickle_order(order), limit)
-            done = "failed" not in said
+            answer = await process.request(_pickle_order(order), limit)
+            has_succeeded = "failed" not in answer
         except TimeoutError:
             raise SessionLost(f"{environment.name} was stopped after {limit:g} s") from None
         except (WorkerUnavailable, _UnpicklableOrder) as error:
             raise SessionLost(f"{environment.name}: {error}") from None
         finally:
-            if done:
-                leases.release(process)
-            else:  # who knows what is still going on there
-                leases.kill(process)
-        if "failed" in said:
+            if has_succeeded:
+                pool.release(process)
+            else:  # unknown work may still be running in it
+                pool.kill(process)
+        if "failed" in answer:
             self.error_log.write(
-                environment.name, prompt.id, said["failed"], str(said.get("kind")), str(said.get("trace"))
+                environment.name, prompt.id, answer["failed"], str(answer.get("kind")), str(answer.get("trace"))
             )
-            raise SessionLost(f"{environment.name}: {said['failed']}")
-        return said.get("value")
+            raise SessionLost(f"{environment.name}: {answer['failed']}")
+        return answer.get("value")
 
     async def call_tool(self, name: str, arguments: Any) -> ToolResult:
-        """Of `rollout.tools`. Whatever goes wrong inside it is the result's text; nothing is raised."""
+        """Call a tool of `rollout.tools`. Raises nothing: any failure becomes the result's text."""
         try:
             process = await self._tool_processes.acquire()
         except WorkerUnavailable as error:
             return self.record_failure(name, arguments, "the tool's process did not start", "start", str(error))
         order = {"do": "call", "spec": self.catalog.tools[name].spec, "name": name, "arguments": arguments}
         try:
-            said = await process.request(_pickle_order(order), self.timeout)
-            if "lost" in said:
+            answer = await process.request(_pickle_order(order), self.timeout)
+            if "lost" in answer:
                 self._tool_processes.kill(process)
-                return self.record_failure(name, arguments, said["lost"], str(said.get("kind")), str(said.get("trace")))
-            result = self.record_result(name, arguments, said)
+                return self.record_failure(
+                    name, arguments, answer["lost"], str(answer.get("kind")), str(answer.get("trace"))
+                )
+            result = self.record_result(name, arguments, answer)
         except TimeoutError:
             self._tool_processes.kill(process)
             return self.record_failure(name, arguments, f"the tool was stopped after {self.timeout:g} s", "late")
         except (WorkerUnavailable, LookupError, ValueError, TypeError) as error:
             self._tool_processes.kill(process)
             return self.record_failure(name, arguments, "the tool's process died", "died", str(error))
-        except BaseException:  # cancelled in the middle of a call: its answer must not reach another call
+        except BaseException:  # cancelled mid-call: the answer must not reach another call
             self._tool_processes.kill(process)
             raise
         self._tool_processes.release(process)
         return result
 
     def record_result(self, name: str, arguments: Any, said: Mapping[str, Any]) -> ToolResult:
-        """Of an answer. Raises LookupError or ValueError where it is none."""
+        """Convert a process's answer. Raises LookupError or ValueError if it is invalid."""
         result = ToolResult(replace_surrogates(str(said["text"])), bool(said["ok"]))
         self._count_call(name, "" if result.ok else f"{result.text.removeprefix('Error: ')} ({said.get('kind')})")
         if not result.ok:
@@ -229,11 +247,11 @@ class EnvironmentPool:
         return ToolResult(f"Error: {what}", False)
 
     def _count_call(self, name: str, failure: str) -> None:
-        one = ToolCallStats(1, int(bool(failure)), failure[:500])
-        self.tool_call_stats[name] = self.tool_call_stats.get(name, ToolCallStats()) + one
+        stats = ToolCallStats(1, int(bool(failure)), failure[:500])
+        self.tool_call_stats[name] = self.tool_call_stats.get(name, ToolCallStats()) + stats
 
     async def request(self, world: _EnvironmentProcess, order: Mapping[str, Any], what: str) -> dict[str, Any]:
-        """Of an environment's process. Raises SessionLost where there is no answer."""
+        """Send an order to an environment's process. Raises SessionLost if there is no answer."""
         limit = world.info.timeout or self.timeout
         try:
             return await world.process.request(_pickle_order(order), limit)
@@ -245,21 +263,21 @@ class EnvironmentPool:
         raise SessionLost(f"{world.info.name}: {reason}")
 
     def run_later(self, work: Any) -> None:
-        """Have it done while the conversation is gone."""
+        """Run a coroutine in the background, after its conversation has ended."""
         task = asyncio.ensure_future(work)
         self._closing_tasks.add(task)
         task.add_done_callback(self._closing_tasks.discard)
 
     async def aclose(self) -> None:
-        """End the processes, and whatever was started in them; objects that have ended are closed first."""
+        """Close remaining environment objects, then end all processes and their children."""
         await asyncio.gather(*self._closing_tasks, return_exceptions=True)
-        for leases in (self._tool_processes, *self._environment_processes.values()):
-            leases.close()
+        for pool in (self._tool_processes, *self._environment_processes.values()):
+            pool.close()
         await asyncio.to_thread(self._fork_server.close)
 
 
 class _EnvironmentProcess:
-    """An environment's object, in the process that it has."""
+    """An environment's object, in its leased process."""
 
     def __init__(self, known: EnvironmentInfo, leases: ProcessPool, process: WorkerProcess) -> None:
         self.info, self.pool, self.process = known, leases, process
@@ -268,9 +286,11 @@ class _EnvironmentProcess:
 
 
 class EnvironmentSession:
-    """One conversation's tools and environment. Made by `EnvironmentPool.open_session`.
+    """One conversation's tools and environment, opened by `EnvironmentPool.open_session`.
 
-    messages: the prompt's, as `reset` has left them. schemas: of all tools that the policy may call.
+    Attributes:
+        messages: the prompt's messages after `reset`
+        schemas: all tools that the policy may call
     """
 
     def __init__(
@@ -286,9 +306,11 @@ class EnvironmentSession:
         self._call_tasks: dict[int, asyncio.Task[ToolResult]] = {}
 
     async def call(self, number: int, name: str, arguments: Any) -> ToolResult:
-        """Call a tool; what goes wrong inside is the result's text. number: of the call within the conversation: one
-        that was asked for before has the same result, and nothing is called again, so that a conversation which was
-        stopped in the middle of a call can go on. Raises SessionLost where the environment is gone."""
+        """Call a tool; failures inside it become the result's text.
+
+        Repeating a `number`, which counts the conversation's calls, returns the earlier result without a new call, so
+        that a conversation halted mid-call can continue. Raises SessionLost if the environment is lost.
+        """
         if number not in self._call_tasks or self._call_tasks[number].cancelled():
             self._call_tasks[number] = asyncio.create_task(self._call(name, arguments))
             self._call_tasks[number].add_done_callback(_retrieve_exception)
@@ -296,46 +318,46 @@ class EnvironmentSession:
 
     async def _call(self, name: str, arguments: Any) -> ToolResult:
         if name not in self._schema_by_name:
-            there_are = ", ".join(self._schema_by_name) or "none"
-            return ToolResult(f"Error: there is no tool {name!r}; there are: {there_are}", False)
-        if complaint := find_argument_error(self._schema_by_name[name], arguments):
-            return ToolResult(f"Error: {complaint}", False)
-        world, sessions = self._process, self._pool
-        if world is None or name in sessions.catalog.tools:
-            return await sessions.call_tool(name, arguments)
-        async with world.lock:  # one call after the other, in the order in which the policy made them
+            available = ", ".join(self._schema_by_name) or "none"
+            return ToolResult(f"Error: there is no tool {name!r}; there are: {available}", False)
+        if argument_error := find_argument_error(self._schema_by_name[name], arguments):
+            return ToolResult(f"Error: {argument_error}", False)
+        process, pool = self._process, self._pool
+        if process is None or name in pool.catalog.tools:
+            return await pool.call_tool(name, arguments)
+        async with process.lock:  # calls run one at a time, in the policy's order
             order = {"do": "call", "spec": "", "name": name, "arguments": arguments}
-            said = await self._request(world, order, f"the tool {name}")
-            if "lost" in said:
-                sessions.error_log.write(name, arguments, said["lost"], str(said.get("kind")), str(said.get("trace")))
-                self._mark_lost(world, f"{world.info.name}: {said['lost']}")
-                raise SessionLost(world.lost_reason)
+            answer = await self._request(process, order, f"the tool {name}")
+            if "lost" in answer:
+                pool.error_log.write(name, arguments, answer["lost"], str(answer.get("kind")), str(answer.get("trace")))
+                self._mark_lost(process, f"{process.info.name}: {answer['lost']}")
+                raise SessionLost(process.lost_reason)
             try:
-                return sessions.record_result(name, arguments, said)
+                return pool.record_result(name, arguments, answer)
             except (LookupError, ValueError, TypeError) as error:
-                self._mark_lost(world, f"{world.info.name}: garbled answer: {error!r}")
-                raise SessionLost(world.lost_reason) from None
+                self._mark_lost(process, f"{process.info.name}: garbled answer: {error!r}")
+                raise SessionLost(process.lost_reason) from None
 
     async def reward(self, answer: str, messages: Sequence[Message], turns: Sequence[str]) -> RewardResult | None:
-        """What the environment says the conversation was worth; None where it has no `reward`. Raises nothing."""
-        world = self._process
-        if world is None or not world.info.has_reward:
+        """Return the environment's reward, or None if it has no `reward`. Raises nothing."""
+        process = self._process
+        if process is None or not process.info.has_reward:
             return None
         order = {"do": "reward", "answer": answer, "messages": list(messages), "turns": list(turns)}
         try:
-            async with world.lock:
-                said = await self._request(world, order, "reward")
+            async with process.lock:
+                reply = await self._request(process, order, "reward")
         except SessionLost as error:
             return RewardFailure(str(error))
-        if "failed" in said:
+        if "failed" in reply:
             self._pool.error_log.write(
-                world.info.name, answer[:200], said["failed"], str(said.get("kind")), str(said.get("trace"))
+                process.info.name, answer[:200], reply["failed"], str(reply.get("kind")), str(reply.get("trace"))
             )
-            return RewardFailure(f"{world.info.name}: {said['failed']}")
+            return RewardFailure(f"{process.info.name}: {reply['failed']}")
         try:
-            return parse_reward(said.get("value"), len(turns))
+            return parse_reward(reply.get("value"), len(turns))
         except (RewardError, TypeError) as error:
-            return RewardFailure(f"{world.info.name}: reward: {error}")
+            return RewardFailure(f"{process.info.name}: reward: {error}")
 
     async def _request(self, world: _EnvironmentProcess, order: Mapping[str, Any], what: str) -> dict[str, Any]:
         if world.lost_reason:
@@ -345,7 +367,7 @@ class EnvironmentSession:
         except SessionLost as error:
             self._mark_lost(world, str(error))
             raise
-        except BaseException:  # cancelled in the middle of it
+        except BaseException:  # cancelled midway
             self._mark_lost(world, f"{world.info.name}: {what} was cut off")
             raise
 
@@ -354,57 +376,59 @@ class EnvironmentSession:
         world.pool.kill(world.process)
 
     def close(self) -> None:
-        """Give the process back, when `close` is through; safe to call twice. What is under way is cut off, with its
-        process."""
+        """Release the process after the environment's `close`; safe to call twice.
+
+        A running call is cancelled and its process killed.
+        """
         for task in self._call_tasks.values():
             task.cancel()
-        world, self._process = self._process, None
-        if world is not None and not world.lost_reason:
-            if world.lock.locked():
-                self._mark_lost(world, "the conversation has ended")
+        process, self._process = self._process, None
+        if process is not None and not process.lost_reason:
+            if process.lock.locked():
+                self._mark_lost(process, "the conversation has ended")
             else:
-                self._pool.run_later(self._close_environment(world))
+                self._pool.run_later(self._close_environment(process))
 
     async def _close_environment(self, world: _EnvironmentProcess) -> None:
         try:
-            said = await self._request(world, {"do": "end"}, "close")
+            answer = await self._request(world, {"do": "end"}, "close")
         except SessionLost:
             return
-        if "failed" in said:
+        if "failed" in answer:
             name = world.info.name
-            self._pool.error_log.write(name, "", said["failed"], str(said.get("kind")), str(said.get("trace")))
+            self._pool.error_log.write(name, "", answer["failed"], str(answer.get("kind")), str(answer.get("trace")))
         world.pool.release(world.process)
 
 
 class _UnpicklableOrder(ValueError):
-    """What an order holds cannot be pickled."""
+    """An order holds a value that cannot be pickled."""
 
 
 def _pickle_order(order: Mapping[str, Any]) -> bytes:
     try:
         return pickle.dumps(order, 5)
-    except Exception as error:  # of what a data set has put into a row
+    except Exception as error:  # raised by values of the dataset
         raise _UnpicklableOrder(f"the row cannot be sent to its process: {format_error(error)}") from None
 
 
 def _retrieve_exception(task: asyncio.Task[ToolResult]) -> None:
-    """Nobody may be there any more who wants to know."""
+    """Mark the exception as retrieved, because nobody may be waiting for it any more."""
     if not task.cancelled():
         task.exception()
 
 
 def _apply_reset(prompt: tuple[Message, ...], said: Any, name: str) -> tuple[Message, ...]:
-    """The prompt's as `reset` has left them. Raises SessionLost where they are none."""
+    """Apply the result of `reset` to the prompt's messages. Raises SessionLost if it is invalid."""
     if said is None:
         return prompt
     if isinstance(said, str):
         return (*prompt, {"role": "user", "content": replace_surrogates(said)})
     try:
-        found = parse_chat_messages(replace_surrogates(said), name, "reset")
+        messages = parse_chat_messages(replace_surrogates(said), name, "reset")
     except (ConfigError, ValueError) as error:
         raise SessionLost(f"{name}: what reset returned are no messages: {error}") from None
-    if found[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant":
         raise SessionLost(
             f"{name}: what reset returned ends with the assistant's words, which leaves nothing to answer"
         )
-    return found
+    return messages

@@ -1,8 +1,8 @@
 """`program:COMMAND`: an agent that is any program, in any language, with a client of OpenAI's API.
 
-It gets the row as JSON on stdin, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. The last line
-that it prints is the reward, a number or {"reward", "parts", "turns"}; without one `reward.functions` say what it was
-worth. What it prints on stderr is in the log of the tools.
+It receives the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. The last
+line it prints is the reward, a number or {"reward", "parts", "turns"}; without one, `reward.functions` compute it. Its
+stderr goes to the log of the tools.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megarl.config.strict import ConfigError
 
 MODEL = "policy"
 MAX_OUTPUT_BYTES = 1 << 20
-"""Bytes that it may print."""
+"""Bytes of stdout that are kept, from the end."""
 
 
 def environment(command: str) -> Any:
-    """Raises ConfigError for a command that cannot be run."""
+    """Return an agent that runs the command. Raises ConfigError if it cannot be run."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:
@@ -33,14 +33,14 @@ def environment(command: str) -> Any:
         raise ConfigError(f"there is no program {arguments[0]!r} in PATH ({os.environ.get('PATH', '')})")
 
     async def run(row: dict[str, Any], base_url: str, api_key: str) -> Any:
-        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *arguments, stdin=pipe, stdout=pipe, limit=MAX_OUTPUT_BYTES, env={**os.environ, **own}
+            *arguments, stdin=pipe, stdout=pipe, limit=MAX_OUTPUT_BYTES, env={**os.environ, **variables}
         )
         try:
             assert process.stdin is not None and process.stdout is not None
-            said, _ = await asyncio.gather(
+            output, _ = await asyncio.gather(
                 _read_tail(process.stdout), _write_row(process.stdin, json.dumps(row).encode())
             )
             status = await process.wait()
@@ -49,7 +49,7 @@ def environment(command: str) -> Any:
                 process.kill()
         if status:
             raise RuntimeError(f"it ended with exit status {status}")
-        return parse_reward(said)
+        return parse_reward(output)
 
     return run
 
@@ -59,20 +59,20 @@ async def _write_row(stdin: asyncio.StreamWriter, row: bytes) -> None:
         stdin.write(row)
         await stdin.drain()
         stdin.close()
-    except (BrokenPipeError, ConnectionResetError):  # it does not want to know
+    except (BrokenPipeError, ConnectionResetError):  # the program does not read its stdin
         pass
 
 
 async def _read_tail(stdout: asyncio.StreamReader) -> bytes:
-    """Its last `MOST` bytes."""
-    said = b""
-    while part := await stdout.read(1 << 16):
-        said = (said + part)[-MAX_OUTPUT_BYTES:]
-    return said
+    """Read to the end and return the last `MAX_OUTPUT_BYTES` bytes."""
+    tail = b""
+    while chunk := await stdout.read(1 << 16):
+        tail = (tail + chunk)[-MAX_OUTPUT_BYTES:]
+    return tail
 
 
 def parse_reward(said: bytes) -> Any:
-    """Of the last line that is not empty; None where that is no number and no JSON object."""
+    """Parse the last non-empty line; None if it is neither a number nor a JSON object."""
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     try:
         value = json.loads(lines[-1]) if lines else None

@@ -1,4 +1,4 @@
-"""What a class must have to be an environment, and what is known of one without importing it.
+"""The interface of environments, and the description of one that the rank has without importing it.
 
     class Guess:
         def reset(self, ground_truth: int) -> str:
@@ -17,10 +17,10 @@
         def reward(self, answer: str) -> float:
             return float(answer.strip() == str(self.number)) - 0.01 * self.tries
 
-`Environment` below has the rules. `rollout.environments: [my_module:Guess]` names it; a prompt's column `environment`
-says which one is its own where there are several. Any method may be a coroutine. An object of the class lives from
-`reset` to the end of one conversation, in a process that no other conversation uses meanwhile; then
-the process is given a new object. Nothing here imports anything heavy, for those processes import it.
+`Environment` below has the rules. `rollout.environments: [my_module:Guess]` selects it; with several, a prompt's column
+`environment` names its own. Any method may be a coroutine. An object of the class lives from `reset` to the end of one
+conversation, in a process that no other conversation uses meanwhile; the next conversation gets a new object. This
+module imports nothing heavy, because those processes import it.
 """
 
 from __future__ import annotations
@@ -29,71 +29,93 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 EnvironmentKind = Literal["tools", "environment", "agent"]
-"""tools: without a state, called by whichever process is free. environment: an object for each conversation. agent: a
-coroutine function that is a client of the policy, `async def run(row, base_url, api_key) -> float | dict | None`,
-which has a process to itself meanwhile, and that plays further episodes later."""
+"""Kind of an entry of `rollout.tools` or `rollout.environments`.
+
+- tools: stateless, called in whichever process is free.
+- environment: one object per conversation.
+- agent: a coroutine function that is a client of the policy,
+  `async def run(row, base_url, api_key) -> float | dict | None`. It has a process to itself during an episode; the
+  process is then reused.
+"""
 
 ADAPTER_PREFIXES = ("mcp", "verifiers", "harbor", "program")
-"""`mcp:FILE` stands for what `megarl.environments.mcp:environment` makes of FILE: a class as here, or an agent."""
+"""`mcp:FILE` stands for the class or agent that `megarl.environments.mcp:environment` makes of FILE."""
 
 RESERVED_METHODS = ("reset", "reward", "close", "tools", "call")
-"""Methods that are no tools."""
+"""Public methods that are not tools."""
 
 REWARD_ARGUMENTS = ("answer", "messages", "turns")
-"""What `reward` may be given, each where it names it. answer: str, what the policy said last. messages: list of chat
-messages, the whole conversation. turns: list of str, each of the policy's turns as it was written, calls included."""
+"""Arguments that `reward` may declare.
+
+- answer: str, the policy's last message.
+- messages: list of chat messages, the whole conversation.
+- turns: list of str, each policy turn as written, including calls.
+"""
 
 
 class Environment(Protocol):
-    """A class; its constructor takes no arguments.
+    """An environment class; its constructor takes no arguments.
 
-    Any further public method is a tool: its name, docstring and type hints make the schema (`schemas.py`). A class
-    whose tools are found only when it runs has two methods in place of those, sync or async:
+    Every other public method is a tool: its name, docstring and type hints make the schema (`schemas.py`). A class
+    whose tools are known only at run time has two methods instead, sync or async:
 
-        def tools(self) -> list[dict]:              OpenAI schemas, asked for after `reset`
+        def tools(self) -> list[dict]:              OpenAI schemas, requested after `reset`
         def call(self, name: str, arguments: dict) -> Any
 
-    It may have an attribute `timeout`, the seconds that each of its methods may take, in place of
-    `rollout.tool_timeout`.
+    An attribute `timeout` sets the seconds that each method may take, in place of `rollout.tool_timeout`.
     """
 
     def reset(self, **row: Any) -> Any:
-        """Begin. row: the prompt's columns: `prompt` (list of messages), `ground_truth`, `data_source`, and all others
-        that the data set has; where there is no `**`, those that the signature names. Optional.
+        """Start a conversation. Optional.
 
-        Returns None; or text, a further message of the user's behind the prompt's; or a list of messages in place of
-        the prompt's. Whatever it raises aborts the conversation.
+        `row` holds the prompt's columns: `prompt` (list of messages), `ground_truth`, `data_source`, and all others of
+        the dataset; without `**`, only those the signature names.
+
+        Returns None, or text for a further user message after the prompt's, or a list of messages to replace the
+        prompt's. An exception aborts the conversation.
         """
 
     def reward(self) -> Any:
-        """What it was worth: a number, or {"reward", "parts", "turns"} as a reward function returns it. May name what
-        `REWARD_ARGUMENTS` lists. Optional, where `reward.functions` has some: it is the part `environment` of the reward."""
+        """Return the conversation's reward: a number, or {"reward", "parts", "turns"} as from a reward function.
+
+        It may declare any of `REWARD_ARGUMENTS`. Optional if `reward.functions` is set; it becomes the part
+        `environment` of the reward.
+        """
 
     def close(self) -> None:
-        """Give back what it holds. Optional; called once, also where the conversation was aborted, but for a process
-        that had to be killed."""
+        """Release resources. Optional.
+
+        Called once, even if the conversation was aborted, unless the process had to be killed.
+        """
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """text: what the policy reads; ok: whether the tool returned of its own accord and without an error."""
+    """A tool's result. `text` is what the policy reads; `ok` is False if the tool failed or was stopped."""
 
     text: str
     ok: bool
 
 
 class SessionLost(Exception):
-    """An environment can go on no more, in one line: its process died or hung, `reset` raised, a tool raised this."""
+    """The environment cannot continue: its process died or hung, `reset` raised, or a tool raised this."""
 
 
 @dataclass(frozen=True)
 class EnvironmentInfo:
-    """What is known of one without importing it: its own process has said so. All of it JSON can hold.
+    """Description of an environment or tool, sent as JSON by its own process.
 
-    spec: as the configuration has it; name: of the class or function, or what comes behind a prefix's colon. schemas:
-    of its tools, () where they are found at run time (`dynamic`). required: columns that `reset` must have; takes:
-    those that it may have, None for all. rewards: whether it has a `reward`; an agent may. timeout: its own seconds, 0
-    for none. sandboxed: whether it runs what the policy writes in the sandbox, which an attribute of that name says.
+    Attributes:
+        spec: as in the configuration
+        name: of the class or function, or what follows a prefix's colon
+        schemas: of its tools, () if `has_dynamic_tools`
+        has_dynamic_tools: the tools are known only at run time
+        required_columns: columns that `reset` requires
+        accepted_columns: columns that `reset` accepts, None for all
+        has_reward: whether it has a `reward`; an agent may return one
+        reward_arguments: which of `REWARD_ARGUMENTS` its `reward` takes
+        timeout: its own timeout in seconds, 0 for none
+        is_sandboxed: whether it runs the policy's code in the sandbox, as its attribute `sandboxed` says
     """
 
     spec: str

@@ -1,7 +1,7 @@
-"""Boxes of the sandbox for tasks that bring no image: `/app` to work in, no network, the machine's Python and /usr.
+"""Sandbox boxes for tasks without an image: workdir `/app`, no network, the machine's Python and /usr.
 
-The verifier runs in a box of its own, with the tests and what the policy has left in /app: no process of the policy's
-is there, and nothing of the tests was there while it worked.
+The verifier runs in a separate box, with the tests and the policy's files in /app: none of the policy's processes run
+there, and none of the tests exist in the policy's box.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.sandbox.results import Limits
 WORKDIR = "/app"
 _MAX_DISK_MB = 64
 _MAX_OUTPUT_BYTES = 96 << 20
-"""Bytes that a call may bring out: all files of the box, packed, as text."""
+"""Bytes that a call may return: all files of the box, packed, as text."""
 _OUTPUT_PART_BYTES = 1 << 15
 _REPLY_MARK = "megarl: "
 _BOX_CODE = f"""
@@ -65,7 +65,7 @@ tar xzf tests.tgz -C tests && rm state.tgz tests.tgz && cd {WORKDIR} && exec bas
 
 
 class TaskBox:
-    """A task's box, for one session."""
+    """A task's box for one session."""
 
     def __init__(self, task: Task) -> None:
         if task.workdir not in ("", WORKDIR):
@@ -78,68 +78,68 @@ class TaskBox:
         self._limits = {"memory_mb": task.memory_mb, "disk_mb": disk, "output_bytes": _MAX_OUTPUT_BYTES}
 
     async def probe(self) -> None:
-        """Raises ConfigError where there can be no box."""
+        """Raise ConfigError if no box can be created."""
         try:
             await self._sandbox.probe()
         finally:
             await self._sandbox.close()
 
     async def start(self) -> None:
-        """Raises ConfigError where there can be no box, SessionLost where it does not begin."""
+        """Create the box. Raises ConfigError if none can be created, SessionLost if it does not start."""
         self._interpreter = await self._sandbox.interpreter(Limits(seconds=60.0, **self._limits))
         files = _pack_folder(self.task.folder / "environment")
-        begun = await self._interpreter.run(f"{_BOX_CODE}\n_unpack({base64.b64encode(files).decode()!r})")
-        if not begun.ok:
-            raise SessionLost(f"task {self.task.name}: its box did not begin: {begun.stderr.strip()[-300:]}")
+        result = await self._interpreter.run(f"{_BOX_CODE}\n_unpack({base64.b64encode(files).decode()!r})")
+        if not result.ok:
+            raise SessionLost(f"task {self.task.name}: its box did not begin: {result.stderr.strip()[-300:]}")
 
     async def run(self, command: str, seconds: float) -> tuple[int | None, str]:
-        """The status and the output of a command in a shell of its own; None where it was stopped after `seconds`."""
+        """Run a command in a new shell and return its status and output; the status is None after a timeout."""
         where = f"task {self.task.name}"
         env = {name: substitute_env(value, where) for name, value in self.task.env.items()}
-        said = await self._run_in_box(f"_run({command!r}, {seconds}, {env!r})", seconds + 10)
+        reply = await self._run_in_box(f"_run({command!r}, {seconds}, {env!r})", seconds + 10)
         if self.is_lost:
-            return None, said
+            return None, reply
         try:
-            status, text = json.loads(said)
+            status, text = json.loads(reply)
             return (None if status in (-9, 137) else int(status)), str(text)
-        except (ValueError, TypeError):  # from within a box anything can be said
+        except (ValueError, TypeError):  # code inside the box may print anything
             self.is_lost = True
             return None, ""
 
     async def _run_in_box(self, code: str, seconds: float) -> str:
-        """What a call prints behind the mark; where the box is lost, why."""
+        """Return what a call prints after the mark; if the box is lost, the reason."""
         assert self._interpreter is not None
         output = await self._interpreter.run(code, seconds)
-        _, found, said = output.stdout.rpartition(_REPLY_MARK)
-        if output.ok and found:
-            return said
-        self.is_lost = self.is_lost or output.is_state_lost or not found
+        _, mark, reply = output.stdout.rpartition(_REPLY_MARK)
+        if output.ok and mark:
+            return reply
+        self.is_lost = self.is_lost or output.is_state_lost or not mark
         return output.reason or "ended"
 
     async def verify(self) -> tuple[dict[str, bytes], str]:
-        """Run the verifier: what it wrote of REWARD_FILES, and what it said. `lost` where it came to no end."""
-        said = await self._run_in_box("_pack()", 60)
+        """Run the verifier and return its reward files and output. `is_lost` is set if it did not finish."""
+        output = await self._run_in_box("_pack()", 60)
         try:
-            state = base64.b64decode(json.loads(said))
+            packed_state = base64.b64decode(json.loads(output))
         except (ValueError, TypeError):
             self.is_lost = True
         if self.is_lost:
-            return {}, f"the box was ended ({said[:100]})"
+            return {}, f"the box was ended ({output[:100]})"
         where = f"task {self.task.name}"
         env = [f"{name}={substitute_env(value, where)}" for name, value in self.task.verifier_env.items()]
         result = await self._sandbox.run(
             ["env", *env, "bash", "-c", _VERIFY_SCRIPT],
-            {"state.tgz": state, "tests.tgz": _pack_folder(self.task.folder / "tests")},
+            {"state.tgz": packed_state, "tests.tgz": _pack_folder(self.task.folder / "tests")},
             limits=Limits(seconds=self.task.verifier_timeout, memory_mb=self.task.memory_mb, disk_mb=4 * _MAX_DISK_MB),
             fetch=[f"logs/verifier/{name}" for name in REWARD_FILES],
         )
         self.is_lost = result.reason not in ("", "exit", "signal")
-        said = (result.stdout + result.stderr).decode(errors="replace")
-        said += "".join(f"\n{name} {why}" for name, why in result.refused.items())
-        return {Path(name).name: data for name, data in result.files.items()}, said
+        output = (result.stdout + result.stderr).decode(errors="replace")
+        output += "".join(f"\n{name} {why}" for name, why in result.refused.items())
+        return {Path(name).name: data for name, data in result.files.items()}, output
 
     async def close(self) -> None:
-        """End it. Nothing is raised."""
+        """Close the box; raises nothing."""
         if self._interpreter is not None:
             await self._interpreter.close()
         await self._sandbox.close()

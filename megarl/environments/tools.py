@@ -1,7 +1,7 @@
-"""A tool without a state: an OpenAI function schema and a Python function, `rollout.tools` names it as `module:name`.
+"""Stateless tools: an OpenAI function schema and a Python function, listed in `rollout.tools` as `module:name`.
 
-A function with type hints and a docstring does as well, whose schema is made of these. No sandbox: tools are code that
-the user chose, which may hang, crash or print, and so runs in another process.
+A function with type hints and a docstring works too; its schema is built from them. Tools run without a sandbox: they
+are the user's own code, which may hang, crash or print, and so run in another process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 @dataclass(frozen=True)
 class Tool:
-    """schema: OpenAI's {"type": "function", "function": {name, description, parameters}}; function: takes the arguments
-    as keywords and returns text, or anything that JSON can hold; a coroutine function is awaited. `spec` is where it
-    was loaded from, `module:name`."""
+    """A tool.
+
+    Attributes:
+        schema: OpenAI's {"type": "function", "function": {name, description, parameters}}
+        function: takes the arguments as keywords and returns text or JSON-serializable values; a coroutine function is
+            awaited
+        spec: where it was loaded from, `module:name`
+    """
 
     schema: dict[str, Any]
     function: Callable[..., Any]
@@ -37,17 +42,20 @@ class Tool:
 
 
 def format_error(error: BaseException, named: bool = True) -> str:
-    """What an error says, in one line; `named` by its class, which stands alone where it says nothing."""
+    """Format an error in one line; `named` prefixes its class, which stands alone if there is no message."""
     kind = type(error).__name__
     try:
         text = " ".join(str(error).split())[:2000]
-    except Exception:  # its __str__ is a user's, too
+    except Exception:  # __str__ may be user code
         text = ""
     return f"{kind}: {text}" if text and named else text or kind
 
 
 def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
-    """Raise ConfigError where it is no OpenAI function schema that templates, parsers and `find_argument_error` can read."""
+    """Raise ConfigError unless it is an OpenAI function schema.
+
+    Templates, parsers and `find_argument_error` must be able to read it.
+    """
 
     def need(fine: bool, what: str) -> None:
         if not fine:
@@ -74,14 +82,14 @@ def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
 
 
 def check_function(tool: Tool, spec: str) -> None:
-    """Raise ConfigError where the function cannot be called with what the schema asks for."""
+    """Raise ConfigError if the function cannot be called with the schema's arguments."""
     if not callable(tool.function):
         raise ConfigError(f"rollout.tools: the function of {spec} is a {type(tool.function).__name__}")
     if is_generator(tool.function):
         raise ConfigError(f"rollout.tools: the function of {spec} is a generator; it must return text")
     try:
         signature = inspect.signature(tool.function)
-    except (TypeError, ValueError):  # of C, which does not say
+    except (TypeError, ValueError):  # a C function without a signature
         return
     parameters = tool.schema["function"].get("parameters") or {}
     for names in (parameters.get("required") or (), parameters.get("properties") or ()):
@@ -107,29 +115,31 @@ _LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None, "none":
 
 
 def read_declared_types(schema: dict[str, Any]) -> set[str]:
-    """Names of the JSON types that a schema of an argument allows, through `anyOf`, `oneOf`, `enum` and `nullable`;
-    empty where it says nothing, or what is not known here."""
-    wanted = schema.get("type")
-    found = {wanted} if isinstance(wanted, str) else set(wanted) if isinstance(wanted, list) else set()
+    """Return the JSON types that an argument's schema allows, through `anyOf`, `oneOf`, `enum` and `nullable`.
+
+    Empty if it declares none, or an unknown one.
+    """
+    declared = schema.get("type")
+    names = {declared} if isinstance(declared, str) else set(declared) if isinstance(declared, list) else set()
     for key in ("anyOf", "oneOf"):
-        for one in schema.get(key) or ():
-            inner = read_declared_types(one) if isinstance(one, dict) else set()
-            if not inner:
+        for option in schema.get(key) or ():
+            option_types = read_declared_types(option) if isinstance(option, dict) else set()
+            if not option_types:
                 return set()
-            found |= inner
-    if not found and isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        found = {name for value in values for name in _JSON_TYPES if _is_of_type(value, name)}
-    if found and schema.get("nullable"):
-        found.add("null")
-    return found if found <= set(_JSON_TYPES) else set()
+            names |= option_types
+    if not names and isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        names = {name for value in values for name in _JSON_TYPES if _is_of_type(value, name)}
+    if names and schema.get("nullable"):
+        names.add("null")
+    return names if names <= set(_JSON_TYPES) else set()
 
 
 def coerce_argument(text: str, schema: dict[str, Any]) -> Any:
-    """An argument that the policy wrote as bare text, as its schema declares it.
+    """Convert an argument that the policy wrote as bare text to its declared type.
 
-    A string is the text as it is: 1e5, true, null, 007. Where other types are allowed besides, the first of null,
-    boolean, integer, number, array and object that it can be read as. A text that is none of what is declared stays a
-    text, of which `find_argument_error` says what is wrong. Without a declared type, what JSON makes of it.
+    A declared string is the text as is: 1e5, true, null, 007. If other types are allowed besides, the result is the
+    first of null, boolean, integer, number, array and object that parses. Text that matches no declared type is
+    returned unchanged, and `find_argument_error` reports it. Without a declared type, it is parsed as JSON.
     """
     types = read_declared_types(schema)
     if types == {"string"}:
@@ -146,7 +156,7 @@ _UNPARSED = object()
 
 
 def _read_value(text: str) -> Any:
-    """By JSON, else as a literal of Python's; `_UNPARSED` where it is neither, or no finite number."""
+    """Parse as JSON, else as a Python literal; `_UNPARSED` if neither works or a number is not finite."""
     if text.lower() in _LITERALS:
         return _LITERALS[text.lower()]
     for read in (json.loads, _parse_literal):
@@ -159,7 +169,7 @@ def _read_value(text: str) -> Any:
 
 def _parse_literal(text: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that Python does not know
+        warnings.simplefilter("ignore")  # of invalid escape sequences
         return ast.literal_eval(text)
 
 
@@ -168,7 +178,7 @@ def _is_of_type(value: Any, name: str) -> bool:
 
 
 def find_argument_error(schema: dict[str, Any], arguments: Any) -> str:
-    """What is wrong with the arguments of a call, in words for the policy; empty if nothing is."""
+    """Return what is wrong with a call's arguments, worded for the policy; empty if nothing is."""
     if not isinstance(arguments, dict):
         return "the arguments must be a JSON object"
     parameters = schema["function"].get("parameters") or {}
@@ -180,7 +190,7 @@ def find_argument_error(schema: dict[str, Any], arguments: Any) -> str:
         if name not in properties:
             return f"there is no argument {name}"
         types = read_declared_types(properties[name])
-        if types and not any(_is_of_type(value, one) for one in types):
+        if types and not any(_is_of_type(value, type_name) for type_name in types):
             return f"argument {name} must be of type {' or '.join(sorted(types - {'null'} or types))}"
         if value is None and "null" in types:
             continue
