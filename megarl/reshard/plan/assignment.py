@@ -1,9 +1,9 @@
 """Decide who sends what to whom: exactly what a rank needs and lacks, from the least busy owners.
 
 Every rank computes the same assignment from the configuration alone, in integers, without communication. What several
-ranks of a node need enters the node once, in parts, one part at each of these ranks (its entries), which forward the
-parts to each other. Layers of the same kind on a stage are assigned alike, so each of them is balanced by itself.
-`deal` and `balance` split bytes over ranks such that the busiest rank has as little as possible.
+ranks of a node need enters the node once, split into parts. Each of these ranks receives one part (its entries) and
+forwards it to the others. Layers of the same kind on a stage are assigned alike, so each of them is balanced on its
+own. `distribute` and `balance` divide bytes over ranks such that the busiest rank has as little as possible.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from megarl.reshard.plan.flows import ByteIndex, LayerKind, Wire, build_byte_ind
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, build_rank_map
 
 SWEEPS, SWEEP_TOLERANCE = 12, 1e-3
-"""`balance` takes its sets in turn so often at most, or until none changes by this part of the busiest rank's load."""
+"""`balance` sweeps over its sets at most `SWEEPS` times, or until no share changes by more than this fraction of the
+busiest rank's load."""
 NETWORK_LIMIT, NETWORK_TOLERANCE = 1.043, 0.002
 GOOD_ENOUGH, TRIES = 1.005, 5
-"""Of `distribute_network`: how far what goes over the network may rise above its level, and how exactly that is kept; which
-factor is as good as one; how often to try."""
+"""Constants of `distribute_network`: the factor by which the network load may exceed its level, and the tolerance of
+that; the factor that counts as 1; the number of search steps."""
 
 RankSets = list[tuple[np.ndarray, int]]
-"""Ranks that may take a share of so many bytes, and these bytes."""
+"""(ranks, bytes): the ranks that may take a share of these bytes."""
 
 
 class Shares(NamedTuple):
-    """Bytes [lo, hi) of the line, of the given unit number `origin`, dealt to `rank`; arrays."""
+    """Bytes [lo, hi) of the byte index, part of input unit number `unit`, assigned to `rank`; arrays."""
 
     lo: np.ndarray
     hi: np.ndarray
@@ -42,17 +43,18 @@ class Shares(NamedTuple):
 def group_units(
     keys: np.ndarray, weight: np.ndarray, ranks_of: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[list[np.ndarray], RankSets]:
-    """Units with equal keys, which are dealt out among the same ranks: their numbers, and the set; by rising key.
+    """Group units with equal keys, which are divided among the same ranks. Returns the unit numbers and the rank set of
+    each group, by ascending key.
 
     keys [N, K]; weight [N]: bytes; ranks_of(key): the ranks.
     """
     if not len(keys):
         return [], []
     order = np.lexsort(keys.T[::-1])
-    rising = keys[order]
-    starts = np.concatenate([[0], np.nonzero((rising[1:] != rising[:-1]).any(axis=1))[0] + 1])
+    sorted_keys = keys[order]
+    starts = np.concatenate([[0], np.nonzero((sorted_keys[1:] != sorted_keys[:-1]).any(axis=1))[0] + 1])
     totals = np.add.reduceat(weight[order], starts).tolist()
-    sets = [(ranks_of(rising[at]), total) for at, total in zip(starts, totals, strict=True)]
+    sets = [(ranks_of(sorted_keys[start]), total) for start, total in zip(starts, totals, strict=True)]
     return np.split(order, starts[1:]), sets
 
 
@@ -66,19 +68,22 @@ def cut_by_shares(
     shares: Sequence[np.ndarray],
 ) -> Shares:
     """Cut units [lo, hi), which weigh `times` their bytes, where one rank's share ends and the next one's begins."""
-    found = [Shares(*(np.zeros(0, dtype=np.int64),) * 4)]
+    pieces = [Shares(*(np.zeros(0, dtype=np.int64),) * 4)]
     for units, (ranks, _), share in zip(members, sets, shares, strict=True):
         if len(ranks) == 1:
-            found.append(Shares(lo[units], hi[units], units, np.full(len(units), ranks[0])))
+            pieces.append(Shares(lo[units], hi[units], units, np.full(len(units), ranks[0])))
         else:
             begin, end, unit, owner = _cut_units(line, lo[units], hi[units], times[units], share)
-            found.append(Shares(begin, end, units[unit], ranks[owner]))
-    return Shares(*map(np.concatenate, zip(*found, strict=True)))
+            pieces.append(Shares(begin, end, units[unit], ranks[owner]))
+    return Shares(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
 def distribute(sets: RankSets, load: np.ndarray) -> list[np.ndarray]:
-    """Each set's bytes among its ranks, so that the busiest is as idle as can be. load [world]: what each has so far;
-    counts up. Sets with few ranks should come first, for they have the least choice."""
+    """Divide each set's bytes among its ranks, so that the busiest rank has as little as possible.
+
+    load [world]: current load of each rank; updated in place. Sets with few ranks should come first, for they have the
+    least choice.
+    """
     shares = []
     for ranks, total in sets:
         share = _water_fill(load[ranks], total) if len(ranks) > 1 else np.array([total])
@@ -88,29 +93,34 @@ def distribute(sets: RankSets, load: np.ndarray) -> list[np.ndarray]:
 
 
 def balance(sets: RankSets, load: np.ndarray) -> list[np.ndarray]:
-    """`deal`, and then each set in turn again until nothing changes, or SWEEPS times: then no other sharing has a less
-    busy busiest rank, however the sets overlap. (Each turn lowers the sum of the squares of all loads; where that is
-    least, so is the busiest rank's load.)"""
+    """Run `distribute`, then redistribute each set in turn until nothing changes, at most SWEEPS times.
+
+    At convergence no other division has a less busy busiest rank, however the sets overlap: each turn lowers the sum of
+    the squares of all loads, and where that is minimal, so is the maximum load.
+    """
     shares = distribute(sets, load)
-    several = [number for number, (ranks, _) in enumerate(sets) if len(ranks) > 1]
-    for _ in range(SWEEPS if len(several) > 1 else 0):
-        most = 0
-        for number in several:
+    shared_sets = [number for number, (ranks, _) in enumerate(sets) if len(ranks) > 1]
+    for _ in range(SWEEPS if len(shared_sets) > 1 else 0):
+        max_change = 0
+        for number in shared_sets:
             ranks, total = sets[number]
-            rest = load[ranks] - shares[number]
-            share = _water_fill(rest, total)
-            most = max(most, int(np.abs(share - shares[number]).max()))
-            load[ranks] = rest + share
+            other_load = load[ranks] - shares[number]
+            share = _water_fill(other_load, total)
+            max_change = max(max_change, int(np.abs(share - shares[number]).max()))
+            load[ranks] = other_load + share
             shares[number] = share
-        if most <= SWEEP_TOLERANCE * load.max():
+        if max_change <= SWEEP_TOLERANCE * load.max():
             break
     return shares
 
 
 def distribute_forwarded(sets: RankSets, sent: np.ndarray, room: np.ndarray) -> list[np.ndarray]:
-    """`deal` of what the ranks of a set receive in parts and send to each other, so that the busiest sender is as idle
-    as can be. sent [world]: what each sends besides; counts up. room [world]: what each may receive, as far as that is
-    enough for all; counts down."""
+    """Distribute what the ranks of a set receive in parts and forward to each other, so that the busiest sender has as
+    little as possible.
+
+    sent [world]: what each rank sends otherwise; updated in place. room [world]: what each may receive, as far as that
+    suffices for all; updated in place.
+    """
     shares = []
     for ranks, total in sets:
         others = len(ranks) - 1
@@ -123,68 +133,69 @@ def distribute_forwarded(sets: RankSets, sent: np.ndarray, room: np.ndarray) -> 
 
 
 def distribute_network(sets: RankSets, near: np.ndarray) -> list[np.ndarray]:
-    """`deal` of what goes over the network, with a view to what each rank sends inside of its node besides.
+    """Distribute what goes over the network, considering what each rank sends inside of its node (`near`).
 
-    Two figures are to be low: what the busiest rank sends over the network, and what it sends in all. Each alone comes
-    down to a level, often not both at once. Ranks are dealt to as if they had sent `near` - free already: with `free`
-    as high as any, nothing, that levels the network; with `free` = 0 all of it, that levels the sum. Between these that
-    `free` is looked for with which both figures are the same factor above their levels. If that factor is more than
-    NETWORK, the one with which the network's is NETWORK: it is the slower link, and what a push waits for.
+    Two quantities should be low: what the busiest rank sends over the network, and what it sends in total. Each has a
+    minimal level, but often both cannot reach it at once. Ranks are treated as if they had already sent max(near -
+    free, 0). With `free` at the maximum of `near` this is zero and the network load is balanced; with `free` = 0 it is
+    all of `near` and the total is balanced. In between, this searches for the `free` at which both quantities exceed
+    their levels by the same factor. If that factor is above NETWORK_LIMIT, it takes the `free` at which the network's
+    factor is NETWORK_LIMIT: the network is the slower link, and a weight sync waits for it.
     """
 
-    def dealt(free: int) -> tuple[list[np.ndarray], int, int]:
+    def distribute_with(free: int) -> tuple[list[np.ndarray], int, int]:
         handicap = np.maximum(near - free, 0)
         load = handicap.copy()
         shares = distribute(sets, load)
         return shares, int((load - handicap).max()), int((load - handicap + near).max())
 
     low, high = 0, int(near.max())
-    best, far, most = dealt(high)
-    if most == far:
+    best, network_level, total = distribute_with(high)
+    if total == network_level:
         return best
-    shares, network, whole = dealt(low)
-    least = most / whole
-    if network <= GOOD_ENOUGH * far or least <= GOOD_ENOUGH:
-        return best if least <= GOOD_ENOUGH else shares
-    # How much too high the network's factor is, at the low and at the high end.
-    wrong = [network / far - 1, 1 - min(least, NETWORK_LIMIT)]
+    shares, network, total_level = distribute_with(low)
+    best_factor = total / total_level
+    if network <= GOOD_ENOUGH * network_level or best_factor <= GOOD_ENOUGH:
+        return best if best_factor <= GOOD_ENOUGH else shares
+    # Excess of the network's factor over the target, at the low and at the high end.
+    errors = [network / network_level - 1, 1 - min(best_factor, NETWORK_LIMIT)]
     for _ in range(TRIES):
-        free = low + int((high - low) * wrong[0] / (wrong[0] - wrong[1]))
-        shares, network, most = dealt(free)
-        factors = network / far, most / whole
-        if factors[0] <= NETWORK_LIMIT + NETWORK_TOLERANCE and max(factors) < least:
-            best, least = shares, max(factors)
-        off = factors[0] - min(factors[1], NETWORK_LIMIT)
-        if abs(off) <= NETWORK_TOLERANCE:
+        free = low + int((high - low) * errors[0] / (errors[0] - errors[1]))
+        shares, network, total = distribute_with(free)
+        factors = network / network_level, total / total_level
+        if factors[0] <= NETWORK_LIMIT + NETWORK_TOLERANCE and max(factors) < best_factor:
+            best, best_factor = shares, max(factors)
+        error = factors[0] - min(factors[1], NETWORK_LIMIT)
+        if abs(error) <= NETWORK_TOLERANCE:
             break
-        if off > 0:  # the other end counts half, or it might stay for ever
-            low, wrong = free, [off, wrong[1] / 2]
+        if error > 0:  # halve the other end's error, or that end might never move (Illinois method)
+            low, errors = free, [error, errors[1] / 2]
         else:
-            high, wrong = free, [wrong[0] / 2, off]
+            high, errors = free, [errors[0] / 2, error]
     return best
 
 
 def _water_fill_capped(load: np.ndarray, total: int, room: np.ndarray) -> np.ndarray:
-    """`_water_fill` with no share above `room`. What that leaves goes out in equal parts."""
+    """`_water_fill` with no share above `room`. What exceeds the total room is divided equally."""
     room = np.maximum(room, 0)
     if total >= room.sum():
         return room + _water_fill(np.zeros_like(load), total - int(room.sum()))
     share = _water_fill(load, total)
-    full = np.zeros(len(load), dtype=bool)
+    is_full = np.zeros(len(load), dtype=bool)
     while (share > room).any():
-        full |= share >= room
-        share = np.where(full, room, 0)
-        share[~full] = _water_fill(load[~full], total - int(share.sum()))
+        is_full |= share >= room
+        share = np.where(is_full, room, 0)
+        share[~is_full] = _water_fill(load[~is_full], total - int(share.sum()))
     return share
 
 
 def _water_fill(load: np.ndarray, total: int) -> np.ndarray:
-    """How much each gets of `total` so that the highest of load + share is as low as can be; whole numbers."""
-    rising = load.copy()
-    rising.sort()
-    # With the lowest n filled up to one level, this is the level; right is the last n whose members all lie below it.
-    level = (total + rising.cumsum()) // np.arange(1, len(load) + 1)
-    share = np.maximum(level[np.count_nonzero(level >= rising) - 1] - load, 0)
+    """Divide `total` so that the maximum of load + share is as low as possible; integers."""
+    sorted_load = load.copy()
+    sorted_load.sort()
+    # level[n - 1]: the common level if the n lowest are filled up. Take the last n whose members all lie below it.
+    level = (total + sorted_load.cumsum()) // np.arange(1, len(load) + 1)
+    share = np.maximum(level[np.count_nonzero(level >= sorted_load) - 1] - load, 0)
     share[load.argmin()] += total - share.sum()
     return share
 
@@ -192,7 +203,7 @@ def _water_fill(load: np.ndarray, total: int) -> np.ndarray:
 def _cut_units(
     line: ByteIndex, lo: np.ndarray, hi: np.ndarray, times: np.ndarray, share: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Lay the units behind one another and the shares along them -> lo, hi, which unit, whose share."""
+    """Lay the units end to end with the shares along them. Returns lo, hi, unit index and share index of each part."""
     ends = np.cumsum((hi - lo) * times)
     begins = ends - (hi - lo) * times
     borders = np.cumsum(share)
@@ -207,19 +218,21 @@ def _cut_units(
         return np.where(point == begins[unit], lo[unit], np.where(point == ends[unit], hi[unit], inner))
 
     begin, end = place(left), place(right)
-    full = end > begin
-    return begin[full], end[full], unit[full], owner[full]
+    is_nonempty = end > begin
+    return begin[is_nonempty], end[is_nonempty], unit[is_nonempty], owner[is_nonempty]
 
 
 MIN_PIECE = 64 << 10
-"""Bytes below which a part of a tensor is not cut any more."""
+"""Parts of a tensor below this many bytes are not cut further."""
 
 
 class Entries(NamedTuple):
-    """Bytes [lo, hi) of the line that go from `src` to `dst`, a rank of a node that needs them. Arrays, in one order.
+    """Bytes [lo, hi) of the byte index that go from `src` to `dst`, a rank of a node that needs them. Arrays, in the
+    same order on all ranks.
 
-    group: number of (stage, kind); this happens for each of its layers. takers: the ranks of dst's node that need them
-    and lack them, dst among them, as bits, the node's first rank being bit 0; dst forwards to the others.
+    layer_group: number of the (stage, kind); the entry applies to each of its layers. receivers: the ranks of dst's
+    node that need and lack the bytes, dst among them, as bits; bit 0 is the node's first rank. dst forwards to the
+    others.
     """
 
     lo: np.ndarray
@@ -231,10 +244,10 @@ class Entries(NamedTuple):
 
 
 class NodeDemands(NamedTuple):
-    """Bytes [lo, hi) of the line that ranks of a node need and lack; arrays.
+    """Bytes [lo, hi) of the byte index that ranks of a node need and lack; arrays.
 
-    group: see `Entries`. takers: these ranks, near: those of the node that hold them, both as bits. owners: number of
-    the set of ranks that hold them, counted within the stage.
+    layer_group: see `Entries`. receivers: these ranks; local_holders: those of the node that hold the bytes; both as
+    bits. holder_set: number of the set of ranks within the stage that hold the bytes.
     """
 
     lo: np.ndarray
@@ -250,7 +263,7 @@ class NodeDemands(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """The layers of a kind on a stage."""
+    """The layers of one kind on one stage."""
 
     stage: int
     kind: int
@@ -258,7 +271,7 @@ class LayerGroup(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """Every transfer of a whole push, between any two ranks; arrays."""
+    """Every transfer of a whole weight sync, between any two ranks; arrays."""
 
     src: np.ndarray
     dst: np.ndarray
@@ -266,10 +279,10 @@ class Transfers(NamedTuple):
 
 
 class Assignment:
-    """The plan of all ranks, before it is cut into rounds.
+    """The plan of all ranks, before it is divided into rounds.
 
     hf: the model. ranks_per_node: rank r is on node r // ranks_per_node. min_piece: see `MIN_PIECE`. Raises ConfigError
-    where a layout does not divide the model, or its ranks.
+    if a layout does not divide the model, or its ranks.
     """
 
     def __init__(
@@ -292,119 +305,122 @@ class Assignment:
         self.entries = self._assign()
 
     def _build_layer_groups(self) -> list[LayerGroup]:
-        found: dict[tuple[int, int], list[int | None]] = {}
+        layers_of: dict[tuple[int, int], list[int | None]] = {}
         for number, kind in enumerate(self.layer_kinds):
             for stage, layer in kind.layers:
-                found.setdefault((stage, number), []).append(layer)
-        return [LayerGroup(stage, kind, tuple(layers)) for (stage, kind), layers in sorted(found.items())]
+                layers_of.setdefault((stage, number), []).append(layer)
+        return [LayerGroup(stage, kind, tuple(layers)) for (stage, kind), layers in sorted(layers_of.items())]
 
     def needs_matrix(self, kind: int) -> np.ndarray:
-        """[flows of the kind, world] bool."""
-        flows = self.layer_kinds[kind].cell_groups
-        of_engine = np.zeros((len(flows), self.engine.tp), dtype=bool)
-        for row, flow in zip(of_engine, flows, strict=True):
-            row[list(flow.engine_positions)] = True
-        needs = np.zeros((len(flows), self.world), dtype=bool)
-        needs[:, self.rank_map.engine] = np.tile(of_engine, len(self.rank_map.engine) // self.engine.tp)
+        """Return [cell groups of the kind, world] bool."""
+        groups = self.layer_kinds[kind].cell_groups
+        engine_needs = np.zeros((len(groups), self.engine.tp), dtype=bool)
+        for row, group in zip(engine_needs, groups, strict=True):
+            row[list(group.engine_positions)] = True
+        needs = np.zeros((len(groups), self.world), dtype=bool)
+        needs[:, self.rank_map.engine] = np.tile(engine_needs, len(self.rank_map.engine) // self.engine.tp)
         return needs
 
     def ranks_on_stage(self, stage: int) -> np.ndarray:
-        """[ranks of a stage]: the job's numbers of the ranks that have it."""
+        """Return [ranks of a stage]: the job ranks of the stage."""
         width = self.train.stage_ranks
         return self.rank_map.train[stage * width : (stage + 1) * width]
 
     def holds_matrix(self, kind: int) -> np.ndarray:
-        """[flows of the kind, ranks of a stage] bool; the same on each stage that has the kind."""
+        """Return [cell groups of the kind, ranks of a stage] bool; the same on each stage that has the kind."""
         train = self.train
         local = np.arange(train.stage_ranks)
         ep_rank = local // train.etp % train.ep
-        found = np.zeros((len(self.layer_kinds[kind].cell_groups), train.stage_ranks), dtype=bool)
-        for row, flow in zip(found, self.layer_kinds[kind].cell_groups, strict=True):
-            if flow.ep_rank is None:
-                row[:] = np.isin(local % train.tp, flow.train_shards)
+        holds = np.zeros((len(self.layer_kinds[kind].cell_groups), train.stage_ranks), dtype=bool)
+        for row, group in zip(holds, self.layer_kinds[kind].cell_groups, strict=True):
+            if group.ep_rank is None:
+                row[:] = np.isin(local % train.tp, group.train_shards)
             else:
-                row[:] = np.isin(local % train.etp, flow.train_shards) & (ep_rank == flow.ep_rank)
-        return found
+                row[:] = np.isin(local % train.etp, group.train_shards) & (ep_rank == group.ep_rank)
+        return holds
 
     @cached_property
     def matrices(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`needs` and `holds` of each kind."""
+        """`needs_matrix` and `holds_matrix` of each kind."""
         return [(self.needs_matrix(kind), self.holds_matrix(kind)) for kind in range(len(self.layer_kinds))]
 
     @cached_property
     def first_cell_group(self) -> np.ndarray:
-        """Number on the line of each kind's first flow."""
+        """Number of each kind's first cell group in the byte index."""
         return np.concatenate([[0], np.cumsum([len(kind.cell_groups) for kind in self.layer_kinds])])
 
     def _assign(self) -> Entries:
-        wants, owners = self._collect_demands()
-        far, inside = wants.select(wants.local_holders == 0), wants.select(wants.local_holders > 0)
-        # What each would send if nothing that comes over the network were forwarded; then who gets and forwards that.
-        sent, over = np.zeros((2, self.world), dtype=np.int64)
-        self._distribute_copies(inside, sent)
-        _, sets = self._group_by_holders(far, owners)
+        demands, holder_sets = self._collect_demands()
+        remote, local = demands.select(demands.local_holders == 0), demands.select(demands.local_holders > 0)
+        # What each rank would send if nothing received over the network were forwarded; then assign who receives and
+        # forwards that.
+        sent, network_sent = np.zeros((2, self.world), dtype=np.int64)
+        self._distribute_copies(local, sent)
+        _, sets = self._group_by_holders(remote, holder_sets)
         for (ranks, _), share in zip(sets, distribute_network(sets, sent.copy()), strict=True):
-            over[ranks] += share
-        far, far_dst = self._assign_entry_ranks(far, sent + over)
-        forwarded = self._forwarded_bytes(far, far_dst)
-        # Where all ranks are on both sides, they have about as much to send over the network; elsewhere who has more of
-        # that than others sends less inside of its node.
-        besides = np.zeros_like(over) if self.rank_map.is_colocated else over
-        inside, dst = self._assign_copy_ranks(inside, forwarded + besides)
-        # Senders: inside of the node those of its ranks that have it, else all that have it.
-        sent = forwarded + self._forwarded_bytes(inside, dst) + besides
-        members, sets = self._group_in_node(inside, inside.local_holders, self._count_bytes(inside))
-        inside, again, src = self._cut_demands(inside, members, sets, balance(sets, sent))
-        sent -= besides
-        members, sets = self._group_by_holders(far, owners)
-        far, far_again, far_src = self._cut_demands(far, members, sets, distribute_network(sets, sent))
-        both = NodeDemands(*map(np.concatenate, zip(inside, far, strict=True)))
-        src, dst = np.concatenate([src, far_src]), np.concatenate([dst[again], far_dst[far_again]])
+            network_sent[ranks] += share
+        remote, remote_dst = self._assign_entry_ranks(remote, sent + network_sent)
+        forwarded = self._forwarded_bytes(remote, remote_dst)
+        # Colocated ranks send about equal amounts over the network. On separate ranks the amounts differ, so ranks with
+        # more network traffic send less inside of their node.
+        extra_load = np.zeros_like(network_sent) if self.rank_map.is_colocated else network_sent
+        local, dst = self._assign_copy_ranks(local, forwarded + extra_load)
+        # Senders: ranks of the node that hold it, if any, else all ranks that hold it.
+        sent = forwarded + self._forwarded_bytes(local, dst) + extra_load
+        members, sets = self._group_in_node(local, local.local_holders, self._count_bytes(local))
+        local, local_units, src = self._cut_demands(local, members, sets, balance(sets, sent))
+        sent -= extra_load
+        members, sets = self._group_by_holders(remote, holder_sets)
+        remote, remote_units, remote_src = self._cut_demands(remote, members, sets, distribute_network(sets, sent))
+        both = NodeDemands(*map(np.concatenate, zip(local, remote, strict=True)))
+        src, dst = np.concatenate([src, remote_src]), np.concatenate([dst[local_units], remote_dst[remote_units]])
         order = np.lexsort((both.lo, src, dst, both.layer_group))
-        found = Entries(both.lo, both.hi, src, dst, both.layer_group, both.receivers)
-        return Entries(*(column[order] for column in found))
+        entries = Entries(both.lo, both.hi, src, dst, both.layer_group, both.receivers)
+        return Entries(*(column[order] for column in entries))
 
     def _collect_demands(self) -> tuple[NodeDemands, list[np.ndarray]]:
-        """All that any node lacks; and the sets of ranks within a stage that `NodeDemands.holder_set` counts."""
-        here, world = self.ranks_per_node, self.world
-        bits = 1 << np.arange(here, dtype=np.int64)
+        """Return what any node lacks, and the sets of ranks within a stage that `NodeDemands.holder_set` numbers."""
+        ranks_per_node, world = self.ranks_per_node, self.world
+        bits = 1 << np.arange(ranks_per_node, dtype=np.int64)
         patterns: dict[bytes, int] = {}
         members: list[np.ndarray] = []
-        found = []
+        demands = []
         for number, group in enumerate(self.layer_groups):
             needs, holds = self.matrices[group.kind]
-            own = self.ranks_on_stage(group.stage)
+            stage_ranks = self.ranks_on_stage(group.stage)
             lacking = needs.copy()
-            lacking[:, own] &= ~holds
-            takers = lacking.reshape(len(needs), -1, here) @ bits
-            flow, node = np.nonzero(takers)
-            everywhere = np.zeros((len(needs), world), dtype=bool)
-            everywhere[:, own] = holds
-            near = everywhere.reshape(len(needs), -1, here) @ bits
+            lacking[:, stage_ranks] &= ~holds
+            receivers = lacking.reshape(len(needs), -1, ranks_per_node) @ bits
+            cell_group, node = np.nonzero(receivers)
+            holds_by_rank = np.zeros((len(needs), world), dtype=bool)
+            holds_by_rank[:, stage_ranks] = holds
+            local_holders = holds_by_rank.reshape(len(needs), -1, ranks_per_node) @ bits
             pattern = np.empty(len(holds), dtype=np.int64)
-            for row, held in enumerate(holds):
-                key = held.tobytes()
+            for row, holders in enumerate(holds):
+                key = holders.tobytes()
                 if key not in patterns:
                     patterns[key] = len(members)
-                    members.append(np.nonzero(held)[0])
+                    members.append(np.nonzero(holders)[0])
                 pattern[row] = patterns[key]
             start = self.byte_index.cell_group_start
-            at = flow + self.first_cell_group[group.kind]
-            who = takers[flow, node], near[flow, node], pattern[flow]
-            found.append(NodeDemands(start[at], start[at + 1], np.full(len(flow), number), node, *who))
-        return NodeDemands(*map(np.concatenate, zip(*found, strict=True))), members
+            index = cell_group + self.first_cell_group[group.kind]
+            columns = receivers[cell_group, node], local_holders[cell_group, node], pattern[cell_group]
+            demands.append(
+                NodeDemands(start[index], start[index + 1], np.full(len(cell_group), number), node, *columns)
+            )
+        return NodeDemands(*map(np.concatenate, zip(*demands, strict=True))), members
 
     @cached_property
     def _layer_counts(self) -> np.ndarray:
-        """Layers of each group."""
+        """Number of layers of each layer group."""
         return np.array([len(group.layers) for group in self.layer_groups])
 
     def _count_bytes(self, wants: NodeDemands) -> np.ndarray:
-        """Bytes, of all layers."""
+        """Return bytes, summed over all layers."""
         return (wants.hi - wants.lo) * self._layer_counts[wants.layer_group]
 
     def _group_by_holders(self, far: NodeDemands, owners: list[np.ndarray]) -> tuple[list[np.ndarray], RankSets]:
-        """To be dealt out among all that hold it: see `gather`."""
+        """Group demands to distribute them among all ranks that hold them; see `group_units`."""
         count, stage = (
             np.array([len(ranks) for ranks in owners]),
             np.array([group.stage for group in self.layer_groups]),
@@ -417,10 +433,10 @@ class Assignment:
     def _group_in_node(
         self, wants: NodeDemands, able: np.ndarray, weight: np.ndarray
     ) -> tuple[list[np.ndarray], RankSets]:
-        """To be dealt out among the ranks of each one's node that `able` has as bits: see `gather`."""
-        here = self.ranks_per_node
+        """Group demands to distribute them among ranks of their node, given as bits in `able`; see `group_units`."""
+        ranks_per_node = self.ranks_per_node
         keys = np.stack([_count_bits(able), wants.node, able], axis=1)
-        return group_units(keys, weight, lambda key: int(key[1]) * here + _bit_positions(int(key[2])))
+        return group_units(keys, weight, lambda key: int(key[1]) * ranks_per_node + _bit_positions(int(key[2])))
 
     def _cut_demands(
         self,
@@ -430,73 +446,90 @@ class Assignment:
         shares: list[np.ndarray],
         copies: bool = False,
     ) -> tuple[NodeDemands, np.ndarray, np.ndarray]:
-        """The wants, cut; which of the given ones each was; and the rank that it was dealt to. copies: what was dealt
-        out were all copies but the first."""
+        """Return the demands cut by shares, the index of the demand that each part comes from, and the rank it is
+        assigned to. copies: all copies but the first were distributed."""
         times = self._layer_counts[wants.layer_group] * (_count_bits(wants.receivers) - 1 if copies else 1)
-        found = cut_by_shares(self.byte_index, wants.lo, wants.hi, times, members, sets, shares)
-        cut = wants.select(found.unit)._replace(lo=found.lo, hi=found.hi)
-        return cut, found.unit, found.rank
+        shares_cut = cut_by_shares(self.byte_index, wants.lo, wants.hi, times, members, sets, shares)
+        cut = wants.select(shares_cut.unit)._replace(lo=shares_cut.lo, hi=shares_cut.hi)
+        return cut, shares_cut.unit, shares_cut.rank
 
     def _forwarded_bytes(self, wants: NodeDemands, dst: np.ndarray) -> np.ndarray:
-        """[world] bytes that each rank forwards of what it receives."""
+        """Return [world] bytes that each rank forwards of what it receives."""
         weight = self._count_bytes(wants) * (_count_bits(wants.receivers) - 1)
         return np.bincount(dst, weight, self.world).astype(np.int64)
 
     def _assign_entry_ranks(self, far: NodeDemands, sent: np.ndarray) -> tuple[NodeDemands, np.ndarray]:
-        """The ranks of a node that need it share what comes in: cut, and the rank of each. Who gets more of it forwards
-        more, so those get it that send least besides (`sent` [world]; counts up), but nobody so much that it receives
-        more over the network than the busiest rank has to anyway."""
-        here, world = self.ranks_per_node, self.world
-        weight, single = self._count_bytes(far), _count_bits(far.receivers) == 1
-        received = np.bincount(far.node[single] * here + _lowest(far.receivers[single]), weight[single], world)
-        shared = np.bincount(far.node[~single], weight[~single], world // here)
-        able = np.bincount(self.rank_map.engine // here, minlength=world // here)  # ranks of a node that need anything
-        most = max(received.max(), ((received.reshape(-1, here).sum(axis=1) + shared) // np.maximum(able, 1)).max())
+        """Divide what enters a node among its ranks that need it; return the parts and the rank of each.
+
+        A rank that receives more forwards more. So the ranks that otherwise send least (`sent` [world]; updated in
+        place) get it, but none receives more over the network than the busiest rank has to anyway.
+        """
+        ranks_per_node, world = self.ranks_per_node, self.world
+        weight, has_one_receiver = self._count_bytes(far), _count_bits(far.receivers) == 1
+        received = np.bincount(
+            far.node[has_one_receiver] * ranks_per_node + _lowest(far.receivers[has_one_receiver]),
+            weight[has_one_receiver],
+            world,
+        )
+        shared = np.bincount(far.node[~has_one_receiver], weight[~has_one_receiver], world // ranks_per_node)
+        num_receivers = np.bincount(
+            self.rank_map.engine // ranks_per_node, minlength=world // ranks_per_node
+        )  # engine ranks per node
+        max_received = max(
+            received.max(),
+            ((received.reshape(-1, ranks_per_node).sum(axis=1) + shared) // np.maximum(num_receivers, 1)).max(),
+        )
         members, sets = self._group_in_node(far, far.receivers, weight)
         far, _, dst = self._cut_demands(
-            far, members, sets, distribute_forwarded(sets, sent, (most - received).astype(np.int64))
+            far, members, sets, distribute_forwarded(sets, sent, (max_received - received).astype(np.int64))
         )
         return far, dst
 
     def _distribute_copies(
         self, inside: NodeDemands, sent: np.ndarray
     ) -> tuple[list[np.ndarray], RankSets, list[np.ndarray]]:
-        """Of what a node has and others of its ranks need, one copy comes from a holder, the rest from holders or from
-        those that got one: this rest, as it is gathered and dealt. Of what one rank needs, no rest, dealt to that rank.
-        sent [world]: what each sends besides; counts up."""
+        """Distribute the copies that ranks of a node make of what the node already has.
+
+        One copy comes from a holder. The others come from holders or from ranks that have received one; these others
+        are what this returns, grouped and distributed. What only one rank needs has none of these, and is assigned to
+        that rank. sent [world]: what each rank sends otherwise; updated in place.
+        """
         copies = _count_bits(inside.receivers) - 1
-        _, first = self._group_in_node(inside, inside.local_holders, self._count_bytes(inside))
+        _, first_copies = self._group_in_node(inside, inside.local_holders, self._count_bytes(inside))
         able = inside.receivers | np.where(copies > 0, inside.local_holders, 0)
         members, sets = self._group_in_node(inside, able, self._count_bytes(inside) * copies)
-        return members, sets, balance(first + sets, sent)[len(first) :]
+        return members, sets, balance(first_copies + sets, sent)[len(first_copies) :]
 
     def _assign_copy_ranks(self, inside: NodeDemands, sent: np.ndarray) -> tuple[NodeDemands, np.ndarray]:
-        """What a node has: cut, and the rank that is to receive each. Who makes copies of what it gets forwards them to
-        the others; a holder that makes copies sends them, each an entry of its own."""
-        here = self.ranks_per_node
+        """Divide what a node already has; return the parts and the rank that receives each.
+
+        A receiver that makes copies of what it gets forwards them to the others. A holder that makes copies sends them
+        itself, each as a separate entry.
+        """
+        ranks_per_node = self.ranks_per_node
         inside, _, rank = self._cut_demands(inside, *self._distribute_copies(inside, sent), copies=True)
-        bit = 1 << rank % here
+        bit = 1 << rank % ranks_per_node
         forwards = inside.receivers & bit > 0
-        found, dst = [inside.select(forwards)], [rank[forwards]]
-        for place in range(here):
+        parts, dst = [inside.select(forwards)], [rank[forwards]]
+        for place in range(ranks_per_node):
             takes = ~forwards & (inside.receivers >> place & 1 == 1)
-            one = inside.select(takes)
-            found.append(one._replace(receivers=np.full(len(one.lo), 1 << place), local_holders=bit[takes]))
-            dst.append(one.node * here + place)
-        return NodeDemands(*map(np.concatenate, zip(*found, strict=True))), np.concatenate(dst)
+            copy = inside.select(takes)
+            parts.append(copy._replace(receivers=np.full(len(copy.lo), 1 << place), local_holders=bit[takes]))
+            dst.append(copy.node * ranks_per_node + place)
+        return NodeDemands(*map(np.concatenate, zip(*parts, strict=True))), np.concatenate(dst)
 
     def list_transfers(self) -> Transfers:
-        """Every transfer of a whole push, entries and forwards, all layers together."""
+        """Return every transfer of a whole weight sync, entries and forwards, all layers together."""
         entries = self.entries
         times = np.array([len(group.layers) for group in self.layer_groups])[entries.layer_group]
         size = (entries.hi - entries.lo) * times
         src, dst, nbytes = [entries.src], [entries.dst], [size]
         for bit in range(self.ranks_per_node):
-            taker = entries.dst // self.ranks_per_node * self.ranks_per_node + bit
-            takes = (entries.receivers >> bit & 1 == 1) & (taker != entries.dst)
-            src.append(entries.dst[takes])
-            dst.append(taker[takes])
-            nbytes.append(size[takes])
+            receiver = entries.dst // self.ranks_per_node * self.ranks_per_node + bit
+            is_received = (entries.receivers >> bit & 1 == 1) & (receiver != entries.dst)
+            src.append(entries.dst[is_received])
+            dst.append(receiver[is_received])
+            nbytes.append(size[is_received])
         return Transfers(np.concatenate(src), np.concatenate(dst), np.concatenate(nbytes))
 
 
@@ -507,7 +540,7 @@ def _count_bits(mask: np.ndarray) -> np.ndarray:
 
 
 def _lowest(mask: np.ndarray) -> np.ndarray:
-    """The number of the lowest bit that is set."""
+    """Return the index of the lowest set bit."""
     return np.round(np.log2(np.maximum(mask & -mask, 1))).astype(np.int64)
 
 

@@ -1,8 +1,9 @@
-"""What has to go from which ranks to which: the model cut at every border of either side.
+"""Divide the model into cells, the units that have to move from one set of ranks to another.
 
-A `Cell` is a box of one HF tensor that no border of either side crosses, so whole cells are held and needed. Cells with
-the same holders and the same needers make a flow, which is a line of bytes: its cells one after another, each row by
-row. Layers that are alike have the same cells: these are made once for each kind of layer, whatever the model's size.
+A `Cell` is a box of one HF tensor that no shard boundary of either side crosses, so any rank holds or needs it as a
+whole or not at all. Cells with the same holders and the same needers form a `CellGroup`, which is a sequence of bytes:
+its cells one after another, each row by row. Layers of the same kind have the same cells, which are computed once per
+kind, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ Wire = Literal["bf16", "fp32", "fp8"]
 
 
 class Cell(NamedTuple):
-    """Rows and columns of a box of HF tensor `source` of parameter number `param` of the kind; see `Kind.params`.
+    """A box (rows and columns) of HF tensor `source` of parameter number `param` of the kind; see `LayerKind.params`.
 
-    item: bytes of an element. unit: rows that stay together when a cell is cut, in bytes. scale: the box is one of the
-    grid of scales, in blocks.
+    item_bytes: bytes of an element. unit_bytes: bytes of the rows that stay together when the cell is cut. is_scale:
+    the box is one of the scale grid, in blocks.
     """
 
     param: int
@@ -49,8 +50,8 @@ class Cell(NamedTuple):
 class CellGroup(NamedTuple):
     """Cells that the same ranks of a stage hold and the same positions of each engine need.
 
-    parts: of Megatron's cut. ep_rank: of the experts in question, None for the others. positions: of an engine's ranks.
-    experts: each of them has all the cells; (None,) where it is not about experts.
+    train_shards: shards of Megatron's layout. ep_rank: expert parallel rank of the experts; None for other parameters.
+    engine_positions: ranks within an engine. experts: each of them has all the cells; (None,) for other parameters.
     """
 
     train_shards: tuple[int, ...]
@@ -62,9 +63,10 @@ class CellGroup(NamedTuple):
 
 @dataclass
 class LayerKind:
-    """Layers that are alike, or what is before or behind the decoder.
+    """Layers that are alike, or what precedes or follows the decoder.
 
-    params: of its first layer, with only the first expert. layers: (stage, layer) of each; layer None outside.
+    params: of its first layer, with only the first expert. layers: (stage, layer) of each; layer None outside of the
+    decoder.
     """
 
     params: list[Param]
@@ -75,7 +77,7 @@ class LayerKind:
 def list_layer_kinds(
     hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
 ) -> list[LayerKind]:
-    """The whole model. Raises ConfigError where a layout does not divide it."""
+    """Return the kinds of layers of the whole model. Raises ConfigError if a layout does not divide the model."""
     family = family_of(hf)
     family.check(hf)
     first, last = blocks.embedding(hf), blocks.final_params(hf)
@@ -102,7 +104,7 @@ def list_layer_kinds(
 
 
 def _signature(params: Sequence[Param], layer: int | None) -> tuple[object, ...]:
-    """What makes two layers the same to a planner."""
+    """Return what makes two layers the same to the planner."""
     return tuple(
         (
             param.megatron if layer is None else param.megatron.replace(f".{layer}.", ".#."),
@@ -120,92 +122,102 @@ def _build_cell_groups(
 ) -> list[CellGroup]:
     gathered: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
     routed: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
-    places: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}  # of an engine: by grid and its parts
+    # (grid, its shards) -> positions within an engine
+    positions_of: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
     for number, param in enumerate(params):
         slot = engine.slot_of(param)
         if slot is None:
             continue
-        for cell, held, needed in _cells(number, param, train, engine, wire, min_piece):
+        for cell, train_shards, engine_shards in _cells(number, param, train, engine, wire, min_piece):
             if param.expert is None:
-                key = slot.grid, needed
-                if key not in places:
-                    places[key] = tuple(p for p in range(engine.tp) if engine.shard_index(p, slot.grid) in needed)
-                gathered.setdefault((held, places[key]), []).append(cell)
+                key = slot.grid, engine_shards
+                if key not in positions_of:
+                    positions_of[key] = tuple(
+                        p for p in range(engine.tp) if engine.shard_index(p, slot.grid) in engine_shards
+                    )
+                gathered.setdefault((train_shards, positions_of[key]), []).append(cell)
             else:
-                routed.setdefault((held, needed), []).append(cell)
-    flows = [CellGroup(held, None, positions, (None,), tuple(cells)) for (held, positions), cells in gathered.items()]
+                routed.setdefault((train_shards, engine_shards), []).append(cell)
+    cell_groups = [
+        CellGroup(train_shards, None, positions, (None,), tuple(cells))
+        for (train_shards, positions), cells in gathered.items()
+    ]
     if routed:
         template = next(param for param in params if param.expert is not None)
         groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        share = experts // train.ep
+        experts_per_rank = experts // train.ep
         layer = layer_of(template.megatron)
-        at = [set(engine.experts_at(p, layer, experts)) for p in range(engine.tp)]
+        experts_of = [set(engine.experts_at(p, layer, experts)) for p in range(engine.tp)]
         for expert in range(experts):
-            having = tuple(p for p in range(engine.tp) if expert in at[p])
-            groups.setdefault((expert // share, having), []).append(expert)
-        for (ep_rank, having), members in groups.items():
-            for (held, needed), cells in routed.items():
-                positions = tuple(p for p in having if engine.shard_index(p, "expert") in needed)
-                flows.append(CellGroup(held, ep_rank, positions, tuple(members), tuple(cells)))
-    return flows
+            expert_positions = tuple(p for p in range(engine.tp) if expert in experts_of[p])
+            groups.setdefault((expert // experts_per_rank, expert_positions), []).append(expert)
+        for (ep_rank, expert_positions), members in groups.items():
+            for (train_shards, engine_shards), cells in routed.items():
+                positions = tuple(p for p in expert_positions if engine.shard_index(p, "expert") in engine_shards)
+                cell_groups.append(CellGroup(train_shards, ep_rank, positions, tuple(members), tuple(cells)))
+    return cell_groups
 
 
 def _cells(
     number: int, param: Param, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
 ) -> Iterable[tuple[Cell, tuple[int, ...], tuple[int, ...]]]:
-    """Every cell of a parameter with the parts of either side's cut that have it."""
+    """Yield every cell of a parameter with the trainer's shards and the engine's shards that contain it."""
     slot = engine.slot_of(param)
     assert slot is not None
     expert = param.expert is not None
-    ours = [train.slices_of_shard(part, param) for part in range(train.num_shards(expert))]
-    theirs = [engine.slices_of_shard(part, param) for part in range(engine.num_shards(slot.grid))]
+    train_slices = [train.slices_of_shard(part, param) for part in range(train.num_shards(expert))]
+    engine_slices = [engine.slices_of_shard(part, param) for part in range(engine.num_shards(slot.grid))]
     quantised = wire == "fp8" and is_quantised(param)
     for source, tensor in enumerate(param.hf):
         shape = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
         for scale in (False, True) if quantised else (False,):
-            held = [_boxes(side, source, shape, scale, exact=False, name="") for side in ours]
-            needed = [_boxes(side, source, shape, scale, exact=True, name=tensor.name) for side in theirs]
+            held_boxes = [_boxes(side, source, shape, scale, exact=False, name="") for side in train_slices]
+            needed_boxes = [_boxes(side, source, shape, scale, exact=True, name=tensor.name) for side in engine_slices]
             item = _item_bytes(param, wire, quantised, scale)
             unit = BLOCK if quantised and not scale else 1
-            rows = sorted({edge for side in (held, needed) for boxes in side for box in boxes for edge in box[:2]})
-            columns = sorted({edge for side in (held, needed) for boxes in side for box in boxes for edge in box[2:]})
+            rows = sorted(
+                {edge for side in (held_boxes, needed_boxes) for boxes in side for box in boxes for edge in box[:2]}
+            )
+            columns = sorted(
+                {edge for side in (held_boxes, needed_boxes) for boxes in side for box in boxes for edge in box[2:]}
+            )
             for r0, r1 in zip(rows, rows[1:], strict=False):
                 for c0, c1 in zip(columns, columns[1:], strict=False):
-                    have = _shards_containing(held, r0, c0)
-                    want = _shards_containing(needed, r0, c0)
-                    if want and not have:
+                    train_shards = _shards_containing(held_boxes, r0, c0)
+                    engine_shards = _shards_containing(needed_boxes, r0, c0)
+                    if engine_shards and not train_shards:
                         raise ValueError(f"no rank of the trainer has rows {r0}... of {tensor.name}")
-                    if want:
+                    if engine_shards:
                         cell = Cell(number, source, r0, r1, c0, c1, item, unit * (c1 - c0) * item, scale)
                         if cell.nbytes <= min_piece:
                             cell = cell._replace(unit_bytes=cell.nbytes)
-                        yield cell, have, want
+                        yield cell, train_shards, engine_shards
 
 
 def _boxes(
     side: Sequence[ShardSlice], source: int, shape: tuple[int, ...], scale: bool, exact: bool, name: str
 ) -> list[tuple[int, int, int, int]]:
-    """What one part has of a tensor as (r0, r1, c0, c1), or of its grid of scales."""
-    found = []
-    for held in side:
-        if held.source != source:
+    """Return a shard's boxes (r0, r1, c0, c1) of a tensor, or of its scale grid."""
+    boxes = []
+    for interval in side:
+        if interval.source != source:
             continue
         box = [0, shape[0], 0, shape[1]]
-        box[2 * held.dim : 2 * held.dim + 2] = held.start, held.stop
+        box[2 * interval.dim : 2 * interval.dim + 2] = interval.start, interval.stop
         if exact and scale and any(edge % BLOCK and edge != shape[i // 2] for i, edge in enumerate(box)):
             raise ConfigError(
-                f"{name} cannot be sent as FP8: the engine cuts it at {held.start} and {held.stop}, through a block of "
-                f"{BLOCK}; choose another tensor or expert parallel size for the engine, or an engine in BF16"
+                f"{name} cannot be sent as FP8: the engine cuts it at {interval.start} and {interval.stop}, through a "
+                f"block of {BLOCK}; choose another tensor or expert parallel size for the engine, or an engine in BF16"
             )
-        if exact and scale and held.offset % BLOCK:
+        if exact and scale and interval.offset % BLOCK:
             raise ConfigError(
-                f"{name} cannot be sent as FP8: in the engine's tensor it begins at {held.offset}, within a block of "
-                f"{BLOCK}; take an engine in BF16"
+                f"{name} cannot be sent as FP8: in the engine's tensor it begins at {interval.offset}, within a block "
+                f"of {BLOCK}; take an engine in BF16"
             )
         if scale:
             box = [box[0] // BLOCK, -(-box[1] // BLOCK), box[2] // BLOCK, -(-box[3] // BLOCK)]
-        found.append((box[0], box[1], box[2], box[3]))
-    return found
+        boxes.append((box[0], box[1], box[2], box[3]))
+    return boxes
 
 
 def _shards_containing(side: Sequence[Sequence[tuple[int, int, int, int]]], row: int, column: int) -> tuple[int, ...]:
@@ -221,10 +233,10 @@ def _item_bytes(param: Param, wire: Wire, quantised: bool, scale: bool) -> int:
 
 
 class ByteIndex(NamedTuple):
-    """All flows of all kinds behind one another on one line of bytes, as arrays.
+    """All cell groups of all kinds, concatenated into one linear byte range, as arrays.
 
-    start [C + 1]: where each cell begins. kind, cell, expert [C]: which it is (expert -1: none). unit [C]: bytes that
-    stay together. flow_start [F + 1]: where each flow begins; flow_kind [F].
+    start [C + 1]: first byte of each cell. kind, cell, expert [C]: which cell it is (expert -1: none). unit_bytes [C]:
+    bytes that stay together. cell_group_start [F + 1]: first byte of each cell group; cell_group_kind [F].
     """
 
     start: np.ndarray
@@ -237,7 +249,7 @@ class ByteIndex(NamedTuple):
     cell_group_kind: np.ndarray
 
     def snap_to_cut(self, position: np.ndarray) -> np.ndarray:
-        """The nearest places at or before these where the line may be cut."""
+        """Return for each position the nearest one at or before it where a cut is allowed."""
         cell = np.searchsorted(self.start, position, side="right") - 1
         cell = np.minimum(cell, len(self.unit_bytes) - 1)
         inside = position - self.start[cell]
@@ -247,30 +259,30 @@ class ByteIndex(NamedTuple):
 
 
 def build_byte_index(kinds: Sequence[LayerKind]) -> ByteIndex:
-    """Flows in the order of the kinds and of their lists."""
+    """Concatenate the cell groups, in the order of the kinds and their lists."""
     cells: list[Cell] = []
-    index, experts, kind_of, flow_cells, flow_kind = [], [], [], [], []
+    index, experts, kind_numbers, group_sizes, group_kinds = [], [], [], [], []
     for number, kind in enumerate(kinds):
-        for flow in kind.cell_groups:
+        for group in kind.cell_groups:
             first = len(cells)
-            cells += flow.cells
-            own = np.arange(first, len(cells))
-            index.append(np.tile(own, len(flow.experts)))
-            members = np.array([-1 if e is None else e for e in flow.experts])
-            experts.append(np.repeat(members, len(own)))
-            kind_of.append(np.full(len(own) * len(members), number))
-            flow_cells.append(len(own) * len(members))
-            flow_kind.append(number)
+            cells += group.cells
+            indices = np.arange(first, len(cells))
+            index.append(np.tile(indices, len(group.experts)))
+            members = np.array([-1 if e is None else e for e in group.experts])
+            experts.append(np.repeat(members, len(indices)))
+            kind_numbers.append(np.full(len(indices) * len(members), number))
+            group_sizes.append(len(indices) * len(members))
+            group_kinds.append(number)
     cell = np.concatenate(index)
     sizes = np.array([c.nbytes for c in cells], dtype=np.int64)[cell]
     start = np.concatenate([[0], np.cumsum(sizes)])
     return ByteIndex(
         start=start,
-        kind=np.concatenate(kind_of),
+        kind=np.concatenate(kind_numbers),
         cell=cell,
         cells=cells,
         expert=np.concatenate(experts),
         unit_bytes=np.array([c.unit_bytes for c in cells], dtype=np.int64)[cell],
-        cell_group_start=start[np.concatenate([[0], np.cumsum(flow_cells)])],
-        cell_group_kind=np.array(flow_kind),
+        cell_group_start=start[np.concatenate([[0], np.cumsum(group_sizes)])],
+        cell_group_kind=np.array(group_kinds),
     )

@@ -1,2 +1,1 @@
-"""The executing half of the reshard: transport (`executor.py`), packing, FP8 scales and checksums, with Triton
-kernels."""
+"""Execution of a reshard plan: transport (`executor.py`), packing, FP8 scales and checksums, with Triton kernels."""

@@ -1,6 +1,6 @@
-"""Many boxes of tensors into one buffer of bytes, and out of it.
+"""Copy many boxes of tensors into one buffer of bytes, and out of it.
 
-On a CPU these are loops, which are the definition; on CUDA one launch of a kernel does the same for all boxes
+On a CPU these are loops, which define the result; on CUDA a single kernel launch handles all boxes
 (`megarl.reshard.run.copy_kernels`).
 """
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
-    """Copy boxes into a buffer of bytes (uint8 [n], contiguous). Raises ValueError where one does not fit; nothing is
-    written then."""
+    """Copy boxes into a buffer of bytes (uint8 [n], contiguous). Raises ValueError, before writing anything, if a
+    box does not fit."""
     places = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
     if buffer.is_cuda:
         _kernels().pack(boxes, buffer)
@@ -30,7 +30,7 @@ def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
 
 
 def unpack(buffer: torch.Tensor, boxes: Sequence[Box]) -> None:
-    """Copy out of a buffer what `pack` with these boxes put there. The boxes must not overlap. Raises as `pack`."""
+    """Copy out of a buffer what `pack` wrote with the same boxes. The boxes must not overlap. Raises as `pack` does."""
     places = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
     if buffer.is_cuda:
         _kernels().unpack(buffer, boxes)
@@ -40,25 +40,30 @@ def unpack(buffer: torch.Tensor, boxes: Sequence[Box]) -> None:
 
 
 def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.Tensor) -> None:
-    """Quantise boxes (BF16, FP32) as `quantise.quantise` does, and put one byte per element into a buffer, from each
-    box's byte on. scaled: of each box. On CUDA each element is read once, in one launch for each type of the boxes.
-    Raises ValueError where a box does not fit its place, its grid, or has part of a block to make a scale of."""
+    """Quantise boxes (BF16, FP32) as `models.fp8.quantise` does, and write one byte per element from each box's offset
+    on.
+
+    scaled: one per box. On CUDA each element is read once, in one launch per dtype. Raises ValueError if a box does not
+    fit its place or its grid, or is to compute scales but has only part of a block.
+    """
     places = [_place(view, offset, buffer, FP8) for view, offset in boxes]
-    for (view, _), at in zip(boxes, scaled, strict=True):
-        _check_scaled(view, at)
+    for (view, _), scales in zip(boxes, scaled, strict=True):
+        _check_scaled(view, scales)
     if buffer.is_cuda:
         _kernels().pack_fp8(boxes, scaled, buffer)
         return
-    for (view, _), at, place in zip(boxes, scaled, places, strict=True):
-        if at.should_compute:
-            top, left = at.r0 // BLOCK, at.c0 // BLOCK
+    for (view, _), scales, place in zip(boxes, scaled, places, strict=True):
+        if scales.should_compute:
+            top, left = scales.r0 // BLOCK, scales.c0 // BLOCK
             rows, columns = grid_shape(view.shape)
-            at.grid[top : top + rows, left : left + columns] = compute_scales(block_amax(view, 0, 0, (rows, columns)))
-        place.copy_(quantise(view, at.grid, at.r0, at.c0))
+            scales.grid[top : top + rows, left : left + columns] = compute_scales(
+                block_amax(view, 0, 0, (rows, columns))
+            )
+        place.copy_(quantise(view, scales.grid, scales.r0, scales.c0))
 
 
 def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of a box in a buffer, as `dtype` in the box's shape."""
+    """Return a box's bytes in the buffer, as `dtype` in the box's shape."""
     if view.dim() != 2 or (view.shape[1] > 1 and view.stride(1) != 1):
         raise ValueError(
             f"a box of shape {list(view.shape)} and strides {view.stride()} has no adjacent rows' elements"
@@ -80,14 +85,14 @@ def _check_scaled(view: torch.Tensor, at: BlockScales) -> None:
     if at.r0 < 0 or at.c0 < 0 or rows > at.grid.shape[0] or columns > at.grid.shape[1]:
         raise ValueError(f"a box of shape {list(view.shape)} at {at.r0}, {at.c0} is outside of the grid of scales")
     if at.should_compute:
-        ends = ((at.r0, view.shape[0], rows, at.grid.shape[0]), (at.c0, view.shape[1], columns, at.grid.shape[1]))
-        for first, size, last, blocks in ends:
-            if first % BLOCK or ((first + size) % BLOCK and last != blocks):
+        dims = ((at.r0, view.shape[0], rows, at.grid.shape[0]), (at.c0, view.shape[1], columns, at.grid.shape[1]))
+        for start, size, last, blocks in dims:
+            if start % BLOCK or ((start + size) % BLOCK and last != blocks):
                 raise ValueError(f"a box of shape {list(view.shape)} at {at.r0}, {at.c0} cuts a block of {BLOCK}")
 
 
 def _kernels() -> ModuleType:
-    # Triton is imported only where there is a GPU: it needs a compiler and a driver, and is slow to import.
+    # Import Triton only on a GPU: it needs a compiler and a driver, and is slow to import.
     from megarl.reshard.run import copy_kernels
 
     return copy_kernels

@@ -1,13 +1,13 @@
-"""Triton: `copies.pack`, `unpack` and `pack_fp8` in one launch, whatever the number and sizes of the boxes.
+"""Triton kernels: `copies.pack`, `unpack` and `pack_fp8` in one launch, whatever the number and sizes of the boxes.
 
-A table on the device describes the boxes, and each program does one tile: so many units of a box that all tiles cost
-about the same. To which box a tile belongs, a second table says. Both go to the device in one copy.
+A table on the device describes the boxes, and each program handles one tile: a number of units of one box, such that
+all tiles cost about the same. A second table maps tiles to boxes. Both go to the device in one copy.
 
-Under Triton's interpreter (TRITON_INTERPRET=1 before the import) the same runs on CPU tensors.
+Under Triton's interpreter (TRITON_INTERPRET=1 before the import) the same code runs on CPU tensors.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# Arguments of kernels have types of Triton, not of Python.
+# Kernel arguments have Triton types, not Python types.
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from megarl.reshard.plan.flows import BLOCK
 from megarl.reshard.run.kernel_inputs import BlockScales, Box
 
 UNITS = 1024
-"""Units, of 16 bytes where all of a box's places are multiples of that, which one program copies."""
-_WARPS = 8  # of a program that quantises: 64 elements of a block for each thread
-_ROWS = 16  # of a block that is not copied whole, which are done at a time
+"""Units per program. A unit is 16 bytes if all addresses and strides of the box are multiples of that, else a
+smaller power of two."""
+_WARPS = 8  # per quantising program: 64 elements of a block per thread
+_ROWS = 16  # rows at a time, for a block that is not whole
 _INTERPRETED = triton.knobs.runtime.interpret
 
 
 def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
-    """See copies.pack; the boxes were checked there."""
+    """See copies.pack, which has checked the boxes."""
     _launch([_strided(view) + _dense(view, buffer.data_ptr() + offset) for view, offset in boxes], buffer)
 
 
 def unpack(buffer: torch.Tensor, boxes: Sequence[Box]) -> None:
-    """See copies.unpack; the boxes were checked there."""
+    """See copies.unpack, which has checked the boxes."""
     _launch([_dense(view, buffer.data_ptr() + offset) + _strided(view) for view, offset in boxes], buffer)
 
 
 def _strided(view: torch.Tensor) -> tuple[int, ...]:
-    """A side of a copy: address, bytes from row to row, bytes of a row, rows."""
+    """Return one side of a copy: address, bytes from row to row, bytes per row, rows."""
     item = view.element_size()
     return view.data_ptr(), view.stride(0) * item, view.shape[1] * item, view.shape[0]
 
@@ -51,22 +52,22 @@ def _dense(view: torch.Tensor, address: int) -> tuple[int, ...]:
 
 
 def _launch(sides: list[tuple[int, ...]], buffer: torch.Tensor) -> None:
-    """Copy from the first four to the second four of each, see `_strided`."""
+    """Copy from the first four to the second four fields of each entry, see `_strided`."""
     jobs = np.array(sides, dtype=np.int64).reshape(-1, 8)
     jobs = jobs[(jobs[:, 2] > 0) & (jobs[:, 3] > 0)]
     if not len(jobs):
         return
     source, source_step, row, rows, target, target_step = (jobs[:, i] for i in (0, 1, 2, 3, 4, 5))
-    one = (rows == 1) | ((source_step == row) & (target_step == row))  # rows that adjoin are one long row
+    is_contiguous = (rows == 1) | ((source_step == row) & (target_step == row))  # adjacent rows are one long row
     row, source_step, target_step = (
-        np.where(one, v, w) for v, w in ((row * rows, row), (0, source_step), (0, target_step))
+        np.where(is_contiguous, v, w) for v, w in ((row * rows, row), (0, source_step), (0, target_step))
     )
-    rows = np.where(one, 1, rows)
-    # The greatest power of two up to 16 that divides all of them is their lowest bit that is set.
-    every = source | target | row | source_step | target_step | 16
-    unit = every & -every
+    rows = np.where(is_contiguous, 1, rows)
+    # The largest power of two up to 16 that divides all of them is their lowest set bit.
+    combined = source | target | row | source_step | target_step | 16
+    unit = combined & -combined
     total = row * rows // unit
-    if total.max() > (1 << 31) - UNITS:  # the kernel counts in 32 bits
+    if total.max() > (1 << 31) - UNITS:  # the kernel uses 32-bit indices
         raise ValueError("a box of more than 2^31 units")
     table = np.stack(
         [unit, source // unit, target // unit, row // unit, total, source_step // unit, target_step // unit]
@@ -77,15 +78,18 @@ def _launch(sides: list[tuple[int, ...]], buffer: torch.Tensor) -> None:
 
 
 def _tables(fields: np.ndarray, counts: np.ndarray, buffer: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """int64 on the device: of each box its first tile and its fields, then of each tile its box; the number of tiles.
-    counts: tiles of each box."""
-    first = np.cumsum(counts) - counts
-    boxes = np.concatenate([first[None], fields]).T.ravel()
+    """Return an int64 tensor on the device and the number of tiles. The tensor has each box's first tile and fields,
+    then each tile's box.
+
+    counts: tiles per box.
+    """
+    first_tile = np.cumsum(counts) - counts
+    boxes = np.concatenate([first_tile[None], fields]).T.ravel()
     tiles = np.repeat(np.arange(len(counts)), counts)
-    found = torch.from_numpy(np.concatenate([boxes, tiles]))
+    tables = torch.from_numpy(np.concatenate([boxes, tiles]))
     if buffer.is_cuda:
-        found = found.pin_memory().to(buffer.device, non_blocking=True)  # the host goes on while the device copies
-    return found, len(tiles)
+        tables = tables.pin_memory().to(buffer.device, non_blocking=True)  # asynchronous
+    return tables, len(tiles)
 
 
 @triton.jit(do_not_specialize=["boxes"])
@@ -108,8 +112,8 @@ def _copy(tables, boxes, UNITS: tl.constexpr):
 
 @triton.jit
 def _move(field, begin, WORD: tl.constexpr, WORDS: tl.constexpr, BYTES: tl.constexpr, UNITS: tl.constexpr):
-    """Units of BYTES = WORDS words, from number `begin` of a box on. The compiler is told that all addresses are
-    multiples of BYTES, so that it moves a unit at once."""
+    """Copy units of BYTES = WORDS words, starting at unit `begin` of a box. The hints that all addresses are
+    multiples of BYTES let the compiler move a unit at once."""
     source, target = tl.load(field + 2), tl.load(field + 3)
     columns, total = tl.load(field + 4).to(tl.int32), tl.load(field + 5).to(tl.int32)
     unit = begin + tl.arange(0, UNITS)
@@ -124,11 +128,11 @@ def _move(field, begin, WORD: tl.constexpr, WORDS: tl.constexpr, BYTES: tl.const
 
 
 def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.Tensor) -> None:
-    """See copies.pack_fp8; the boxes were checked there. One launch for each type of the boxes."""
+    """See copies.pack_fp8, which has checked the boxes. One launch per dtype of the boxes."""
     for dtype, name in ((torch.bfloat16, tl.bfloat16), (torch.float32, tl.float32)):
         fields = [
-            _quantised(view, offset, at, buffer)
-            for (view, offset), at in zip(boxes, scaled, strict=True)
+            _quantised(view, offset, scales, buffer)
+            for (view, offset), scales in zip(boxes, scaled, strict=True)
             if view.dtype == dtype and view.numel()
         ]
         if fields:
@@ -144,9 +148,11 @@ def _quantised(view: torch.Tensor, offset: int, at: BlockScales, buffer: torch.T
     rows, columns = view.shape
     down, across = -(-(top + rows) // BLOCK), -(-(left + columns) // BLOCK)
     target = buffer.data_ptr() + offset
-    step = view.stride(0)
-    wide = not (view.data_ptr() % 16 or step * view.element_size() % 16 or target % 16 or columns % 16 or left % 16)
-    wide = wide and max(step, columns) * BLOCK < 1 << 31  # the kernel counts in 32 bits then
+    row_stride = view.stride(0)
+    is_aligned = not (
+        view.data_ptr() % 16 or row_stride * view.element_size() % 16 or target % 16 or columns % 16 or left % 16
+    )
+    is_aligned = is_aligned and max(row_stride, columns) * BLOCK < 1 << 31  # that path uses 32-bit indices
     grid = at.grid[at.r0 // BLOCK :, at.c0 // BLOCK :]
     if grid.stride(1) != 1 and grid.shape[1] > 1:
         raise ValueError("the scales of a row of blocks are not adjacent")
@@ -154,7 +160,7 @@ def _quantised(view: torch.Tensor, offset: int, at: BlockScales, buffer: torch.T
     return (
         down * across,
         view.data_ptr(),
-        step,
+        row_stride,
         rows,
         columns,
         target,
@@ -163,7 +169,7 @@ def _quantised(view: torch.Tensor, offset: int, at: BlockScales, buffer: torch.T
         across,
         *scales,
         at.should_compute,
-        wide,
+        is_aligned,
     )
 
 
@@ -178,7 +184,7 @@ def _quantise(
     LEAST: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """A tile is a block of the logical tensor, or what the box has of it."""
+    """Quantise one tile: a block of the logical tensor, or the part of it that the box has."""
     tile = tl.program_id(0)
     field = tables + tl.load(tables + boxes * 13 + tile) * 13
     number = (tile - tl.load(field)).to(tl.int32)
@@ -189,14 +195,14 @@ def _quantise(
     right = number - down * across
     top, left = down * BLOCK - tl.load(field + 6), right * BLOCK - tl.load(field + 7)
     scale = tl.cast(tl.load(field + 9), tl.pointer_type(tl.float32)) + down * tl.load(field + 10) + right
-    make = tl.load(field + 11)
-    whole = (top >= 0) & (left >= 0) & (top + BLOCK <= rows) & (left + BLOCK <= columns)
-    if whole & (tl.load(field + 12) != 0):
-        # The compiler is told here, and only here, what is a multiple of 16 bytes, so that it moves these at once.
+    should_compute = tl.load(field + 11)
+    is_whole = (top >= 0) & (left >= 0) & (top + BLOCK <= rows) & (left + BLOCK <= columns)
+    if is_whole & (tl.load(field + 12) != 0):
+        # Only this branch hints multiples of 16 bytes to the compiler, so that it moves 16 bytes at once.
         row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
         begin = tl.cast(source + (top * step + left) * (TYPE.primitive_bitwidth // 8), tl.pointer_type(TYPE))
         values = tl.load(tl.multiple_of(begin, 16) + row * (step.to(tl.int32) // 8 * 8) + column)
-        if make != 0:
+        if should_compute != 0:
             factor = _scale(_magnitude(values), MAX, LEAST)
             tl.store(scale, factor)
         else:
@@ -205,15 +211,15 @@ def _quantise(
         places = tl.multiple_of(begin, 16) + row * (columns.to(tl.int32) // 16 * 16) + column
         tl.store(places, _quotient(values, factor, HARDWARE))
     else:
-        # Some rows at a time, for masks and addresses of a whole block take all registers; what is read again to make
-        # a scale, at the ends of tensors only, is in the cache.
+        # A few rows at a time: masks and addresses of a whole block would take all registers. Computing a scale reads
+        # the data twice, only at the ends of tensors; the second read hits the cache.
         origin = tl.cast(source, tl.pointer_type(TYPE))
-        if make != 0:
-            most = tl.full((), 0, tl.int32)
+        if should_compute != 0:
+            largest = tl.full((), 0, tl.int32)
             for first in range(0, BLOCK, ROWS):
                 at, _, mask = _strip(top + first, left, rows, columns, step, ROWS, BLOCK)
-                most = tl.maximum(most, _magnitude(tl.load(origin + at, mask=mask, other=0.0)))
-            factor = _scale(most, MAX, LEAST)
+                largest = tl.maximum(largest, _magnitude(tl.load(origin + at, mask=mask, other=0.0)))
+            factor = _scale(largest, MAX, LEAST)
             tl.store(scale, factor)
         else:
             factor = tl.load(scale)
@@ -225,7 +231,7 @@ def _quantise(
 
 @triton.jit
 def _strip(top, left, rows, columns, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Places of ROWS rows of a block in the box and in the buffer, and whether the box has them."""
+    """Return the offsets of ROWS rows of a block in the box and in the buffer, and a mask of what the box has."""
     row, column = top + tl.arange(0, ROWS)[:, None], left + tl.arange(0, BLOCK)[None, :]
     mask = (row >= 0) & (column >= 0) & (row < rows) & (column < columns)
     return row * step + column, row * columns + column, mask
@@ -233,7 +239,7 @@ def _strip(top, left, rows, columns, step, ROWS: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _magnitude(values):
-    """The bits of the largest |FP32|: as whole numbers they are in the same order, and what is no number is above."""
+    """Return the bits of the largest |FP32|. As integers they sort in the same order, with NaN above all numbers."""
     return tl.max(values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
 
 
@@ -245,7 +251,8 @@ def _scale(bits, MAX: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def _quotient(values, factor, HARDWARE: tl.constexpr):
-    """x * (1 / scale) as e4m3fn, as bytes: to nearest even, what is too large to the largest; NaN without its sign."""
+    """Return x * (1 / scale) as e4m3fn bytes: round to nearest even, saturate to the largest value, NaN without its
+    sign."""
     y = values.to(tl.float32) * tl.div_rn(tl.full((), 1.0, tl.float32), factor)
     if HARDWARE:
         code = y.to(tl.float8e4nv).to(tl.int8, bitcast=True)
@@ -254,7 +261,7 @@ def _quotient(values, factor, HARDWARE: tl.constexpr):
         bits = y.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = (size - (120 << 23) + 0x7FFFF + ((size >> 20) & 1)) >> 20
-        # 2^14 has the last place of the smallest numbers, 2^-9: what is added to it is rounded to that.
+        # The last place of 2^14 is 2^-9, that of the smallest numbers, so adding 2^14 rounds to it.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.minimum(tl.where(size < (121 << 23), small, normal), 0x7E) | ((bits >> 24) & 0x80)
         code = tl.where(y == y, code, 0x7F).to(tl.int8)
