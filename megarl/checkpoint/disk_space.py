@@ -1,4 +1,4 @@
-"""Room on a disk, before something large is written there."""
+"""Estimate and check disk space and host memory before something large is written."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from megarl.models.routing import routing_shape
 from megarl.types.requirements import Requirements
 
 OPTIMIZER_BYTES = 12
-"""Bytes for each trained element beside the weight itself: an fp32 master and Adam's two moments."""
+"""Bytes per trained element in addition to the weight: an fp32 master and Adam's two moments."""
 TOKEN_BYTES, TEXT_BYTES, ID_BYTES = 8, 12, 4
-"""Bytes of a kept conversation's token: its id and its log-prob, and what it is in the messages, some of which are the
-prompt's, too, and are in it twice; and where sampling is cut off, of the number of those that it could have been, and
-of each of them."""
+"""Bytes per token of an unfinished conversation.
+
+Token id and log-prob; its share of the messages, where prompt text occurs twice; and with truncated sampling the size
+of the sampling mask and each of its ids.
+"""
 
 
 class SpaceEstimate(NamedTuple):
-    """Bytes of one checkpoint, and of the exported folder; a little more than they will have."""
+    """Upper estimates of the bytes of one checkpoint and of the exported folder."""
 
     checkpoint: int
     export: int
 
 
 def estimate_space(hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Requirements) -> SpaceEstimate:
-    """critic_hf: of the critic, None where there is none."""
+    """Estimate checkpoint and export sizes. critic_hf: config.json of the critic, or None."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     policy = family_of(hf).params(hf, 1, mtp=bool(num_trained_mtp(hf, config)))
-    if declared.has_scalar_head:  # a classifier, with a head of one value
+    if declared.has_scalar_head:  # a classifier with a scalar head
         policy = critic_params(policy, int(hf["hidden_size"]))
     tables = [policy]
     if critic_hf is not None:
@@ -56,28 +58,30 @@ def estimate_space(hf: HFConfig, critic_hf: HFConfig | None, config: Config, dec
 
 
 def partial_rollout_bytes(hf: HFConfig, config: Config) -> int:
-    """Bytes of those that a later step goes on with, if each is as long as one may be: `rollout.oversample`."""
+    """Return the maximum bytes of rollouts that a later step continues (`rollout.oversample`)."""
     rollout, prompts = config.rollout, config.data.prompts_per_step
     groups = max_pending_groups(prompts, rollout.oversample) - prompts
     if rollout.replay or not groups:
         return 0
-    token = TOKEN_BYTES + TEXT_BYTES
+    token_bytes = TOKEN_BYTES + TEXT_BYTES
     if config.train.replay_routing:
         shape = routing_shape(hf, config.model.megatron)
-        token += len(shape.moe_layers) * shape.topk * shape.dtype.itemsize
+        token_bytes += len(shape.moe_layers) * shape.topk * shape.dtype.itemsize
     if rollout.has_truncated_sampling:
-        token += ID_BYTES * (1 + max(0, rollout.top_k))
-    return groups * rollout.samples_per_prompt * rollout.max_context * token
+        token_bytes += ID_BYTES * (1 + max(0, rollout.top_k))
+    return groups * rollout.samples_per_prompt * rollout.max_context * token_bytes
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that can be written at this place, which need not be there yet. Raises OSError."""
+    """Return the free bytes at a path, which need not exist yet. Raises OSError."""
     return shutil.disk_usage(_existing_parent(folder)).free
 
 
 def can_hold_files(folder: Path) -> bool:
-    """False of /proc, /sys and the like, whose file systems have no size; the folder need not be there yet. Raises
-    OSError."""
+    """Return False for /proc, /sys and the like, whose file systems have no size. The folder need not exist yet.
+
+    Raises OSError.
+    """
     return os.statvfs(_existing_parent(folder)).f_blocks > 0
 
 
@@ -88,33 +92,36 @@ def _existing_parent(folder: Path) -> Path:
 
 
 def check_free_space(folder: Path, needed: int) -> None:
-    """Raise OSError, with both numbers, where `folder` has no room for so many bytes."""
-    if needed and (there := free_bytes(folder)) < needed:
-        raise OSError(errno.ENOSPC, f"about {format_bytes(needed)} are needed, and {format_bytes(there)} are free")
+    """Raise OSError, with both numbers, if `folder` has less than `needed` bytes free."""
+    if needed and (available := free_bytes(folder)) < needed:
+        raise OSError(errno.ENOSPC, f"about {format_bytes(needed)} are needed, and {format_bytes(available)} are free")
 
 
 def free_memory() -> int:
-    """Bytes of this machine's memory that can be taken at the moment, by its control group too."""
+    """Return the bytes of memory that this machine, and this process's control group, can still provide."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    found = int(lines["MemAvailable"].split()[0]) << 10
+    available = int(lines["MemAvailable"].split()[0]) << 10
     group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
     try:
-        most = (group / "memory.max").read_text().strip()
-        taken = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["anon"]
-    except (OSError, KeyError, ValueError):  # not of version 2
-        return found
-    return found if most == "max" else min(found, int(most) - int(taken))
+        limit = (group / "memory.max").read_text().strip()
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["anon"]
+    except (OSError, KeyError, ValueError):  # not cgroup v2
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(used))
 
 
 def check_copy_memory(needed: Sequence[tuple[str, int, int]]) -> list[str]:
-    """A line for each machine whose memory does not hold the copies that asynchronous saves make; of each rank its
-    machine's name, the bytes of its copy, and those that are free there."""
+    """Return a line for each machine whose memory cannot hold the copies of asynchronous saves.
+
+    needed: for each rank its machine's name, the bytes of its copy, and the free bytes of the machine.
+    """
     lines = []
     for machine in dict.fromkeys(name for name, _, _ in needed):
-        total = sum(own for name, own, _ in needed if name == machine)
-        if total > (there := min(left for name, _, left in needed if name == machine)):
+        total = sum(copy_bytes for name, copy_bytes, _ in needed if name == machine)
+        if total > (available := min(free for name, _, free in needed if name == machine)):
             lines.append(
-                f"an asynchronous save copies up to {format_bytes(total)} on {machine}, where {format_bytes(there)} of "
+                f"an asynchronous save copies up to {format_bytes(total)} on {machine}, where "
+                f"{format_bytes(available)} of "
                 "memory are free: set run.save_async=false"
             )
     return lines
@@ -129,5 +136,5 @@ def _weights(table: Iterable[Param], dtype: torch.dtype) -> int:
 
 
 def _add_overhead(number: int) -> int:
-    """Headers, what a padded vocabulary adds, tokenizer, random states."""
+    """Add headers, vocabulary padding, tokenizer and random states."""
     return number + number // 50 + (4 << 20)

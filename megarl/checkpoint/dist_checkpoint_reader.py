@@ -1,7 +1,7 @@
-"""Read Megatron's distributed checkpoint of a model as a mapping of whole tensors, without Megatron and without ranks.
+"""Read Megatron's distributed checkpoint of a model as a mapping of whole tensors, without Megatron or ranks.
 
-A folder has files `__RANK_N.distcp`, in which each rank's pieces follow one another, and `.metadata`, a pickled table
-of where each piece lies. At most the requested tensor and one piece of it are in memory.
+A folder has files `__RANK_N.distcp`, in which each rank's shards follow one another, and `.metadata`, a pickled table
+of the location of each shard. At most the requested tensor and one shard of it are in memory.
 
 Importing this module makes reading a checkpoint safe in this process: torch unpickles `.metadata`, and non-tensors with
 `weights_only=False`, either of which could run any code. Here the table may name only the classes that it consists of,
@@ -42,7 +42,7 @@ _ALLOWED_CLASSES = {
 
 
 def _enum_member(cls: Any, name: str) -> Any:
-    """Stand in for `getattr`, by which Python 3.11.0 to 3.11.3 pickle the members of an enum."""
+    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickle the members of an enum."""
     if not isinstance(cls, enum.EnumMeta):
         raise pickle.UnpicklingError(f"it asks for an attribute of {cls!r:.80}, which is no enum")
     return cls[name]
@@ -58,14 +58,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def load_metadata(file: IO[bytes]) -> Any:
-    """What `.metadata` says. Raises pickle.UnpicklingError for one that would do more than that."""
+    """Load `.metadata`. Raises pickle.UnpicklingError if it names any class not allowed."""
     return _MetadataUnpickler(file).load()
 
 
 def _require_safe_load(load_bytes: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load_bytes)
     def checked(planner: Any, item: Any, value: IO[bytes]) -> None:
-        torch.load(value, weights_only=True)  # raises for what is neither tensors nor plain values
+        torch.load(value, weights_only=True)  # raises for anything but tensors and plain values
         value.seek(0)
         load_bytes(planner, item, value)
 
@@ -79,11 +79,11 @@ default_planner.DefaultLoadPlanner.load_bytes = _require_safe_load(default_plann
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
-"""What is no tensor of a parameter: the schedule, and what guards remember."""
+"""File of everything that is no parameter tensor: the schedule, and the state of guards."""
 
 
 class StoredShard(NamedTuple):
-    """[start, start + size) along each dimension of a tensor, in a part of a file."""
+    """[start, start + size) along each dimension of a tensor, stored in a range of a file."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -99,22 +99,22 @@ class StoredTensor(NamedTuple):
 
 
 class CheckpointReader(Mapping[str, StoredTensor]):
-    """By Megatron's names. Raises ConfigError for a folder that is none of its checkpoints, or is damaged."""
+    """A checkpoint's tensors by Megatron's names. Raises ConfigError if it is damaged or not a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             with (folder / METADATA_FILE).open("rb") as stream:
-                found = load_metadata(stream)
+                contents = load_metadata(stream)
         except FileNotFoundError:
             raise ConfigError(f"{folder} is no checkpoint of a model: it has no {METADATA_FILE}") from None
-        except Exception as error:  # noqa: BLE001  a broken pickle raises whatever its bytes happen to mean
-            what = " ".join(str(error).split())[:200]
-            raise ConfigError(f"{folder / METADATA_FILE} cannot be read ({type(error).__name__}: {what})") from None
+        except Exception as error:  # noqa: BLE001  a broken pickle raises anything
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{folder / METADATA_FILE} cannot be read ({type(error).__name__}: {reason})") from None
         try:
             self._tensors = {
-                name: _parse_tensor(name, about, found.storage_data)
-                for name, about in found.state_dict_metadata.items()
+                name: _parse_tensor(name, about, contents.storage_data)
+                for name, about in contents.state_dict_metadata.items()
                 if isinstance(about, metadata.TensorStorageMetadata)
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -132,17 +132,18 @@ class CheckpointReader(Mapping[str, StoredTensor]):
         return len(self._tensors)
 
     def read(self, name: str, at: Sequence[int] = ()) -> torch.Tensor:
-        """A whole tensor, or what stands at these numbers of its first dimensions, on the host. Raises ConfigError
-        where some of it is not there."""
-        whole = self._tensors[name]
-        at, shape = tuple(at), whole.shape[len(at) :]
-        result, filled = torch.empty(shape, dtype=whole.dtype), 0
-        for piece in whole.shards:
+        """Return a whole tensor, or its slice at the leading indices `at`, on the host. Raises ConfigError if
+        incomplete.
+        """
+        stored = self._tensors[name]
+        at, shape = tuple(at), stored.shape[len(at) :]
+        result, filled = torch.empty(shape, dtype=stored.dtype), 0
+        for piece in stored.shards:
             if all(a <= n < a + size for a, size, n in zip(piece.start, piece.size, at, strict=False)):
-                part = self._load_shard(name, piece)[tuple(n - a for n, a in zip(at, piece.start, strict=False))]
-                where = zip(piece.start[len(at) :], part.shape, strict=True)
-                result[tuple(slice(start, start + size) for start, size in where)] = part
-                filled += part.numel()
+                block = self._load_shard(name, piece)[tuple(n - a for n, a in zip(at, piece.start, strict=False))]
+                extents = zip(piece.start[len(at) :], block.shape, strict=True)
+                result[tuple(slice(start, start + size) for start, size in extents)] = block
+                filled += block.numel()
         if filled != result.numel():
             raise ConfigError(f"{self.folder}: {name} has {filled} of its {result.numel()} elements")
         return result
@@ -152,23 +153,25 @@ class CheckpointReader(Mapping[str, StoredTensor]):
         try:
             with file.open("rb") as stream:
                 stream.seek(piece.offset)
-                found = torch.load(io.BytesIO(stream.read(piece.length)), map_location="cpu", weights_only=True)
-        except Exception as error:  # noqa: BLE001  what a damaged archive raises is torch's business
-            what = " ".join(str(error).split())[:200]
-            raise ConfigError(f"{file}: {name} cannot be read ({type(error).__name__}: {what})") from None
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != piece.size:
+                tensor = torch.load(io.BytesIO(stream.read(piece.length)), map_location="cpu", weights_only=True)
+        except Exception as error:  # noqa: BLE001  a damaged archive raises anything
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{file}: {name} cannot be read ({type(error).__name__}: {reason})") from None
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != piece.size:
             raise ConfigError(f"{file}: at byte {piece.offset} is not what {METADATA_FILE} says of {name}")
-        return found
+        return tensor
 
 
 def _parse_tensor(name: str, about: Any, places: Mapping[Any, Any]) -> StoredTensor:
     pieces = []
     for chunk in about.chunks:
         start = tuple(chunk.offsets)
-        place = places[metadata.MetadataIndex(name, chunk.offsets)]
-        if place.transform_descriptors:
-            raise ValueError(f"{name} is compressed by {place.transform_descriptors}")
-        if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"{name} is said to be in {place.relative_path!r}")
-        pieces.append(StoredShard(start, tuple(chunk.sizes), place.relative_path, int(place.offset), int(place.length)))
+        location = places[metadata.MetadataIndex(name, chunk.offsets)]
+        if location.transform_descriptors:
+            raise ValueError(f"{name} is compressed by {location.transform_descriptors}")
+        if Path(location.relative_path).name != location.relative_path:
+            raise ValueError(f"{name} is said to be in {location.relative_path!r}")
+        pieces.append(
+            StoredShard(start, tuple(chunk.sizes), location.relative_path, int(location.offset), int(location.length))
+        )
     return StoredTensor(tuple(about.size), about.properties.dtype, tuple(pieces))

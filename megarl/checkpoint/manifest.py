@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint, and how to find valid checkpoints. Pure: it only reads files.
+"""Read and verify checkpoint manifests, and find valid checkpoints.
 
-`manifest.json` lists every file with size and SHA-256. Hashing takes a core per 1.5 GB/s: files are hashed while they
-are written, and by all ranks together.
+`manifest.json` lists every file with size and SHA-256. Hashing takes one core per 1.5 GB/s, so files are hashed while
+they are written, and by all ranks together.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class Entry(NamedTuple):
 
 
 Write = Callable[[Path], Mapping[Path, Entry]]
-"""Writes what it knows into a checkpoint's folder, in whatever thread, and returns the files, which are on the disk by
-then. Raises OSError."""
+"""Writes files into a checkpoint's folder, from any thread, and returns them once they are synced. Raises OSError."""
 
 
 def write_nothing(folder: Path) -> dict[Path, Entry]:
@@ -35,8 +34,10 @@ def write_nothing(folder: Path) -> dict[Path, Entry]:
 
 
 class HashingFile:
-    """A new file that is hashed as it is written, front to back. `failure`: what the file system said no with, since
-    torch makes a RuntimeError of it."""
+    """A new file that is hashed as it is written sequentially.
+
+    `failure` keeps the OSError of a failed write, which torch turns into a RuntimeError.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -59,18 +60,18 @@ class HashingFile:
         self._file.flush()
 
     def finish(self) -> Entry:
-        """Everything is on the disk from here on."""
+        """Sync the file and return its entry."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return Entry(self._file.tell(), self._digest.hexdigest())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which has been said
+        with contextlib.suppress(OSError):  # a full disk, which has been reported
             self._file.close()
 
 
 def write_hashed(path: Path, write: Callable[[HashingFile], T]) -> tuple[T, Entry]:
-    """A file of what `write` writes, and its entry. Raises OSError where the file system does not take it."""
+    """Create a file by calling `write`; return its result and the file's entry. Raises OSError if writing fails."""
     stream = HashingFile(path)
     try:
         return write(stream), stream.finish()
@@ -81,7 +82,7 @@ def write_hashed(path: Path, write: Callable[[HashingFile], T]) -> tuple[T, Entr
 
 
 def sync(path: Path) -> None:
-    """What is in a file or folder is on the disk from here on."""
+    """Sync a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,18 +96,18 @@ def hash_file(path: Path) -> Entry:
 
 
 def split_by_size(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """The files in `parts` shares of about equal bytes; the same whoever asks."""
+    """Split the files into `parts` shares of about equal bytes. Deterministic."""
     result: list[list[str]] = [[] for _ in range(parts)]
     loads = [0] * parts
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         least = loads.index(min(loads))
         result[least].append(name)
-        loads[least] += sizes[name] + 1  # so that empty files are shared, too
+        loads[least] += sizes[name] + 1  # + 1 distributes empty files, too
     return result
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]] | str:
-    """The manifest and its files, or what is wrong with it."""
+    """Return the manifest and its files, or a description of its fault."""
     try:
         tree = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         files = {name: Entry(entry["bytes"], entry["sha256"]) for name, entry in tree["files"].items()}
@@ -115,8 +116,8 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]] | str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{FILE_NAME} is broken ({type(error).__name__})"
     for name, entry in files.items():
-        inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
-        if not inside or type(entry.bytes) is not int or not isinstance(entry.sha256, str):
+        is_relative = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+        if not is_relative or type(entry.bytes) is not int or not isinstance(entry.sha256, str):
             return f"{FILE_NAME} is broken (its entry {name!r})"
     if missing := next((name for name in ("host.json",) if name not in files), None):
         return f"{FILE_NAME} does not list {missing}"
@@ -137,16 +138,16 @@ def check_sizes(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) 
 def check_hashes(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> str | None:
     for name in names:
         try:
-            found = hash_file(folder / name)
+            entry = hash_file(folder / name)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if found.sha256 != files[name].sha256:
+        if entry.sha256 != files[name].sha256:
             return f"{name} differs from its checksum"
     return None
 
 
 def host_state(folder: Path) -> dict[str, Any] | str:
-    """host.json, or what is wrong with it."""
+    """Return host.json, or a description of its fault."""
     try:
         tree = json.loads((folder / "host.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -157,27 +158,27 @@ def host_state(folder: Path) -> dict[str, Any] | str:
 
 
 METADATA_FILE = ".metadata"
-"""In the folder of a model."""
+"""Name of the metadata file in a model's folder."""
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Checkpoints of a run, the oldest first, with those that were never finished."""
-    found = {}
+    """Return the checkpoints of a run, oldest first, including unfinished ones."""
+    folders = {}
     for path in (run / "checkpoints").iterdir():
         name = path.name.removesuffix(".tmp")
         if path.is_dir() and name.startswith("step_") and name[5:].isdecimal():
-            found[int(name[5:]), path.name] = path
-    return [found[key] for key in sorted(found)]
+            folders[int(name[5:]), path.name] = path
+    return [folders[key] for key in sorted(folders)]
 
 
 def check_checkpoint(folder: Path, hashes: bool) -> str | None:
-    """What is wrong with a checkpoint."""
+    """Return a description of a checkpoint's fault, or None."""
     if folder.name.endswith(".tmp"):
         return "was never finished"
-    found = read(folder)
-    if isinstance(found, str):
-        return found
-    files = found[1]
+    contents = read(folder)
+    if isinstance(contents, str):
+        return contents
+    files = contents[1]
     fault = check_sizes(folder, files, files)
     if fault is None and hashes:
         fault = check_hashes(folder, files, files)
@@ -186,7 +187,7 @@ def check_checkpoint(folder: Path, hashes: bool) -> str | None:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means. Raises ConfigError."""
+    """Return the checkpoint that a path denotes. Raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}; name a run folder or a checkpoint in it")
     if (path / FILE_NAME).is_file():

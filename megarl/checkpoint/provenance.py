@@ -1,4 +1,4 @@
-"""What a checkpoint was written by: the configuration and the program, as short hashes that tell others apart."""
+"""Provenance of a checkpoint: short hashes of the configuration and the program that wrote it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megarl.config import Config, to_dict
 
 SOURCES = Path(__file__).resolve().parents[1]
 HASH_LENGTH = 16
-"""Of a hash in hexadecimal."""
+"""Length of a hash in hexadecimal digits."""
 GIT_TIMEOUT_S = 20.0
-"""For git, on however slow a file system."""
+"""Timeout of git, generous for slow file systems."""
 GIT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "XDG_CONFIG_HOME")
-"""Of the environment, which may have keys: what git has a use for. With GIT_DIR it would look elsewhere."""
+"""Environment variables passed to git. Others may hold secrets, and GIT_DIR would redirect it."""
 
 
 def collect_provenance(config: Config) -> dict[str, str]:
-    """What goes into a manifest. For one rank: it starts git, or reads all sources."""
+    """Return the provenance entries of a manifest. Call on one rank: it runs git, or reads all sources."""
     return {"config": config_hash(config), "code": code_revision()}
 
 
 def describe_changes(written: Mapping[str, object], now: Mapping[str, str]) -> list[str]:
-    """In words, what is another now than when a manifest was written; of one that does not say nothing is said."""
+    """Describe what differs from the program that wrote a manifest; entries that it lacks are skipped."""
     names = {"code": "by other code", "config": "under another configuration"}
     return [
         f"{words} ({written[name]}, now {now[name]})"
@@ -36,7 +36,7 @@ def describe_changes(written: Mapping[str, object], now: Mapping[str, str]) -> l
 
 
 def config_hash(config: Config) -> str:
-    """Of all keys but those that say where and whether to go on, and what is recorded besides."""
+    """Hash all keys except run.dir, run.resume and the section track."""
     tree = to_dict(config)
     tree.pop("track", None)
     tree["run"] = {name: value for name, value in tree["run"].items() if name not in ("dir", "resume")}
@@ -44,8 +44,10 @@ def config_hash(config: Config) -> str:
 
 
 def code_revision(sources: Path = SOURCES) -> str:
-    """git's commit, and behind a plus the hash of the sources where they are not those of the commit; without git, that
-    hash alone. What a fork keeps in another repository is not in it."""
+    """Return git's commit, with `+` and a hash of the sources if they differ from it; without git that hash alone.
+
+    Sources of a fork in another repository are not included.
+    """
     commit = _run_git(sources, "rev-parse", "HEAD")
     changed = _run_git(sources, "status", "--porcelain", "--", ".")
     tracked = _run_git(sources, "ls-files", "--error-unmatch", "__init__.py")
@@ -55,16 +57,16 @@ def code_revision(sources: Path = SOURCES) -> str:
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:
-    """What git says of a folder, None where there is none that does."""
+    """Return git's output for a folder, or None if git fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     needed = {name: os.environ[name] for name in GIT_VARIABLES if name in os.environ}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=GIT_TIMEOUT_S, env=needed
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def _hash_sources(sources: Path) -> str:

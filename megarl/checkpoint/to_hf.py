@@ -1,8 +1,8 @@
-"""A checkpoint's model as an HF folder, without ranks: what the run's own export would have written, byte for byte.
+"""Convert a checkpoint's model to an HF folder without ranks, byte-identical to the run's own export.
 
-Tensor by tensor, straight from the checkpoint's files into those of the HF folder. What is held at a time is one tensor
-of Megatron's, which is several of HF's (a layer's q, k and v, an expert's gate and up), the piece of it that is being
-read, and with LoRA what it takes to add an adapter in fp32: `MEMORY_FACTOR` times the largest tensor, however many there are.
+Works tensor by tensor, from the checkpoint's files to those of the HF folder. Memory holds one Megatron tensor, which
+is several of HF's (a layer's q, k and v, an expert's gate and up), the piece that is being read, and with LoRA what
+merging an adapter in fp32 takes: at most `MEMORY_FACTOR` times the largest tensor, whatever their number.
 """
 
 from __future__ import annotations
@@ -30,27 +30,32 @@ from megarl.models.lora_tables import (
 )
 
 MEMORY_FACTOR = 6
-"""What is held of the largest tensor of Megatron's at most, in its own type in fp32: itself, a piece as it is read and
-as it is unpacked, the sum with its adapter; and the two HF tensors that are made of it."""
+"""Peak memory in multiples of the largest Megatron tensor, in its own type and in fp32.
+
+It counts the tensor, a piece as it is read and as it is unpacked, the sum with its adapter, and the two HF tensors made
+of it.
+"""
 _LAYER = re.compile(r"((?:decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
 _FUSED_NAMES = {canonical: fused for fused, canonical in FUSED_NORMS.items()}
 
 
 class CheckpointParams:
-    """Parameters of a table by their canonical names, as they are in a checkpoint, whole: as one tensor parallel rank
-    would have them, with whatever padding the vocabulary has. Of the same parameter again nothing is read."""
+    """Whole parameters of a checkpoint by the table's canonical names, as with tp=1 and with any vocabulary padding.
+
+    The last parameter read is cached.
+    """
 
     def __init__(self, found: CheckpointReader) -> None:
         self._reader = found
         self._cached: tuple[str, torch.Tensor] | None = None
 
     def locate(self, param: Param) -> tuple[str, tuple[int, ...]]:
-        """The tensor that a parameter is in, and at which numbers of its first dimensions. Raises ConfigError."""
-        for name, at in _candidate_locations(param):
-            if name in self._reader and len(self._reader[name].shape) == len(at) + len(param.hf[0].shape):
-                if all(number < size for number, size in zip(at, self._reader[name].shape, strict=False)):
-                    return name, at
+        """Return the tensor that holds a parameter, and its leading indices in it. Raises ConfigError."""
+        for name, indices in _candidate_locations(param):
+            if name in self._reader and len(self._reader[name].shape) == len(indices) + len(param.hf[0].shape):
+                if all(number < size for number, size in zip(indices, self._reader[name].shape, strict=False)):
+                    return name, indices
         raise ConfigError(
             f"{self._reader.folder} has no {param.megatron}: it is of another model than the configuration's, or of "
             "another program"
@@ -61,28 +66,30 @@ class CheckpointParams:
 
     def read(self, param: Param) -> torch.Tensor:
         if self._cached is None or self._cached[0] != param.megatron:
-            self._cached = None  # so that two are never held
+            self._cached = None  # never hold two
             self._cached = param.megatron, self._reader.read(*self.locate(param))
         return self._cached[1]
 
     def check(self, param: Param) -> None:
-        """Raise ConfigError where the table has the parameter in another shape."""
-        name, at = self.locate(param)
-        shape, (dim, slices) = list(self._reader[name].shape[len(at) :]), split_with(param, param.sharding, 1, 0)
-        wanted = list(param.hf[0].shape)
-        wanted[dim] = sum(part.stop - part.start for part in slices if part.source != PADDING)
-        if isinstance(param.sharding, VocabSharding):  # what follows is padding, as much as the layout asked for
-            shape[dim] = min(shape[dim], wanted[dim])
-        if wanted != shape:
+        """Raise ConfigError if the checkpoint's shape of a parameter differs from the table's."""
+        name, indices = self.locate(param)
+        shape, (dim, slices) = list(self._reader[name].shape[len(indices) :]), split_with(param, param.sharding, 1, 0)
+        expected = list(param.hf[0].shape)
+        expected[dim] = sum(part.stop - part.start for part in slices if part.source != PADDING)
+        if isinstance(param.sharding, VocabSharding):  # the rest is padding, whose size depends on the layout
+            shape[dim] = min(shape[dim], expected[dim])
+        if expected != shape:
             raise ConfigError(
                 f"{self._reader.folder}: {param.megatron} has shape {tuple(shape)}, and the configuration's model has "
-                f"{tuple(wanted)}"
+                f"{tuple(expected)}"
             )
 
 
 def _candidate_locations(param: Param) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Where Megatron's checkpoints may have a parameter. Layers that are all alike are one tensor, with a dimension for
-    them in front, and so are the experts of a layer."""
+    """Yield where Megatron's checkpoints may store a parameter.
+
+    Homogeneous layers are stacked in one tensor with a leading dimension, and so are the experts of a layer.
+    """
     if param.megatron.rpartition(".")[2] in ("lora_a", "lora_b"):
         expert = () if param.expert is None else (param.expert,)
         yield f"adapters.{param.megatron.replace(f'.{param.expert}.linear', '.linear')}", expert
@@ -92,21 +99,23 @@ def _candidate_locations(param: Param) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield param.megatron, ()
         return
     stack, number, inner, rest = match[1], int(match[2]), match[3] or "", match[4]
-    at: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     if expert_of := _EXPERT.fullmatch(rest):
-        rest, at = f"mlp.experts.experts.{expert_of[2]}", (int(expert_of[1]),)
+        rest, indices = f"mlp.experts.experts.{expert_of[2]}", (int(expert_of[1]),)
     for name in (rest, *([_FUSED_NAMES[rest]] if rest in _FUSED_NAMES else [])):
-        yield f"{stack}.{inner}{name}", (number, *at)
-        yield f"{stack}.{number}.{inner}{name}", at
+        yield f"{stack}.{inner}{name}", (number, *indices)
+        yield f"{stack}.{number}.{inner}{name}", indices
 
 
 def iter_hf_tensors(
     weights: CheckpointParams, table: Sequence[Param], merged: Mapping[str, tuple[Param, Param, float]]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """(HF name, tensor) in the table's order, as `gather_hf`. merged: of weights that have an adapter, by their
-    canonical names, its factors and what they are scaled by."""
+    """Yield (HF name, tensor) in the table's order, like `gather_hf`.
 
-    def whole(param: Param) -> torch.Tensor:
+    merged: canonical name of each weight with an adapter -> its two factors and their scale.
+    """
+
+    def read_whole(param: Param) -> torch.Tensor:
         if param.megatron not in merged:
             return weights.read(param)
         a, b, scale = merged[param.megatron]
@@ -118,7 +127,7 @@ def iter_hf_tensors(
     def read(param: Param, source: int) -> torch.Tensor:
         if not cache or cache[0][0] != param.megatron:
             cache.clear()
-            cache.append((param.megatron, whole(param)))
+            cache.append((param.megatron, read_whole(param)))
         return extract_hf_tensor(param, cache[0][1], source)
 
     for param in table:
@@ -129,14 +138,14 @@ def iter_hf_tensors(
 
 
 def extract_hf_tensor(param: Param, whole: torch.Tensor, source: int) -> torch.Tensor:
-    """An HF tensor out of the whole of Megatron's that it is a part of."""
+    """Return the part of a whole Megatron tensor that is HF tensor number `source`."""
     dim, slices = split_with(param, param.sharding, 1, 0)
-    parts, at = [], 0
+    parts, offset = [], 0
     for part in slices:
         size = part.stop - part.start
         if part.source == source:
-            parts.append(whole.narrow(dim, at, size))
-        at += size
+            parts.append(whole.narrow(dim, offset, size))
+        offset += size
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
@@ -148,11 +157,11 @@ def convert(
     table: Sequence[Param],
     classifier: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model in `folder`, which is a role's in a checkpoint, as the HF folder `out`; adapters are merged.
+    """Write a role's model in `folder`, part of a checkpoint, as the HF folder `out`; adapters are merged.
 
-    source: the HF folder that training began with, for tokenizer, configuration and layers that are not trained. table:
-    of the model's parameters. classifier: config.json of one with a head of one value. Raises ConfigError where the
-    checkpoint is not of this model, OSError where the disk does not take it; nothing is left of it then.
+    source: the HF folder that training started from, for tokenizer, configuration and layers that are not trained.
+    table: the model's parameters. classifier: config.json of a model with a scalar head. Raises ConfigError if the
+    checkpoint is of another model, and OSError if writing fails, in which case nothing is left behind.
     """
     weights, merged = CheckpointParams(CheckpointReader(folder)), {}
     if config.lora.rank:
@@ -163,15 +172,15 @@ def convert(
             merged[param.megatron] = a, b, scale
     stream = list(iter_hf_tensors(weights, table, merged))
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    kept = {tensor.name: param.dtype for param in table for tensor in param.hf if param.dtype is not None}
+    fixed_dtypes = {tensor.name: param.dtype for param in table for tensor in param.hf if param.dtype is not None}
     disk_space.check_free_space(
-        out, sum(prod(tensor.shape) * kept.get(name, dtype).itemsize for name, tensor in stream)
+        out, sum(prod(tensor.shape) * fixed_dtypes.get(name, dtype).itemsize for name, tensor in stream)
     )
     save_hf(out, stream, source, dtype, table=table, config=classifier)
 
 
 def convert_adapter(folder: Path, out: Path, config: Config, table: Sequence[Param]) -> None:
-    """Write the adapters in `folder` alone, in PEFT's format. Of these all are held. Raises as `convert`."""
+    """Write only the adapters in `folder`, in PEFT's format. Holds all of them in memory. Raises like `convert`."""
     if not config.lora.rank:
         raise ConfigError("this run has no adapters (lora.rank=0); convert the model itself")
     weights, settings = CheckpointParams(CheckpointReader(folder)), config.lora

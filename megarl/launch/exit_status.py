@@ -1,14 +1,14 @@
-"""How a process of a run ends: in one line that says why, with a documented exit status.
+"""Orderly exit of a run's processes: one line that gives the reason, and a documented exit status.
 
     0          done
-    1          a fault of ours, or another rank was lost; the line names the log that has the whole traceback
-    2          a mistake of the user's
-    85         asked to stop (SIGTERM, SIGUSR1) and saved: go on with run.resume=auto
-    86         a fault that came again at the same step after a restart: to start again is of no use
+    1          a fault of the program, or another rank was lost; the line names the log with the whole traceback
+    2          a user's mistake
+    85         asked to stop (SIGTERM, SIGUSR1) and saved: continue with run.resume=auto
+    86         the same fault at the same step after a restart: another restart is useless
     128 + n    ended by signal n without saving: 130 Ctrl-C, 137 killed by the kernel, 143 SIGTERM
 
-A rank that has a launcher (`launcher.py`, `torchrun.py`) tells it, and the launcher says what all of it comes from, and
-may start the run again (`restarts.py`); one without says it itself.
+A rank with a launcher (`launcher.py`, `torchrun.py`) reports to it; the launcher determines the root cause, prints it,
+and may restart the run (`restarts.py`). A rank without a launcher prints the line itself.
 """
 
 from __future__ import annotations
@@ -33,26 +33,30 @@ from megarl.processes import children, memory_files, node
 from megarl.processes.children import die_with_parent
 
 REQUEUE_EXIT_CODE = 85
-"""Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved itself: go on with run.resume=auto."""
+"""Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved: continue with run.resume=auto."""
 REPEATED_FAULT_EXIT_CODE = 86
-"""Exit status of a run that was started again after a fault, and came to the same at the same step."""
+"""Exit status of a restarted run that hit the same fault at the same step."""
 LAUNCHER_ENV = "MEGARL_LAUNCHER"
-"""Environment variable by which a launcher names itself to its ranks: its pid and the file for their last words."""
+"""Environment variable: the launcher's pid and the file for messages of its ranks."""
 RESTART_COUNT_ENV = "MEGARL_RESTARTED"
-"""Environment variable of ranks that have been started again: how often."""
+"""Environment variable of restarted ranks: the number of restarts."""
 TRACEBACK_NOTE_PREFIX = "the whole traceback is in"
-"""How the note begins that an exception carries once its traceback is in a file."""
+"""Prefix of the note on an exception whose traceback is in a file."""
 SIGNAL_DEBOUNCE_S = 2.0
-"""A signal that comes again within so many seconds is the same request: it was sent to the whole process group, or to
-all processes of a Slurm job, and is forwarded besides."""
+"""Seconds within which a repeated signal is the same request.
+
+A signal to the whole process group, or to all processes of a Slurm job, is also forwarded and arrives twice.
+"""
 
 ExitKind = Literal["stopped", "ended", "mistake", "fault", "lost"]
 
 
 class RunOutcome(NamedTuple):
-    """What the ends of all ranks come to: the exit status, the line that says why, empty where all is well, and what it
-    was. killed: by a signal from outside. late: a rank that others have waited for too long. asked: somebody wanted
-    it so. rank: whose own end or silence it was, where that is known."""
+    """The combined outcome of all ranks: exit status, reason (empty on success) and kind.
+
+    killed: by an external signal. late: a rank for which others have waited too long. asked: requested by the user.
+    rank: the rank that caused the outcome, if known.
+    """
 
     status: int
     text: str
@@ -61,7 +65,7 @@ class RunOutcome(NamedTuple):
 
 
 class GracefulExit(SystemExit):
-    """Asked to stop, and saved."""
+    """The run was asked to stop, and has saved."""
 
     def __init__(self, text: str) -> None:
         super().__init__(REQUEUE_EXIT_CODE)
@@ -72,7 +76,7 @@ class GracefulExit(SystemExit):
 
 
 class SignalExit(SystemExit):
-    """A signal ends this process. A SystemExit, as asyncio lets only that through, and KeyboardInterrupt."""
+    """A signal ends this process. A SystemExit, because asyncio re-raises only that and KeyboardInterrupt."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -83,13 +87,13 @@ class SignalExit(SystemExit):
 
 
 ORDERLY_EXITS = (GracefulExit, SignalExit, KeyboardInterrupt)
-"""What ends a run without anything being wrong."""
+"""Exceptions that end a run without a fault."""
 
 
 class _Signals:
-    """What this process has been asked for."""
+    """Signal state of this process."""
 
-    is_stop_requested = False  # to stop at the end of the step
+    is_stop_requested = False  # stop at the end of the step
     is_ending = False
     last_signal_time = 0.0
     should_save_on_sigterm = False
@@ -98,35 +102,35 @@ class _Signals:
 
 
 def catch_signals() -> None:
-    """From here on a signal ends this process in an orderly way, and SIGUSR1 asks for a stop at the end of the step.
+    """Install signal handlers: signals end this process in an orderly way; SIGUSR1 requests a stop after the step.
 
-    Slurm sends SIGUSR1 to every process of a job, and it would end those that do not know it, such as the one by
-    which torch shares memory. So it is blocked, which processes started from here on inherit, and looked for.
+    Slurm sends SIGUSR1 to every process of a job and would kill those without a handler, such as torch's shared memory
+    manager. It is therefore blocked, which later child processes inherit, and polled as a pending signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    if given := os.environ.pop(LAUNCHER_ENV, ""):
-        parent, _, _Signals.launcher = given.partition(":")
+    if launcher_address := os.environ.pop(LAUNCHER_ENV, ""):
+        parent, _, _Signals.launcher = launcher_address.partition(":")
         if os.getppid() == int(parent):
             die_with_parent(int(parent))
-        elif not os.path.exists(f"/proc/{parent}"):  # else there is a script in between
+        elif not os.path.exists(f"/proc/{parent}"):  # otherwise a script runs in between
             os._exit(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a job in the background
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a background job
             signal.signal(number, _on_signal)
-    signal.signal(signal.SIGUSR1, _request_stop)  # for threads that were there before, which may get it
+    signal.signal(signal.SIGUSR1, _request_stop)  # threads started earlier may receive it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 def save_on_sigterm() -> None:
-    """From here on a first SIGTERM is answered at the end of the step."""
+    """From now on, handle the first SIGTERM at the end of the step."""
     _Signals.should_save_on_sigterm = True
 
 
 @contextlib.contextmanager
 def defer_sigterm() -> Iterator[None]:
-    """Within the block a checkpoint is written, which no SIGTERM breaks off, however often it comes."""
+    """Defer any number of SIGTERMs within the block, in which a checkpoint is written."""
     _Signals.is_writing_checkpoint = True
     try:
         yield
@@ -139,9 +143,9 @@ def is_stop_requested() -> bool:
 
 
 def begin_exit() -> None:
-    """This process has begun to end, which signals shall not disturb."""
+    """Mark this process as exiting, so that signals do not disturb it."""
     _Signals.is_ending, _Signals.last_signal_time = True, time.monotonic()
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of tasks that ended with us
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tasks that end with the process
 
 
 def _request_stop(number: int, frame: FrameType | None) -> None:
@@ -149,32 +153,32 @@ def _request_stop(number: int, frame: FrameType | None) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    gently = _Signals.should_save_on_sigterm and number != signal.SIGINT
-    again = time.monotonic() - _Signals.last_signal_time < SIGNAL_DEBOUNCE_S
-    if again and (_Signals.is_ending or (_Signals.is_stop_requested and gently)):
+    can_save = _Signals.should_save_on_sigterm and number != signal.SIGINT
+    is_repeated = time.monotonic() - _Signals.last_signal_time < SIGNAL_DEBOUNCE_S
+    if is_repeated and (_Signals.is_ending or (_Signals.is_stop_requested and can_save)):
         return
     _Signals.last_signal_time = time.monotonic()
-    if gently and (not _Signals.is_stop_requested or _Signals.is_writing_checkpoint):
+    if can_save and (not _Signals.is_stop_requested or _Signals.is_writing_checkpoint):
         _Signals.is_stop_requested = True
     elif not _Signals.is_ending:
         begin_exit()
         raise SignalExit(number)
-    elif _Signals.launcher is None:  # a launcher ends those itself that take long
+    elif _Signals.launcher is None:  # a launcher kills slow ranks itself
         os._exit(128 + number)
 
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Around a script's own flow: whatever ends it early is told in one line, and gives the documented exit status."""
+    """Wrap a script's own flow: report an early end in one line and exit with the documented status."""
     try:
         catch_signals()
         yield
-    except BaseException as error:  # noqa: B036  the end of the program
+    except BaseException as error:  # noqa: B036  top level of the program
         sys.exit(report_error(error))
 
 
 def run_and_exit(program: Callable[[], int]) -> NoReturn:
-    """Run a program that tells by itself, but for a signal before it gets so far; exit with its status."""
+    """Run a program that reports its own errors, except for a signal before it gets that far; exit with its status."""
     try:
         catch_signals()
         status = program()
@@ -184,8 +188,10 @@ def run_and_exit(program: Callable[[], int]) -> NoReturn:
 
 
 def report_error(error: BaseException) -> int:
-    """Say why this process ends, to the launcher or on stderr; returns its exit status. A signal changes nothing any
-    more: torch's agent sends one to ranks that end after the first."""
+    """Report why this process ends, to the launcher or on stderr, and return its exit status.
+
+    Ignores signals from here on: torch's agent sends one to ranks that end after the first.
+    """
     begin_exit()
     kind, status, text = classify_error(error)
     if notify_launcher(kind, text[-8000:]):
@@ -196,47 +202,50 @@ def report_error(error: BaseException) -> int:
 
 
 def notify_launcher(kind: str, text: str, rank: int | None = None) -> bool:
-    """Say something to the launcher, of this rank or of another; False where there is none, or it does not hear."""
+    """Send the launcher a message about this rank or another; return False if there is no launcher to receive it."""
     if _Signals.launcher is None:
         return False
-    own = int(os.environ.get("RANK", "0"))
-    word = {"rank": own if rank is None else rank, "kind": kind, "text": text}
+    local_rank = int(os.environ.get("RANK", "0"))
+    message = {"rank": local_rank if rank is None else rank, "kind": kind, "text": text}
     try:
-        # Begun by a line's end: a rank that was killed while it wrote may have left half a line.
-        memory_files.append(_Signals.launcher, b"\n" + json.dumps(word).encode() + b"\n")
+        # Starts with a newline, because a rank that was killed while writing may have left half a line.
+        memory_files.append(_Signals.launcher, b"\n" + json.dumps(message).encode() + b"\n")
         return True
-    except OSError:  # it is gone
+    except OSError:  # the launcher has exited
         return False
 
 
 def register_run(**rules: Any) -> None:
-    """Tell the launcher what a restart of this run depends on, see `restarts.RestartPolicy`. On the first rank of a node."""
+    """Send the launcher what restarts of this run depend on, see `RestartPolicy`. On the first rank of each node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         notify_launcher("run", json.dumps(rules))
 
 
 def get_restart_count() -> int:
-    """How often a launcher has started this run again."""
+    """Return how often a launcher has restarted this run."""
     return int(os.environ.get(RESTART_COUNT_ENV, "0"))
 
 
 def classify_error(error: BaseException) -> tuple[ExitKind, int, str]:
-    """What it is, the exit status, and the line. A fault without a log has its traceback above the line."""
+    """Return kind, exit status and line of an error. A fault without a log has its traceback above the line."""
     if isinstance(error, GracefulExit):
         return "stopped", REQUEUE_EXIT_CODE, error.text
     if isinstance(error, (SignalExit, KeyboardInterrupt)):
         number = error.number if isinstance(error, SignalExit) else signal.SIGINT
         return "ended", 128 + number, f"ended by {signal_name(number)}"
-    who = f"rank {os.environ.get('RANK', '0')}" if os.environ.get("WORLD_SIZE", "1") != "1" else "the run"
+    subject = f"rank {os.environ.get('RANK', '0')}" if os.environ.get("WORLD_SIZE", "1") != "1" else "the run"
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        who += f" on node {node.get_name()}"
-    where = next((note for note in getattr(error, "__notes__", ()) if note.startswith(TRACEBACK_NOTE_PREFIX)), "")
+        subject += f" on node {node.get_name()}"
+    traceback_note = next(
+        (note for note in getattr(error, "__notes__", ()) if note.startswith(TRACEBACK_NOTE_PREFIX)), ""
+    )
     if lost := _lost_peer(error):
         return (
             "lost",
             1,
             _join_lines(
-                f"error: {who} lost another rank: {lost}{_describe_foreign_users()}" + (f"; {where}" if where else "")
+                f"error: {subject} lost another rank: {lost}{_describe_foreign_users()}"
+                + (f"; {traceback_note}" if traceback_note else "")
             ),
         )
     if isinstance(error, ConfigError):
@@ -244,13 +253,16 @@ def classify_error(error: BaseException) -> tuple[ExitKind, int, str]:
     if missing := missing_package_hint(error):
         return "mistake", 2, _join_lines(f"error: {missing}")
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    line = _join_lines(f"error: {who} failed: {type(error).__name__}: {error}{place}" + (f"; {where}" if where else ""))
-    return "fault", 1, line if where else "".join(traceback.format_exception(error)) + line
+    location = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    line = _join_lines(
+        f"error: {subject} failed: {type(error).__name__}: {error}{location}"
+        + (f"; {traceback_note}" if traceback_note else "")
+    )
+    return "fault", 1, line if traceback_note else "".join(traceback.format_exception(error)) + line
 
 
 def _describe_foreign_users() -> str:
-    """That others are connected who may have taken a rank's place."""
+    """Describe other users connected to the job's ports, who may have taken a rank's place."""
     with contextlib.suppress(OSError, ValueError):
         if users := children.list_connected_users():
             names = ", ".join(map(str, users))
@@ -267,13 +279,12 @@ def signal_name(number: int) -> str:
 
 
 def _lost_peer(error: BaseException | None) -> str:
-    """What torch.distributed, or a neighbour, says of a rank that is gone or does not answer, if that is behind the
-    error."""
+    """Return what torch.distributed or a neighbor reports about a lost rank, if that caused the error; else empty."""
     while error is not None:
-        gloo = isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo " in str(error))
-        neighbour = isinstance(error, ConnectionError) and re.match(r"rank \d+ is gone: ", str(error))
+        is_gloo_error = isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo " in str(error))
+        is_neighbor_error = isinstance(error, ConnectionError) and re.match(r"rank \d+ is gone: ", str(error))
         names = ("WeightSyncError", "DistBackendError", "DistNetworkError", "DistStoreError")
-        if gloo or neighbour or type(error).__name__ in names:
+        if is_gloo_error or is_neighbor_error or type(error).__name__ in names:
             return re.sub(r"\[\S*/gloo/\S*\] ", "", str(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return ""
@@ -284,11 +295,11 @@ def _join_lines(text: str) -> str:
 
 
 def _is_first_report(text: str) -> bool:
-    """Whether no other rank has said it: they raise the same error for a mistake, and one line is enough."""
+    """Return whether no other rank has reported this text: for a mistake all ranks raise the same error."""
     ranks = sys.modules.get("megarl.parallel.ranks")
     if ranks is not None:
-        first = ranks.is_first_report(text)
-        if first is not None:
-            return bool(first)
+        is_first = ranks.is_first_report(text)
+        if is_first is not None:
+            return bool(is_first)
     local = os.environ.get("LOCAL_RANK", "0")
-    return not local.isdigit() or int(local) == 0  # a mistake may be one node's own
+    return not local.isdigit() or int(local) == 0  # a mistake may affect one node only

@@ -1,11 +1,11 @@
-"""Run the ranks of a job as processes of this machine. They start together, and when one fails the others are ended.
+"""Run the ranks of a job as processes of this machine. They start together; when one fails, the others are ended.
 
-Ranks tell the launcher why they end (`exit_status.tell`), in memory that only processes of this user can open. The
-launcher reports the first cause in one line, not what the other ranks saw of it: that a peer is gone.
+Ranks report why they end (`exit_status.notify_launcher`) in memory that only processes of this user can open. The
+launcher prints the root cause in one line, not the follow-up errors of ranks that lost a peer.
 
-`Stopped` notices ranks that were stopped by SIGSTOP where no other rank does. Ranks notice a hang themselves
-(`observe/hang_watchdog.py`) after `run.timeout_s`, but while they wait for storage that takes much longer, and if all
-of them are stopped nobody waits.
+`StoppedRankMonitor` detects ranks that were stopped by SIGSTOP if no other rank does. Ranks detect a hang themselves
+(`observe/hang_watchdog.py`) after `run.timeout_s`, but not while they wait for storage, which has a much longer
+timeout, and not if all of them are stopped.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ from megarl.processes import memory_files
 from megarl.processes.children import end_orphans, is_stopped, list_children
 
 STOPPED_MARGIN_S = 15.0
-"""How long behind `run.timeout_s`: where others notice they know more."""
+"""Seconds added to `run.timeout_s`: ranks that detect the hang themselves can report more."""
 _STOPPED_POLL_S = 1.0
 _SUSPEND_GAP_S = 10.0
-"""Between two looks: the launcher was stopped itself, as by Ctrl-Z or `scontrol suspend`, and its ranks with it."""
+"""Seconds between two polls that mean that the launcher was suspended, as by Ctrl-Z or `scontrol suspend`, with its
+ranks.
+"""
 
 
 class StoppedRankMonitor:
-    """How long each rank of one launcher has been stopped."""
+    """Tracks how long each rank of a launcher has been stopped."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
@@ -52,9 +54,11 @@ class StoppedRankMonitor:
         self._over = False
 
     def poll(self, ranks: Callable[[], Mapping[int, int]], rules: RestartPolicy | None) -> tuple[int, str] | None:
-        """Kill a rank that has been stopped for too long, after which the launcher ends the others; which one, and
-        what is to be said of it. ranks: the pids of those that are there, by rank. To be called again and again; most
-        times it does nothing."""
+        """Kill a rank that has been stopped for too long and return it with a message. The launcher then ends the
+        others.
+
+        ranks: returns the pids of the running ranks by rank. Call this repeatedly; most calls do nothing.
+        """
         now = time.monotonic()
         if rules is None or self._over or now - self._last_poll < _STOPPED_POLL_S:
             return None
@@ -70,17 +74,17 @@ class StoppedRankMonitor:
                 self._over = True
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                why = f"for {seconds:.0f} s, longer than run.timeout_s={rules.timeout_s:g}"
-                return rank, f"error: rank {rank} has been stopped (SIGSTOP) {why}, and was killed"
+                reason = f"for {seconds:.0f} s, longer than run.timeout_s={rules.timeout_s:g}"
+                return rank, f"error: rank {rank} has been stopped (SIGSTOP) {reason}, and was killed"
         return None
 
 
 GRACE_S = 10.0
-"""How long ranks that shall end now may take, to close their engines and files, before they are killed."""
+"""Seconds that ranks get to close their engines and files before they are killed."""
 NOTICE_S = 3.0
-"""How long the others have to see by themselves that one has failed, and to write down where they were."""
+"""Seconds that other ranks get to notice a failure themselves and to write down where they were."""
 ORPHAN_TIMEOUT_S = 20.0
-"""How long what ranks have left behind may take to end, before it is killed: engines that are on their way out."""
+"""Seconds that orphaned processes get to exit before they are killed: engines that are shutting down."""
 _POLL_S = 0.05
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SIGNAL_HINTS = {
@@ -91,13 +95,16 @@ _SIGNAL_HINTS = {
 
 
 _FAULT_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
-"""Signals that a program brings upon itself."""
+"""Signals that a program causes itself."""
 
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What a rank said at its end; of kind `run`, what it said at its beginning (`ending.register_run`); of kind `late`,
-    what was said of it by another; without a text, that this is over."""
+    """Message of a rank at its end.
+
+    Kind `run`: sent at its start (`exit_status.register_run`). Kind `late`: about this rank, from another; an empty
+    text withdraws it.
+    """
 
     rank: int
     kind: ExitKind | Literal["run", "late"]
@@ -108,10 +115,10 @@ _KINDS = (*get_args(ExitKind), "run", "late")
 
 
 class RankMessages:
-    """Where ranks say why they end. `environment` tells them where that is.
+    """Messages of ranks about why they end. `environment` tells the ranks where to write them.
 
-    Ranks append lines of JSON to a memory file of this process, which they open through /proc. The kernel lets only
-    processes of this user do that, so that no other user can say something or fill it up. What is no `RankMessage` is dropped
+    Ranks append JSON lines to a memory file of this process, which they open through /proc. The kernel permits that
+    only to processes of this user, so that no other user can write to it or fill it up. Invalid messages are dropped
     and counted.
     """
 
@@ -119,14 +126,14 @@ class RankMessages:
         self._file = memory_files.create("megarl-words")
         self.environment = {LAUNCHER_ENV: f"{os.getpid()}:{memory_files.build_path(self._file)}"}
         self._messages: list[RankMessage] = []
-        self._partial_line = b""  # of a line whose end has not been written yet
+        self._partial_line = b""  # start of a line that is not complete yet
         self._offset = 0
         self._lock = threading.Lock()
         self.num_dropped = 0
-        """Lines that were no word."""
+        """Lines that were no valid message."""
 
     def read(self) -> list[RankMessage]:
-        """All that has been said; in any thread."""
+        """Return all messages so far. Thread-safe."""
         with self._lock:
             while more := os.pread(self._file, 1 << 16, self._offset):
                 self._offset += len(more)
@@ -145,18 +152,18 @@ class RankMessages:
                 print(text, file=sys.stderr, flush=True)
 
     def restart_policy(self) -> RestartPolicy | None:
-        """What the run has said that its restart depends on."""
-        said = [word for word in self._messages if word.kind == "run"]
-        return RestartPolicy.from_json(said[-1].text) if said else None
+        """Return the restart policy that the run has registered, if any."""
+        policies = [word for word in self._messages if word.kind == "run"]
+        return RestartPolicy.from_json(policies[-1].text) if policies else None
 
     def add_late(self, late: tuple[int, str] | None) -> None:
-        """What the launcher says of a rank that cannot: it is what the others end by."""
+        """Add a message about a rank that cannot report itself."""
         if late is not None:
             with self._lock:
                 self._messages.append(RankMessage(late[0], "late", late[1]))
 
     def clear(self) -> None:
-        """What has been said is of ranks that are no more."""
+        """Discard the messages of ranks that have ended."""
         self.read()
         self._messages = []
 
@@ -165,7 +172,7 @@ class RankMessages:
 
 
 def parse_message(said: object) -> RankMessage:
-    """Raises ValueError for what is no word."""
+    """Validate a message. Raises ValueError."""
     if not isinstance(said, dict) or set(said) != {"rank", "kind", "text"}:
         raise ValueError("not the fields of a word")
     rank, kind, text = said["rank"], said["kind"], said["text"]
@@ -182,10 +189,10 @@ def determine_outcome(
     asked: int = 0,
     roles: Mapping[int, str] = MappingProxyType({}),
 ) -> RunOutcome:
-    """What the ends of ranks come to.
+    """Combine the ends of all ranks to one outcome.
 
-    codes: how they ended, by rank, negative by a signal; without those that the launcher has killed. asked: the signal
-    by which all were to end. roles: of ranks that are to be told apart, in words: what they do, or where they are.
+    codes: exit code by rank, negative for a signal; without ranks that the launcher has killed. asked: the signal with
+    which all were asked to end. roles: description of ranks (role or node) for the error.
     """
     if codes and all(code in (0, REQUEUE_EXIT_CODE) for code in codes.values()):
         stopped = [word for word in words if word.kind == "stopped"]
@@ -196,10 +203,12 @@ def determine_outcome(
         return RunOutcome(128 + asked, f"ended by {signal_name(asked)}", "asked")
     late = [word for word in words if word.kind == "late"][-1:]
     words = [word for word in words if word.kind not in ("run", "late")]
-    spoke = {word.rank for word in (*words, *late) if word.text}
-    killed = {rank: -code for rank, code in codes.items() if code < 0 and rank not in spoke and -code != asked}
-    for rank, number in killed.items():
-        if number != signal.SIGABRT:  # by which libraries end, too, when a peer is lost
+    ranks_with_message = {word.rank for word in (*words, *late) if word.text}
+    signal_by_rank = {
+        rank: -code for rank, code in codes.items() if code < 0 and rank not in ranks_with_message and -code != asked
+    }
+    for rank, number in signal_by_rank.items():
+        if number != signal.SIGABRT:  # also raised by libraries that lose a peer
             return _killed_outcome(rank, number, roles)
     for kind, status in (("mistake", 2), ("fault", 1)):
         for word in words:
@@ -209,10 +218,10 @@ def determine_outcome(
         return RunOutcome(128 + asked, f"ended by {signal_name(asked)}", "asked")
     if late and late[0].text:
         return RunOutcome(1, late[0].text, "late", late[0].rank)
-    for rank, number in killed.items():
+    for rank, number in signal_by_rank.items():
         return _killed_outcome(rank, number, roles)
     for rank, code in codes.items():
-        if code > 0 and rank not in spoke:
+        if code > 0 and rank not in ranks_with_message:
             return RunOutcome(
                 code, f"error: {_describe_rank(rank, roles)} ended with status {code} and said nothing", "fault", rank
             )
@@ -241,8 +250,11 @@ def _describe_rank(rank: int, roles: Mapping[int, str]) -> str:
 
 
 class Launch:
-    """`command` as `world` ranks, once. saves: whether a first SIGTERM is answered by saving, at its leisure. pending:
-    where signals are noted, see `noted`. roles: see `verdict`."""
+    """One start of `command` as `world` ranks.
+
+    saves: the first SIGTERM makes ranks save, without a time limit. pending: list of received signals, see
+    `record_signals`. roles: see `determine_outcome`.
+    """
 
     def __init__(
         self,
@@ -255,46 +267,46 @@ class Launch:
     ) -> None:
         self.command, self.world, self.saves, self.grace, self.roles = command, world, saves, grace, roles
         self.ranks: list[subprocess.Popen[bytes]] = []
-        self.pending: list[int] = [] if pending is None else pending  # signals that have come
+        self.pending: list[int] = [] if pending is None else pending  # received signals
         self.stop_signal = 0
         self.deadline = float("inf")
         self.failed_at = float("inf")
         self._last_signal_times: dict[int, float] = {}
-        self._is_asked_twice = False  # they have been asked twice
+        self._is_asked_twice = False  # two stop signals have been forwarded
         self._stopped_monitor = StoppedRankMonitor()
 
     def run(self, environment: Mapping[str, str]) -> tuple[RunOutcome, RestartPolicy | None]:
-        """Until all ranks have ended. Returns what that comes to, and what the run has said of itself."""
-        words = RankMessages()
+        """Run until all ranks have ended. Return the outcome and the run's restart policy."""
+        messages = RankMessages()
         killed: set[int] = set()
         try:
-            self._start({**environment, **words.environment})
+            self._start({**environment, **messages.environment})
             while any(rank.poll() is None for rank in self.ranks):
                 self._poll()
-                words.read()
-                words.add_late(self._stopped_monitor.poll(self._running_pids, words.restart_policy()))
+                messages.read()
+                messages.add_late(self._stopped_monitor.poll(self._running_pids, messages.restart_policy()))
                 if time.monotonic() > self.deadline:
                     killed |= self._signal_all(signal.SIGKILL)
                 time.sleep(_POLL_S)
-            self._poll()  # what came to all at once
+            self._poll()  # signals that arrived in the meantime
             codes = {n: rank.returncode for n, rank in enumerate(self.ranks) if n not in killed}
-            return determine_outcome(codes, words.read(), self.stop_signal, self.roles), words.restart_policy()
+            return determine_outcome(codes, messages.read(), self.stop_signal, self.roles), messages.restart_policy()
         finally:
             self._signal_all(signal.SIGKILL)
             for rank in self.ranks:
                 rank.wait()
-            words.close()
+            messages.close()
 
     def _start(self, environment: Mapping[str, str]) -> None:
-        # They take these from their first line on, as they are blocked until then; see `ending.catch_signals`.
+        # Signals are blocked until ranks handle them from their first line on, see `exit_status.catch_signals`.
         with block_signals(_FORWARDED_SIGNALS):
             for rank in range(self.world):
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
-                own = {name: str(number) for name, number in numbers.items()}
-                self.ranks.append(subprocess.Popen(self.command, env={**os.environ, **environment, **own}))
+                rank_variables = {name: str(number) for name, number in numbers.items()}
+                self.ranks.append(subprocess.Popen(self.command, env={**os.environ, **environment, **rank_variables}))
 
     def _poll(self) -> None:
-        """Pass on what has been asked for; end all when one has failed."""
+        """Forward received signals; end all ranks once one has failed."""
         while self.pending:
             number = self.pending.pop(0)
             if number == signal.SIGUSR1:
@@ -304,11 +316,11 @@ class Launch:
                 continue  # sent twice, as by `timeout`
             self._last_signal_times[number] = time.monotonic()
             if self.stop_signal and self.deadline < float("inf"):
-                self.deadline = 0.0  # they have been told before
+                self.deadline = 0.0  # second request
             elif number == signal.SIGINT or not self.saves or self._is_asked_twice:
                 self._end()
             else:
-                self._signal_all(number)  # by a second one ranks end, but for those that are writing a checkpoint
+                self._signal_all(number)  # a second one ends ranks, except those writing a checkpoint
                 self._is_asked_twice = self.stop_signal != 0
             self.stop_signal = self.stop_signal if self.stop_signal == signal.SIGINT else number
         failed = any(rank.poll() not in (None, 0, REQUEUE_EXIT_CODE) for rank in self.ranks)
@@ -325,34 +337,36 @@ class Launch:
         return {n: rank.pid for n, rank in enumerate(self.ranks) if rank.poll() is None}
 
     def _signal_all(self, number: int) -> set[int]:
-        """To all that are there; which ranks these are."""
-        there = {n: rank for n, rank in enumerate(self.ranks) if rank.poll() is None}
-        for rank in there.values():
+        """Send a signal to all running ranks and return them."""
+        running = {n: rank for n, rank in enumerate(self.ranks) if rank.poll() is None}
+        for rank in running.values():
             rank.send_signal(number)
-        return set(there)
+        return set(running)
 
 
 def run_with_restarts(
     attempt: Callable[[Mapping[str, str]], tuple[RunOutcome, RestartPolicy | None]], pending: list[int]
 ) -> int:
-    """Start a run, and again where `restarts.py` says so; its exit status, of which a line on stderr says why it is not
-    0. attempt: starts all ranks with these variables, and returns when they have ended. pending: see `noted`.
+    """Run a job, with restarts as `restarts.py` decides, and return its exit status.
 
-    When it ends or starts again, none of its processes are left, however far down, nor what the kernel keeps for them.
-    For that this process is to be one that inherits orphans (`processes/children.py`).
+    If the status is not 0, a line on stderr says why. attempt: starts all ranks with these environment variables and
+    returns when they have ended. pending: see `record_signals`.
+
+    Before each restart and at the end, all descendant processes have been ended and their kernel resources freed. For
+    that this process must inherit orphans (`processes/children.py`).
     """
-    restarts, others = RestartTracker(), list_children()
+    restarts, other_children = RestartTracker(), list_children()
     while True:
-        end, rules = attempt({RESTART_COUNT_ENV: str(restarts.attempts)})
-        end_orphans(others, ORPHAN_TIMEOUT_S)
-        after = restarts.decide(end, rules)
-        if after.text:
-            print(after.text, file=sys.stderr, flush=True)
-        if not after.should_restart:
-            return after.status
-        append_to_log(rules, after.text.splitlines()[-1])
-        until = time.monotonic() + after.wait_s
-        while time.monotonic() < until:
+        outcome, rules = attempt({RESTART_COUNT_ENV: str(restarts.attempts)})
+        end_orphans(other_children, ORPHAN_TIMEOUT_S)
+        decision = restarts.decide(outcome, rules)
+        if decision.text:
+            print(decision.text, file=sys.stderr, flush=True)
+        if not decision.should_restart:
+            return decision.status
+        append_to_log(rules, decision.text.splitlines()[-1])
+        deadline = time.monotonic() + decision.wait_s
+        while time.monotonic() < deadline:
             time.sleep(_POLL_S)
             for number in pending:
                 if number != signal.SIGUSR1:
@@ -362,22 +376,22 @@ def run_with_restarts(
 
 @contextlib.contextmanager
 def block_signals(numbers: Sequence[int]) -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 @contextlib.contextmanager
 def record_signals(pending: list[int]) -> Iterator[None]:
-    """Within the block signals are noted in the list, and do nothing else."""
+    """Record signals in the list within the block instead of handling them."""
 
     def note(number: int, frame: FrameType | None) -> None:
         pending.append(number)
 
-    before = {number: signal.getsignal(number) for number in _FORWARDED_SIGNALS}
-    for number, handler in before.items():
+    previous_handlers = {number: signal.getsignal(number) for number in _FORWARDED_SIGNALS}
+    for number, handler in previous_handlers.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, note)
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
@@ -385,5 +399,5 @@ def record_signals(pending: list[int]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

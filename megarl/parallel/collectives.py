@@ -57,8 +57,7 @@ def all_gather_small(mine: torch.Tensor, group: dist.ProcessGroup, patience: flo
 
 
 def bruck_all_gather(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> torch.Tensor:
-    """Like `all_gather_small`, in log2(world) rounds: in each, a rank sends what it has to one rank and receives from
-    another.
+    """Like `all_gather_small`, but in log2(world) rounds; in each, a rank sends what it has to one rank.
 
     Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS
     8(11), 1997. Gloo's all-gather goes round a ring, which takes the time of one message per rank of the world.

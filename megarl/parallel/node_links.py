@@ -177,13 +177,13 @@ def _is_same_user(connection: socket.socket) -> bool:
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     """Read one message. socket.recv_fds of Python 3.11 ignores its flags, so it cannot be used."""
-    said, ancillary, _, _ = connection.recvmsg(
+    message, ancillary, _, _ = connection.recvmsg(
         _MAX_MESSAGE_BYTES, socket.CMSG_SPACE(4 * _MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
     )
     descriptors = array.array("i")
     for _, _, content in ancillary:
         descriptors.frombytes(content)
-    return said, descriptors.tolist()
+    return message, descriptors.tolist()
 
 
 def _has_secret(descriptors: Sequence[int], secret: bytes) -> bool:

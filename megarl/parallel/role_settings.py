@@ -48,7 +48,7 @@ class RoleConfig:
 
 
 def role_settings(config: Config, role: str) -> RoleConfig:
-    """Return the settings of a role. Raises ConfigError for invalid keys and for keys that belong to another section."""
+    """Return a role's settings. Raises ConfigError for invalid keys and for keys that belong to another section."""
     settings: RoleConfig = strict.build_dataclass(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
     for name, key in zip(("model", "parallel"), BUILTIN_ROLES.get(role, ()), strict=False):
         if getattr(settings, name) and key != f"roles.{role}.{name}":
