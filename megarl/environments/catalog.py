@@ -171,10 +171,8 @@ def _describe_all(
         check_spec(spec, key)
     if not specs:
         return {}
-    with (
-        ThreadPoolExecutor(1) as executor,
-        tempfile.TemporaryDirectory() as folder,
-    ):  # an event loop may be running here
+    # asyncio.run needs its own thread: an event loop may be running in this one.
+    with ThreadPoolExecutor(1) as executor, tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         descriptions = executor.submit(asyncio.run, _load_descriptions(list(specs), log, limits)).result()
     return dict(zip(specs, descriptions, strict=True))

@@ -140,16 +140,16 @@ class Container:
         await self._run_checked("exec", "--user", "0", self._name, "bash", "-c", fresh)
         await self._run_checked("cp", f"{self.task.folder / 'tests'}/.", f"{self._name}:/tests")
         where = f"task {self.task.name}"
-        given = ["--user", self.task.verifier_user] if self.task.verifier_user else []
+        options = ["--user", self.task.verifier_user] if self.task.verifier_user else []
         for name, value in self.task.verifier_env.items():
-            given += ["--env", f"{name}={substitute_env(value, where)}"]
-        inside = ["timeout", "-s", "KILL", f"{self.task.verifier_timeout:g}", "bash", "/tests/test.sh"]
-        status, said = await self._run_command(
-            "exec", *given, self._name, *inside, limit=self.task.verifier_timeout + _COMMAND_TIMEOUT_S
+            options += ["--env", f"{name}={substitute_env(value, where)}"]
+        command_line = ["timeout", "-s", "KILL", f"{self.task.verifier_timeout:g}", "bash", "/tests/test.sh"]
+        status, output = await self._run_command(
+            "exec", *options, self._name, *command_line, limit=self.task.verifier_timeout + _COMMAND_TIMEOUT_S
         )
         self.is_lost = status in (None, 137)
         files = {name: await self._read_file(f"/logs/verifier/{name}") for name in REWARD_FILES}
-        return {name: data for name, data in files.items() if data is not None}, said
+        return {name: data for name, data in files.items() if data is not None}, output
 
     async def _read_file(self, path: str) -> bytes | None:
         """Read a regular file of the container; symbolic links are not followed."""
@@ -163,9 +163,9 @@ class Container:
         return None
 
     async def _run_checked(self, *command: str) -> None:
-        status, said = await self._run_command(*command)
+        status, output = await self._run_command(*command)
         if status != 0:
-            raise SessionLost(f"task {self.task.name}: its container failed: {said.strip()[-300:]}")
+            raise SessionLost(f"task {self.task.name}: its container failed: {output.strip()[-300:]}")
 
     async def _run_command(self, *command: str, limit: float = _COMMAND_TIMEOUT_S) -> tuple[int | None, str]:
         status, data = await self._run_command_bytes(*command, limit=limit)

@@ -189,10 +189,10 @@ class _EnvironmentWorker:
         except BaseException as error:  # noqa: B036
             return _make_failure("it", error)
         finally:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
+            pending_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in pending_tasks:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*pending_tasks, return_exceptions=True)
 
 
 async def _await_value(found: Any) -> Any:
@@ -229,9 +229,8 @@ def to_json_value(value: Any) -> Any:
 
 
 def _array_to_list(value: Any) -> Any:
-    return (
-        value.tolist()
-    )  # a scalar or array of numpy or torch; anything else raises AttributeError, handled by the caller
+    # numpy and torch scalars and arrays; anything else raises AttributeError, which the caller handles
+    return value.tolist()
 
 
 def _make_failure(what: str, error: BaseException) -> dict[str, Any]:

@@ -41,13 +41,8 @@ _MAX_STDERR_BYTES = 1 << 20  # bytes of a server's stderr that are kept
 _MAX_INVALID_LINES = 1000  # a server is dropped after this many lines that are not messages
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _KEYS = {"type", "command", "args", "env", "cwd", "url", "headers", "tools", "disabled", "description"}
-_IGNORED_KEYS = {
-    "alwaysAllow",
-    "autoApprove",
-    "timeout",
-    "trust",
-    "icon",
-}  # keys that other clients use in the same file
+_IGNORED_KEYS = {"alwaysAllow", "autoApprove", "timeout", "trust", "icon"}
+"""Keys that other clients use in the same file."""
 _HTTP_TYPES = ("http", "streamable-http", "streamableHttp")
 
 
@@ -383,7 +378,7 @@ def format_error(error: BaseException | None) -> str:
     """Format the first error inside a task group's exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if error is None or type(error).__name__ in ("BrokenResourceError", "ClosedResourceError"):  # anyio's
+    if error is None or type(error).__name__ in ("BrokenResourceError", "ClosedResourceError"):  # from anyio
         return "it ended"
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 

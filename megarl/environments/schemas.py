@@ -37,18 +37,18 @@ def build_schema(function: Callable[..., Any], where: str, bound: bool = False) 
     properties: dict[str, Any] = {}
     required = []
     for parameter in get_parameters(function, where, bound):
-        about = f"{where}: the argument {parameter.name}"
+        label = f"{where}: the argument {parameter.name}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"{about} must be one that a name is given to, not * or **")
+            raise ConfigError(f"{label} must be one that a name is given to, not * or **")
         if parameter.annotation is parameter.empty:
-            raise ConfigError(f"{about} needs a type hint, such as {parameter.name}: str")
-        property_schema = hint_to_schema(parameter.annotation, about)
+            raise ConfigError(f"{label} needs a type hint, such as {parameter.name}: str")
+        property_schema = hint_to_schema(parameter.annotation, label)
         if parameter.name in argument_docs:
             property_schema["description"] = argument_docs[parameter.name]
         if parameter.default is parameter.empty:
             required.append(parameter.name)
         else:
-            property_schema["default"] = _check_default(parameter.default, about)
+            property_schema["default"] = _check_default(parameter.default, label)
         properties[parameter.name] = property_schema
     if unknown := [argument for argument in argument_docs if argument not in properties]:
         raise ConfigError(f"{where}: its docstring describes an argument {unknown[0]}, which it does not have")

@@ -65,12 +65,12 @@ def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
     function = schema.get("function")
     need(isinstance(function, dict), "`function` must be a mapping")
     name, parameters = function.get("name"), function.get("parameters")
-    plain = isinstance(name, str) and bool(_NAME.fullmatch(name))
-    need(plain, "its name must be 1 to 64 of the characters a-zA-Z0-9_.-")
+    has_valid_name = isinstance(name, str) and bool(_NAME.fullmatch(name))
+    need(has_valid_name, "its name must be 1 to 64 of the characters a-zA-Z0-9_.-")
     need(isinstance(function.get("description", ""), str), "`description` must be text")
     need(parameters is None or isinstance(parameters, dict), "`parameters` must be a mapping")
     properties, required = (parameters or {}).get("properties") or {}, (parameters or {}).get("required") or []
-    fine = isinstance(properties, dict) and all(isinstance(about, dict) for about in properties.values())
+    fine = isinstance(properties, dict) and all(isinstance(entry, dict) for entry in properties.values())
     need(fine, "`properties` must map names to mappings")
     need(isinstance(required, list | tuple), "`required` must be a list of names")
     for argument in required:
@@ -169,7 +169,7 @@ def _read_value(text: str) -> Any:
 
 def _parse_literal(text: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of invalid escape sequences
+        warnings.simplefilter("ignore")  # invalid escape sequences
         return ast.literal_eval(text)
 
 

@@ -96,8 +96,8 @@ def _parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def _filter_finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    plain = {name: value for name, value in metrics.items() if isinstance(value, bool | int | float)}
-    return {name: float(value) for name, value in plain.items() if math.isfinite(value)}
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, bool | int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 class _LegacyRunner:

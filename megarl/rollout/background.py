@@ -111,10 +111,10 @@ class GroupStream:
                     await self._gate.wait_for_room()  # a pause may have started meanwhile
                     prompt, seed, group = self._admitted[number]
                     pending = self._pending_groups.pop(number)
-                    begun = pending.group or make_group(prompt, self._context.chat, seed, group, self._samples)
+                    partials = pending.group or make_group(prompt, self._context.chat, seed, group, self._samples)
                     self._num_restarted += pending.num_interrupted
-                    self._active_groups[number], self._start_times[number] = list(begun), time.monotonic()
-                    task_group.create_task(self._run_group(number, open_slots(begun, self._gate)))
+                    self._active_groups[number], self._start_times[number] = list(partials), time.monotonic()
+                    task_group.create_task(self._run_group(number, open_slots(partials, self._gate)))
         except BaseExceptionGroup as errors:
             engine_loss = find_engine_loss(errors)
             if engine_loss is None:
@@ -133,12 +133,12 @@ class GroupStream:
 
         Groups are numbered within the step, from 0. Returns None if all engines are lost.
         """
-        first, last = self._num_collected, self._num_collected + count
-        while await asyncio.to_thread(self._queue.count_complete, first) < count:
+        first_number, end_number = self._num_collected, self._num_collected + count
+        while await asyncio.to_thread(self._queue.count_complete, first_number) < count:
             if self.is_lost and await asyncio.to_thread(self._queue.count_lost_engines) == self._queue.num_engines:
                 return None
             await asyncio.sleep(_POLL_S)
-        numbers = sorted(number for number in self._complete_groups if number < last)
+        numbers = sorted(number for number in self._complete_groups if number < end_number)
         rollouts = [
             rollout
             for number in numbers
@@ -146,9 +146,9 @@ class GroupStream:
         ]
         now = time.monotonic()
         ages = tuple(now - self._start_times.pop(number) for number in numbers)
-        for number in range(self._num_collected, last):
+        for number in range(self._num_collected, end_number):
             del self._admitted[number]
-        self._num_collected = last
+        self._num_collected = end_number
         (last_collected_at, self._collected_at), (previous_busy, self._busy_seconds) = (
             (self._collected_at, now),
             (self._busy_seconds, self._gate.measure_busy_seconds()),

@@ -126,10 +126,10 @@ class _Conversation:
     async def _open_session(self) -> None:
         """Open a session, and render the prompt again if the environment changed it or its tools."""
         chat, config = self._context.chat, self._context.config
-        now = self.state if chat.catalog.find_environment(self.state.prompt) is None else self.state.restart()
-        task = now.prompt
+        state = self.state if chat.catalog.find_environment(self.state.prompt) is None else self.state.restart()
+        task = state.prompt
         session = await self._run_unless_halted(self._context.environments.open_session(task))
-        self.state = replace(now, session=session)
+        self.state = replace(state, session=session)
         if session.messages == task.messages and session.schemas == chat.select_schemas(task):
             return
         prompt = replace(task, messages=session.messages)
@@ -142,7 +142,7 @@ class _Conversation:
                 f"the prompt has {length} tokens after reset, which leaves no room in "
                 f"rollout.max_context={config.max_context}"
             )
-        self.state = replace(PartialRollout.begin(prompt, now.seed), original_prompt=task, session=session)
+        self.state = replace(PartialRollout.begin(prompt, state.seed), original_prompt=task, session=session)
 
     async def get_reward(self) -> RewardResult | None:
         """Return the environment's reward for the finished conversation."""
@@ -185,9 +185,8 @@ class _Conversation:
             routing=state.routing if out.routing is None else (*state.routing, out.routing),
             sampling_masks=state.extend_masks(out.sampling_mask, len(out.token_ids)),
         )
-        is_complete = (
-            last_token in chat.end_token_ids or len(out.token_ids) == budget
-        )  # even if it was aborted at that moment
+        # complete even if it was aborted at that moment
+        is_complete = last_token in chat.end_token_ids or len(out.token_ids) == budget
         if out.finish_reason == "abort" and not is_complete and self._context.halt.is_set():
             raise Halted
         self.state = replace(state, is_turn_complete=True, num_turns=state.num_turns + 1)

@@ -167,11 +167,11 @@ class RolloutRunner:
 
         async def start() -> None:
             client = await self._new_stream_client()
-            around, seconds = self._make_context(client, self._config), self._config.step_timeout
+            context, seconds = self._make_context(client, self._config), self._config.step_timeout
             self._stream = GroupStream(
                 tickets,
                 client,
-                around,
+                context,
                 samples=samples,
                 groups=groups,
                 seconds=seconds,
@@ -294,7 +294,7 @@ class RolloutRunner:
         finally:
             task.cancel()
 
-    # ---
+    # --- helpers
 
     def _new_client(self) -> Client:
         engine, limit = self._engine, self._config.step_timeout + _REQUEST_MARGIN_S
@@ -389,10 +389,10 @@ class RolloutRunner:
             self._loop.close()
 
     async def _shut_down(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in other_tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*other_tasks, return_exceptions=True)
         client, self._client, self._stream = self._client, None, None
         if client is not None:
             await client.__aexit__(None, None, None)

@@ -348,13 +348,13 @@ async def run_group(
     """
 
     async def converse(sample: int, seat: RequestSlot) -> None:
-        begun = group[sample]
-        params = build_sampling_params(around.config, around.chat, greedy, begun.seed)
-        if begun.session is None and around.chat.catalog.environments:
+        partial = group[sample]
+        params = build_sampling_params(around.config, around.chat, greedy, partial.seed)
+        if partial.session is None and around.chat.catalog.environments:
             seat.mark_idle()  # a reset may take a while
         try:
-            is_agent = around.chat.catalog.is_run_by_agent(begun.prompt)
-            result = await (run_agent if is_agent else run_conversation)(begun, seat, around, params, deadline)
+            is_agent = around.chat.catalog.is_run_by_agent(partial.prompt)
+            result = await (run_agent if is_agent else run_conversation)(partial, seat, around, params, deadline)
         finally:
             seat.release()
         group[sample] = result

@@ -102,17 +102,17 @@ class MessageRenderer:
         first_dropped = is_dropped.index(True)
         ids_per_node = [
             node.ids[node.num_reasoning_tokens :]
-            if own
+            if current
             else self._strip_open_reasoning(node.ids)
             if drops_next
             else node.ids
-            for node, own, drops_next in zip(path, is_dropped, [*is_dropped[1:], False], strict=True)
+            for node, current, drops_next in zip(path, is_dropped, [*is_dropped[1:], False], strict=True)
         ]
         parent, kept_nodes = path[first_dropped - 1].parent, path[first_dropped - 1 :]
         recorded_messages = [message for node in kept_nodes for message in node.messages]
         said = [
-            own if own["role"] == "tool" else sent
-            for own, sent in zip(recorded_messages, messages[count - len(recorded_messages) : count], strict=True)
+            current if current["role"] == "tool" else sent
+            for current, sent in zip(recorded_messages, messages[count - len(recorded_messages) : count], strict=True)
         ]
         ids = np.concatenate([*ids_per_node[first_dropped - 1 :], continuation.ids])
         return parent, RenderedMessages(ids, (*said, *continuation.messages), continuation.num_truncated)

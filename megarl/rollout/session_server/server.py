@@ -112,7 +112,7 @@ class SessionServer:
         if runner is not None:
             await runner.cleanup()
 
-    # ---
+    # --- handlers
 
     def _warn_ignored(self, name: str) -> None:
         if name not in self._warned:
@@ -149,7 +149,7 @@ class SessionServer:
             if coding := request.headers.get("Content-Encoding"):
                 raise RequestRefused(f"the body has the encoding {coding[:40]!r}; send it as it is")
             asked = parse_request(body, recording.model, recording.params, recording.message_cache)
-            place = recording.locate_request(asked)
+            position = recording.locate_request(asked)
         except RequestRefused:
             recording.metrics.refused += 1
             raise
@@ -157,9 +157,9 @@ class SessionServer:
             recording.fail(f"a request cannot be read: {type(error).__name__}: {error}")
             raise RequestRefused(recording.failure, status=503) from error
         if asked.stream:
-            return await _stream_response(request, recording, asked, place)
+            return await _stream_response(request, recording, asked, position)
         return _json_response(
-            responses.format_completion(await recording.run_request(lambda: recording.answer(asked, place)))
+            responses.format_completion(await recording.run_request(lambda: recording.answer(asked, position)))
         )
 
 
