@@ -238,8 +238,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             else:
                 total = p.mul_(factor)
             if grad_logprobs is not None:
-                at_target = (grad_logprobs[rows] * chunk.here)[:, None]
-                total.scatter_add_(1, chunk.target[:, None], at_target)
+                at_target = (grad_logprobs[rows] * chunk.has_target)[:, None]
+                total.scatter_add_(1, chunk.target_columns[:, None], at_target)
             if cap:
                 tanh = log_p.add_(log_z[rows, None]).div_(scale * cap).clamp_(min=-1)  # MASKED_LOGIT
                 total *= 1 - tanh.square_()

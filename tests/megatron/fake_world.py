@@ -43,7 +43,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
         for where, name, other in (
             (dist, "new_group", faked),
             (dist, "all_gather_object", said_by_all),
-            (ranks, "meet", lambda group=None: None),
+            (ranks, "warm_up_group", lambda group=None: None),
             (random.CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()),
             (torch.nn.Module, "_apply", applied),
         ):

@@ -91,7 +91,7 @@ def main() -> None:
 
     def right(rows: Any, plan: MicroBatchPlan, names: tuple[str, ...]) -> None:
         for indices in plan[here.dp_rank] if here else ():
-            taken, expected = rows.take(indices), replace(whole, sharding=None).select(indices)
+            taken, expected = rows.select(indices), replace(whole, sharding=None).select(indices)
             wrong = [name for name in names if not torch.equal(getattr(taken, name), getattr(expected, name))]
             wrong += [
                 name

@@ -30,7 +30,7 @@ from megarl.parallel.ranks import create_role_layouts  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch, reads  # noqa: E402
 from megarl.workers.actor import ActorWorker  # noqa: E402
 from megarl.workers.context import Context  # noqa: E402
-from megarl.workers.futures import sync_metrics
+from megarl.workers.futures import sync_metrics  # noqa: E402
 
 APART, DTYPE, FOLDER = sys.argv[1] == "apart", sys.argv[2], Path(sys.argv[3])
 UPDATES = 20
