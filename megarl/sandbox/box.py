@@ -1,11 +1,11 @@
-"""The API: `Sandbox` runs a command in a box, a harness whose results come back, or a session of Python.
+r"""The sandbox API: `Sandbox` runs a command in a box, a harness that returns results, or a Python session.
 
     box = Sandbox.from_environment()
     result = await box.run(["python3", "main.py"], {"main.py": b"print(input())"}, stdin=b"hello")
     result.ok, result.stdout  # True, b"hello\n"
 
-A box is empty but for a Python (`python3`; numpy and sympy where this machine's interpreter has them), /usr and the
-files that are given, which lie in its working directory /tmp; no network, no other process, nothing of this machine.
+A box contains only Python (`python3`, with numpy and sympy if this machine's interpreter has them), /usr, and the given
+files, in its working directory /tmp. It has no network and sees no other process and nothing else of this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.sandbox.runner_messages import Frame
 from megarl.sandbox.sandbox_fusion import SandboxFusion
 
 VARIABLE = "MEGARL_SANDBOX"
-"""Of the environment: the section `sandbox` of the configuration, as JSON."""
+"""Environment variable with the configuration's section `sandbox`, as JSON."""
 NO_FILES: Mapping[str, bytes] = {}
 UNPROTECTED = (
     "sandbox.backend=none: NOTHING protects this machine from what the policy writes; it runs as the user who runs the "
@@ -37,46 +37,49 @@ UNPROTECTED = (
 
 
 def to_environment(settings: SandboxConfig) -> dict[str, str]:
-    """What a process of the run needs in its environment for `Sandbox.from_environment`."""
+    """Return the environment variables that `Sandbox.from_environment` needs in a process of the run."""
     return {VARIABLE: json.dumps(strict.to_dict(settings))}
 
 
 @functools.cache
 def probe(settings: SandboxConfig) -> Probe:
-    """Which layers boxes with these settings have on this machine, for a check at start-up, where no event loop runs:
-    as `Sandbox.probe`, asked once. Whoever starts a run with `none` has to show it."""
+    """Return the isolation layers of boxes with these settings, for a check at startup without a running event loop.
 
-    async def asked() -> Probe:
+    As `Sandbox.probe`, cached. The caller must show the result when a run starts with backend `none`.
+    """
+
+    async def probe_sandbox() -> Probe:
         sandbox = Sandbox(settings)
         try:
             return await sandbox.probe()
         finally:
             await sandbox.close()
 
-    return asyncio.run(asked())
+    return asyncio.run(probe_sandbox())
 
 
 class Interpreter:
-    """A session of Python in a box of its own, whose names stay from call to call. Of one event loop."""
+    """A Python session in its own box, which keeps its names between calls. Bound to one event loop."""
 
     def __init__(self, link: RunnerClient, limits: dict[str, Any]) -> None:
         self._client, self._limits = link, limits
         self._number = 0
-        """Of the box; 0 where there is none."""
+        """Number of the box; 0 without one."""
         self._closed = False
         self._calling = asyncio.Lock()
 
     async def run(self, code: str, seconds: float | None = None) -> Output:
-        """Run code; it has `seconds`, or those of the limits that the session was begun with. Calls at the same time
-        come one after the other, and where `sandbox.processes` boxes run already each waits for its turn first.
+        """Run code for at most `seconds`, by default the limit that the session was created with.
 
-        What hangs or takes too much is ended with all its processes: that output says so, the state is lost, and the
-        next call begins anew. Never raises for what the code does; SandboxError where there can be no box."""
+        Concurrent calls run one at a time, and each waits until fewer than `sandbox.processes` boxes are running. Code
+        that hangs or exceeds a limit is killed with all its processes: the output says so, the state is lost, and the
+        next call starts a new session. Never raises for what the code does; raises SandboxError if there is no box.
+        """
         async with self._calling:
             return await self._run(code, seconds)
 
     async def close(self) -> None:
-        """End it; further calls come back at once with reason `closed`."""
+        """End the session. Further calls return at once with reason `closed`."""
         self._closed = True
         if self._number and self._client.runner_info is not None:
             await self._client.send({"number": self._number, "kind": "end"}, ())
@@ -98,28 +101,30 @@ class Interpreter:
             await self._client.send({**order, "command": channel.SESSION_COMMAND, "limits": self._limits}, [b"", b""])
         call = {"number": self._number, "kind": "call", "seconds": seconds or self._limits["seconds"]}
         try:
-            said, blobs = await self._client.request(call, [json.dumps(code).encode() + b"\n"])
+            response, blobs = await self._client.request(call, [json.dumps(code).encode() + b"\n"])
         except BaseException:
             self._number = 0
             raise
         stdout, stderr = (blob.decode(errors="replace") for blob in blobs[:2])
-        if said["kind"] == "called":
-            good = blobs[3] == b"1"
-            return Output(good, stdout, stderr, said["seconds"], "" if good else "exit")
+        if response["kind"] == "called":
+            is_ok = blobs[3] == b"1"
+            return Output(is_ok, stdout, stderr, response["seconds"], "" if is_ok else "exit")
         self._number = 0
-        return Output(False, stdout, stderr, said["seconds"], said["reason"] or "exit", is_state_lost=True)
+        return Output(False, stdout, stderr, response["seconds"], response["reason"] or "exit", is_state_lost=True)
 
 
 def check_backend(settings: SandboxConfig) -> None:
-    """Raise ConfigError for a backend that there is not, without trying it."""
+    """Raise ConfigError for an unknown backend, without trying it."""
     if settings.backend not in ("bubblewrap", "none") and not settings.backend.startswith(("http://", "https://")):
-        given = strict.short_repr(settings.backend)
-        raise ConfigError(f"sandbox.backend must be bubblewrap, http://..., https://... or none, not {given}")
+        backend = strict.short_repr(settings.backend)
+        raise ConfigError(f"sandbox.backend must be bubblewrap, http://..., https://... or none, not {backend}")
 
 
 class Sandbox:
-    """Boxes of this machine, or those of a service. Starts nothing before the first run; any process and any event loop
-    may use it, one loop at a time."""
+    """Boxes on this machine or of a service.
+
+    Starts nothing before the first run. Any process and any event loop may use it, one loop at a time.
+    """
 
     def __init__(self, settings: SandboxConfig) -> None:
         self.settings = settings
@@ -130,14 +135,16 @@ class Sandbox:
 
     @classmethod
     def from_environment(cls) -> Sandbox:
-        """With the settings of the run that this process belongs to; the defaults outside of one."""
-        text = os.environ.get(VARIABLE, "{}")
+        """Build a sandbox with the settings of this process's run, or with defaults outside of a run."""
+        settings_json = os.environ.get(VARIABLE, "{}")
         try:
-            tree = json.loads(text)
+            tree = json.loads(settings_json)
         except ValueError:
             tree = None
         if not isinstance(tree, dict):
-            raise ConfigError(f"{VARIABLE} must hold the section sandbox as JSON, not {strict.short_repr(text)}")
+            raise ConfigError(
+                f"{VARIABLE} must hold the section sandbox as JSON, not {strict.short_repr(settings_json)}"
+            )
         return cls(strict.build_dataclass(SandboxConfig, tree, "sandbox.", root=SandboxConfig))
 
     async def run(
@@ -148,18 +155,19 @@ class Sandbox:
         limits: Limits = Limits(),  # noqa: B008  frozen
         fetch: Sequence[str] = (),
     ) -> Result:
-        """Run a command with files (by relative path) in a new box; `fetch` names files to bring back.
+        """Run a command with files (by relative path) in a new box. `fetch` names files to return.
 
-        Waits for a turn where `sandbox.processes` boxes run already; that is not part of its time. Raises ConfigError
-        where there can be no box, SandboxError where one could not be made after all, ValueError for a path that leaves
-        it and a command that is none."""
+        Waits until fewer than `sandbox.processes` boxes are running; the wait does not count as run time. Raises
+        ConfigError if boxes cannot work here, SandboxError if one could not be created, and ValueError for an invalid
+        command or a path outside the box.
+        """
         for name in (*files, *fetch):
             check_path(name)
         command = check_command(command)
         if self._service is not None:
             return await self._service.run(command, files, stdin, self._limits(limits), fetch)
-        said, blobs = await self._run_in_box(command, files, stdin, limits, fetch, b"")
-        return _result(said, blobs)
+        response, blobs = await self._run_in_box(command, files, stdin, limits, fetch, b"")
+        return _result(response, blobs)
 
     async def run_harness(
         self,
@@ -169,26 +177,30 @@ class Sandbox:
         stdin: bytes = b"",
         limits: Limits = Limits(),  # noqa: B008
     ) -> HarnessResult:
-        """Run Python source in a new box, which sends `count` results on a channel of its own, whatever it prints.
+        """Run Python source in a new box, which sends `count` results on a private channel, whatever it prints.
 
-        The source finds a function `send(number, value)`: number of 0 to count - 1, each once; the value whatever JSON
-        has (tuples become lists; of subclasses of str, int and the like their plain value), else TypeError. The channel
-        and the nonce that begins its lines are the sender's own; but code that runs in the same process can find them,
-        so never send a verdict: send what came out, and compare here, where the expected answers are. They must not be
-        in the source, the files or stdin."""
+        The source calls a function `send(number, value)`, with each number from 0 to count - 1 once. The value is JSON
+        data (tuples become lists, subclasses of str, int, etc. their plain value), else `send` raises TypeError. The
+        channel and the nonce that begins its lines belong to the sender, but code in the same process can find them. So
+        never send a verdict: send the outcome and compare it here, where the expected answers are. They must not be in
+        the source, the files, or stdin.
+        """
         for name in files:
             check_path(name)
         nonce = channel.new_nonce()
         opening = channel.encode_preamble(nonce, harness)
         if self._service is not None:
-            run, sent = await self._service.run_harness(opening, nonce, files, stdin, self._limits(limits))
-            return HarnessResult(channel.parse_results(sent, nonce, count), count, run)
-        said, blobs = await self._run_in_box(channel.HARNESS_COMMAND, files, stdin, limits, (), opening)
-        return HarnessResult(channel.parse_results(blobs[2], nonce, count), count, _result(said, blobs))
+            run, channel_bytes = await self._service.run_harness(opening, nonce, files, stdin, self._limits(limits))
+            return HarnessResult(channel.parse_results(channel_bytes, nonce, count), count, run)
+        response, blobs = await self._run_in_box(channel.HARNESS_COMMAND, files, stdin, limits, (), opening)
+        return HarnessResult(channel.parse_results(blobs[2], nonce, count), count, _result(response, blobs))
 
     async def interpreter(self, limits: Limits = Limits()) -> Interpreter:  # noqa: B008
-        """Begin a session. While none of its calls runs, it takes none of `sandbox.processes`. Of `limits`, `seconds`
-        is for each call. Raises ConfigError where there can be no box, or the backend keeps no state."""
+        """Create a session. It occupies one of `sandbox.processes` only during a call.
+
+        `limits.seconds` applies to each call. Raises ConfigError if boxes cannot work here, or if the backend keeps no
+        state.
+        """
         if self._service is not None:
             raise ConfigError(
                 "sandbox.backend: a service with SandboxFusion's API keeps no state between calls, and interpreter "
@@ -198,19 +210,21 @@ class Sandbox:
         return Interpreter(self._client, self._limits(limits))
 
     async def probe(self) -> Probe:
-        """Which layers there are; asked once. Runs a box. Raises ConfigError, with the reason and the remedy, where
-        there can be none, or one that does not hold."""
+        """Return the isolation layers; cached. Runs a box.
+
+        Raises ConfigError, with the reason and the remedy, if boxes cannot work here or a required layer does not hold.
+        """
         if self._probed is None:
             self._probed = await self._probe()
         return self._probed
 
     @property
     def runner_pid(self) -> int:
-        """The pid of the process that starts the boxes; 0 where there is none."""
+        """Pid of the process that starts the boxes; 0 without one."""
         return self._client.pid
 
     async def close(self) -> None:
-        """End all that it started; a run in flight ends with it."""
+        """End everything that the sandbox has started, including runs in flight."""
         self._client.close()
         if self._service is not None:
             await self._service.close()
@@ -221,12 +235,12 @@ class Sandbox:
             await self._service.check()
             return Probe(backend, ("what the service does",))
         try:
-            seen = await self.run_harness(probing.SOURCE, 1, limits=probing.LIMITS)
+            harness_result = await self.run_harness(probing.SOURCE, 1, limits=probing.LIMITS)
         except SandboxError as error:
             raise ConfigError(f"sandbox.backend={backend} cannot hold here: {error}. Remedy: {REMEDY}") from None
         if backend == "none":
             return Probe(backend, (), (UNPROTECTED,))
-        if faults := probing.list_faults(seen.results.get(0), seen.run):
+        if faults := probing.list_faults(harness_result.results.get(0), harness_result.run):
             raise ConfigError(f"sandbox.backend={backend} does not hold here: {', '.join(faults)}. Remedy: {REMEDY}")
         assert self._client.runner_info is not None
         return Probe(backend, tuple(self._client.runner_info["layers"]), tuple(self._client.runner_info["missing"]))
@@ -259,5 +273,5 @@ class Sandbox:
 
 def _result(said: dict[str, Any], blobs: Sequence[bytes]) -> Result:
     files = dict(zip(said["files"], blobs[3:], strict=True))
-    good = said["status"] == 0 and not said["reason"]
-    return Result(good, said["status"], blobs[0], blobs[1], said["seconds"], said["reason"], files, said["refused"])
+    is_ok = said["status"] == 0 and not said["reason"]
+    return Result(is_ok, said["status"], blobs[0], blobs[1], said["seconds"], said["reason"], files, said["refused"])

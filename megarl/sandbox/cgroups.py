@@ -1,8 +1,8 @@
-"""Memory cgroups for boxes, where this machine lends us some: the kernel itself then keeps a box to its memory.
+"""Memory cgroups for boxes, where this machine delegates some: the kernel then enforces a box's memory limit.
 
-They are made below our own cgroup, so that what a batch system or a container gave us still holds for all of it; of
-version 2 also beside it, where the folder above belongs to our own user. Most machines lend none, and then
-`memory_watch.py` stands in.
+They are created below our own cgroup, so limits of a batch system or a container still hold for all of it. With cgroup
+v2 they may also be next to it, if our user owns the parent folder. Most machines delegate none; `memory_watch.py` then
+stands in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CLEANING_TRIES = 200
 
 
 class Cgroups:
-    """Of one process that starts boxes. Made while it is still root, if it is."""
+    """Cgroups of one process that starts boxes. If it starts as root, create this while it still is."""
 
     def __init__(self, folder: str, version: int) -> None:
         self._folder, self._version = folder, version
@@ -28,21 +28,21 @@ class Cgroups:
 
     @classmethod
     def find(cls) -> Cgroups | None:
-        """Those that this process may make; it moves into one of them. None where there are none."""
+        """Create cgroups and move this process into one of them. Returns None if it may not."""
         for folder, version in _iter_candidates():
-            found = cls(f"{folder}/{_NAME}{os.getpid()}", version)
-            if found._set_up():
-                return found
+            cgroups = cls(f"{folder}/{_NAME}{os.getpid()}", version)
+            if cgroups._set_up():
+                return cgroups
         return None
 
     def transfer_ownership(self, user: int) -> None:
-        """To who this process is about to become."""
+        """Give the cgroups to the user that this process is about to become."""
         for name in ("", "/cgroup.procs", "/tasks"):
             with contextlib.suppress(FileNotFoundError):
                 os.chown(self._folder + name, user, user)
 
     def join(self, pid: int, limit: int) -> str:
-        """Put a process, and all that it will start, in a cgroup with so many bytes."""
+        """Put a process and its descendants into a new cgroup with a limit in bytes."""
         group = self._create_group()
         if self._version == 2:
             _write(f"{group}/memory.max", str(limit))
@@ -54,16 +54,15 @@ class Cgroups:
         return group
 
     def remove_group(self, group: str) -> bool:
-        """When all in it have ended: whether one was killed for its memory."""
-        full = self._count_oom_kills(group) > 0
+        """Remove a cgroup whose processes have ended. Returns whether one was killed for its memory."""
+        is_oom_killed = self._count_oom_kills(group) > 0
         self._pending_removal.add(group)
-        for old in tuple(
-            self._pending_removal
-        ):  # one whose last process is not quite gone is removed after the next box
+        # A group whose last process is still exiting is removed after the next box.
+        for old in tuple(self._pending_removal):
             with contextlib.suppress(OSError):
                 os.rmdir(old)
                 self._pending_removal.remove(old)
-        return full
+        return is_oom_killed
 
     def _create_group(self) -> str:
         self._made += 1
@@ -90,7 +89,7 @@ class Cgroups:
         except OSError:
             return False
         try:
-            if self._version == 2:  # which has no processes beside groups
+            if self._version == 2:  # v2 allows no processes next to child groups
                 _write(f"{self._create_group()}/cgroup.procs", str(os.getpid()))
                 _write(f"{self._folder}/cgroup.subtree_control", "+memory")
             probe = self._create_group()
@@ -105,22 +104,22 @@ class Cgroups:
         return True
 
     def _fork_cleaner(self) -> None:
-        """A process that does nothing but remove these cgroups when this one, which may no longer do it, has ended."""
-        own = os.getpid()
+        """Fork a process that removes these cgroups after this one, which may then lack the right to, has ended."""
+        runner_pid = os.getpid()
         if os.fork():
             return
         try:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-            handle = os.pidfd_open(own)
-            os.closerange(0, handle)
-            os.closerange(handle + 1, 4096)
+            pidfd = os.pidfd_open(runner_pid)
+            os.closerange(0, pidfd)
+            os.closerange(pidfd + 1, 4096)
             if self._version == 2:
                 _write(f"{os.path.dirname(self._folder)}/cgroup.procs", str(os.getpid()))
-            wait = select.poll()
-            wait.register(handle, select.POLLIN)
-            wait.poll()
-            for _ in range(_CLEANING_TRIES):  # the last boxes may still be ending
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            poller.poll()
+            for _ in range(_CLEANING_TRIES):  # the last boxes may still be exiting
                 if _remove(self._folder):
                     break
                 time.sleep(0.05)
@@ -129,7 +128,10 @@ class Cgroups:
 
 
 def _iter_candidates() -> Iterator[tuple[str, int]]:
-    """Folders in which a cgroup for memory might be made, the nearest first; old ones of ours are removed there."""
+    """Iterate over (folder, cgroup version) where a memory cgroup may be created, the nearest first.
+
+    Removes stale cgroups of ours there.
+    """
     with open("/proc/self/cgroup") as file:
         rows = [line.rstrip("\n").split(":", 2) for line in file]
     for _, kinds, path in rows:
@@ -148,7 +150,7 @@ def _iter_candidates() -> Iterator[tuple[str, int]]:
 
 
 def _remove_stale(folder: str) -> None:
-    """What is left of those whose cleaner was killed, too."""
+    """Remove cgroups whose owner and cleaner were both killed."""
     for name in os.listdir(folder):
         number = name.removeprefix(_NAME)
         if name.startswith(_NAME) and number.isdecimal() and not os.path.exists(f"/proc/{number}"):
@@ -156,7 +158,7 @@ def _remove_stale(folder: str) -> None:
 
 
 def _remove(folder: str) -> bool:
-    """With those in it; whether that is done."""
+    """Remove a cgroup with its children. Returns whether it is gone."""
     with contextlib.suppress(OSError):
         for below, _, _ in os.walk(folder, topdown=False):
             os.rmdir(below)

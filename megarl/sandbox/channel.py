@@ -1,4 +1,4 @@
-"""The private channel of a harness: what goes in, and what is believed of what comes out."""
+"""The private channel of a harness: the encoding of its input, and the validation of its output."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ def new_nonce() -> str:
 
 
 def encode_preamble(nonce: str, source: str) -> bytes:
-    """What a harness reads first. Raises ValueError for a source with a zero in it, which Python takes none of."""
+    """Encode what a harness reads first.
+
+    Raises ValueError for source with a zero character, which Python does not accept.
+    """
     if "\0" in source:
         raise ValueError("a harness cannot have a zero character in it")
     return f"{nonce}\n{source}\0".encode()
 
 
 def parse_results(said: bytes, nonce: str, count: int) -> dict[int, Any]:
-    """Those of lines `nonce number value` whose number is below `count` and came once."""
-    found: dict[int, Any] = {}
-    twice: set[int] = set()
+    """Return the values of lines `nonce number value` whose number is below `count` and occurs once."""
+    results: dict[int, Any] = {}
+    rejected: set[int] = set()
     lines = said.split(b"\n")
-    for line in lines[:-1]:  # behind the last there is nothing, or half of one
+    for line in lines[:-1]:  # after the last newline there is nothing or an incomplete line
         head, _, rest = line.partition(b" ")
         digits, _, text = rest.partition(b" ")
         if not hmac.compare_digest(head, nonce.encode()) or len(digits) > _DIGITS or not digits.isdigit():
@@ -49,11 +52,11 @@ def parse_results(said: bytes, nonce: str, count: int) -> dict[int, Any]:
         number = int(digits)
         if number >= count:
             continue
-        if number in found:
-            twice.add(number)
+        if number in results:
+            rejected.add(number)
             continue
         try:
-            found[number] = json.loads(text)
+            results[number] = json.loads(text)
         except (ValueError, RecursionError):
-            twice.add(number)
-    return {number: value for number, value in found.items() if number not in twice}
+            rejected.add(number)
+    return {number: value for number, value in results.items() if number not in rejected}

@@ -1,4 +1,4 @@
-"""Files that go into a box, and those that come out of it: none may lie, or point, outside."""
+"""Copy files into and out of a box. No path may lie or point outside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def check_path(name: str) -> str:
-    """A path within the working directory. Raises ValueError."""
+    """Return the path if it is within the working directory. Raises ValueError."""
     parts = name.split("/")
     if (
         not name
@@ -26,7 +26,7 @@ def check_path(name: str) -> str:
 
 
 def check_command(command: Sequence[str]) -> list[str]:
-    """A command that the kernel takes. Raises ValueError."""
+    """Return the command as a list if the kernel accepts it. Raises ValueError."""
     if not command or any("\0" in part for part in command):
         raise ValueError("a command has a first part, and no zero character in any; give code in a file")
     if sum(len(os.fsencode(part)) for part in command) > _LONGEST_COMMAND:
@@ -35,7 +35,7 @@ def check_command(command: Sequence[str]) -> list[str]:
 
 
 def write_file(folder: str, name: str, content: bytes) -> None:
-    """Write a file before anything runs there."""
+    """Write a file, before anything runs in the box."""
     path = f"{folder}/{check_path(name)}"
     os.makedirs(os.path.dirname(path), exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -44,14 +44,15 @@ def write_file(folder: str, name: str, content: bytes) -> None:
 
 
 class FetchRefused(Exception):
-    """A file that is not fetched; why."""
+    """A file may not be fetched; the message says why."""
 
 
 def fetch_files(folder: str, names: Sequence[str], most: int) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The contents of the files that there are, when nothing runs there any more, and why others are not fetched.
+    """Read files from a box in which nothing runs any more. Returns contents, and the reasons of refusals.
 
-    They must be regular files without other names and without holes, reached without a link, and have at most `most`
-    bytes together. A file with holes would be larger outside than the box was charged for."""
+    A file must be regular, without hard links or holes, and reachable without a symbolic link. All files together have
+    at most `most` bytes. A sparse file would be larger outside than what the box was charged for.
+    """
     contents: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     for name in names:
@@ -68,27 +69,27 @@ def fetch_files(folder: str, names: Sequence[str], most: int) -> tuple[dict[str,
 
 
 def _read(folder: str, name: str, most: int) -> bytes:
-    *above, last = check_path(name).split("/")
-    at = os.open(folder, _FOLDER)
+    *parents, file_name = check_path(name).split("/")
+    folder_fd = os.open(folder, _FOLDER)
     try:
-        for part in above:
-            below = os.open(part, _FOLDER, dir_fd=at)
-            os.close(at)
-            at = below
-        file = os.open(last, _FILE, dir_fd=at)
+        for part in parents:
+            subfolder_fd = os.open(part, _FOLDER, dir_fd=folder_fd)
+            os.close(folder_fd)
+            folder_fd = subfolder_fd
+        file = os.open(file_name, _FILE, dir_fd=folder_fd)
         with open(file, "rb") as opened:
-            about = os.fstat(file)
-            if not stat.S_ISREG(about.st_mode):
+            info = os.fstat(file)
+            if not stat.S_ISREG(info.st_mode):
                 raise FetchRefused("is not a regular file")
-            if about.st_nlink != 1:
+            if info.st_nlink != 1:
                 raise FetchRefused("has another name (a hard link)")
-            if about.st_size > most:
+            if info.st_size > most:
                 raise FetchRefused(
-                    f"has {about.st_size} bytes, and {most} may still be fetched (16 x output_bytes in all)"
+                    f"has {info.st_size} bytes, and {most} may still be fetched (16 x output_bytes in all)"
                 )
-            if about.st_size and os.lseek(file, 0, os.SEEK_HOLE) < about.st_size:
-                raise FetchRefused(f"is sparse: its {about.st_size} bytes have holes; write them out")
+            if info.st_size and os.lseek(file, 0, os.SEEK_HOLE) < info.st_size:
+                raise FetchRefused(f"is sparse: its {info.st_size} bytes have holes; write them out")
             os.lseek(file, 0, os.SEEK_SET)
             return opened.read(most)
     finally:
-        os.close(at)
+        os.close(folder_fd)

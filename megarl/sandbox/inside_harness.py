@@ -1,4 +1,7 @@
-"""Runs in a box: a harness that sends results on the private channel. Knows nothing of megarl, and no answers."""
+"""Runs in a box: a harness that sends results on the private channel.
+
+Imports nothing of megarl and holds no answers.
+"""
 
 
 def _main() -> None:
@@ -9,11 +12,11 @@ def _main() -> None:
     import sys
 
     channel = 3
-    said = b""
-    while not said.endswith(b"\0"):
-        said += os.read(channel, 1 << 16)
-    nonce, source = said[:-1].decode().split("\n", 1)
-    builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # what a start without `site` leaves out
+    preamble = b""
+    while not preamble.endswith(b"\0"):
+        preamble += os.read(channel, 1 << 16)
+    nonce, source = preamble[:-1].decode().split("\n", 1)
+    builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # missing because Python starts without `site`
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")
     sys.path += ["/packages", os.getcwd()]
     sys.argv = ["harness"]

@@ -1,4 +1,4 @@
-"""Runs in a box: an interpreter that is given code on the private channel, again and again. Knows nothing of megarl."""
+"""Runs in a box: an interpreter that repeatedly receives code on the private channel. Imports nothing of megarl."""
 
 
 def _main() -> None:
@@ -17,8 +17,8 @@ def _main() -> None:
     sys.path += ["/packages", os.getcwd()]
     sys.argv = [""]
     names: dict[str, object] = {"__name__": "__main__"}
-    own, count, pending = os.getpid(), 0, b""
-    write, end = os.write, os._exit
+    session_pid, count, pending = os.getpid(), 0, b""
+    write, exit_now = os.write, os._exit
 
     def run(source: str, name: str) -> bool:
         try:
@@ -31,10 +31,10 @@ def _main() -> None:
                     print(repr(value))
             return True
         except BaseException as error:  # noqa: B036  also SystemExit: the session goes on
-            shown = traceback.TracebackException.from_exception(error, limit=-40)
-            while shown.stack and shown.stack[0].filename == __file_of_this:
-                del shown.stack[0]
-            sys.stderr.write("".join(shown.format()))
+            exception = traceback.TracebackException.from_exception(error, limit=-40)
+            while exception.stack and exception.stack[0].filename == __file_of_this:
+                del exception.stack[0]
+            sys.stderr.write("".join(exception.format()))
             return False
 
     __file_of_this = run.__code__.co_filename
@@ -49,16 +49,16 @@ def _main() -> None:
         count += 1
         name = f"<call {count}>"
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        good = False
+        is_ok = False
         try:
-            good = run(source, name)
+            is_ok = run(source, name)
             sys.stdout.flush()
             sys.stderr.flush()
         except BaseException:  # noqa: B036  whatever was done to the streams
-            good = False
-        if os.getpid() != own:
-            end(0)  # a child that the code has forked and not ended
-        line = b"1\n" if good else b"0\n"
+            is_ok = False
+        if os.getpid() != session_pid:
+            exit_now(0)  # a child that the code forked and did not end
+        line = b"1\n" if is_ok else b"0\n"
         while line:
             line = line[write(channel, line) :]
 

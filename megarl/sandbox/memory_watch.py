@@ -1,8 +1,8 @@
-"""How much memory a box uses, and how soon it could use too much: for machines that lend us no memory cgroup.
+"""Memory usage of a box, and the earliest time that it could exceed its limit, for machines without a memory cgroup.
 
-Summed over all processes below the box's first, which inherits every orphan: what is anonymous, shared or swapped out,
-and page tables; and its files, which are memory, too. The filter of `seccomp.py` keeps boxes from memory that does not
-show there. Sockets count with what they may buffer.
+Sums over all descendants of the box's first process, which adopts every orphan: anonymous, shared, and swapped-out
+memory and page tables; plus the box's files, which are in memory, too. The filter of `seccomp.py` denies boxes memory
+that would not be counted. Sockets count with their maximum buffers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import platform
 import signal
 
 _FASTEST = 2 << 30
-"""Bytes that a core can fill in a second, and a little more."""
+"""Upper bound of the bytes that a core can fill per second."""
 MIN_CHECK_S, _MAX_CHECK_S = 0.004, 0.1
 _SOCKET = 212_992
-"""Bytes that a socket may hold; the kernel's default, which no box can raise."""
+"""Maximum bytes buffered by a socket: the kernel's default, which no box can raise."""
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
 _KCMP_VM = 1
 _COUNTED = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")
@@ -25,37 +25,37 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def measure_memory(first: int, files: str | None) -> int:
-    """Bytes of all processes from `first` downwards, and of the file system at `files`; at least what they use."""
+    """Return an upper bound of the bytes used by `first`, its descendants, and the file system at `files`."""
     return sum(_resident(pid) for pid in list_descendants(first)) + _measure_files(first, files)
 
 
 def measure_exact(first: int, files: str | None) -> int:
-    """As `used`, where pages that several processes have count once. Slow."""
+    """As `measure_memory`, but count shared pages once. Slow."""
     pids: list[int] = []
-    for pid in list_descendants(first):  # one that was vforked has its parent's memory, not a share in it
+    for pid in list_descendants(first):  # a vforked process uses its parent's memory itself
         if not any(_same_memory(pid, other) for other in pids):
             pids.append(pid)
     return sum(_proportional(pid) for pid in pids) + _measure_files(first, files)
 
 
 def compute_check_delay(now: int, limit: int, cores: int) -> float:
-    """Seconds until a box that uses `now` bytes could be at its limit."""
+    """Return the seconds until a box that uses `now` bytes could reach its limit."""
     return min(_MAX_CHECK_S, max(MIN_CHECK_S, (limit - now) / (_FASTEST * cores)))
 
 
 def list_descendants(first: int) -> list[int]:
-    """A process and all that descend from it, as long as they are."""
-    found, i = [first], 0
-    while i < len(found):
+    """Return a process and its live descendants."""
+    pids, i = [first], 0
+    while i < len(pids):
         with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{found[i]}/task"):
-                found += map(int, _text(f"/proc/{found[i]}/task/{thread}/children").split())
+            for thread in os.listdir(f"/proc/{pids[i]}/task"):
+                pids += map(int, _text(f"/proc/{pids[i]}/task/{thread}/children").split())
         i += 1
-    return found
+    return pids
 
 
 def stop_processes(first: int) -> None:
-    """Stop all processes from `first` downwards, and those that they fork meanwhile."""
+    """Stop `first` and its descendants, including those that they fork meanwhile."""
     stopped: set[int] = set()
     while new := set(list_descendants(first)) - stopped:
         _signal(new, signal.SIGSTOP)
@@ -63,7 +63,7 @@ def stop_processes(first: int) -> None:
 
 
 def resume_processes(first: int) -> None:
-    """After `halt`."""
+    """Undo `stop_processes`."""
     _signal(set(list_descendants(first)), signal.SIGCONT)
 
 
@@ -74,7 +74,7 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
 
 
 def _measure_files(first: int, files: str | None) -> int:
-    if files is None:  # no box, whose files and sockets are its own
+    if files is None:  # without isolation, files and sockets are not the box's own
         return 0
     space = os.statvfs(files)
     total = (space.f_blocks - space.f_bfree) * space.f_frsize
@@ -89,7 +89,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """All pages but those of files on disk, shared ones in part."""
+    """Return the bytes of all pages except those of files on disk, with shared pages divided among their processes."""
     return _sum(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")) or _resident(pid)
 
 
@@ -106,7 +106,7 @@ def _same_memory(one: int, other: int) -> bool:
 
 
 def _text(path: str) -> str:
-    """Empty where the process has gone."""
+    """Return a file's text; empty if the process has ended."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read(1 << 20).decode()

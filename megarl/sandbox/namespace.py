@@ -1,6 +1,6 @@
-"""A box before anything runs in it: a file system, ends, namespaces with all of it mounted, and a gate where it waits.
+"""A prepared box before anything runs in it: file system, pipes, namespaces with mounts, and a gate where it waits.
 
-Bubblewrap does all of that before it reads from the gate; what comes behind it is one fork and the command.
+Bubblewrap does all of that before it reads from the gate; after it, only one fork and the command remain.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megarl.sandbox.spawning import CHANNEL, BareSpawner, Spawner
 
 _PIECE = 1 << 16
 _START_TIMEOUT_S = 30.0
-"""Bubblewrap has told of its first process after a few milliseconds, or never."""
+"""Bubblewrap reports its first process within milliseconds, or never."""
 _OWN_FILES = 8
-"""Folders of ours in its file system."""
+"""Our own folders in its file system."""
 
 
 class NamespaceHost(Protocol):
-    """Where nests are."""
+    """What a namespace needs from the process that runs it."""
 
     root: str
     spawner: Spawner | BareSpawner
@@ -43,32 +43,32 @@ class NamespaceHost(Protocol):
 
 @dataclass(frozen=True)
 class BoxSpec:
-    """What cannot be changed any more when bubblewrap has begun, or not cheaply."""
+    """What cannot, or not cheaply, be changed once bubblewrap has started."""
 
     command: tuple[str, ...]
     has_channel: bool
     memory_bytes: int
-    """Bytes that its memory cgroup may have, where there is one."""
+    """Limit of its memory cgroup, if there is one."""
 
 
 class BoxNamespace:
-    """For one box, and never for another: it is ended with it."""
+    """Namespaces for one box. Never reused: they end with the box."""
 
     def __init__(self, home: NamespaceHost, number: int, form: BoxSpec, disk_mb: int, files: int) -> None:
         self.spec = form
         self.folder = f"{home.root}/boxes/{number}"
         self.fds: dict[int, int] = {}
-        """Ours of its stdout, its stderr and its channel, by their number in the box."""
+        """Our ends of its stdout, stderr, and channel, by their number in the box."""
         self.bwrap_pid = self.init_pid = 0
-        """Its bubblewrap, which is ours to reap, and its first process, with which all others in it end; 0 before."""
+        """Pids of bubblewrap, which we reap, and of the box's init, with which all its processes end; 0 before that."""
         self.status: int | None = None
-        """How the command has ended."""
+        """Exit status of the command."""
         self.bwrap_exit_code = 0
         self.error = ""
         self.on_started: Callable[[], None] = _nothing
-        """Called when the first process is there."""
+        """Called when the init process has started."""
         self.on_exited: Callable[[], None] = _nothing
-        """Called when nothing runs in it any more."""
+        """Called when nothing runs in the box any more."""
         self._host = home
         self._disk_limits = disk_mb, files
         self._stdin = self._init_pidfd = self._status_end = self._gate = -1
@@ -78,25 +78,25 @@ class BoxNamespace:
         self._began = time.monotonic()
 
     def start(self) -> None:
-        """Raises OSError; what there is of it then goes with `remove`."""
+        """Start bubblewrap, which stops at the gate. Raises OSError; then `remove` cleans up."""
         spawner = self._host.spawner
         os.mkdir(self.folder, 0o700)
         if spawner.is_boxed:
             mounts.mount_tmpfs(self.folder, *_compute_tmpfs_size(*self._disk_limits))
         for name in ("tmp", "shm"):
             os.mkdir(f"{self.folder}/{name}", 0o700)
-        theirs: dict[int, int] = {}
+        box_fds: dict[int, int] = {}
         try:
-            theirs[0], self._stdin = os.pipe2(os.O_CLOEXEC)
+            box_fds[0], self._stdin = os.pipe2(os.O_CLOEXEC)
             for number in (1, 2):
-                self.fds[number], theirs[number] = os.pipe2(os.O_CLOEXEC)
+                self.fds[number], box_fds[number] = os.pipe2(os.O_CLOEXEC)
             if self.spec.has_channel:
-                near, far = socket.socketpair()
-                self.fds[CHANNEL], theirs[CHANNEL] = near.detach(), far.detach()
-            self.bwrap_pid, self._status_end, self._gate = spawner.start(self.spec.command, self.folder, theirs)
+                local_end, box_end = socket.socketpair()
+                self.fds[CHANNEL], box_fds[CHANNEL] = local_end.detach(), box_end.detach()
+            self.bwrap_pid, self._status_end, self._gate = spawner.start(self.spec.command, self.folder, box_fds)
         finally:
-            for end in theirs.values():
-                os.close(end)
+            for fd in box_fds.values():
+                os.close(fd)
         self._host.on_namespace_started(self)
         if spawner.is_boxed:
             self._host.poller.listen(self._status_end, self._read_status)
@@ -104,37 +104,38 @@ class BoxNamespace:
             self._on_init_started(self.bwrap_pid)
 
     def resize(self, disk_mb: int, files: int) -> None:
-        """Let it have so much room, whatever it was made with. Raises OSError."""
+        """Change the disk limits. Raises OSError."""
         if (disk_mb, files) != self._disk_limits:
             mounts.resize_tmpfs(self.folder, *_compute_tmpfs_size(disk_mb, files))
             self._disk_limits = disk_mb, files
 
     def is_alive(self) -> bool:
-        """Whether its bubblewrap is, and its first process is or is still to come."""
+        """Return whether bubblewrap is alive and its init process has not ended."""
         if self._is_killed or self._status_end < 0:
             return False
         if os.waitid(os.P_PID, self.bwrap_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return False
-        look = select.poll()
+        poller = select.poll()
         if self._init_pidfd >= 0:
-            look.register(self._init_pidfd, select.POLLIN)
-        return not look.poll(0)
+            poller.register(self._init_pidfd, select.POLLIN)
+        return not poller.poll(0)
 
     def write_stdin(self, stdin: bytes) -> None:
-        """All that its stdin will have."""
-        end, self._stdin = self._stdin, -1
-        self._host.poller.send(end, stdin, last=True)
+        """Write all of stdin and close it."""
+        fd, self._stdin = self._stdin, -1
+        self._host.poller.send(fd, stdin, last=True)
 
     def open_gate(self) -> None:
-        """Let the command begin."""
+        """Let the command start."""
         if self._gate >= 0:
             os.write(self._gate, b"\n")
 
     def kill(self) -> None:
-        """All that is in it; `over` is called when they are gone.
+        """Kill everything in the box; `on_exited` is called when the processes have ended.
 
-        Where bubblewrap has not told of the first process yet, as soon as it does: that one does not end with
-        bubblewrap before it is at the gate."""
+        If bubblewrap has not reported the init process yet, the kill follows as soon as it does: until it reaches the
+        gate, that process does not end with bubblewrap.
+        """
         self._is_killed = True
         with contextlib.suppress(ProcessLookupError):
             if not self._host.spawner.is_boxed:
@@ -145,7 +146,7 @@ class BoxNamespace:
                 os.kill(self.bwrap_pid, signal.SIGKILL)
 
     def on_bwrap_exited(self, status: int) -> None:
-        """Bubblewrap has ended; wait for the first process, with which all others go."""
+        """Handle bubblewrap's exit: wait for the init process, with which all others end."""
         self.bwrap_exit_code = os.waitstatus_to_exitcode(status)
         if self._status_end >= 0:
             self._read_status()
@@ -157,16 +158,19 @@ class BoxNamespace:
             self.on_exited()
 
     def was_oom_killed(self) -> bool:
-        """Whether the kernel has ended it for its memory; asked once, when nothing runs in it any more."""
+        """Return whether the kernel killed a process for its memory.
+
+        Call once, when nothing runs in the box any more.
+        """
         group, self._group = self._group, ""
         return bool(group and self._host.cgroups and self._host.cgroups.remove_group(group))
 
     def remove(self) -> None:
-        """Leave nothing of what nothing runs in."""
+        """Release everything, once nothing runs in the box any more."""
         self.was_oom_killed()
-        for end in (*self.fds.values(), self._status_end, self._init_pidfd, self._stdin):
-            if end >= 0:
-                self._host.poller.close(end)
+        for fd in (*self.fds.values(), self._status_end, self._init_pidfd, self._stdin):
+            if fd >= 0:
+                self._host.poller.close(fd)
         if self._gate >= 0:
             os.close(self._gate)
         self.fds.clear()
@@ -182,7 +186,7 @@ class BoxNamespace:
             self._init_pidfd = os.pidfd_open(first)
             if self._host.cgroups:
                 self._group = self._host.cgroups.join(first, self.spec.memory_bytes)
-        except OSError as error:  # ended as soon as it had begun
+        except OSError as error:  # ended right after it started
             self.error = str(error)
             self.kill()
             return
@@ -200,11 +204,11 @@ class BoxNamespace:
         self._status_text += piece
         *lines, self._status_text = self._status_text.split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            if "child-pid" in said:
-                self._on_init_started(said["child-pid"])
-            elif "exit-code" in said:
-                code = said["exit-code"]
+            message = json.loads(line)
+            if "child-pid" in message:
+                self._on_init_started(message["child-pid"])
+            elif "exit-code" in message:
+                code = message["exit-code"]
                 self.status = code if code <= 128 or code > 192 else 128 - code
         if not piece:
             self._host.poller.close(self._status_end)

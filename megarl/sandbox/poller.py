@@ -1,4 +1,4 @@
-"""Ends of pipes and sockets, waited for all at once and never waited on one at a time."""
+"""Event loop for file descriptors of pipes and sockets. Only `Poller.wait` blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PIECE = 1 << 16
 
 
 class Poller:
-    """Those that somebody listens to, and those that still have something to take."""
+    """Waits for all descriptors that have a listener or unsent data."""
 
     def __init__(self) -> None:
         self._poll = select.epoll()
@@ -20,13 +20,13 @@ class Poller:
         self._closing: set[int] = set()
 
     def listen(self, end: int, listener: Callable[[], None]) -> None:
-        """Call it whenever there is something to read, or the other end was closed."""
+        """Call the listener whenever there is something to read, or the other end has closed."""
         os.set_blocking(end, False)
         self._listeners[end] = listener
         self._update(end)
 
     def send(self, end: int, data: bytes, last: bool = False) -> None:
-        """Write as the other end takes it; it is closed after the `last`."""
+        """Write as the other end accepts it. After the `last` data the descriptor is closed."""
         if last:
             self._closing.add(end)
         os.set_blocking(end, False)
@@ -34,7 +34,7 @@ class Poller:
         self._write(end)
 
     def close(self, end: int) -> None:
-        """Whatever it had still to take."""
+        """Close a descriptor and discard its unsent data."""
         self._listeners.pop(end, None)
         self._pending.pop(end, None)
         self._closing.discard(end)
@@ -42,23 +42,23 @@ class Poller:
         os.close(end)
 
     def wait(self, seconds: float) -> None:
-        """Until something happens, at most so long; tell the listeners."""
-        for end, events in self._poll.poll(max(0.0, seconds)):
-            if events & ~select.EPOLLIN and end in self._pending:
-                self._write(end)
-            if events & ~select.EPOLLOUT and end in self._listeners:
-                self._listeners[end]()
+        """Wait at most `seconds` for events and call the listeners."""
+        for fd, events in self._poll.poll(max(0.0, seconds)):
+            if events & ~select.EPOLLIN and fd in self._pending:
+                self._write(fd)
+            if events & ~select.EPOLLOUT and fd in self._listeners:
+                self._listeners[fd]()
 
     def _write(self, end: int) -> None:
-        data, done = self._pending[end], 0
+        data, num_written = self._pending[end], 0
         try:
-            while done < len(data):
-                done += os.write(end, data[done : done + _PIECE])
+            while num_written < len(data):
+                num_written += os.write(end, data[num_written : num_written + _PIECE])
         except BlockingIOError:
-            del data[:done]
+            del data[:num_written]
             self._update(end)
             return
-        except OSError:  # nobody reads it any more
+        except OSError:  # the reader has closed it
             pass
         del self._pending[end]
         if end in self._closing:
@@ -68,14 +68,14 @@ class Poller:
 
     def _update(self, end: int) -> None:
         wanted = (select.EPOLLIN if end in self._listeners else 0) | (select.EPOLLOUT if end in self._pending else 0)
-        there = self._polled.get(end, 0)
-        if wanted == there:
+        registered = self._polled.get(end, 0)
+        if wanted == registered:
             return
         if not wanted:
             self._poll.unregister(end)
             del self._polled[end]
             return
-        if there:
+        if registered:
             self._poll.modify(end, wanted)
         else:
             self._poll.register(end, wanted)

@@ -1,4 +1,4 @@
-"""Looks at a box from inside, before anybody trusts it."""
+"""Check a box's isolation from inside, before it is trusted."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ send(0, {
 
 
 def list_faults(said: Any, run: Result) -> list[str]:
-    """What does not hold, in words."""
+    """Return descriptions of the layers that do not hold."""
     if not isinstance(said, dict):
         tail = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return [f"Python does not run in a box ({run.reason or 'without a word'}{': ' + tail[0] if tail else ''})"]
-    return [name for name, there in said.items() if there]
+    return [name for name, is_fault in said.items() if is_fault]

@@ -5,8 +5,8 @@
 Its environment is empty and its only open file is the socket FD. The first message says what to set up, and the answer
 says what it has become or why it cannot. Requests follow.
 
-`BoxLimit` bounds the number of boxes at once on a machine by locks on the bytes of a file, which the kernel releases when
-a process dies.
+`BoxLimit` bounds the number of concurrent boxes on a machine by locks on the bytes of a file, which the kernel releases
+when a process dies.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from megarl.sandbox.warm_pool import WarmPool
 
 
 class BoxLimit:
-    """Of all processes that have the same file open."""
+    """Limit on running boxes, shared by all processes that have the same file open."""
 
     def __init__(self, path: str, count: int) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._free = set(range(count))
-        self._last = os.getpid() % count  # not all begin at the same
+        self._last = os.getpid() % count  # processes start at different slots
         self._count = count
 
     def acquire(self) -> int | None:
-        """A turn, to be given back; None where all are taken."""
+        """Acquire a slot. Returns None if all are taken."""
         for i in range(self._count):
             number = (self._last + i) % self._count
             if number in self._free and self._lock(number, fcntl.F_WRLCK):
@@ -60,7 +60,10 @@ class BoxLimit:
         self._free.add(number)
 
     def _lock(self, number: int, kind: int) -> bool:
-        """Of the open file, not of the process: two of one process stand in each other's way as well."""
+        """Lock or unlock a slot.
+
+        The lock belongs to the open file, not to the process, so it also excludes within a process.
+        """
         try:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0))
         except OSError:
@@ -84,7 +87,7 @@ class Runner:
         self.layers: list[str] = []
         self.missing: list[str] = []
         self.pid = os.getpid()
-        """For those outside of its namespaces."""
+        """As seen from outside its namespaces."""
         self._unpacker = unpacker
         self._boxes: dict[int, Box] = {}
         self._slots: dict[Box, int] = {}
@@ -106,9 +109,11 @@ class Runner:
 
     def _drop_privileges(self, setup: dict[str, Any]) -> None:
         self.cgroups = Cgroups.find() if setup["cgroups"] else None
-        said, self.pid = mounts.enter_namespaces(self.root, setup["python"], setup["packages"], self._transfer_cgroups)
+        description, self.pid = mounts.enter_namespaces(
+            self.root, setup["python"], setup["packages"], self._transfer_cgroups
+        )
         self.spawner = Spawner(setup["bwrap"], self.root, setup["python"])
-        self.layers = [said, "bubblewrap: namespaces of its own, read-only files"]
+        self.layers = [description, "bubblewrap: namespaces of its own, read-only files"]
         if self.spawner.has_seccomp:
             self.layers.append("seccomp")
         else:
@@ -127,27 +132,27 @@ class Runner:
             self.cgroups.transfer_ownership(user)
 
     def run(self) -> None:
-        """Until the other end is closed."""
+        """Serve until the other end of the wire closes."""
         children, waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self.poller.listen(children, lambda: self._reap(children))
         while True:
             now = time.monotonic()
-            soonest = now + _LATEST_S
+            wake_time = now + _LATEST_S
             while self._waiting and self._start_next():
                 pass
             if self._waiting:
-                soonest = now + _TRY_AGAIN_S
+                wake_time = now + _TRY_AGAIN_S
             for box in tuple(self._slots):
-                soonest = min(soonest, box.check_limits(now))
-            soonest = min(soonest, self.warm_pool.refill(now))
-            self.poller.wait(soonest - time.monotonic())
+                wake_time = min(wake_time, box.check_limits(now))
+            wake_time = min(wake_time, self.warm_pool.refill(now))
+            self.poller.wait(wake_time - time.monotonic())
 
     def send(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:
         self.poller.send(self._wire, pack_message(said, blobs))
 
     def on_call_finished(self, box: Box) -> None:
-        """A session's call is over."""
+        """Release the slot of a session whose call has finished."""
         self._box_limit.release(self._slots.pop(box))
 
     def on_namespace_started(self, nest: BoxNamespace) -> None:
@@ -180,14 +185,14 @@ class Runner:
             box = self._boxes[number] = Box(self, order, blobs)
             if kind == "run":
                 self._waiting.append((box, box.start))
-        elif (known := self._boxes.get(number)) is None:
+        elif (target := self._boxes.get(number)) is None:
             if kind == "call":
-                lost = {"number": number, "kind": "ended", "status": None, "reason": "exit", "seconds": 0.0}
-                self.send({**lost, "files": [], "refused": {}, "failure": ""}, [b"", b"", b""])
+                response = {"number": number, "kind": "ended", "status": None, "reason": "exit", "seconds": 0.0}
+                self.send({**response, "files": [], "refused": {}, "failure": ""}, [b"", b"", b""])
         elif kind == "call":
-            self._waiting.append((known, lambda: known.call(order["seconds"], blobs[0])))
+            self._waiting.append((target, lambda: target.call(order["seconds"], blobs[0])))
         else:
-            self._end(known)
+            self._end(target)
 
     def _end(self, box: Box) -> None:
         self._waiting = deque(entry for entry in self._waiting if entry[0] is not box)
@@ -197,12 +202,12 @@ class Runner:
             self.on_box_ended(box)
 
     def _start_next(self) -> bool:
-        """Give the first one that waits its turn; whether there was one."""
-        turn = self._box_limit.acquire()
-        if turn is None:
+        """Start the first waiting box or call. Returns whether a slot was free."""
+        slot = self._box_limit.acquire()
+        if slot is None:
             return False
         box, begin = self._waiting.popleft()
-        self._slots[box] = turn
+        self._slots[box] = slot
         if box.is_finished:
             self.on_box_ended(box)
             return True
@@ -216,12 +221,12 @@ class Runner:
         with contextlib.suppress(BlockingIOError):
             os.read(children, _PIECE)
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if nest := self._by_bwrap_pid.pop(ended[0], None):
-                    nest.on_bwrap_exited(ended[1])
+            while (waited := os.waitpid(-1, os.WNOHANG))[0]:
+                if namespace := self._by_bwrap_pid.pop(waited[0], None):
+                    namespace.on_bwrap_exited(waited[1])
 
     def shut_down(self) -> None:
-        """Each box ends with its bubblewrap, and that with this process."""
+        """End all boxes and exit. Each box ends with its bubblewrap, and each bubblewrap with this process."""
         self.warm_pool.close()
         for box in tuple(self._boxes.values()):
             box.end("closed")
@@ -231,33 +236,35 @@ class Runner:
 
 
 def main(wire: socket.socket, parent: int) -> None:
-    """Serve until the other end of the wire is closed, or the parent has ended."""
+    """Serve until the other end of the wire closes or the parent ends."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, _ignore_signal)  # whoever started us says when it is over
+        signal.signal(number, _ignore_signal)  # our parent decides when to stop
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     wire.set_inheritable(False)
     mounts.inherit_orphans()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a session has five, and there may be hundreds
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (hard_limit, hard_limit)
+    )  # a session uses five, and there may be hundreds
     unpacker = Unpacker()
-    found: list[Frame] = []
-    while not found:
+    frames: list[Frame] = []
+    while not frames:
         piece = wire.recv(_PIECE)
         if not piece:
             return
-        found = unpacker.feed(piece)
-    handle = os.pidfd_open(parent)
+        frames = unpacker.feed(piece)
+    parent_fd = os.pidfd_open(parent)
     try:
-        runner = Runner(wire, unpacker, found[0][0])
+        runner = Runner(wire, unpacker, frames[0][0])
     except OSError as error:
         wire.sendall(pack_message({"kind": "refused", "why": str(error)}))
         return
-    runner.poller.listen(handle, runner.shut_down)
+    runner.poller.listen(parent_fd, runner.shut_down)
     runner.send({"kind": "ready", "pid": runner.pid, "layers": runner.layers, "missing": runner.missing}, ())
-    for order, blobs in found[1:]:
+    for order, blobs in frames[1:]:
         runner.handle_order(order, blobs)
     runner.run()
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Not SIG_IGN, which the programs in the boxes would inherit."""
+    """Ignore a signal. Unlike SIG_IGN, a handler is not inherited by programs in the boxes."""

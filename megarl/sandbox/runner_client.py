@@ -1,4 +1,4 @@
-"""This process's end of the one that starts its boxes: starts it, sends it orders, gives each answer to who waits."""
+"""Client of the process that starts boxes: starts it, sends orders, and matches responses to requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megarl.sandbox.runner import main
 main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
 """
 _PACKAGES = ("numpy", "sympy", "mpmath")
-"""What boxes have besides Python's own library, where this interpreter has it."""
+"""Packages in a box besides the standard library, if this interpreter has them."""
 _READY_S = 60.0
 _PIECE = 1 << 20
 REMEDY = (
@@ -38,15 +38,15 @@ REMEDY = (
 
 
 class SandboxError(RuntimeError):
-    """A box could not be made, or the process that makes them has ended: nobody's answer was wrong."""
+    """A box could not be created, or the process that creates boxes has exited. Never the fault of an answer."""
 
 
 class RunnerClient:
-    """Belongs to the process that made it, and to one event loop at a time."""
+    """Belongs to the process that created it, and to one event loop at a time."""
 
     has_cgroups, is_old_kernel = True, False
-    """Whether to look for memory cgroups; whether to take the kernel for one before 5.14. Tests of the watchdog set
-    them."""
+    """Whether to look for memory cgroups; whether to treat the kernel as older than 5.14. Tests of the watchdog set
+    these."""
 
     def __init__(self, settings: SandboxConfig) -> None:
         self._settings = settings
@@ -63,7 +63,10 @@ class RunnerClient:
         self.runner_info: dict[str, Any] | None = None
 
     async def connect(self) -> None:
-        """Have the process there, and this loop listening. Raises ConfigError where there can be no boxes."""
+        """Start the process if needed and attach it to this event loop.
+
+        Raises ConfigError if boxes cannot work here.
+        """
         loop = asyncio.get_running_loop()
         if self._wire is None or self._owner != os.getpid():
             self._start()
@@ -77,28 +80,28 @@ class RunnerClient:
             if self._greeting is None:
                 self._greeting_future = self._greeting_future or self._add_pending(0)
                 await asyncio.wait_for(asyncio.shield(self._greeting_future), _READY_S)
-            said = self._greeting
-            assert said is not None
-            if said["kind"] == "refused":
+            greeting = self._greeting
+            assert greeting is not None
+            if greeting["kind"] == "refused":
                 self.close()
-                raise ConfigError(f"sandbox.backend=bubblewrap cannot hold here: {said['why']}. Remedy: {REMEDY}")
-            self.runner_info = said
+                raise ConfigError(f"sandbox.backend=bubblewrap cannot hold here: {greeting['why']}. Remedy: {REMEDY}")
+            self.runner_info = greeting
 
     async def request(self, order: Mapping[str, Any], blobs: Sequence[bytes]) -> Frame:
-        """Send an order and wait for its answer; where this is cancelled, the box is ended. Raises SandboxError."""
+        """Send an order and wait for its response. Cancelling this ends the box. Raises SandboxError."""
         number = order["number"]
         try:
-            answer = self._add_pending(number)
+            future = self._add_pending(number)
             await self.send(order, blobs)
-            said, contents = await answer
+            response, contents = await future
         except asyncio.CancelledError:
             self._pending.pop(number, None)
             if self._wire is not None:
                 asyncio.ensure_future(self.send({"number": number, "kind": "end"}, ()))
             raise
-        if said.get("failure"):
-            raise SandboxError(f"a box could not be made: {said['failure']}")
-        return said, contents
+        if response.get("failure"):
+            raise SandboxError(f"a box could not be made: {response['failure']}")
+        return response, contents
 
     async def send(self, order: Mapping[str, Any], blobs: Sequence[bytes]) -> None:
         assert self._loop is not None and self._sending is not None
@@ -113,7 +116,7 @@ class RunnerClient:
 
     @property
     def pid(self) -> int:
-        """Of the process that starts boxes; 0 where there is none."""
+        """Pid of the process that starts boxes; 0 without one."""
         return int(self.runner_info["pid"]) if self.runner_info is not None and self._owner == os.getpid() else 0
 
     def next_number(self) -> int:
@@ -145,16 +148,16 @@ class RunnerClient:
             bwrap = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin:" + os.environ.get("PATH", "")) or ""
             if not bwrap:
                 raise ConfigError(f"sandbox.backend=bubblewrap: there is no bwrap on this machine. Remedy: {REMEDY}")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # Not this interpreter but what it is of: nothing of its environment is to be in the box.
-            base = str(getattr(sys, "_base_executable", sys.executable))
+        client_socket, runner_socket = socket.socketpair()
+        with runner_socket:
+            # The base interpreter, not this virtual environment: none of its packages may appear in the box.
+            base_python = str(getattr(sys, "_base_executable", sys.executable))
             self._process = subprocess.Popen(
-                [base, "-I", "-S", "-c", _START, str(theirs.fileno()), str(os.getpid()), str(_ROOT)],
+                [base_python, "-I", "-S", "-c", _START, str(runner_socket.fileno()), str(os.getpid()), str(_ROOT)],
                 env={},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[runner_socket.fileno()],
                 cwd="/",
                 start_new_session=True,
             )
@@ -167,9 +170,9 @@ class RunnerClient:
             "cgroups": self.has_cgroups,
             "old": self.is_old_kernel,
         }
-        ours.sendall(pack_message(setup))
-        ours.setblocking(False)
-        self._wire, self._owner, self._loop, self.runner_info = ours, os.getpid(), None, None
+        client_socket.sendall(pack_message(setup))
+        client_socket.setblocking(False)
+        self._wire, self._owner, self._loop, self.runner_info = client_socket, os.getpid(), None, None
         self._unpacker, self._pending, self._greeting = Unpacker(), {}, None
 
     def _on_readable(self) -> None:
@@ -183,15 +186,15 @@ class RunnerClient:
         if not piece:
             self._on_lost()
             return
-        for said, blobs in self._unpacker.feed(piece):
-            if "number" not in said:
-                self._greeting = said
-            future = self._pending.pop(said.get("number", 0), None)
+        for message, blobs in self._unpacker.feed(piece):
+            if "number" not in message:
+                self._greeting = message
+            future = self._pending.pop(message.get("number", 0), None)
             if future is not None and not future.done():
-                future.set_result((said, blobs))
+                future.set_result((message, blobs))
 
     def _on_lost(self) -> None:
-        """The next run starts another one."""
+        """Fail the pending requests. The next run starts another process."""
         futures, self._pending = self._pending, {}
         self.close()
         for future in futures.values():
@@ -200,12 +203,12 @@ class RunnerClient:
 
 
 def _find_packages() -> list[str]:
-    """Folders of those that this interpreter has outside of Python's own."""
-    found: list[str] = []
+    """Return the folders of the `_PACKAGES` that this interpreter has outside the standard library."""
+    folders: list[str] = []
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
         folder = os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
         if folder:
             libraries = f"{folder}.libs"
-            found += [folder, libraries] if os.path.isdir(libraries) else [folder]
-    return found
+            folders += [folder, libraries] if os.path.isdir(libraries) else [folder]
+    return folders

@@ -1,4 +1,4 @@
-"""Messages between a `Sandbox` and the process that starts its boxes: JSON, and bytes behind it."""
+"""Messages between a `Sandbox` and the process that starts its boxes: JSON followed by binary blobs."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def pack_message(said: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
 
 
 class Unpacker:
-    """Whole messages out of what arrives in pieces."""
+    """Reassembles whole messages from pieces of a stream."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
         self._buffer += data
-        found: list[Frame] = []
+        frames: list[Frame] = []
         while len(self._buffer) >= _HEAD.size:
-            text, rest = _HEAD.unpack_from(self._buffer)
-            end = _HEAD.size + text
-            if len(self._buffer) < end + rest:
+            json_size, blobs_size = _HEAD.unpack_from(self._buffer)
+            end = _HEAD.size + json_size
+            if len(self._buffer) < end + blobs_size:
                 break
-            said = json.loads(self._buffer[_HEAD.size : end])
+            message = json.loads(self._buffer[_HEAD.size : end])
             blobs = []
-            for size in said.pop("sizes"):
+            for size in message.pop("sizes"):
                 blobs.append(bytes(self._buffer[end : end + size]))
                 end += size
             del self._buffer[:end]
-            found.append((said, blobs))
-        return found
+            frames.append((message, blobs))
+        return frames

@@ -1,4 +1,4 @@
-"""Boxes of a service that speaks SandboxFusion's API: `POST /run_code`. What they hold is what the service does."""
+"""Boxes of a service with SandboxFusion's API, `POST /run_code`. Their isolation is up to the service."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megarl.sandbox.results import Reason, Result
 from megarl.sandbox.runner_client import SandboxError
 
 _MARGIN_S = 60.0
-"""What the service may need besides the program's own seconds, a queue of its own included."""
+"""Extra seconds that the service may need, including its own queue."""
 _HARNESS = Path(__file__).with_name("inside_harness.py").read_text(encoding="utf-8")
 
 
 class SandboxFusion:
-    """Of one event loop at a time."""
+    """Client of the service, for one event loop at a time."""
 
     def __init__(self, settings: SandboxConfig) -> None:
         self._url = settings.backend.rstrip("/") + "/run_code"
@@ -41,8 +41,11 @@ class SandboxFusion:
         limits: Mapping[str, Any],
         fetch: Sequence[str],
     ) -> Result:
-        """A command, by a line of its shell; as `Sandbox.run`. Of the limits it takes seconds and memory; outputs are
-        cut here. stdin is text there: bytes that are not UTF-8 are replaced."""
+        """Run a command through the service's shell; see `Sandbox.run`.
+
+        The service enforces only the limits on seconds and memory; output is truncated here. Its stdin is text, so
+        bytes that are not UTF-8 are replaced.
+        """
         body = {
             "language": "bash",
             "code": f"exec {shlex.join(command)}",
@@ -58,25 +61,25 @@ class SandboxFusion:
     async def run_harness(
         self, opening: bytes, nonce: str, files: Mapping[str, bytes], stdin: bytes, limits: Mapping[str, Any]
     ) -> tuple[Result, bytes]:
-        """A harness, and what it sent: its channel is a file there, of a name that nobody knows beforehand."""
+        """Run a harness and return the bytes that it sent. Its channel is a file with an unguessable name."""
         channel, program = (f"{kind}-{secrets.token_hex(16)}" for kind in ("channel", "harness"))
-        given = {**files, program: _HARNESS.encode(), channel: opening}
+        all_files = {**files, program: _HARNESS.encode(), channel: opening}
         command = ["sh", "-c", f"exec 3<>{channel}; exec python3 -I -S {program}"]
-        run = await self.run(command, given, stdin, limits, [channel])
-        sent = run.files.get(channel, b"")
-        sent = sent[len(opening) :] if sent.startswith(opening) else b""
-        return replace(run, files={}), sent
+        run = await self.run(command, all_files, stdin, limits, [channel])
+        channel_bytes = run.files.get(channel, b"")
+        channel_bytes = channel_bytes[len(opening) :] if channel_bytes.startswith(opening) else b""
+        return replace(run, files={}), channel_bytes
 
     async def check(self) -> None:
-        """Whether it answers, and runs Python. Raises ConfigError."""
+        """Check that the service responds and runs Python. Raises ConfigError."""
         limits = {"seconds": 30.0, "memory_mb": 512, "output_bytes": 1 << 16}
         try:
             run = await self.run(["python3", "-c", "print(6 * 7)"], {}, b"", limits, ())
         except SandboxError as error:
             raise ConfigError(f"sandbox.backend: {error}; start the service, or correct its address") from None
         if run.stdout.strip() != b"42":
-            said = (run.stdout + run.stderr).decode(errors="replace")[-200:]
-            raise ConfigError(f"sandbox.backend: {self._url} runs no Python: {said!r}")
+            output = (run.stdout + run.stderr).decode(errors="replace")[-200:]
+            raise ConfigError(f"sandbox.backend: {self._url} runs no Python: {output!r}")
 
     async def close(self) -> None:
         if self._session is not None and self._loop is asyncio.get_running_loop():
@@ -84,28 +87,30 @@ class SandboxFusion:
         self._session = self._loop = None
 
     def _parse_result(self, said: dict[str, Any], limits: Mapping[str, Any], fetch: Sequence[str]) -> Result:
-        compiled, ran = said.get("compile_result"), said.get("run_result")
-        about = ran if isinstance(ran, dict) else compiled
-        if said.get("status") == "SandboxError" or not isinstance(about, dict):
+        compile_result, run_result = said.get("compile_result"), said.get("run_result")
+        details = run_result if isinstance(run_result, dict) else compile_result
+        if said.get("status") == "SandboxError" or not isinstance(details, dict):
             raise SandboxError(f"{self._url} says {str(said.get('message') or said)[:200]!r}")
-        most = int(limits["output_bytes"])
-        outputs = [str(about.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr")]
-        status = about.get("return_code")
+        max_output = int(limits["output_bytes"])
+        outputs = [str(details.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr")]
+        status = details.get("return_code")
         reason: Reason = ""
-        if about.get("status") == "TimeLimitExceeded":
+        if details.get("status") == "TimeLimitExceeded":
             reason = "time"
-        elif any(len(output) > most for output in outputs):
+        elif any(len(output) > max_output for output in outputs):
             reason = "output"
         elif not isinstance(status, int) or status < 0:
             reason = "signal"
         elif status:
             reason = "exit"
-        files = _decoded(said.get("files"), fetch, 16 * most)
-        good = not reason and said.get("status") == "Success"
-        seconds = about.get("execution_time")
-        known = status if isinstance(status, int) and reason not in ("time", "output") else None
-        stdout, stderr = (output[:most] for output in outputs)
-        return Result(good, known, stdout, stderr, float(seconds or 0.0), reason or ("" if good else "exit"), files)
+        files = _decoded(said.get("files"), fetch, 16 * max_output)
+        is_ok = not reason and said.get("status") == "Success"
+        seconds = details.get("execution_time")
+        reported_status = status if isinstance(status, int) and reason not in ("time", "output") else None
+        stdout, stderr = (output[:max_output] for output in outputs)
+        return Result(
+            is_ok, reported_status, stdout, stderr, float(seconds or 0.0), reason or ("" if is_ok else "exit"), files
+        )
 
     async def _post(self, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
@@ -117,16 +122,16 @@ class SandboxFusion:
             async with self._box_limit, self._session.post(self._url, json=body, timeout=limit) as response:
                 if response.status != 200:
                     raise SandboxError(f"{self._url} answers {response.status}: {(await response.text())[:200]!r}")
-                said = await response.json(content_type=None)
+                message = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise SandboxError(f"{self._url} does not answer as it should: {type(error).__name__} {error}") from None
-        if not isinstance(said, dict):
-            raise SandboxError(f"{self._url} answers {str(said)[:100]!r}, not an object")
-        return said
+        if not isinstance(message, dict):
+            raise SandboxError(f"{self._url} answers {str(message)[:100]!r}, not an object")
+        return message
 
 
 def _decoded(files: Any, fetch: Sequence[str], most: int) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for name in fetch if isinstance(files, dict) else ():
         try:
             content = base64.b64decode(files[name], validate=True)
@@ -134,5 +139,5 @@ def _decoded(files: Any, fetch: Sequence[str], most: int) -> dict[str, bytes]:
             continue
         if len(content) <= most:
             most -= len(content)
-            found[name] = content
-    return found
+            contents[name] = content
+    return contents

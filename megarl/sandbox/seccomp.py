@@ -1,10 +1,10 @@
-"""What a box may ask of the kernel: a BPF program for `bwrap --seccomp`, made here without libseccomp.
+"""System calls available to a box: a BPF program for `bwrap --seccomp`, built without libseccomp.
 
-A deny-list over what an unprivileged process in its own namespaces may do, so that ordinary programs do not notice it.
-Three kinds of calls are on it: those through which kernels were broken into (namespaces, mounts, bpf, io_uring, keys,
-userfaultfd, perf ...), those that look into other processes, and those whose memory no process shows (System V and
-POSIX queues, memfd, shared anonymous mappings, large socket and pipe buffers), which a watchdog could not count. What
-is newer than this list does not exist.
+A deny-list on top of what an unprivileged process in its own namespaces may do, so ordinary programs do not notice it.
+It covers three kinds of calls: those with a history of kernel exploits (namespaces, mounts, bpf, io_uring, keys,
+userfaultfd, perf ...), those that inspect other processes, and those that allocate memory which no process accounts for
+(System V and POSIX queues, memfd, shared anonymous mappings, large socket and pipe buffers) and a watchdog could not
+count. Calls newer than this list fail as nonexistent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 _EPERM, _ENOSYS = errno.EPERM, errno.ENOSYS
 
-# Numbers by machine: x86_64, aarch64; None where it has no such call.
+# Syscall numbers on x86_64 and aarch64; None if the machine lacks the call.
 DENIED: dict[str, tuple[int | None, int | None]] = {
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -94,8 +94,8 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "vmsplice": (278, 75),
 }
 _MAX_SYSCALL = 450
-"""Later ones do not exist for a box; C libraries know how to do without."""
-# Those that are allowed with some arguments only.
+"""Later calls fail with ENOSYS in a box; C libraries have fallbacks."""
+# Calls that are allowed only with certain arguments.
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 _IOCTL, _FCNTL, _SETSOCKOPT, _MMAP = (16, 29), (72, 25), (54, 208), (9, 222)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -116,7 +116,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def build_filter(machine: str) -> bytes | None:
-    """The filter, as the kernel takes it; None for a machine whose numbers are not known here."""
+    """Return the filter in the kernel's format; None for a machine whose syscall numbers are unknown here."""
     if machine not in _MACHINES:
         return None
     column, architecture = _MACHINES[machine]
@@ -125,8 +125,8 @@ def build_filter(machine: str) -> bytes | None:
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
-        *_refuse(_GREATER, _MAX_SYSCALL, _ENOSYS),  # x32's, whose numbers begin at 2**30, too
-        *_refuse(_EQUAL, _CLONE3[column], _ENOSYS),  # its flags are in memory, where no filter sees them
+        *_refuse(_GREATER, _MAX_SYSCALL, _ENOSYS),  # includes x32's, whose numbers begin at 2**30
+        *_refuse(_EQUAL, _CLONE3[column], _ENOSYS),  # its flags are in memory, out of a filter's reach
     ]
     for numbers in DENIED.values():
         number = numbers[column]
@@ -149,7 +149,7 @@ def build_filter(machine: str) -> bytes | None:
 
 
 def _argument(number: int) -> Instruction:
-    """The lower half of an argument, which is all that the kernel takes of an int."""
+    """Load the lower half of an argument, which is all that the kernel reads of an int."""
     return (_LOAD, 0, 0, _ARGUMENTS + 8 * number)
 
 
@@ -158,5 +158,5 @@ def _refuse(test: int, value: int, error: int) -> list[Instruction]:
 
 
 def _when(number: int, block: Sequence[Instruction]) -> list[Instruction]:
-    """A block for one call, which is allowed at its end."""
+    """Run a block for one call, and allow the call at its end."""
     return [(_EQUAL, 0, len(block) + 1, number), *block, (_RETURN, 0, 0, _ALLOW)]

@@ -1,7 +1,7 @@
-"""Nests that wait, so that a box is there when it is asked for.
+"""Prepared namespaces, so that a box starts without delay.
 
-They are made like the boxes that were asked for more than once of late: same command, same memory. Each is given away
-once and ended with its box; those that wait are few, and are ended where nobody wants them any more.
+They match the specs that were requested more than once recently: same command, same memory. Each is handed out once and
+ends with its box. Only a few wait, and they are ended when nobody requests their spec any more.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from functools import partial
 from megarl.sandbox.namespace import BoxNamespace, BoxSpec, NamespaceHost
 
 MAX_IDLE, MAX_IDLE_PER_SPEC = 8, 4
-"""Nests that wait, all together and of one form."""
+"""Maximum idle namespaces, in total and per spec."""
 _REMEMBERED = 16
-"""Forms; a policy's programs that are commands of their own are many, and come once each."""
+"""Specs remembered. A policy's programs with their own commands are many, and each comes once."""
 IDLE_S = 60.0
 _STALE_S = 5.0
-"""Since when nobody has asked for what makes room for another form; else three forms in turn would end each other's."""
+"""A spec that nobody has requested for this long gives way to another; otherwise three alternating specs would evict
+each other."""
 AGAIN_S = 1.0
-"""Between one that was lost, or could not be made, and the next."""
+"""Delay after a namespace died or could not be created."""
 
 
 @dataclass
@@ -36,7 +37,7 @@ class _Demand:
 
 
 class WarmPool:
-    """Of one process that starts boxes, and of its event loop."""
+    """Idle namespaces of one process that starts boxes, in its event loop."""
 
     def __init__(self, home: NamespaceHost, most: int) -> None:
         self._host = home
@@ -47,94 +48,94 @@ class WarmPool:
         self._retry_at = 0.0
 
     def take(self, form: BoxSpec, disk_mb: int, files: int) -> BoxNamespace:
-        """One that nobody had before: one that waits, else a new one. Raises OSError."""
-        before = self._demand.pop(form, None)
-        times = before.times + 1 if before else 1
+        """Return an unused namespace: an idle one, or a new one. Raises OSError."""
+        previous = self._demand.pop(form, None)
+        times = previous.times + 1 if previous else 1
         self._demand[form] = _Demand(times, time.monotonic(), (disk_mb, files))
         while len(self._demand) > _REMEMBERED:
             self._forget(next(iter(self._demand)))
-        for nest in self._list_idle(form):
-            self._idle.remove(nest)
+        for namespace in self._list_idle(form):
+            self._idle.remove(namespace)
             try:
-                if nest.is_alive():
-                    nest.resize(disk_mb, files)
-                    return nest
-            except OSError:  # too small for what is asked of it now: another one says why
+                if namespace.is_alive():
+                    namespace.resize(disk_mb, files)
+                    return namespace
+            except OSError:  # cannot be resized; a new one raises the reason, if there is any
                 pass
-            _discard(nest)
+            _discard(namespace)
         return self._create(form, disk_mb, files)
 
     def refill(self, now: float) -> float:
-        """Make one if there is one to be made, and end those that nobody wants any more; when to come again."""
-        for form, asked in tuple(self._demand.items()):
-            if now >= asked.last + IDLE_S:
-                self._forget(form)
-        soonest = min((asked.last for asked in self._demand.values()), default=now) + IDLE_S
-        lacking = self._find_missing_spec(now)
-        if lacking is None:
-            return soonest
+        """Create a missing namespace and end those that nobody requests any more. Returns the time of the next call."""
+        for spec, demand in tuple(self._demand.items()):
+            if now >= demand.last + IDLE_S:
+                self._forget(spec)
+        wake_time = min((demand.last for demand in self._demand.values()), default=now) + IDLE_S
+        missing = self._find_missing_spec(now)
+        if missing is None:
+            return wake_time
         if now < self._retry_at:
-            return min(soonest, self._retry_at)
+            return min(wake_time, self._retry_at)
         try:
-            nest = self._create(lacking, *self._demand[lacking].disk_limits)
+            namespace = self._create(missing, *self._demand[missing].disk_limits)
         except OSError:
             self._retry_at = now + AGAIN_S
-            return min(soonest, self._retry_at)
-        nest.on_exited = partial(self._on_lost, nest)
-        self._idle.append(nest)
+            return min(wake_time, self._retry_at)
+        namespace.on_exited = partial(self._on_lost, namespace)
+        self._idle.append(namespace)
         return now
 
     def close(self) -> None:
-        """Kill all that wait."""
-        for nest in self._idle:
-            _discard(nest)
+        """Kill all idle namespaces."""
+        for namespace in self._idle:
+            _discard(namespace)
         self._idle = []
         self._demand.clear()
 
     def _list_idle(self, form: BoxSpec) -> list[BoxNamespace]:
-        return [nest for nest in self._idle if nest.spec == form]
+        return [namespace for namespace in self._idle if namespace.spec == form]
 
     def _find_missing_spec(self, now: float) -> BoxSpec | None:
-        """The form, the latest first, of which there are too few, and for which there is room."""
-        for form, asked in reversed(self._demand.items()):
-            if len(self._list_idle(form)) < asked.compute_target() and (
+        """Return the most recently requested spec that has too few idle namespaces and room for another."""
+        for spec, demand in reversed(self._demand.items()):
+            if len(self._list_idle(spec)) < demand.compute_target() and (
                 len(self._idle) < self._max_idle or self._make_room(now)
             ):
-                return form
+                return spec
         return None
 
     def _make_room(self, now: float) -> bool:
-        for form, asked in self._demand.items():
-            if now < asked.last + _STALE_S:
+        for spec, demand in self._demand.items():
+            if now < demand.last + _STALE_S:
                 return False
-            if alike := self._list_idle(form):
-                self._idle.remove(alike[0])
-                _discard(alike[0])
+            if idle := self._list_idle(spec):
+                self._idle.remove(idle[0])
+                _discard(idle[0])
                 return True
         return False
 
     def _forget(self, form: BoxSpec) -> None:
         del self._demand[form]
-        for nest in self._list_idle(form):
-            self._idle.remove(nest)
-            _discard(nest)
+        for namespace in self._list_idle(form):
+            self._idle.remove(namespace)
+            _discard(namespace)
 
     def _on_lost(self, nest: BoxNamespace) -> None:
-        """It has ended while it waited."""
+        """Handle a namespace that ended while idle."""
         self._idle.remove(nest)
         nest.remove()
         self._retry_at = time.monotonic() + AGAIN_S
-        if not nest.init_pid and nest.spec in self._demand:  # there can be none: whoever asks next is told why
+        if not nest.init_pid and nest.spec in self._demand:  # none can start: the next request raises the reason
             self._forget(nest.spec)
 
     def _create(self, form: BoxSpec, disk_mb: int, files: int) -> BoxNamespace:
-        nest = BoxNamespace(self._host, next(self._numbers), form, disk_mb, files)
+        namespace = BoxNamespace(self._host, next(self._numbers), form, disk_mb, files)
         try:
-            nest.start()
+            namespace.start()
         except BaseException:
-            nest.remove()
+            namespace.remove()
             raise
-        return nest
+        return namespace
 
 
 def _discard(nest: BoxNamespace) -> None:
