@@ -34,10 +34,10 @@ def list_children() -> list[int]:
 
 
 def end_orphans(spared: Collection[int], patience_s: float) -> list[int]:
-    """Wait until all children except the spared ones and their descendants have ended; kill them after `patience_s`
-    seconds.
+    """Wait until all children have ended except the spared ones; kill them after `patience_s` seconds.
 
-    Returns the pids that had to be killed. Reaps children, so no other code may wait for them.
+    Includes orphaned descendants, which this process adopts. Returns the pids that had to be killed. Reaps children, so
+    no other code may wait for them.
     """
     deadline, killed = time.monotonic() + patience_s, list[int]()
     while pending := [pid for pid in list_children() if pid not in spared]:
@@ -98,8 +98,10 @@ _ESTABLISHED = "01"
 
 
 def list_connected_users() -> list[int]:
-    """Return the user ids, other than ours, whose processes on this machine have a TCP connection with this process,
-    sorted."""
+    """Return the other users whose processes on this machine have a TCP connection with this process.
+
+    The result is sorted numeric user ids.
+    """
     connections: set[tuple[str, str]] = set()
     users: dict[tuple[str, str], int] = {}
     sockets = _list_sockets()

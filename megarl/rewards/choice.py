@@ -98,9 +98,9 @@ def _is_stated_letter(answer: str, end: int, found: re.Match[str]) -> bool:
 
 
 def _parse_letter(said: Any) -> str | None:
-    r"""Return the letter of a box or a ground truth, possibly with decoration or its text: `\text{B}`, `(b)`, `B.
+    r"""Return the letter of a box or a ground truth, which may be decorated or followed by its text.
 
-    Paris`.
+    Examples: `\text{B}`, `(b)`, `B. Paris`.
     """
     text = str(said).strip()
     if match := re.match(r"[(\[]?([A-E])[.):\]]\s", text):

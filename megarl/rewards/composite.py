@@ -128,4 +128,4 @@ def combine_episode_rewards(
 
 
 def _combine_turn_reward(number: int, good: Mapping[str, Any], weighed: Weights) -> float:
-    return math.fsum(weighed[name] * said.turns[number] for name, said in good.items() if said.turns)
+    return math.fsum(weighed[name] * reward.turns[number] for name, reward in good.items() if reward.turns)

@@ -26,7 +26,10 @@ def has_failed(verdicts: Mapping[str, RewardResult]) -> bool:
 
 
 def mark_unscored(known: Mapping[str, RewardResult], parts: Sequence[str]) -> dict[str, RewardResult]:
-    """Complete the verdicts on a rollout that is no longer waited for: missing `parts` are `NOT_SCORED`."""
+    """Mark a rollout that is no longer waited for.
+
+    Its first missing part becomes `NOT_SCORED`, unless another part has failed.
+    """
     missing = [part for part in parts if part not in known]
     return dict(known) if has_failed(known) or not missing else {**known, missing[0]: NOT_SCORED}
 
@@ -39,11 +42,11 @@ def summarize_unscored(rollouts: Rollouts) -> str:
     failed = [entry for entry in rollouts.unscored_reasons if entry[1] != NOT_SCORED.reason]
     counts = Counter((part, why) for part, why, _ in failed)
     first_samples = {(part, why): sample for part, why, sample in reversed(failed)}
-    shown = [
+    summaries = [
         f"{count} x {part}: {' '.join(why.split())} (on the sample {first_samples[part, why]!r})"
         for (part, why), count in counts.most_common(_SHOWN)
     ]
-    return ", ".join(shown) + (f", and {len(counts) - _SHOWN} other reasons" if len(counts) > _SHOWN else "")
+    return ", ".join(summaries) + (f", and {len(counts) - _SHOWN} other reasons" if len(counts) > _SHOWN else "")
 
 
 def check_unscored(rollouts: Rollouts, config: RewardConfig) -> None:

@@ -205,8 +205,10 @@ class HttpClient:
             return self.to_failure(url, str(error))
 
     def _retry_delay(self, state: RetryCallState) -> float:
-        """Return the seconds before the next attempt, with jitter so that requests that failed together do not retry
-        together."""
+        """Return the seconds before the next attempt.
+
+        The jitter keeps requests that failed together from retrying together.
+        """
         longest: float = self.options.pause * 2.0 ** min(state.attempt_number - 1, 30)
         return min(longest, _LONGEST_PAUSE_S) * self._random.uniform(0.5, 1.0)
 

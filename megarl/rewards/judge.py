@@ -89,7 +89,8 @@ class JudgeOptions(HttpOptions):
             raise ConfigError(f"{OPTIONS_PREFIX}prompt has no {{answer}}: the judge would not see what it judges")
         if unknown := sorted(used_fields - set(_FIELDS)):
             raise ConfigError(
-                f"{OPTIONS_PREFIX}prompt has {{{unknown[0]}}}; known are {', '.join(f'{{{one}}}' for one in _FIELDS)}"
+                f"{OPTIONS_PREFIX}prompt has {{{unknown[0]}}}; known are "
+                f"{', '.join(f'{{{field_name}}}' for one in _FIELDS)}"
             )
         try:
             regex.compile(result.pattern)

@@ -55,8 +55,10 @@ def is_safe_to_parse(text: str) -> bool:
 
 
 def is_safe_to_evaluate(expression: Any) -> bool:
-    """Return whether a parsed expression is cheap to evaluate and compare: its numbers are small and its expansion is
-    short."""
+    """Return whether a parsed expression is cheap to evaluate and compare.
+
+    Its numbers must have few bits and its expansion few terms.
+    """
     if isinstance(expression, str):
         return True
     parts = list(expression) if isinstance(expression, sympy.MatrixBase) else [expression]
@@ -87,10 +89,12 @@ def is_different(one: Any, other: Any, within: float = 1e-4) -> bool:
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     values = {symbol: sympy.Float(0.37 + 0.59 * number) for number, symbol in enumerate(symbols)}
     try:
-        first, second = (part.evalf(15, subs=values)._to_mpmath(53) for part in (one, other))  # of any exponent
+        one_value, other_value = (
+            part.evalf(15, subs=values)._to_mpmath(53) for part in (one, other)
+        )  # of any exponent
     except Exception:  # sympy raises many kinds for non-numeric values
         return False
-    return bool(abs(first - second) > within * max(1.0, abs(first), abs(second)))
+    return bool(abs(one_value - other_value) > within * max(1.0, abs(one_value), abs(other_value)))
 
 
 def has_contradiction(expression: Any) -> bool:
@@ -115,8 +119,10 @@ def _is_symbol_product(expression: Any) -> bool:
 
 
 def _bits(node: Any) -> float:
-    """Return an upper bound of the bits of the largest number in an expression, before or after the point; inf if
-    unbounded."""
+    """Return an upper bound of the bits of an expression's largest number, before or after the point.
+
+    Infinite if unbounded.
+    """
     if isinstance(node, sympy.Rational):
         return float(max(abs(int(node.p)).bit_length(), int(node.q).bit_length()))
     if isinstance(node, sympy.Float):

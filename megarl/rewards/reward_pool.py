@@ -101,7 +101,7 @@ class RewardPool:
         self._names, self._limit = list(functions), limit
         self._kinds: list[Kind] = ["async" if plugins.is_async(function) else "sync" for function in functions.values()]
         present = sorted(set(self._kinds))
-        self._sizes = {kind: max(1, (size + place) // len(present)) for place, kind in enumerate(present)}
+        self._sizes = {kind: max(1, (size + index) // len(present)) for index, kind in enumerate(present)}
         self._log = log
         self._fork_server = ForkServer(
             "megarl.rewards.reward_process:serve", {"specs": list(specs), "limit": limit}, log, limits
@@ -232,9 +232,9 @@ class RewardPool:
             return RewardFailure(f"its process gave a garbled answer: {error!r}")
 
     async def _shut_down(self) -> None:
-        for task in (others := asyncio.all_tasks() - {asyncio.current_task()}):
+        for task in (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._fork_server.close()
 
 

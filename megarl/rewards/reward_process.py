@@ -163,8 +163,8 @@ def to_failure(error: BaseException) -> RewardFailure:
     if isinstance(error, RewardError):
         return RewardFailure(str(error))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return RewardFailure(f"it raised {plugins.format_error(error)}{place}")
+    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return RewardFailure(f"it raised {plugins.format_error(error)}{location}")
 
 
 # --- in a worker process --------------------------------------------------------------------------------------
@@ -270,7 +270,11 @@ def score(
                     number, name, _call_with_deadline(name, function, rollout, deadline)
                 ):
                     break
-    return [mark_unscored(known, list(functions)) for known in verdicts] if len(failed) > most_failed else verdicts
+    return (
+        [mark_unscored(verdict_by_name, list(functions)) for verdict_by_name in verdicts]
+        if len(failed) > most_failed
+        else verdicts
+    )
 
 
 async def _score_async(
@@ -314,11 +318,11 @@ def _call_with_deadline(
     except RewardTimeout:
         return RewardFailure(describe_timeout(0.0 if deadline is None else deadline.seconds))
     except BaseException as error:  # noqa: B036  whatever the user's function raises, sys.exit too
-        place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        source_file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if (
             isinstance(error, SystemExit)
-            and place.is_relative_to(_PACKAGE_FOLDER)
-            and place.parent != Path(__file__).parent
+            and source_file.is_relative_to(_PACKAGE_FOLDER)
+            and source_file.parent != Path(__file__).parent
         ):
             raise  # raised by one of our signal handlers, which interrupted the function
         return to_failure(error)

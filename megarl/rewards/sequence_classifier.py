@@ -161,11 +161,10 @@ class Classifier:
 
     @torch.no_grad()
     def score(self, texts: Sequence[torch.Tensor], budget: int) -> list[float]:
-        """Return the logit of `label` for each text. budget: tokens per batch, padding included; a longer text runs
-        alone.
+        """Return the logit of `label` for each text.
 
-        Classifiers that score the last token find it by the padding token. Without one they refuse batches, so their
-        texts run one at a time.
+        budget: tokens per batch, padding included; a longer text runs alone. Classifiers that score the last token find
+        it by the padding token. Without one they refuse batches, so their texts run one at a time.
         """
         target_device = device.device()
         self.model.to(target_device)

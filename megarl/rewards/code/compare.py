@@ -80,7 +80,9 @@ def matches_output(expected: str, printed: str) -> bool:
         return True
     if len(ours) != len(theirs):
         return False
-    return all(_same_line(one, other) for one, other in zip(ours, theirs, strict=True))
+    return all(
+        _same_line(expected_line, printed_line) for expected_line, printed_line in zip(ours, theirs, strict=True)
+    )
 
 
 def _lines(text: str) -> list[str]:

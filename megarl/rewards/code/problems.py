@@ -1,5 +1,6 @@
-"""Parse hidden tests in the formats of common data sets into a `Problem`. Pure; an unknown format raises with the
-reason.
+"""Parse hidden tests in the formats of common data sets into a `Problem`.
+
+Pure functions; an unknown format raises ValueError with the reason.
 
     {"prompt", "test", "entry_point"}                               HumanEval, HumanEval+
     {"test_list", "test_setup_code"?, "test_imports"?}               MBPP; MBPP+ has `test`, a text
@@ -216,9 +217,9 @@ def parse_test_module(source: str, setup: str = "") -> Problem:
 
 
 def parse_humaneval(test: str, entry: str, prompt: str) -> Problem:
-    """Parse HumanEval's format: `test` defines `check(candidate)`, `entry` names the function, `prompt` is its
-    beginning.
+    """Parse HumanEval's format.
 
+    `test` defines `check(candidate)`, `entry` names the function, and `prompt` is the code that the answer continues.
     If `check` consists of assertions, each becomes a test. Raises ValueError as `parse_statements` does.
     """
     module = parse_python(test, "its test")
