@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(program: str, *arguments: str) -> int:
-    """Run the module `megarl.PROGRAM` like `python -m`, which exits this process; return only if a package is missing."""
+    """Run the module `megarl.PROGRAM` as `python -m` would and exit; return only if a package is missing."""
     sys.argv = [program, *arguments]
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # for the user's modules, as under `python -m`

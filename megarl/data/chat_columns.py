@@ -1,4 +1,4 @@
-"""Chat messages and tools as the columns of a row hold them, in the OpenAI form. What is malformed is a ConfigError."""
+"""Parse chat messages and tools in a row's columns to the OpenAI form. Malformed ones are a ConfigError."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def parse_chat_messages(value: Any, where: str, key: str, role: str = "user") -> tuple[Message, ...]:
-    """The messages of a column: a list of them or its JSON, or other text, which becomes one of `role`.
+    """Parse the messages of a column: a list or its JSON; other text becomes one message of `role`.
 
-    A message has a role and a content, text or a list of text parts, which are joined; only an assistant's that calls
-    tools may do without.
+    A message has a role and a content: text, or a list of text parts, which are joined. Only an assistant message with
+    tool calls may lack content.
     """
     if isinstance(value, str):
         if not value.strip() and role == "user":
@@ -30,15 +30,19 @@ def parse_chat_messages(value: Any, where: str, key: str, role: str = "user") ->
 
 
 def _parse_json_messages(text: str) -> list[Any] | None:
-    """Of text that is the JSON of a list of messages, as tables without nested columns have them; else None."""
+    """Parse text that is the JSON of a list of messages, as in tables without nested columns; otherwise return None."""
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = replace_surrogates(json.loads(text))
+        messages = replace_surrogates(json.loads(text))
     except (ValueError, RecursionError):
         return None
-    are_messages = isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)
-    return found if are_messages else None
+    are_messages = (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(message, dict) and "role" in message for message in messages)
+    )
+    return messages if are_messages else None
 
 
 def _message(value: Any, where: str) -> Message:
@@ -65,7 +69,7 @@ def _message(value: Any, where: str) -> Message:
 
 
 def content_text(parts: list[Any], where: str) -> str:
-    """Text parts, joined. Raises ConfigError for a part of another kind, by its name."""
+    """Join text parts. Raises ConfigError, naming the kind, for a part of another kind."""
     return "".join(_part_text(part, where) for part in parts)
 
 
@@ -94,8 +98,7 @@ def _check_calls(calls: Any, where: str) -> None:
 
 
 def parse_tool_names(value: Any, where: str) -> tuple[str, ...]:
-    """Of the column `tools` of a prompt: names, or schemas, of which only the names count; a list, one of them, or its
-    JSON."""
+    """Parse the column `tools` of a prompt: names or schemas (only names count); a list, a single one, or its JSON."""
     names = []
     for tool in _list_of_tools(value):
         function = tool.get("function", tool) if isinstance(tool, dict) else {"name": tool}
@@ -107,7 +110,7 @@ def parse_tool_names(value: Any, where: str) -> tuple[str, ...]:
 
 
 def parse_tool_schemas(value: Any, where: str) -> list[dict[str, Any]]:
-    """Of the column `tools` of a conversation: OpenAI's schemas, with or without the `function` around each."""
+    """Parse the column `tools` of a conversation: OpenAI schemas, with or without the enclosing `function`."""
     schemas = []
     for tool in _list_of_tools(value):
         schema = tool if isinstance(tool, dict) and "function" in tool else {"type": "function", "function": tool}

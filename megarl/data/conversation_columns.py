@@ -1,7 +1,6 @@
-"""Finished conversations and pairs of answers in the columns that people have them in, as messages in the OpenAI form.
+"""Parse finished conversations and preference pairs from the columns in common use to OpenAI-style messages.
 
-`README.md` has the table of these columns. What is not in it is a ConfigError that names the row, the column and what
-could be done.
+`README.md` has the table of these columns. Anything else is a ConfigError that names the row, the column and a remedy.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from megarl.types import Message
 from megarl.utils.text import replace_surrogates
 
 RESPONSE_COLUMNS = ("response", "completion")
-"""What the assistant's answer to a prompt is called: by verl, by TRL."""
+"""Columns of the assistant's answer to a prompt, as in verl and TRL."""
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -32,18 +31,18 @@ SHAREGPT_ROLES = {
     "tool_response": "tool",
     "tool": "tool",
 }
-"""Who speaks in ShareGPT's `from`, as a role."""
+"""Role of each speaker in ShareGPT's `from`."""
 CALL_SPEAKERS = ("function_call", "tool_call")
 _HH = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def list_columns(row: dict[str, Any]) -> str:
-    """The columns that a row has, for messages."""
+    """List the columns of a row, for error messages."""
     return ", ".join(name for name, value in row.items() if value is not None) or "none"
 
 
 def check_text_only(row: dict[str, Any], where: str) -> None:
-    """Raise ConfigError where the columns that verl, TRL and others have images, videos or sound in hold some."""
+    """Raise ConfigError if a column for images, videos or audio, as in verl and TRL, is not empty."""
     for name in ("images", "videos", "audios"):
         if row.get(name):
             raise ConfigError(
@@ -53,7 +52,9 @@ def check_text_only(row: dict[str, Any], where: str) -> None:
 
 
 def row_id(row: dict[str, Any], where: str, name: str, default: str) -> str:
-    """Of a row, by its column `id`, which is unique in a data set only and so goes after its name; or the default."""
+    """Return a row's id: its column `id`, prefixed by the data set's name since it is unique only there, or the
+    default.
+    """
     identity = row.get("id")
     if isinstance(identity, bool | list | dict):
         raise ConfigError(f"{where}: 'id' must be text or a number, not {str(identity)[:80]!r}")
@@ -61,7 +62,7 @@ def row_id(row: dict[str, Any], where: str, name: str, default: str) -> str:
 
 
 def row_source(row: dict[str, Any], where: str, name: str) -> str:
-    """What figures of it are counted under: its column `data_source`, or else the name of the data set."""
+    """Return the source under which metrics count a row: its column `data_source`, or the name of the data set."""
     source = row.get("data_source")
     if isinstance(source, bool | list | dict):
         raise ConfigError(f"{where}: 'data_source' must be text or a number, not {str(source)[:80]!r}")
@@ -71,20 +72,23 @@ def row_source(row: dict[str, Any], where: str, name: str) -> str:
 def parse_conversation(
     row: dict[str, Any], where: str, prompt_key: str = "prompt", answer_key: str = ""
 ) -> tuple[Message, ...]:
-    """The messages of a finished conversation, of whichever columns there are. answer_key: where it is none of those
-    that answers are usually in."""
+    """Return the messages of a finished conversation from the columns that the row has.
+
+    answer_key: column of the answer, if it is not one of `RESPONSE_COLUMNS`.
+    """
     if row.get("messages") is not None:
         return parse_chat_messages(_parse_list(row["messages"], where, "messages"), where, "messages")
     if row.get("conversations") is not None:
-        talk = parse_sharegpt(_parse_list(row["conversations"], where, "conversations"), where, "conversations")
-        system = row.get("system")  # as LLaMA-Factory has it
-        return (({"role": "system", "content": system},) if isinstance(system, str) and system else ()) + talk
+        conversation = parse_sharegpt(_parse_list(row["conversations"], where, "conversations"), where, "conversations")
+        system = row.get("system")  # as in LLaMA-Factory
+        return (({"role": "system", "content": system},) if isinstance(system, str) and system else ()) + conversation
     answers = (answer_key,) if answer_key else RESPONSE_COLUMNS
     answer = next((name for name in answers if row.get(name) is not None), None)
     if row.get(prompt_key) is None or answer is None:
         raise ConfigError(
             f"{where} has no conversation: neither a list `messages` nor `conversations`, nor {prompt_key!r} with "
-            f"{' or '.join(map(repr, answers))}; columns here: {list_columns(row)}; rename them, or set data.prompt_key and "
+            f"{' or '.join(map(repr, answers))}; columns here: {list_columns(row)}; rename them, or set "
+            "data.prompt_key and "
             "data.label_key to those of prompt and answer"
         )
     prompt = parse_chat_messages(row[prompt_key], where, prompt_key)
@@ -92,16 +96,20 @@ def parse_conversation(
 
 
 def parse_sharegpt(value: list[Any], where: str, key: str) -> tuple[Message, ...]:
-    """Messages of `from` and `value`; others are let through. A call is the JSON of its name and arguments, or of a
-    list of such."""
+    """Convert items with `from` and `value` to messages; other items pass through.
+
+    A call is the JSON of its name and arguments, or of a list of such.
+    """
     return parse_chat_messages(
         [_convert_sharegpt(item, f"{where}: message {at} of {key!r}") for at, item in enumerate(value)], where, key
     )
 
 
 def parse_answer(value: Any, where: str, key: str) -> tuple[Message, ...]:
-    """An answer, or a whole chat that ends with one: messages, ShareGPT's, text, or a dialogue as Anthropic's HH has
-    it, "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    r"""Parse an answer, or a whole chat that ends with one.
+
+    Accepts messages, ShareGPT's, text, or a dialogue of Anthropic's HH, "\n\nHuman: ...\n\nAssistant: ...".
+    """
     if isinstance(value, str) and _HH.match(value):
         return _parse_hh_dialogue(value, where, key)
     if isinstance(value, dict):  # one message, as in RLHFlow's and LLaMA-Factory's pairs
@@ -112,7 +120,7 @@ def parse_answer(value: Any, where: str, key: str) -> tuple[Message, ...]:
 
 
 def _parse_list(value: Any, where: str, key: str) -> list[Any]:
-    """A list, or the JSON of one."""
+    """Return a list, or parse the JSON of one."""
     if isinstance(value, str):
         try:
             value = replace_surrogates(json.loads(value))
@@ -142,12 +150,14 @@ def _convert_sharegpt(item: Any, where: str) -> Any:
         calls = [calls]
     if not isinstance(calls, list) or not calls:
         raise ConfigError(f'{where} calls {value[:80]!r}, not {{"name": ..., "arguments": ...}} or a list of such')
-    whole = [call if "function" in call else {"type": "function", "function": call} for call in map(_as_call, calls)]
-    return {"role": "assistant", "content": "", "tool_calls": whole}
+    tool_calls = [
+        call if "function" in call else {"type": "function", "function": call} for call in map(_as_call, calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
 def _as_call(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {"function": value}  # which is complained of where calls are checked
+    return value if isinstance(value, dict) else {"function": value}  # rejected where calls are checked
 
 
 def _parse_hh_dialogue(text: str, where: str, key: str) -> tuple[Message, ...]:

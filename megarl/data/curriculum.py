@@ -1,4 +1,4 @@
-"""A curriculum: items in the order of a column's numbers, such as how hard a task is."""
+"""Curriculum: sort items by the numbers of a column, such as difficulty."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from megarl.config import ConfigError
 from megarl.data.table import is_parquet, open_parquet, to_dicts
 
 NESTED_COLUMNS = ("extra_info", "metadata", "extra")
-"""Columns whose fields are as good as columns."""
+"""Columns whose fields count as columns."""
 
 
 class OrderKeys:
-    """The numbers of a column, row by row. Without a column it takes none."""
+    """Collects the numbers of a column row by row; without a column it collects nothing."""
 
     def __init__(self, column: str) -> None:
         self._column = column
         self._values = array("d")
 
     def add(self, row: Mapping[str, Any], where: str) -> None:
-        """Raises ConfigError for what is no number; what is missing or null is unknown."""
+        """Add a row. Raises ConfigError for a value that is no number; missing and null values are unknown."""
         if self._column:
             self._values.append(read_key(row, self._column, where))
 
     def to_array(self) -> np.ndarray | None:
-        """[rows] float64, NaN where unknown; None without a column."""
+        """Return [rows] float64, NaN if unknown; None without a column."""
         return np.array(self._values, dtype=np.float64) if self._column else None
 
 
 def check_has_keys(keys: np.ndarray | None, column: str, files: Sequence[str]) -> None:
-    """Raise ConfigError where no row of any of the files has a number in the column."""
+    """Raise ConfigError if no row of any file has a number in the column."""
     if keys is not None and np.isnan(keys).all():
         raise ConfigError(
             f"data.order={column}: no row of {', '.join(files)} has a number in that column, or in a field of "
@@ -45,7 +45,7 @@ def check_has_keys(keys: np.ndarray | None, column: str, files: Sequence[str]) -
 
 
 def read_key(row: Mapping[str, Any], column: str, where: str) -> float:
-    """The number in a column of a row; NaN where there is none."""
+    """Return the number in a column of a row, NaN if there is none. Raises ConfigError for other values."""
     value = row.get(column)
     for fields in (row.get(name) for name in NESTED_COLUMNS if value is None):
         value = fields.get(column) if value is None and isinstance(fields, dict) else value
@@ -63,8 +63,10 @@ def read_key(row: Mapping[str, Any], column: str, where: str) -> float:
 
 
 def check_no_nan(file: Path, column: str) -> None:
-    """Raise ConfigError, naming the row, where the column holds NaN, which may be a missing number or a division that
-    went wrong; `read_rows` gives null for it."""
+    """Raise ConfigError, naming the row, if the column holds NaN, which `read_rows` returns as null.
+
+    NaN may be a missing number or a failed division.
+    """
     if is_parquet(file):
         with open_parquet(file) as table:
             names = [name for name in (column, *NESTED_COLUMNS) if name in table.schema_arrow.names]
@@ -94,11 +96,13 @@ def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> No
 
 
 def sort_by_key(order: Sequence[int], keys: np.ndarray) -> list[int]:
-    """An order of items with those whose key is known sorted by it, at the places that such have in the given order.
-    Items of equal keys, and unknown ones, are as they were."""
+    """Sort the items with known keys among the positions that they occupy in `order`. Stable.
+
+    Items with unknown keys keep their positions.
+    """
     result = np.asarray(order, dtype=np.int64).copy()
-    places = np.flatnonzero(~np.isnan(keys[result]))
-    known = result[places]
-    result[places] = known[np.argsort(keys[known], kind="stable")]
-    found: list[int] = result.tolist()
-    return found
+    positions = np.flatnonzero(~np.isnan(keys[result]))
+    items = result[positions]
+    result[positions] = items[np.argsort(keys[items], kind="stable")]
+    order_list: list[int] = result.tolist()
+    return order_list

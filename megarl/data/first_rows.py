@@ -1,4 +1,4 @@
-"""What shows a mistake in a data file before anything starts: its first rows, read as the algorithm will read them."""
+"""Read the first rows of a data file as the algorithm will, to find mistakes before anything starts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from megarl.data.table import read_rows
 from megarl.types.requirements import ItemKind
 
 MAX_ROWS = 1000
-"""Rows: milliseconds of a file of any size. The others are read as soon as the ranks are there."""
+"""Rows to check: takes milliseconds for a file of any size. The others are read once the ranks are up."""
 
 
 class FirstRow(NamedTuple):
-    """where: it stands, for messages. said: a prompt's messages; of another row all columns but those that name it, as
-    text. extra: of a prompt."""
+    """A row that was checked.
+
+    where: its location, for messages. text: a prompt's messages; for other rows all columns except id and data_source.
+    extra: extra columns of a prompt.
+    """
 
     where: str
     text: str
@@ -29,8 +32,10 @@ class FirstRow(NamedTuple):
 
 
 def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "") -> list[FirstRow]:
-    """The first rows. Raises ConfigError, naming the line, for what is wrong with their form. order: the column by
-    which they are to be ordered."""
+    """Check the first rows and return them. Raises ConfigError, naming the line, for malformed rows.
+
+    order: column to sort by.
+    """
     data = config.data
     if item == "prompts":
         prompts = read_prompts(path, data.prompt_key, data.label_key, MAX_ROWS, order=order)
@@ -55,6 +60,6 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
 
 
 def answer_key(config: Config) -> str:
-    """The column of the answer in a conversation of a prompt and an answer; empty where nobody has said which."""
+    """Return the column of the answer in prompt/answer conversations; empty if data.label_key has its default."""
     key = config.data.label_key
     return "" if key == DataConfig.label_key else key

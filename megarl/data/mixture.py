@@ -1,8 +1,8 @@
-"""Several data sets as one: one after the other, or dealt out in shares.
+"""Combine several data sets: concatenated, or interleaved by weights.
 
-In shares, which set the prompt at each place of the endless stream is from is a pattern that repeats itself. After any
-number of prompts each set has given its share of them rounded down or up, so that a step has of it what its weight
-says, to within two prompts, and exactly that where the share of a step is whole. Each set has epochs of its own.
+With weights, a repeating pattern assigns each position of the endless stream to a data set. Among the first n positions
+each set has its share of n rounded down or up. A step therefore has each set's share to within two prompts, and exactly
+if the share is a whole number. Each set has its own epochs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megarl.config import ConfigError, DataConfig
 Item = TypeVar("Item")
 
 MAX_PATTERN_LENGTH = 10_000
-"""Places of the longest pattern. Weights that need a longer one are rounded to one of that length."""
+"""Maximum length of the pattern. Weights that need a longer one are rounded to this length."""
 
 
 @dataclass(frozen=True)
 class ConcatDataset(Sequence[Item], Generic[Item]):
-    """The items of several data sets, one set after the other."""
+    """Concatenation of several data sets."""
 
     parts: tuple[Sequence[Item], ...]
     names: tuple[str, ...]
-    """Of the sets, each once; empty for the only one."""
+    """Unique names of the data sets; empty for a single one."""
     keys: np.ndarray | None = None
-    """[items] float64, what their order is by in a curriculum, NaN where unknown; None without one."""
+    """[items] float64: sort keys of a curriculum, NaN if unknown; None without one."""
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -59,7 +59,7 @@ class ConcatDataset(Sequence[Item], Generic[Item]):
         raise AssertionError("sizes changed")
 
     def select(self, indices: Sequence[int]) -> Sequence[Item]:
-        """Those of these numbers, in this order: read when asked for, unless all are in memory anyway."""
+        """Return the items at these indices, in this order; lazily, unless all are in memory anyway."""
         if all(isinstance(part, list) for part in self.parts):
             return [self[index] for index in indices]
         return Subset(self, tuple(indices))
@@ -67,7 +67,7 @@ class ConcatDataset(Sequence[Item], Generic[Item]):
 
 @dataclass(frozen=True)
 class Subset(Sequence[Item], Generic[Item]):
-    """Items by their numbers, read when they are asked for."""
+    """Items selected by index, read on access."""
 
     items: Sequence[Item]
     indices: tuple[int, ...]
@@ -88,23 +88,26 @@ class Subset(Sequence[Item], Generic[Item]):
 
 
 def name_datasets(paths: Sequence[str]) -> tuple[str, ...]:
-    """What each of several files is called: the end of its path, as short as sets it apart from the others, without
-    the suffix. Empty for a single one. Raises ConfigError for one that is named twice."""
+    """Name each of several files by the shortest end of its path, without suffix, that is unique; empty for a single
+    file.
+
+    Raises ConfigError for a file that is named twice.
+    """
     if len(paths) < 2:
         return ("",) * len(paths)
-    whole = [Path(path).with_suffix("").parts for path in paths]
-    full = [Path(path) for path in paths]
-    if twice := [path for number, path in enumerate(full) if path in full[:number]]:
-        raise ConfigError(f"data: {twice[0]} is named twice; what it should weigh more is said by data.weights")
-    for length in range(1, max(map(len, whole)) + 1):
-        names = ["/".join(parts[-length:]).lstrip("/") for parts in whole]
+    stems = [Path(path).with_suffix("").parts for path in paths]
+    file_paths = [Path(path) for path in paths]
+    if duplicates := [path for number, path in enumerate(file_paths) if path in file_paths[:number]]:
+        raise ConfigError(f"data: {duplicates[0]} is named twice; what it should weigh more is said by data.weights")
+    for length in range(1, max(map(len, stems)) + 1):
+        names = ["/".join(parts[-length:]).lstrip("/") for parts in stems]
         if len(set(names)) == len(names):
             return tuple(names)
-    return tuple(path.lstrip("/") for path in paths)  # they differ in the suffix
+    return tuple(path.lstrip("/") for path in paths)  # they differ in the suffix only
 
 
 def check_files(data: DataConfig) -> None:
-    """Raise ConfigError for weights that are not those of the files, and for a file that is named twice."""
+    """Raise ConfigError if weights do not match the files, or a file is named twice."""
     if data.weights and len(data.weights) != len(data.train):
         raise ConfigError(
             f"data.weights has {len(data.weights)} numbers, but data.train names {len(data.train)} files; give one for "
@@ -116,33 +119,37 @@ def check_files(data: DataConfig) -> None:
 
 
 def build_pattern(weights: Sequence[float]) -> np.ndarray:
-    """[length] int64: the set that each place of the stream is of, over and over; all sets one as 0 without weights.
+    """Return [length] int64: the data set of each position of the repeating pattern; [0] without weights.
 
-    Of any first n places, and so of a repeated pattern, each set has `n * share` rounded down or up: it may have its
-    next place as soon as `n * share` exceeds what it had, and of those that may the one has it that must first (the
-    earliest deadline, which keeps all of them if anything does, and shares of a fluid would).
+    Among the first n positions, also of the repeated pattern, each set has `n * share` rounded down or up: a set may
+    take its next position once `n * share` exceeds its count, and of the sets that may, the one with the earliest
+    deadline does. Earliest-deadline-first meets all deadlines whenever a schedule exists, and fluid shares would meet
+    them.
     """
     counts = round_weights(weights)
     total = sum(counts)
-    had, places = [0] * len(counts), np.zeros(total, dtype=np.int64)
-    for place in range(total):
-        # Set k: its next place, number had + 1, may be from floor(had / share) on and must be before ceil((had + 1) /
-        # share), where share = count / total.
-        may = [k for k, count in enumerate(counts) if had[k] * total < count * (place + 1)]
-        chosen = min(may, key=lambda k: (-(-(had[k] + 1) * total // counts[k]), k))
-        places[place] = chosen
-        had[chosen] += 1
-    return places
+    num_taken, pattern = [0] * len(counts), np.zeros(total, dtype=np.int64)
+    for position in range(total):
+        # Set k: its next position, number num_taken[k] + 1, must be at least floor(num_taken[k] / share) and below
+        # ceil((num_taken[k] + 1) / share), where share = counts[k] / total.
+        eligible = [k for k, count in enumerate(counts) if num_taken[k] * total < count * (position + 1)]
+        chosen = min(eligible, key=lambda k: (-(-(num_taken[k] + 1) * total // counts[k]), k))
+        pattern[position] = chosen
+        num_taken[chosen] += 1
+    return pattern
 
 
 def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The weights as the smallest whole numbers of the same ratios, or where their sum would exceed `MAX_PATTERN_LENGTH` that many
-    places shared out by largest remainder. Raises ConfigError for one that would then have none."""
+    """Return the weights as the smallest integers of the same ratios.
+
+    If their sum would exceed `MAX_PATTERN_LENGTH`, that many positions are distributed by largest remainder. Raises
+    ConfigError for a weight that would then get none.
+    """
     if not weights:
         return (1,)
     exact = [Fraction(str(weight)) for weight in weights]
-    scale = np.lcm.reduce([one.denominator for one in exact], dtype=object)
-    counts = [int(one * scale) for one in exact]
+    scale = np.lcm.reduce([fraction.denominator for fraction in exact], dtype=object)
+    counts = [int(fraction * scale) for fraction in exact]
     divisor = int(np.gcd.reduce(counts, dtype=object))
     counts = [count // divisor for count in counts]
     if sum(counts) > MAX_PATTERN_LENGTH:
@@ -154,17 +161,18 @@ def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
         counts = floors
     if 0 in counts:
         raise ConfigError(
-            f"data.weights={list(weights)}: {weights[counts.index(0)]:g} is less than one prompt in {MAX_PATTERN_LENGTH}; raise "
+            f"data.weights={list(weights)}: {weights[counts.index(0)]:g} is less than one prompt in "
+            f"{MAX_PATTERN_LENGTH}; raise "
             "it, or take that data set out"
         )
     return tuple(counts)
 
 
 class Stream:
-    """Which item of which set is at a place, as a function of the place alone: a run goes on anywhere."""
+    """Maps a position to a data set and an item, as a pure function of the position, so a run can resume anywhere."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] = ()) -> None:
-        """sizes: items of each set; without weights all of them are one."""
+        """sizes: items of each set. Without weights all sets count as one."""
         self.sizes = tuple(sizes) if weights else (sum(sizes),)
         self.offsets = np.cumsum([0, *self.sizes]).tolist()
         self._pattern = build_pattern(weights)
@@ -174,16 +182,16 @@ class Stream:
         )  # [length + 1, sets]
 
     def count_before(self, place: int) -> list[int]:
-        """How many of each set there are before a place."""
-        rounds, rest = divmod(place, len(self._pattern))
-        found: list[int] = (rounds * self._cumulative_counts[-1] + self._cumulative_counts[rest]).tolist()
-        return found
+        """Return the number of items of each set before a position."""
+        rounds, offset = divmod(place, len(self._pattern))
+        counts: list[int] = (rounds * self._cumulative_counts[-1] + self._cumulative_counts[offset]).tolist()
+        return counts
 
     def locate(self, place: int) -> tuple[int, int, int]:
-        """(set, its epoch, number within the epoch) of a place."""
+        """Return (set, its epoch, index within the epoch) of a position."""
         chosen = int(self._pattern[place % len(self._pattern)])
         return chosen, *divmod(self.count_before(place)[chosen], self.sizes[chosen])
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
+        """Return the values that a checkpoint must agree with."""
         return {"sizes": list(self.sizes), "shares": self._cumulative_counts[-1].tolist()}

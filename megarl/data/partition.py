@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-MAX_KARMARKAR_KARP = 512  # so many items at most are parted by differencing, whose time grows as items times parts
+MAX_KARMARKAR_KARP = 512  # up to this many items use differencing, whose time grows as items times parts
 ROUNDS = 32  # of exchanges between parts
-BALANCE_TOLERANCE = 1.001  # the costliest part over the mean, from which on nothing more is exchanged
-MAX_OFFERS = 8  # items of a part that are looked at in a round
+BALANCE_TOLERANCE = 1.001  # largest part over mean cost, below which no more items are exchanged
+MAX_OFFERS = 8  # items of a part that are considered in a round
 
 
 def partition(costs: np.ndarray, bins: int) -> np.ndarray:
-    """Which of `bins` parts each item belongs to ([items] int64), so that parts cost about the same.
+    """Return the part of each item ([items] int64) so that `bins` parts cost about the same.
 
     costs: [items] float64, all above zero.
     """
@@ -29,15 +29,16 @@ def partition(costs: np.ndarray, bins: int) -> np.ndarray:
 
 
 def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
-    """By differencing (Karmarkar and Karp 1982): at first each item is a partition of its own, with all of its cost in
-    one bin. The two partitions whose bins differ most are joined, the fullest bin of one with the emptiest of the
-    other, until one is left. Arguments and result as of `partition`.
+    """Partition by the differencing method (Karmarkar and Karp 1982).
+
+    At first each item is a partition with its cost in one bin. The two partitions with the largest spread are combined,
+    the fullest bin of one with the emptiest of the other, until one is left. Arguments and result as in `partition`.
     """
     owner = np.zeros(len(costs), dtype=np.int64)
     if not len(costs):
         return owner
-    sums: list[np.ndarray] = []  # of each partition's bins, falling
-    joined: list[tuple[int, int, np.ndarray]] = []  # two partitions, and which bin of the first each bin came from
+    sums: list[np.ndarray] = []  # bins of each partition, in descending order
+    merges: list[tuple[int, int, np.ndarray]] = []  # two partitions, and which bin of the first each bin came from
     for cost in costs:
         sums.append(np.zeros(bins))
         sums[-1][0] = cost
@@ -45,26 +46,28 @@ def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, a), (_, b) = heapq.heappop(heap), heapq.heappop(heap)
-        both = sums[a] + sums[b][::-1]
-        order = np.argsort(-both, kind="stable")
-        joined.append((a, b, order))
-        sums.append(both[order])
+        combined = sums[a] + sums[b][::-1]
+        order = np.argsort(-combined, kind="stable")
+        merges.append((a, b, order))
+        sums.append(combined[order])
         heapq.heappush(heap, (float(sums[-1][-1] - sums[-1][0]), len(sums) - 1))
-    # From the last partition back: where each bin of those that it was made of has come to lie.
-    place: dict[int, np.ndarray] = {len(sums) - 1: np.arange(bins)}
+    # Backtrack from the last partition: where each bin of its two constituents ended up.
+    bin_map: dict[int, np.ndarray] = {len(sums) - 1: np.arange(bins)}
     for number in range(len(sums) - 1, len(costs) - 1, -1):
-        a, b, order = joined[number - len(costs)]
-        first = np.empty(bins, dtype=np.int64)
-        first[order] = place.pop(number)
-        place[a], place[b] = first, first[::-1]
+        a, b, order = merges[number - len(costs)]
+        origin = np.empty(bins, dtype=np.int64)
+        origin[order] = bin_map.pop(number)
+        bin_map[a], bin_map[b] = origin, origin[::-1]
     for item in range(len(costs)):
-        owner[item] = place[item][0]
+        owner[item] = bin_map[item][0]
     return owner
 
 
 def greedy(costs: np.ndarray, bins: int, before: np.ndarray | None = None) -> np.ndarray:
-    """The costliest item to the part that has least, until none is left. before: [bins] costs that parts have already.
-    Else arguments and result as of `partition`."""
+    """Assign the costliest item to the cheapest part, until none is left.
+
+    before: [bins] initial costs of the parts. Other arguments and result as in `partition`.
+    """
     order = np.argsort(-costs, kind="stable")
     heap = [(load, part) for part, load in enumerate([0.0] * bins if before is None else before.tolist())]
     heapq.heapify(heap)
@@ -81,13 +84,13 @@ def greedy(costs: np.ndarray, bins: int, before: np.ndarray | None = None) -> np
 def exchange_items(
     costs: np.ndarray, owner: np.ndarray, bins: int, enough: float | None = None, before: np.ndarray | None = None
 ) -> np.ndarray:
-    """`owner` after exchanges that bring parts nearer to each other; no part gets costlier than the costliest was.
+    """Return `owner` after exchanges that balance the parts; no part gets costlier than the costliest was.
 
-    In a round each part of the costlier half meets one of the cheaper half, another one each time, and the two
-    exchange an item for an item, or for none, where that lessens the gap between them, so as to lessen it most.
+    In a round each part of the costlier half is paired with one of the cheaper half, another one each time, and the two
+    exchange an item for an item, or for none, choosing the exchange that reduces the gap between them most.
 
-    enough: only parts that cost more than so many times the mean look for an exchange; by default all do. before:
-    as of `greedy`.
+    enough: only parts that cost more than this multiple of the mean seek an exchange; by default all do. before: as in
+    `greedy`.
     """
     owner, half = owner.copy(), bins // 2
     rising = np.argsort(costs, kind="stable")
@@ -97,145 +100,157 @@ def exchange_items(
         most = (enough or BALANCE_TOLERANCE) * loads.sum() / bins
         if loads.max() <= most:
             break
-        items = rising[np.argsort(owner[rising], kind="stable")]  # of the first part, rising, then of the next
+        items = rising[np.argsort(owner[rising], kind="stable")]  # by part, in ascending cost
         counts = np.bincount(owner, minlength=bins)
         falling = np.argsort(-loads, kind="stable")
-        # At first the costliest meets the cheapest. Later they are turned against each other by the golden ratio,
-        # which comes close to no former turn.
-        rich, poor = falling[:half], np.roll(falling[::-1][:half], int(number * 0.6180339887 % 1 * half))
+        # In the first round the costliest meets the cheapest. Later rounds rotate the pairing by the golden ratio,
+        # which comes close to no earlier rotation.
+        costly, cheap = falling[:half], np.roll(falling[::-1][:half], int(number * 0.6180339887 % 1 * half))
         if enough is not None:
-            rich, poor = rich[loads[rich] > most], poor[loads[rich] > most]
-        gaps = loads[rich] - loads[poor]
-        given, prices = _sample_offers(costs, items, counts, rich)
-        taken, returns = _sample_offers(costs, items, counts, poor)
-        shifts = (prices[:, :, None] - returns[:, None, :]).reshape(len(rich), -1)
+            costly, cheap = costly[loads[costly] > most], cheap[loads[costly] > most]
+        gaps = loads[costly] - loads[cheap]
+        offered, prices = _sample_offers(costs, items, counts, costly)
+        counter_offers, returns = _sample_offers(costs, items, counts, cheap)
+        shifts = (prices[:, :, None] - returns[:, None, :]).reshape(len(costly), -1)
         if enough is None:
-            lacking, left = gaps, np.abs(gaps[:, None] - 2 * shifts)
-        else:  # anything between what is too much and half of the gap
-            lacking = np.minimum(loads[rich] - most, gaps / 2)
-            left = np.maximum(np.maximum(lacking[:, None] - shifts, shifts - gaps[:, None] / 2), 0.0)
-        pairs, best = np.arange(len(rich)), left.argmin(axis=1)
-        gain = left[pairs, best] < lacking * (1 - 1e-9)  # not for the sake of rounding
-        if enough is None and not gain.any():
+            current_gaps, remaining_gaps = gaps, np.abs(gaps[:, None] - 2 * shifts)
+        else:  # any shift between the excess and half of the gap
+            current_gaps = np.minimum(loads[costly] - most, gaps / 2)
+            remaining_gaps = np.maximum(np.maximum(current_gaps[:, None] - shifts, shifts - gaps[:, None] / 2), 0.0)
+        pairs, best = np.arange(len(costly)), remaining_gaps.argmin(axis=1)
+        is_improvement = remaining_gaps[pairs, best] < current_gaps * (1 - 1e-9)  # ignore rounding
+        if enough is None and not is_improvement.any():
             break
-        there = np.where(gain, given[pairs, best // taken.shape[1]], -1)
-        back = np.where(gain, taken[pairs, best % taken.shape[1]], -1)
-        owner[there[there >= 0]] = poor[there >= 0]
-        owner[back[back >= 0]] = rich[back >= 0]
+        moved_down = np.where(is_improvement, offered[pairs, best // counter_offers.shape[1]], -1)
+        moved_up = np.where(is_improvement, counter_offers[pairs, best % counter_offers.shape[1]], -1)
+        owner[moved_down[moved_down >= 0]] = cheap[moved_down >= 0]
+        owner[moved_up[moved_up >= 0]] = costly[moved_up >= 0]
     return owner
 
 
 def _sample_offers(
     costs: np.ndarray, items: np.ndarray, counts: np.ndarray, parts: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """What each of `parts` may give: numbers of items and their costs, both [parts, offers].
+    """Return the items that each of `parts` may give away, and their costs, both [parts, offers].
 
-    Of many items these are some that lie evenly among them. -1 at cost 0 is nothing, first and wherever a part has
-    fewer items than another.
+    Large parts offer an evenly spaced sample. -1 at cost 0 is no item: always first, and padding for parts with fewer
+    items.
     """
-    starts, own = (np.cumsum(counts) - counts)[parts][:, None], counts[parts][:, None]
+    starts, part_counts = (np.cumsum(counts) - counts)[parts][:, None], counts[parts][:, None]
     column = np.arange(min(MAX_OFFERS, int(counts.max())))[None, :]
-    step = np.maximum(own / column.shape[1], 1.0)
-    nth = (column * step).astype(np.int64)
-    offers = np.where(nth < own, items[np.minimum(starts + nth, len(items) - 1)], -1)
+    step = np.maximum(part_counts / column.shape[1], 1.0)
+    positions = (column * step).astype(np.int64)
+    offers = np.where(positions < part_counts, items[np.minimum(starts + positions, len(items) - 1)], -1)
     offers = np.concatenate([np.full((len(parts), 1), -1), offers], axis=1)
     return offers, np.where(offers >= 0, costs[offers], 0.0)
 
 
 TOLERANCES = (1.01, 1.005, 1.002, 1.001)
-"""What a part may cost over the mean, one after another. The closer the parts, the more items have to move. Where a
-token costs tens of microseconds of a GPU and some tens of bytes to move, one percent is what it may cost to let items
-stay, and not more."""
-HOLDER_TOLERANCE = 1.004  # within this, holders are balanced before what each holds is cut up
+"""Allowed cost of a part over the mean, tried in turn. A tighter balance moves more items.
+
+A token costs tens of microseconds of GPU time and some tens of bytes to move, so keeping items at home may cost one
+percent, and not more.
+"""
+HOLDER_TOLERANCE = 1.004  # balance of holders before each holder's items are partitioned
 
 
 def partition_near_home(
     costs: np.ndarray, sizes: np.ndarray, most: int, home: np.ndarray, holders: int, count: int
 ) -> Iterator[np.ndarray]:
-    """Which of `holders * count` parts each item belongs to ([items] int64), the first `count` parts being the first
-    holder's, and so on. There are several, with more and more items away from home; the first is to be taken that will
-    do: in which parts cost about the same, and are not larger than `most`.
+    """Yield assignments of items to `holders * count` parts ([items] int64), moving ever more items away from home.
+
+    Parts are numbered by holder: the first `count` belong to the first one. The caller takes the first assignment that
+    satisfies it: parts that cost about the same and are not larger than `most`.
 
     costs: [items] float64, all above zero. sizes: [items] int64. home: [items], the holder that has it, below 0 for
     none.
 
-    An item that costs more than a part should is one by itself, and each holder has as many of about the same cost, so
-    that their costliest parts are alike. The rest stays with its holder but for what another has too little of, is cut
-    up by each holder for itself, and what is then too costly exchanges items with parts of any.
+    An item that costs more than the mean part is a part of its own; these are distributed so that each holder has as
+    many of about the same cost, and the holders' costliest parts are alike. The other items stay with their holders
+    except for what balancing the holders requires; each holder's items are partitioned, and parts that are still too
+    costly exchange items with any other part.
     """
     falling = np.argsort(-costs, kind="stable")
     number = _count_large(costs[falling], holders * count)
-    giants, rest = falling[:number], falling[number:]
+    large_items, rest = falling[:number], falling[number:]
     owner = np.empty(len(costs), dtype=np.int64)
-    holder = _assign_large(costs[giants], home[giants], holders, costs.sum() / holders)
-    for one in range(holders):
-        mine = giants[holder == one]
-        owner[mine] = one * count + np.arange(len(mine))
-    left = np.flatnonzero(~np.isin(np.arange(holders * count), owner[giants]))  # the parts that are empty
-    within = _balance_holders(costs[rest], home[rest], np.bincount(left // count, minlength=holders))
-    part = np.empty(len(rest), dtype=np.int64)  # as an index to `left`
-    for one in np.unique(within):
-        bins = np.flatnonzero(left // count == one)
-        part[within == one] = bins[partition(costs[rest[within == one]], len(bins))]
-    room = most * len(left) / max(1, int(sizes[rest].sum()))
+    holder = _assign_large(costs[large_items], home[large_items], holders, costs.sum() / holders)
+    for holder_index in range(holders):
+        local_items = large_items[holder == holder_index]
+        owner[local_items] = holder_index * count + np.arange(len(local_items))
+    free_parts = np.flatnonzero(~np.isin(np.arange(holders * count), owner[large_items]))  # the parts that are empty
+    item_holders = _balance_holders(costs[rest], home[rest], np.bincount(free_parts // count, minlength=holders))
+    part = np.empty(len(rest), dtype=np.int64)  # as an index into `free_parts`
+    for holder_index in np.unique(item_holders):
+        bins = np.flatnonzero(free_parts // count == holder_index)
+        part[item_holders == holder_index] = bins[partition(costs[rest[item_holders == holder_index]], len(bins))]
+    room = most * len(free_parts) / max(1, int(sizes[rest].sum()))
     for enough in TOLERANCES:
-        part = exchange_items(costs[rest], part, len(left), enough)
-        owner[rest] = left[part]
+        part = exchange_items(costs[rest], part, len(free_parts), enough)
+        owner[rest] = free_parts[part]
         yield owner.copy()
-        # What is too large although it costs no more than others has many small items, and may exchange some of them.
-        owner[rest] = left[exchange_items(sizes[rest], part, len(left), room)]
+        # A part that is too large at average cost has many small items and can exchange some of them.
+        owner[rest] = free_parts[exchange_items(sizes[rest], part, len(free_parts), room)]
         yield owner.copy()
 
 
 def _count_large(falling: np.ndarray, parts: int) -> int:
-    """How many items are each more, by the first tolerance, than the rest has for each part that is left."""
-    first = falling[:parts]
-    others = falling.sum() - np.cumsum(first) + first
-    alone = first * (parts - np.arange(len(first))) > TOLERANCES[0] * others
-    return len(first) if alone.all() else int(alone.argmin())
+    """Return how many items are large: each costs more, by the first tolerance, than the mean remaining part."""
+    largest = falling[:parts]
+    others = falling.sum() - np.cumsum(largest) + largest
+    is_large = largest * (parts - np.arange(len(largest))) > TOLERANCES[0] * others
+    return len(largest) if is_large.all() else int(is_large.argmin())
 
 
 def _assign_large(falling: np.ndarray, home: np.ndarray, holders: int, whole: float) -> np.ndarray:
-    """[giants]: whose each is. No holder has more than one more than another, of any that are alike; one stays at home
-    unless its holder would cost half a tolerance of `whole` more than the mean, as if those with one less had it."""
+    """Return the holder of each large item: [items].
+
+    Among items of similar cost, holders differ by at most one in number. An item stays at home unless its holder would
+    exceed the mean, computed as if each holder had the larger number, by half a tolerance of `whole`.
+    """
     holder, number, begin = np.full(len(falling), -1, dtype=np.int64), np.zeros(holders, dtype=np.int64), 0
     loads, spare = np.zeros(holders), (TOLERANCES[0] - 1) / 2 * whole
     while begin < len(falling):
-        alike = int(np.count_nonzero(falling * TOLERANCES[0] >= falling[begin]))
-        end = min(len(falling), max(alike, (begin // holders + 1) * holders))
-        most, extra = end // holders, end % holders  # so many holders have one more
+        num_alike = int(np.count_nonzero(falling * TOLERANCES[0] >= falling[begin]))
+        end = min(len(falling), max(num_alike, (begin // holders + 1) * holders))
+        most, extra = end // holders, end % holders  # `extra` holders have one more
         mean = (falling[:end].sum() + -end % holders * falling[end - 1]) / holders
         for item in [i for i in range(begin, end) if home[i] >= 0]:
-            at, one_more = home[item], np.count_nonzero(number > most) < extra
-            if loads[at] + falling[item] <= mean + spare and number[at] < most + one_more:
-                holder[item] = at
-                number[at] += 1
-                loads[at] += falling[item]
+            target, one_more = home[item], np.count_nonzero(number > most) < extra
+            if loads[target] + falling[item] <= mean + spare and number[target] < most + one_more:
+                holder[item] = target
+                number[target] += 1
+                loads[target] += falling[item]
         for item in np.flatnonzero(holder[begin:end] < 0) + begin:
-            at = np.lexsort((loads, number))[0]
-            holder[item] = at
-            number[at] += 1
-            loads[at] += falling[item]
+            target = np.lexsort((loads, number))[0]
+            holder[item] = target
+            number[target] += 1
+            loads[target] += falling[item]
         begin = end
     return holder
 
 
 def _balance_holders(falling: np.ndarray, home: np.ndarray, rooms: np.ndarray) -> np.ndarray:
-    """[items]: whose each is. rooms: [holders] for how many parts each has items."""
+    """Return the holder of each item: [items]. rooms: [holders], number of parts that each fills."""
     if not len(falling):
         return np.empty(0, dtype=np.int64)
-    able = np.flatnonzero(rooms)
-    place = np.full(len(rooms) + 1, -1)  # among those that are able; -1 at the end, for items without a home
-    place[able] = np.arange(len(able))
-    at, level = place[home.clip(min=-1)], falling.sum() / rooms.sum()
-    before = (rooms.max() - rooms[able]) * level  # as if who has fewer rooms had something in the others
-    loads = before + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(able))
-    over = (loads - rooms.max() * level).tolist()
+    open_holders = np.flatnonzero(rooms)
+    index_of_holder = np.full(
+        len(rooms) + 1, -1
+    )  # index among the holders with room; -1 at the end, for items without a home
+    index_of_holder[open_holders] = np.arange(len(open_holders))
+    at, level = index_of_holder[home.clip(min=-1)], falling.sum() / rooms.sum()
+    before = (rooms.max() - rooms[open_holders]) * level  # as if holders with fewer parts had the others filled
+    loads = before + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders))
+    excess = (loads - rooms.max() * level).tolist()
     at = at.copy()
     for item, (cost, holder) in enumerate(zip(falling.tolist(), at.tolist(), strict=True)):
-        if holder >= 0 and cost <= over[holder]:
-            over[holder] -= cost
+        if holder >= 0 and cost <= excess[holder]:
+            excess[holder] -= cost
             at[item] = -1
-    loose, loads = at < 0, before + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(able))
-    at[loose] = greedy(falling[loose], len(able), loads)
-    return able[exchange_items(falling, at, len(able), HOLDER_TOLERANCE, before)]
+    is_unassigned, loads = (
+        at < 0,
+        before + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders)),
+    )
+    at[is_unassigned] = greedy(falling[is_unassigned], len(open_holders), loads)
+    return open_holders[exchange_items(falling, at, len(open_holders), HOLDER_TOLERANCE, before)]

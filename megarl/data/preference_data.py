@@ -1,13 +1,13 @@
-"""Pairs of answers of which one was preferred, for training a reward model.
+"""Preference pairs for training a reward model.
 
 The columns are those of TRL's preference data sets, `chosen` and `rejected`:
 
-    {"chosen": [user, assistant], "rejected": [user, assistant]}          whole chats, the prompt inside of both
+    {"chosen": [user, assistant], "rejected": [user, assistant]}          whole chats, both with the prompt
     {"prompt": [user], "chosen": [assistant], "rejected": [assistant]}    messages after the prompt's
     {"prompt": "text", "chosen": "text", "rejected": "text"}              a user's message and two answers to it
 
-or those of Anthropic's HH, a dialogue as text in both, or LLaMA-Factory's, ShareGPT's `conversations` before a message
-in each. `README.md` has a row of each.
+or those of Anthropic's HH, a dialogue as text in both, or LLaMA-Factory's, ShareGPT's `conversations` followed by a
+message in each. `README.md` has a row of each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megarl.types import Message, Rollout
 
 @dataclass(frozen=True)
 class Pair:
-    """Two finished conversations that begin alike; the last turn of each is the answer that was compared."""
+    """Two finished conversations with the same beginning; the last turns are the compared answers."""
 
     chosen: Rollout
     rejected: Rollout
@@ -49,15 +49,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class PreferenceDataset(Sequence[Pair]):
-    """The pairs of a file, each read, rendered and tokenised when it is asked for (a millisecond): neither rows nor
-    tokens are kept."""
+    """The pairs of a file, each read, rendered and tokenized on access (a millisecond); neither rows nor tokens are
+    kept.
+    """
 
     rows: Table
     tokenizer: Any
     name: str = ""
-    """Of the data set among several."""
+    """Name of the data set, if there are several."""
     keys: np.ndarray | None = field(default=None, compare=False)
-    """[rows] float64, as of `SFTDataset`."""
+    """[rows] float64, as in `SFTDataset`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -79,17 +80,17 @@ class PreferenceDataset(Sequence[Pair]):
 def read_preferences(
     path: str | Path, tokenizer: Any, max_tokens: int, max_length: int, name: str = "", order: str = ""
 ) -> tuple[PreferenceDataset, int]:
-    """The pairs of a .jsonl or .parquet file, without those that are too long, and how many these were.
+    """Read the pairs of a .jsonl or .parquet file. Return those that are short enough, and the number dropped.
 
-    Too long is a pair of more than `max_tokens` tokens, for both answers must fit into one micro-batch, or with a
-    conversation of more than `max_length`. A chat is rendered by the tokenizer's template up to and including the end
-    of the last answer's turn, which is where a rollout ends. `tools`, a list of OpenAI tool schemas, may be another
-    column; `id` and `data_source` are as of prompts, and all others are ignored. name: of the data set among several.
-    order: a column of numbers.
+    A pair is too long with more than `max_tokens` tokens, since both answers must fit into one micro-batch, or if one
+    conversation has more than `max_length`. The tokenizer's template renders a chat up to and including the end of the
+    last answer's turn, where a rollout would end, too. Optional columns: `tools`, a list of OpenAI tool schemas; `id`
+    and `data_source`, as for prompts. All others are ignored. name: of the data set, if there are several. order: a
+    column of numbers.
 
-    Every pair is rendered once here, so that a mistake shows before training. Raises ConfigError, naming the line: for
-    a row without one of the two answers, without an assistant's message at the end, with two different prompts or twice
-    the same answer; and for a file without a pair, or with none that is short enough.
+    Every pair is rendered once here, so that mistakes show before training. Raises ConfigError, naming the line, for a
+    row that lacks an answer, does not end with an assistant message, has two different prompts or two equal answers;
+    and for a file without a pair, or with none that is short enough.
     """
     dropped = shortest = 0
     keys = OrderKeys(order)
@@ -113,7 +114,10 @@ def read_preferences(
 
 
 def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int, shortest: int) -> ConfigError:
-    """max_tokens, max_length: as of `read_preferences`. shortest: tokens of the shortest of so many pairs."""
+    """Return the error for a file whose pairs are all too long.
+
+    max_tokens, max_length: as in `read_preferences`. shortest: tokens of the shortest pair.
+    """
     return ConfigError(
         f"{path}: all {count} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
         f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.token_budget"
@@ -121,7 +125,7 @@ def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int
 
 
 def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]]:
-    """The two conversations. Raises ConfigError for what can be seen of a pair without a tokenizer."""
+    """Return the two conversations. Raises ConfigError for mistakes that show without a tokenizer."""
     messages = {key: _parse_side(row, key, where) for key in ("chosen", "rejected")}
     if messages["chosen"][0] != messages["rejected"][0]:
         raise ConfigError(f"{where}: 'chosen' and 'rejected' begin differently; only answers to one prompt compare")
@@ -130,10 +134,10 @@ def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]
 
 def make_pair(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", group: int = 0) -> Pair:
     messages, tools = check_pair(row, where), parse_tool_schemas(row.get("tools"), where)
-    about = {"id": row_id(row, where, name, where), "data_source": row_source(row, where, name), "tools": tools}
-    talks = {
+    common_fields = {"id": row_id(row, where, name, where), "data_source": row_source(row, where, name), "tools": tools}
+    rollouts = {
         key: tokenize_conversation(
-            {**about, "messages": value},
+            {**common_fields, "messages": value},
             tokenizer,
             f"{where}, {key!r}",
             group,
@@ -141,14 +145,14 @@ def make_pair(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", g
         )
         for key, value in messages.items()
     }
-    if np.array_equal(talks["chosen"].token_ids, talks["rejected"].token_ids):
+    if np.array_equal(rollouts["chosen"].token_ids, rollouts["rejected"].token_ids):
         raise ConfigError(f"{where}: 'chosen' and 'rejected' are the same; there is nothing to learn from this pair")
-    return Pair(**talks)
+    return Pair(**rollouts)
 
 
 def _parse_side(row: dict[str, Any], key: str, where: str) -> tuple[Message, ...]:
-    """The whole conversation of one of the two columns."""
-    value, prompt, before = row.get(key), row.get("prompt"), row.get("conversations")
+    """Return the whole conversation of one of the two columns."""
+    value, prompt, conversations = row.get(key), row.get("prompt"), row.get("conversations")
     if value is None:
         raise ConfigError(
             f"{where}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {list_columns(row)}"
@@ -157,8 +161,8 @@ def _parse_side(row: dict[str, Any], key: str, where: str) -> tuple[Message, ...
     head: tuple[Message, ...] = ()
     if prompt is not None:
         head = parse_chat_messages(prompt, where, "prompt")
-    elif isinstance(before, list) and before:
-        head = parse_sharegpt(before, where, "conversations")
+    elif isinstance(conversations, list) and conversations:
+        head = parse_sharegpt(conversations, where, "conversations")
     messages = parse_answer(value, where, key)
     if messages[0]["role"] == "assistant":
         if not head:

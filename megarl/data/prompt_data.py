@@ -1,4 +1,4 @@
-"""Prompts: out of a file's rows, rendering to token ids, and the loader that remembers where it is."""
+"""Prompts: read from a file's rows, rendered to token ids, and dealt out by a resumable loader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.types import Prompt, as_token_ids
 
 Item = TypeVar("Item")
 
-_ALIASES = {"prompt": "messages", "ground_truth": "label"}  # what the two columns are called elsewhere
+_ALIASES = {"prompt": "messages", "ground_truth": "label"}  # names of the two columns in other data sets
 
 
 def read_prompts(
@@ -33,16 +33,16 @@ def read_prompts(
     name: str = "",
     order: str = "",
 ) -> list[Prompt]:
-    """All prompts of a file, or the first `most`, in its order, without token ids.
+    """Read all prompts of a file, or the first `most`, in file order, without token ids.
 
     `.parquet` with verl's columns (data_source, prompt, ability, reward_model {style, ground_truth}, extra_info), or
     `.jsonl` with {prompt | messages, ground_truth | label, tools, data_source, id, metadata | extra}; either may use
     the other's columns. `prompt_key` names the prompt, a list of chat messages or a string that becomes one user
-    message; `label_key` the ground truth where there is no `reward_model.ground_truth`, "" where there is none at all.
-    `tools` are names or OpenAI tool schemas. Without `id` a row's id is the file's stem and the row's number from 0.
+    message; `label_key` the ground truth if there is no `reward_model.ground_truth`, "" if there is none at all.
+    `tools` are names or OpenAI tool schemas. Without `id`, a row's id is the file's stem and the row's index from 0.
     Any other column goes into `extra`, together with the fields of extra_info, metadata and extra. name: of the data
-    set among several; ids begin with it, and it is the source of rows without `data_source`. order: a column whose
-    values must be numbers where there are some.
+    set, if there are several; prefix of ids, and the source of rows without `data_source`. order: a column whose values
+    must be numbers or missing.
 
     Raises ConfigError for a missing, empty or unreadable file, a missing column, a malformed row, an id used twice.
     """
@@ -64,33 +64,33 @@ def read_prompts(
 def iter_prompts(
     file: Path, prompt_key: str = "prompt", label_key: str = "ground_truth", name: str = ""
 ) -> Iterator[tuple[str, Prompt]]:
-    """(where it stands, prompt) of each row; as of `read_prompts`, but for what concerns several rows."""
-    for number, (where, row) in enumerate(read_rows(file)):
-        yield where, _parse_prompt(row, where, f"{name or file.stem}-{number}", prompt_key, label_key, name)
+    """Yield (location, prompt) of each row, as in `read_prompts` but without the checks across rows."""
+    for index, (where, row) in enumerate(read_rows(file)):
+        yield where, _parse_prompt(row, where, f"{name or file.stem}-{index}", prompt_key, label_key, name)
 
 
 def render_prompts(
     prompts: Sequence[Prompt], render: Callable[[Prompt], Sequence[int]], max_prompt_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """The prompts with their token ids, without those longer than `max_prompt_tokens`, and how many those were.
+    """Return the prompts with token ids, and the number dropped for exceeding `max_prompt_tokens`.
 
     Raises ConfigError if none is left.
     """
-    kept: list[Prompt] = []
+    fitting: list[Prompt] = []
     shortest = 0
     for prompt in prompts:
         ids = as_token_ids(render(prompt))
         if len(ids) <= max_prompt_tokens:
-            kept.append(replace(prompt, token_ids=ids))
+            fitting.append(replace(prompt, token_ids=ids))
         else:
             shortest = min(shortest or len(ids), len(ids))
-    if not kept:
+    if not fitting:
         raise prompts_too_long_error(len(prompts), max_prompt_tokens, shortest)
-    return kept, len(prompts) - len(kept)
+    return fitting, len(prompts) - len(fitting)
 
 
 def prompts_too_long_error(count: int, max_prompt_tokens: int, shortest: int) -> ConfigError:
-    """shortest: tokens of the shortest of so many prompts."""
+    """Return the error for prompts that are all too long. shortest: tokens of the shortest."""
     return ConfigError(
         f"all {count} prompts are longer than {max_prompt_tokens} tokens, the shortest has {shortest}; raise "
         "rollout.max_context"
@@ -98,14 +98,14 @@ def prompts_too_long_error(count: int, max_prompt_tokens: int, shortest: int) ->
 
 
 class PromptLoader(Generic[Item]):
-    """Hands out prompts for ever, epoch after epoch, each epoch in an order of its own that only the seed decides.
+    """Deals out prompts endlessly, in a shuffled order per epoch that only the seed determines.
 
-    A batch may take the end of one epoch and the beginning of the next, so that every prompt comes once per epoch.
-    Items of another kind will do, too: they are only indexed, and only when it is their turn.
+    A batch may span two epochs, so that every prompt comes once per epoch. Items may be of any type: they are only
+    indexed, and only when they are dealt out.
 
-    weights: of the data sets that the prompts are `ConcatDataset` of, which then have epochs of their own. order: the column
-    of their keys, by which each set's first epoch goes, and without shuffling all of them. sizes: bytes of the files
-    that the prompts were read from, as a part of what the data are known by.
+    weights: of the data sets in a `ConcatDataset`, which then have their own epochs. order: column of their sort keys,
+    which order each set's first epoch, and without shuffling all epochs. sizes: bytes of the prompt files, as part of
+    the fingerprint.
     """
 
     def __init__(
@@ -137,35 +137,35 @@ class PromptLoader(Generic[Item]):
         self._seed = seed
         self._shuffle = shuffle
         self._sizes = tuple(sizes)
-        self._samples = 0  # prompts handed out since the beginning
-        self._last: Sequence[Item] = []  # those that were handed out last, together
-        self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: the numbers of the set's prompts
+        self._samples = 0  # prompts dealt out since the beginning
+        self._last: Sequence[Item] = []  # the batch dealt out last
+        self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: order of the set's prompts
 
     @staticmethod
     def from_config(items: Sequence[Item], config: Config) -> PromptLoader[Item]:
-        """As a configuration has it."""
+        """Create the loader of a configuration."""
         data = config.data
         sizes = [file.stat().st_size for file in map(Path, data.train) if file.is_file()]
         seed, shuffle = config.run.seed, data.shuffle
         return PromptLoader(items, data.prompts_per_step, seed, shuffle, data.weights, data.order, sizes)
 
     def next_batch(self) -> Sequence[Item]:
-        """The next `prompts_per_step` prompts."""
+        """Return the next `prompts_per_step` prompts."""
         return self.next_items(self._per_step)
 
     def next_items(self, count: int) -> Sequence[Item]:
-        """The next so many."""
+        """Return the next `count` items."""
         batch = self._items_at(self._samples, count)
         self._samples += count
         self._last = batch
         return batch
 
     def peek(self, steps: int) -> list[Sequence[Item]]:
-        """What `next_batch` will return the next times."""
+        """Return the batches that the next `steps` calls of `next_batch` will return."""
         return [self._items_at(self._samples + step * self._per_step, self._per_step) for step in range(steps)]
 
     def return_unused(self, count: int) -> None:
-        """The last so many that were handed out were not used: they come first the next time, in the same order."""
+        """Return the last `count` items unused: they are dealt out again next time, in the same order."""
         if not 0 <= count <= self._samples:
             raise ValueError(f"{self._samples} prompts were handed out, and {count} come back")
         if count:
@@ -173,27 +173,27 @@ class PromptLoader(Generic[Item]):
             self._last = []
 
     def is_last_batch(self, prompts: Sequence[Item]) -> bool:
-        """Whether these are the ones that were handed out last, so that `further` gives those that come after them."""
+        """Return whether these prompts end the last batch, so that `next_items` continues after them."""
         last = self._last[-len(prompts) :] if prompts else []
         return bool(last) and len(last) == len(prompts) and all(map(operator.is_, prompts, last))
 
     def epoch_metrics(self) -> dict[str, float]:
-        """How often the prompts were handed out, all of them or those of each set: `data/epoch`, `data/epoch/<set>`."""
+        """Return how often the prompts were dealt out: `data/epoch`, or `data/epoch/<set>` for each set."""
         counts = zip(self._names, self._stream.count_before(self._samples), self._stream.sizes, strict=True)
         return {f"data/epoch/{name}".rstrip("/"): count / size for name, count, size in counts}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, as plain values: the next batch of a loader that loads this is the next one of this."""
+        """Return the loader's position as plain values. A loader that loads them continues with the same batch."""
         return {"samples": self._samples, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any], forced: bool = False) -> None:
-        """Go to a saved place. Raises ConfigError if it was saved with other prompts, unless forced to go on there."""
+        """Restore a saved position. Raises ConfigError if it was saved with other prompts, unless forced."""
         self.check(state, forced)
         self._samples = int(state["samples"])
         self._last = []
 
     def check(self, state: dict[str, Any], forced: bool = False) -> None:
-        """What `load_state_dict` would say of a state."""
+        """Raise the error that `load_state_dict` would raise."""
         if state.get("fingerprint") != self.fingerprint and not forced:
             raise ConfigError(
                 "the checkpoint was written with other training prompts than these; give data.train the files it was "
@@ -202,18 +202,20 @@ class PromptLoader(Generic[Item]):
             )
 
     def _items_at(self, place: int, count: int) -> Sequence[Item]:
-        return self._prompts.select([self._index(one) for one in range(place, place + count)])
+        return self._prompts.select([self._index(position) for position in range(place, place + count)])
 
     def _index(self, place: int) -> int:
-        """Among all prompts, of the one that is handed out after so many others."""
+        """Return the index among all prompts of the prompt at a position of the stream."""
         chosen, epoch, number = self._stream.locate(place)
         return self._stream.offsets[chosen] + self._epoch_order(chosen, epoch)[number]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the data and its shares: the length, up to 1,000 of the items, evenly spread, for some are slow to index,
-        and the sizes of the files. What it does not see is a change in other rows of more than 1,000 that leaves the
-        file as long as it was."""
+        """Hash of the data and their shares.
+
+        Covers the number of items, up to 1,000 evenly spaced items, as some are slow to index, and the sizes of the
+        files. A change in other rows of a larger file that keeps its size is not detected.
+        """
         count = len(self._prompts)
         digest = hashlib.sha256(str(count).encode())
         for place in range(min(count, 1000)):
@@ -226,15 +228,15 @@ class PromptLoader(Generic[Item]):
         return digest.hexdigest()
 
     def _epoch_order(self, chosen: int, epoch: int) -> list[int]:
-        """Of a set in an epoch; the two that were used last are kept, for a batch may take of both."""
+        """Return the order of a set in an epoch. The last two are cached, because a batch may span both."""
         if (order := self._orders.get((chosen, epoch))) is None:
-            begin, size = self._stream.offsets[chosen], self._stream.sizes[chosen]
+            start, size = self._stream.offsets[chosen], self._stream.sizes[chosen]
             order = list(range(size))
             if self._shuffle:
-                which = f"/{chosen}" if len(self._stream.sizes) > 1 else ""
-                random.Random(f"{self._seed}/{epoch}{which}").shuffle(order)
+                set_suffix = f"/{chosen}" if len(self._stream.sizes) > 1 else ""
+                random.Random(f"{self._seed}/{epoch}{set_suffix}").shuffle(order)
             if self._keys is not None and (epoch == 0 or not self._shuffle):
-                order = sort_by_key(order, self._keys[begin : begin + size])
+                order = sort_by_key(order, self._keys[start : start + size])
             for other in [key for key in self._orders if key[0] == chosen and abs(key[1] - epoch) > 1]:
                 del self._orders[other]
             self._orders[chosen, epoch] = order
@@ -281,7 +283,7 @@ def _parse_prompt(
 
 
 def _pop_column(row: dict[str, Any], whole: dict[str, Any], key: str, where: str, option: str) -> Any:
-    """The value of a column, which is no longer in `row` then. whole: the row as it was."""
+    """Remove and return a column's value. whole: the original row."""
     for name in (key, _ALIASES.get(key)):
         if name is not None and row.get(name) is not None:
             return row.pop(name)

@@ -1,4 +1,4 @@
-"""Finished conversations for supervised fine-tuning, tokenised turn by turn as the rollout loop would see them."""
+"""Finished conversations for supervised fine-tuning, tokenized turn by turn as in the rollout loop."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def read_conversations(
     name: str = "",
     order: str = "",
 ) -> SFTDataset:
-    """The conversations of a .jsonl or .parquet file as Rollouts whose action turns are what the assistant wrote.
+    """Read a .jsonl or .parquet file of conversations as Rollouts whose action turns are the assistant's messages.
 
-    A row holds `messages`, ShareGPT's `conversations`, or a prompt and the answer to it, as `columns` reads them; where
-    tools are called `tools`, a list of OpenAI tool schemas or its JSON. An action turn runs up to and including the
-    tokenizer's end-of-turn token; its log-probs are 0, for nobody sampled it. most: rows that are read. name: of the
-    data set among several, for ids and as the source of rows without `data_source`. order: a column of numbers.
+    A row holds `messages`, ShareGPT's `conversations`, or a prompt and its answer, as `conversation_columns` reads
+    them, and optionally `tools`, a list of OpenAI tool schemas or its JSON. An action turn ends with the tokenizer's
+    end-of-turn token; its log-probs are 0, since it was not sampled. most: maximum number of rows. name: of the data
+    set, if there are several, for ids and as the source of rows without `data_source`. order: a column of numbers.
 
-    Raises ConfigError, naming the line, where there is no conversation.
+    Raises ConfigError, naming the line, for a row without a conversation.
     """
 
     def read(where: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -41,11 +41,11 @@ def read_conversations(
 
     keys = OrderKeys(order)
 
-    def look(where: str, row: dict[str, Any]) -> None:
+    def check_row(where: str, row: dict[str, Any]) -> None:
         keys.add(row, where)
         read(where, row)
 
-    rows = Table.read(Path(path), look, most)
+    rows = Table.read(Path(path), check_row, most)
     if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
     return SFTDataset(rows, tokenizer, read, keys.to_array())
@@ -54,7 +54,7 @@ def read_conversations(
 def iter_conversations(
     file: Path, tokenizer: Any, prompt_key: str, answer_key: str, name: str
 ) -> Iterator[tuple[str, dict[str, Any], Rollout]]:
-    """(where it stands, row, conversation) of each row, as of `read_conversations`."""
+    """Yield (location, row, conversation) of each row, as in `read_conversations`."""
     for where, row in read_rows(file):
         yield (
             where,
@@ -64,7 +64,10 @@ def iter_conversations(
 
 
 def conversations_too_long_error(path: str, count: int, positions: int, shortest: int) -> ConfigError:
-    """positions: of the model. shortest: tokens of the shortest of so many conversations."""
+    """Return the error for a file whose conversations are all too long.
+
+    positions: of the model. shortest: tokens of the shortest conversation.
+    """
     return ConfigError(
         f"{path}: {count} of {count} conversations are longer than the model's {positions} positions, so none is left; "
         f"the shortest has {shortest} tokens"
@@ -73,15 +76,16 @@ def conversations_too_long_error(path: str, count: int, positions: int, shortest
 
 @dataclass(frozen=True)
 class SFTDataset(Sequence[Rollout]):
-    """The conversations of a file, each read, rendered and tokenised when it is asked for (0.6 ms): neither rows nor
-    tokens are kept."""
+    """The conversations of a file, each read, rendered and tokenized on access (0.6 ms); neither rows nor tokens are
+    kept.
+    """
 
     rows: Table
     tokenizer: Any
     normalize: Callable[[str, dict[str, Any]], dict[str, Any]]
-    """(where, row) to what `conversation` takes."""
+    """(where, row) -> argument of `tokenize_conversation`."""
     keys: np.ndarray | None = field(default=None, compare=False)
-    """[rows] float64, the numbers of the column that they are ordered by, NaN where unknown; None without one."""
+    """[rows] float64: sort keys of a curriculum, NaN if unknown; None without one."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -104,15 +108,15 @@ class SFTDataset(Sequence[Rollout]):
 
 
 def _normalize_row(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
-    """The row in the form that `conversation` reads. Raises ConfigError where the assistant has not the last word."""
+    """Return the row as `tokenize_conversation` takes it. Raises ConfigError if the last message is no assistant's."""
     check_text_only(row, where)
     messages = parse_conversation(row, where, prompt_key, answer_key)
     roles = [message["role"] for message in messages]
     if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
         raise ConfigError(f"{where}: messages must begin with a prompt and end with the assistant's, not {roles}")
     for number, message in enumerate(messages):
-        written = [message.get(part) for part in ("content", "tool_calls", "reasoning_content")]
-        if message["role"] == "assistant" and not any(map(str.strip, map(str, filter(None, written)))):
+        content_parts = [message.get(part) for part in ("content", "tool_calls", "reasoning_content")]
+        if message["role"] == "assistant" and not any(map(str.strip, map(str, filter(None, content_parts)))):
             raise ConfigError(f"{where}: message {number} of 'messages', the assistant's, is empty; drop the row")
     identity, source = row_id(row, where, name, where), row_source(row, where, name)
     tools = parse_tool_schemas(row.get("tools"), where)
@@ -120,7 +124,7 @@ def _normalize_row(row: dict[str, Any], where: str, prompt_key: str, answer_key:
 
 
 class _TemplateError(Exception):
-    """What the chat template cannot do with a conversation."""
+    """The chat template cannot render a conversation."""
 
 
 _PROBE_ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -129,18 +133,18 @@ _PROBE_ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant
 def tokenize_conversation(
     row: dict[str, Any], tokenizer: Any, where: str, group: int = 0, last_only: bool = False
 ) -> Rollout:
-    """One conversation as a Rollout: prompt, action, observation, action, ..., action.
+    """Tokenize one conversation to a Rollout: prompt, action, observation, action, ..., action.
 
-    last_only: all but the assistant's last message is prompt, as where the chat went on for a while before it.
+    last_only: everything before the assistant's last message is the prompt.
 
-    The chat template renders ever longer beginnings of the conversation; what a beginning adds to the one before is
-    tokenised by itself, because the ids of a turn were fixed before the next one was written.
+    The chat template renders successively longer prefixes of the conversation. What a prefix adds to the previous one
+    is tokenized by itself, because a turn's ids are fixed before the next turn is written.
     """
     try:
         return _tokenize(row, tokenizer, where, group, last_only)
     except _TemplateError as error:
         reason = error
-    try:  # the row's fault, or that of the template, which then cannot hold the plainest conversation
+    try:  # blames the template if it cannot render even the simplest conversation, otherwise the row
         _tokenize(_PROBE_ROW, tokenizer, where, group, last_only)
     except _TemplateError as error:
         raise ConfigError(f"model.path: {error}; this is so with any conversation") from None
@@ -167,7 +171,7 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, where: str, group: int, last_
             raise _TemplateError(f"the chat template cannot render the roles {roles}: {reason}") from None
         return str(text)
 
-    def rest(text: str, known: str) -> str:
+    def new_text(text: str, known: str) -> str:
         if not text.startswith(known):
             raise _TemplateError("the chat template rewrites earlier turns once later ones are there")
         return text[len(known) :]
@@ -175,15 +179,15 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, where: str, group: int, last_
     turns: list[Turn] = []
     known = ""
     for index in answers:
-        observed = rest(render(index, True), known)
+        observed = new_text(render(index, True), known)
         known += observed
         turns.append(Turn(tokenizer.encode(observed, add_special_tokens=False)))
-        written = rest(render(index + 1, False), known)
-        if end_of_turn not in written:
+        response = new_text(render(index + 1, False), known)
+        if end_of_turn not in response:
             raise _TemplateError(f"the chat template does not end the assistant's turn by {end_of_turn}")
-        written = written[: written.rindex(end_of_turn) + len(end_of_turn)]
-        known += written
-        ids = as_token_ids(tokenizer.encode(written, add_special_tokens=False))
+        response = response[: response.rindex(end_of_turn) + len(end_of_turn)]
+        known += response
+        ids = as_token_ids(tokenizer.encode(response, add_special_tokens=False))
         turns.append(Turn(ids, np.zeros(len(ids), np.float32), is_action=True))
     prompt = Prompt(
         id=str(row.get("id", where)),

@@ -29,9 +29,9 @@ from megarl.config import ConfigError
 from megarl.config.strict import LFS_HEADER, LFS_REMEDY, describe_lfs_pointer
 
 MAX_LINE_BYTES = 64 << 20
-"""Bytes. Longer is no conversation, but a file of another form, or a device."""
+"""Maximum bytes of a line. A longer one is no conversation, but a file of another form, or a device."""
 MAX_DEPTH = 64
-"""Objects and lists in each other, in a row."""
+"""Maximum nesting of objects and lists in a row."""
 _MAGIC = {
     b"\x1f\x8b": "is compressed: gunzip it",
     b"BZh": "is compressed: bunzip2 it",
@@ -43,26 +43,29 @@ _MAGIC = {
     b"\xff\xfe": "is UTF-16: convert it, by iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "is UTF-16: convert it, by iconv -f UTF-16 -t UTF-8",
 }
-"""How files begin that are no JSON in UTF-8, whatever they are called."""
+"""First bytes of files that are not JSON in UTF-8, whatever their suffix."""
 _UTF8_BOM = b"\xef\xbb\xbf"
-"""UTF-8's byte order mark, as editors put it before the first line."""
+"""UTF-8's byte order mark, which some editors put before the first line."""
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) for each row of a .parquet or .jsonl file, one after the other, of which only a few are in memory;
-    `where` names it in messages. Raises ConfigError."""
+    """Yield (where, row) for each row of a .parquet or .jsonl file; `where` names the row in messages. Raises
+    ConfigError.
+
+    Only a few rows are in memory at a time.
+    """
     return ((where, row) for _, where, row in scan_rows(file))
 
 
 def scan_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(place, where, row), as `read_rows`."""
+    """Yield (position, where, row), as `read_rows`."""
     kinds = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     try:
         if not file.exists():
             raise ConfigError(f"there is no data file {file}; check data.train and data.eval")
         if file.is_dir():
             raise ConfigError(f"{file} is a folder; name a .parquet or .jsonl file")
-        if not file.is_file():  # to read from a pipe or a device may never end
+        if not file.is_file():  # reading from a pipe or a device may never end
             raise ConfigError(f"{file} is no regular file; name a .parquet or .jsonl file")
     except OSError as error:
         raise ConfigError(f"there is no data file {str(file)[:200]}: {error.strerror}") from None
@@ -78,9 +81,9 @@ def is_parquet(file: Path) -> bool:
 def _jsonl_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     try:
         with file.open("rb") as lines:
-            number = place = 0
+            number = next_offset = 0
             while line := lines.readline(MAX_LINE_BYTES + 1):
-                number, begin, place = number + 1, place, place + len(line)
+                number, offset, next_offset = number + 1, next_offset, next_offset + len(line)
                 where = f"{file}:{number}"
                 if number == 1:
                     for magic, problem in _MAGIC.items():
@@ -89,13 +92,13 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
                 if len(line) > MAX_LINE_BYTES:
                     raise ConfigError(f"{where}: more than {MAX_LINE_BYTES >> 20} MiB; a line is to hold one row")
                 if line.removeprefix(_UTF8_BOM if number == 1 else b"").strip():
-                    yield begin, where, parse_line(line, where, first=number == 1)
+                    yield offset, where, parse_line(line, where, first=number == 1)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def parse_line(line: bytes, where: str, first: bool) -> dict[str, Any]:
-    """A line of a .jsonl file, which is the first of it or not."""
+    """Parse a line of a .jsonl file. first: it is the file's first line."""
     try:
         text = line.removeprefix(_UTF8_BOM if first else b"").rstrip(b"\r\n").decode("utf-8")
         row = json.loads(text, object_pairs_hook=_unique_object)
@@ -111,7 +114,7 @@ def parse_line(line: bytes, where: str, first: bool) -> dict[str, Any]:
             f"{where}: not JSON: {problem} (column {error.pos + 1}); a line is to hold one whole object"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{where}: {str(error).split(';')[0]}") from None  # a number of thousands of digits
+        raise ConfigError(f"{where}: {str(error).split(';')[0]}") from None  # a number with thousands of digits
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a {type(row).__name__}, not an object of named columns")
     plain: dict[str, Any] = _to_json_value(row, where)
@@ -119,11 +122,11 @@ def parse_line(line: bytes, where: str, first: bool) -> dict[str, Any]:
 
 
 def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
-    return found
+    return result
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -140,10 +143,10 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def open_parquet(file: Path) -> pyarrow.parquet.ParquetFile:
-    table = pyarrow.parquet.ParquetFile(file.absolute())  # of ~x it would make a user's home
+    table = pyarrow.parquet.ParquetFile(file.absolute())  # pyarrow would expand ~x to a user's home
     names = table.schema_arrow.names
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{file} has two columns {min(twice)!r}; rename one")
+    if duplicates := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{file} has two columns {min(duplicates)!r}; rename one")
     return table
 
 
@@ -152,31 +155,31 @@ def parquet_error(file: Path, error: Exception) -> ConfigError:
 
 
 def to_dicts(rows: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any]]:
-    """Of values of Python, with maps as objects; of a key that a map has twice the last."""
-    found: list[dict[str, Any]] = rows.to_pylist(maps_as_pydicts="lossy")
-    return found
+    """Convert rows to Python values, with maps as objects; of duplicate map keys the last one counts."""
+    dicts: list[dict[str, Any]] = rows.to_pylist(maps_as_pydicts="lossy")
+    return dicts
 
 
 def to_json_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """A row of a parquet file as a .jsonl would hold it."""
+    """Convert a row of a parquet file to the form of a .jsonl file."""
     columns = _to_json_value(row, where).items()
     return {name: _drop_nulls(value) if isinstance(value, list) else value for name, value in columns}
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Without the fields that are null: a column of structs gives each of them every field that one of them has."""
+    """Drop null fields: in a column of structs, each struct has every field that any of them has."""
     if isinstance(value, dict):
         return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _to_json_value(value: Any, where: str, depth: int = 0) -> Any:
-    """As the head of this file says."""
+    """Convert a value to JSON types, see the module docstring."""
     if isinstance(value, str):
         try:
             value.encode()
             return value
-        except UnicodeEncodeError:  # whole pairs become what they mean
+        except UnicodeEncodeError:  # joins complete surrogate pairs
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, float):
         return None if math.isnan(value) else value
@@ -199,38 +202,42 @@ def _to_json_value(value: Any, where: str, depth: int = 0) -> Any:
 
 
 CACHE_BYTES = 256 << 20
-"""Bytes of a parquet file's row groups, as Arrow has them, that stay in memory: all of a file that is not larger. Of a
-larger one those that were asked for last, but always one whole."""
+"""Maximum bytes of decoded row groups that stay in memory.
+
+Of a larger file the most recently used ones stay, at least one.
+"""
 LARGE_ROW_GROUP_BYTES = 64 << 20
-"""Bytes of a row group that are slow to read for the sake of one row."""
+"""Bytes from which on a row group is slow to read for a single row."""
 
 Row = tuple[str, dict[str, Any]]
-"""(where, row): where it is from, for messages."""
+"""(where, row): location of the row for messages, and the row."""
 
 
 class Table(Sequence[Row]):
-    """Rows of a .jsonl or .parquet file, by number; those of a parquet file come with their row group.
+    """Rows of a .jsonl or .parquet file by index; those of a parquet file are read with their row group.
 
-    `Table.read` goes through the whole file once. Raises ConfigError, also later, if the file has changed meanwhile.
+    `Table.read` reads the whole file once. Raises ConfigError, also on later access if the file has changed.
     """
 
     def __init__(self, source: _Source, places: np.ndarray) -> None:
         self._source = source
-        self._places = places  # [rows, 2] int64: place, and the number of the line that messages name
+        self._places = places  # [rows, 2] int64: position, and the line or row number for messages
 
     @staticmethod
     def read(file: Path, use: Callable[[str, dict[str, Any]], bool | None], most: int | None = None) -> Table:
-        """The rows, or the first `most`, of which `use` does not say False. It is called once for each, in order, and
-        may raise for what is wrong with it."""
+        """Read the rows, or the first `most`, and keep those for which `use` does not return False.
+
+        `use` is called once per row, in order, and may raise for an invalid row.
+        """
         places = array("q")
         rows = scan_rows(file)
-        before = _file_stamp(file)
+        stamp = _file_stamp(file)
         for count, (place, where, row) in enumerate(rows):
             if count == most:
                 break
             if use(where, row) is not False:
                 places.extend((place, place if is_parquet(file) else int(where.rpartition(":")[2])))
-        source = (_ParquetSource if is_parquet(file) else _JsonlSource)(file, before)
+        source = (_ParquetSource if is_parquet(file) else _JsonlSource)(file, stamp)
         return Table(source, np.array(places, dtype=np.int64).reshape(-1, 2))
 
     def __len__(self) -> int:
@@ -254,12 +261,12 @@ class Table(Sequence[Row]):
 
     @property
     def slow_read_warning(self) -> str:
-        """A line with the remedy, where one row after the other in any order is slow to read; else empty."""
+        """A warning with a remedy if random access to single rows is slow; otherwise empty."""
         return self._source.slow_read_warning()
 
 
 class _Source:
-    """A file as it was when it was read first."""
+    """A file in the version that was read first."""
 
     def __init__(self, file: Path, mark: tuple[int, int]) -> None:
         self.file = file
@@ -267,10 +274,10 @@ class _Source:
 
     def check(self) -> None:
         try:
-            same = _file_stamp(self.file) == self._stamp
+            is_unchanged = _file_stamp(self.file) == self._stamp
         except OSError as error:
             raise ConfigError(f"{self.file} cannot be read any more: {error.strerror}") from None
-        if not same:
+        if not is_unchanged:
             raise ConfigError(f"{self.file} was changed while the run reads it; start again, with a copy of its own")
 
     def row(self, place: int, number: int) -> Row:
@@ -291,7 +298,7 @@ class _JsonlSource(_Source):
 class _ParquetSource(_Source):
     def __init__(self, file: Path, mark: tuple[int, int]) -> None:
         super().__init__(file, mark)
-        self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # the last that were used, the latest at the end
+        self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # least recently used first
         try:
             with open_parquet(file) as table:
                 groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
@@ -312,10 +319,12 @@ class _ParquetSource(_Source):
     def _group(self, number: int) -> pyarrow.Table:
         if number not in self._groups:
             with open_parquet(self.file) as table:
-                found = table.read_row_group(number, use_threads=False)  # other ranks have the other cores
-            while self._groups and found.nbytes + sum(group.nbytes for group in self._groups.values()) > CACHE_BYTES:
+                row_group = table.read_row_group(number, use_threads=False)  # other ranks use the other cores
+            while (
+                self._groups and row_group.nbytes + sum(group.nbytes for group in self._groups.values()) > CACHE_BYTES
+            ):
                 self._groups.popitem(last=False)
-            self._groups[number] = found
+            self._groups[number] = row_group
         self._groups.move_to_end(number)
         return self._groups[number]
 
@@ -329,5 +338,5 @@ class _ParquetSource(_Source):
 
 
 def _file_stamp(file: Path) -> tuple[int, int]:
-    found = os.stat(file)
-    return found.st_size, found.st_mtime_ns
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns

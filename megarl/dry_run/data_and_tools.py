@@ -1,8 +1,7 @@
-"""What data, tokenizer, chat template, tools and environments decide together, before anything starts.
+"""Check data, tokenizer, chat template, tools and environments against each other before anything starts.
 
-Rows are read and rendered as the run will do it, so what is wrong is said in the same words. The first `MOST` rows of
-each file are looked at; further ones only while something that one row would settle is open, such as whether any row is
-short enough.
+Rows are read and rendered as in a run, so errors have the same text. The first `MAX_ROWS` rows of each file are
+checked; more only while a question is open that a single row may settle, such as whether any row is short enough.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from megarl.types.requirements import Requirements
 
 _PARSER_TIMEOUT_S = 120.0
 MAX_FILE_SECONDS = 20.0
-"""A file is looked at for so long at most. What is behind is read when the run starts."""
+"""Maximum seconds per file. The rest of it is checked when the run starts."""
 
 
 def read_chat(hf: HFConfig, config: Config, declared: Requirements) -> ChatTemplate:
-    """Tokenizer, template and tools of a run. Raises ConfigError where they do not go together."""
-    known = load_catalog(config.rollout) if declared.has_rollout else EnvironmentCatalog()
-    chat = ChatTemplate.load(config.model.path, known.tools, known.environments)
+    """Load tokenizer, template and tools of a run. Raises ConfigError if they do not fit together."""
+    catalog = load_catalog(config.rollout) if declared.has_rollout else EnvironmentCatalog()
+    chat = ChatTemplate.load(config.model.path, catalog.tools, catalog.environments)
     chat.check_vocabulary(hf["vocab_size"])
     chat.check_tools()
     if declared.has_rollout:
@@ -55,8 +54,10 @@ def read_chat(hf: HFConfig, config: Config, declared: Requirements) -> ChatTempl
 
 
 def check_tool_calls(hf: HFConfig, config: Config, chat: ChatTemplate, warnings: list[str]) -> None:
-    """Raise ConfigError where SGLang's parser does not read how the template calls the tools, as `check_parser` does when
-    engines have started."""
+    """Raise ConfigError if SGLang's parser cannot read the template's tool calls.
+
+    `check_parser` does the same once engines have started.
+    """
     if not chat.tools or not tool_call_parsers():
         return
     name = parser_name(config.rollout.tool_call_parser, hf)
@@ -68,7 +69,7 @@ def check_tool_calls(hf: HFConfig, config: Config, chat: ChatTemplate, warnings:
             )
 
     try:
-        with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
+        with ThreadPoolExecutor(1) as thread:  # an event loop may be running in this thread
             complaint = thread.submit(asyncio.run, ask()).result()
     except (RuntimeError, TimeoutError) as error:
         warnings.append(f"whether {name} reads the template's tool calls was not tried: {error or 'it took too long'}")
@@ -78,27 +79,30 @@ def check_tool_calls(hf: HFConfig, config: Config, chat: ChatTemplate, warnings:
 
 
 def check_rows(hf: HFConfig, config: Config, declared: Requirements, chat: ChatTemplate, warnings: list[str]) -> None:
-    """Raise ConfigError for a row that cannot be rendered, asks for a tool or an environment that is not loaded or
-    lacks a column of its `reset`; for files without a row that is short enough, or without a number to order by."""
-    look = _RowChecker(hf, config, declared, chat, warnings)
+    """Check rows and files of data.
+
+    Raises ConfigError for a row that cannot be rendered, asks for a tool or environment that is not loaded, or lacks a
+    column of its `reset`; and for files without a row that is short enough, or without a number to sort by.
+    """
+    checker = _RowChecker(hf, config, declared, chat, warnings)
     if declared.item == "prompts" and config.rollout.oversample > 1:
-        look.min_fitting = max_pending_groups(config.data.prompts_per_step, config.rollout.oversample)
+        checker.min_fitting = max_pending_groups(config.data.prompts_per_step, config.rollout.oversample)
     train = [_FileStats() for _ in config.data.train]
-    for seen, path, name in zip(train, config.data.train, name_datasets(config.data.train), strict=True):
-        look.check_file(path, name, seen, config.data.order)
-    if all(seen.is_complete for seen in train):
-        if config.data.order and not any(seen.is_ordered for seen in train):
+    for stats, path, name in zip(train, config.data.train, name_datasets(config.data.train), strict=True):
+        checker.check_file(path, name, stats, config.data.order)
+    if all(stats.is_complete for stats in train):
+        if config.data.order and not any(stats.is_ordered for stats in train):
             check_has_keys(np.array([math.nan]), config.data.order, config.data.train)
         if declared.item == "prompts":
-            check_enough_prompts(sum(seen.num_fitting for seen in train), config)
+            check_enough_prompts(sum(stats.num_fitting for stats in train), config)
     if config.run.eval_every:
         for path, name in zip(config.data.eval, name_datasets(config.data.eval), strict=True):
-            look.check_file(path, name, _FileStats())
+            checker.check_file(path, name, _FileStats())
 
 
 @dataclass
 class _FileStats:
-    """Of a file: rows that were read, those of them that are short enough, tokens of the shortest."""
+    """Counts of a file: rows read, rows that are short enough, and tokens of the shortest of the others."""
 
     num_rows: int = 0
     num_fitting: int = 0
@@ -115,14 +119,14 @@ class _RowChecker:
     chat: ChatTemplate
     warnings: list[str]
     min_fitting: int = 1
-    """Rows that must be short enough."""
+    """Minimum number of rows that are short enough."""
 
     def check_file(self, path: str, name: str, seen: _FileStats, order: str = "") -> None:
-        """Raises ConfigError where no row of the file is short enough."""
+        """Check one file. Raises ConfigError if none of its rows is short enough."""
         if not Path(path).exists():
             return
         rows, fits, error = self._open_rows(path, name, order)
-        end = time.monotonic() + MAX_FILE_SECONDS
+        deadline = time.monotonic() + MAX_FILE_SECONDS
         for tokens, key in rows:
             seen.num_rows += 1
             seen.is_ordered = seen.is_ordered or not math.isnan(key)
@@ -130,16 +134,16 @@ class _RowChecker:
                 seen.num_fitting += 1
             else:
                 seen.shortest = min(seen.shortest or sum(tokens), sum(tokens))
-            settled = seen.num_fitting >= self.min_fitting and (not order or seen.is_ordered)
-            if (seen.num_rows >= MAX_ROWS and settled) or time.monotonic() > end:
+            is_settled = seen.num_fitting >= self.min_fitting and (not order or seen.is_ordered)
+            if (seen.num_rows >= MAX_ROWS and is_settled) or time.monotonic() > deadline:
                 break
         else:
             seen.is_complete = True
         if seen.is_complete and seen.num_rows and not seen.num_fitting:
             raise error(seen.num_rows, seen.shortest)
         if dropped := seen.num_rows - seen.num_fitting:
-            of = f"of {seen.num_rows}" if seen.is_complete else f"of the first {seen.num_rows}"
-            self.warnings.append(f"{path}: {dropped} {of} rows are too long and will be left out")
+            scope = f"of {seen.num_rows}" if seen.is_complete else f"of the first {seen.num_rows}"
+            self.warnings.append(f"{path}: {dropped} {scope} rows are too long and will be left out")
 
     def _open_rows(
         self, path: str, name: str, order: str
@@ -148,26 +152,30 @@ class _RowChecker:
         Callable[[tuple[int, ...]], bool],
         Callable[[int, int], ConfigError],
     ]:
-        """Of each row its tokens, of a pair those of both answers, and the number in the column `order`; whether so
-        many fit; what to raise where none does, by the number of rows and the tokens of the shortest."""
+        """Return an iterator over the rows, a predicate, and an error factory.
+
+        The iterator yields each row's tokens (of a pair those of both answers) and its number in the column `order`.
+        The predicate takes the tokens and returns whether the row fits. The factory takes the number of rows and the
+        tokens of the shortest, for files in which none fits.
+        """
         data, file, tokenizer = self.config.data, Path(path), self.chat.tokenizer
 
         def key(row: dict[str, Any], where: str) -> float:
             return read_key(row, order, where) if order else math.nan
 
         if self.declared.item == "prompts":
-            longest = self.config.rollout.max_context - 1
+            max_prompt_tokens = self.config.rollout.max_context - 1
             prompts = iter_prompts(file, data.prompt_key, data.label_key, name)
             return (
                 (((len(self.chat.encode_prompt(prompt)),), key(prompt.extra, prompt.id)) for _, prompt in prompts),
-                lambda tokens: tokens[0] <= longest,
-                lambda count, shortest: prompts_too_long_error(count, longest, shortest),
+                lambda tokens: tokens[0] <= max_prompt_tokens,
+                lambda count, shortest: prompts_too_long_error(count, max_prompt_tokens, shortest),
             )
         positions = int(family_of(self.hf).gpt_kwargs(self.hf)["max_sequence_length"])
         if self.declared.item == "conversations":
-            talks = iter_conversations(file, tokenizer, data.prompt_key, answer_key(self.config), name)
+            conversations = iter_conversations(file, tokenizer, data.prompt_key, answer_key(self.config), name)
             return (
-                (((talk.num_tokens,), key(row, where)) for where, row, talk in talks),
+                (((talk.num_tokens,), key(row, where)) for where, row, talk in conversations),
                 lambda tokens: tokens[0] <= positions,
                 lambda count, shortest: conversations_too_long_error(path, count, positions, shortest),
             )
@@ -181,12 +189,12 @@ class _RowChecker:
 
 
 def list_files(config: Config) -> list[tuple[str, ...]]:
-    """Those of training and those of evaluation that the run reads."""
+    """Return the training and evaluation files that the run reads."""
     return [config.data.train, config.data.eval if config.run.eval_every else ()]
 
 
 def iter_file_prompts(config: Config) -> Iterator[Prompt]:
-    """All of a run, without token ids."""
+    """Yield all prompts of a run, without token ids."""
     data = config.data
     for paths in list_files(config):
         for path, name in zip(paths, name_datasets(paths), strict=True):
@@ -195,15 +203,17 @@ def iter_file_prompts(config: Config) -> Iterator[Prompt]:
 
 
 def should_check_offered(config: Config, declared: Requirements) -> bool:
-    """Whether `check_offered` concerns a run: not an evaluation, whose tools are those of the run that it looks at."""
+    """Return whether to run `check_offered`; not for an evaluation, whose tools are those of the evaluated run."""
     return declared.item == "prompts" and bool(declared.trained_roles) and not config.rollout.replay
 
 
 def check_offered(prompts: Iterable[Prompt], known: EnvironmentCatalog) -> None:
-    """Raise ConfigError for an entry of `rollout.tools` of which no prompt offers any tool to the policy, and for one
-    of `rollout.environments` that no prompt has. Reads no more prompts than it takes."""
+    """Raise ConfigError for an entry of `rollout.tools` or `rollout.environments` that no prompt uses.
+
+    Stops reading prompts once all entries are used.
+    """
     tools = {tool.spec for tool in known.tools.values()}
-    environments = {one.spec for one in known.environments.values()}
+    environments = {entry.spec for entry in known.environments.values()}
     listed: set[str] = set()
     named: set[str] = set()
     for prompt in prompts:
@@ -219,19 +229,21 @@ def check_offered(prompts: Iterable[Prompt], known: EnvironmentCatalog) -> None:
             tools -= {tool.spec for name, tool in known.tools.items() if name in offered}
     for name, tool in known.tools.items():
         if tool.spec in tools:
-            why = (
-                f"the data's column `tools` lists {_format_names(listed)}; add {name} to it, leave the column out, so that "
+            reason = (
+                f"the data's column `tools` lists {_format_names(listed)}; add {name} to it, leave the column out, "
+                "so that "
                 "every prompt offers all tools,"
                 if listed
                 else "all of them are an agent's, which has tools of its own;"
             )
             raise ConfigError(
-                f"{TOOLS_KEY}: no prompt offers {name} of {tool.spec}: {why} or take it out of {TOOLS_KEY}"
+                f"{TOOLS_KEY}: no prompt offers {name} of {tool.spec}: {reason} or take it out of {TOOLS_KEY}"
             )
     for environment in known.environments.values():
         if environment.spec in environments:
             raise ConfigError(
-                f"{ENVIRONMENTS_KEY}: no prompt has {environment.name} of {environment.spec}, all have {_format_names(named)}: "
+                f"{ENVIRONMENTS_KEY}: no prompt has {environment.name} of {environment.spec}, all have "
+                f"{_format_names(named)}: "
                 f"name it in the data's column `environment`, or take it out of {ENVIRONMENTS_KEY}"
             )
 

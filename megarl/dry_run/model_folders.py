@@ -1,7 +1,7 @@
 """Check the models that a configuration names, as they are on disk, without loading them.
 
-`policy_and_critic` covers the trained models: complete folders, known families, one vocabulary. `read_served_models` covers
-models that are not trained: reward models, teachers and the models of a fork's own roles.
+`policy_and_critic` covers the trained models: complete folders, known families, one vocabulary. `read_served_models`
+covers models that are not trained: reward models, teachers and the models of a fork's own roles.
 
 The functions only read files. They raise ConfigError, and append to `warnings` what is valid but surely not intended.
 """
@@ -36,7 +36,7 @@ from megarl.workers.role_workers import TEACHER, RegisteredWorker, resolve_worke
 def policy_and_critic(
     config: Config, declared: Requirements, dry_run: bool, warnings: list[str]
 ) -> tuple[HFConfig, HFConfig | None]:
-    """config.json of the policy and, where there is one, of the critic."""
+    """Return config.json of the policy and of the critic, if there is one."""
     if dry_run and config.model.hf_config:
         hf = _check_family(load_hf_config(config.model.hf_config))
     elif config.model.path:
@@ -68,20 +68,30 @@ def policy_and_critic(
 
 
 def check_same_tokenizer(config: Config, which: str, path: str, must: str) -> None:
-    """Raise ConfigError unless a model's tokenizer has the words of the policy's, which may not be at hand. which: the
-    key and the path. must: why."""
+    """Raise ConfigError unless a model's tokenizer has the policy's vocabulary; skipped if the policy is not on disk.
+
+    which: the key and the path. must: the reason.
+    """
     if not config.model.path or not Path(config.model.path).exists():
         return
-    theirs, ours = _read_vocabulary(path), _read_vocabulary(config.model.path)
-    if theirs == ours:
+    vocabulary, policy_vocabulary = _read_vocabulary(path), _read_vocabulary(config.model.path)
+    if vocabulary == policy_vocabulary:
         return
-    odd = sorted(theirs.items() ^ ours.items(), key=lambda item: item[1])[0] if theirs and ours else None
-    what = f"they differ in {odd[0]!r}, token {odd[1]}" if odd else "one of them has no vocabulary to compare"
+    difference = (
+        sorted(vocabulary.items() ^ policy_vocabulary.items(), key=lambda item: item[1])[0]
+        if vocabulary and policy_vocabulary
+        else None
+    )
+    what = (
+        f"they differ in {difference[0]!r}, token {difference[1]}"
+        if difference
+        else "one of them has no vocabulary to compare"
+    )
     raise ConfigError(f"{which} has another tokenizer than model.path={config.model.path}: {what}; {must}")
 
 
 def check_positions(hf: HFConfig, config: Config, which: str) -> None:
-    """Raise ConfigError where a conversation may have more tokens than a model has positions."""
+    """Raise ConfigError if a conversation may have more tokens than a model has positions."""
     longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if config.rollout.max_context > longest:
         raise ConfigError(
@@ -90,8 +100,10 @@ def check_positions(hf: HFConfig, config: Config, which: str) -> None:
 
 
 def _read_vocabulary(folder: str) -> dict[str, int]:
-    """Tokens and their ids, as tokenizer.json has them, vocab.json where there is none, or SentencePiece's
-    tokenizer.model; empty where none is."""
+    """Return the ids of a folder's tokens from tokenizer.json, else vocab.json, else SentencePiece's tokenizer.model.
+
+    Empty if it has none of them.
+    """
     for name in ("tokenizer.json", "vocab.json"):
         file = Path(folder) / name
         if not file.is_file():
@@ -117,13 +129,13 @@ def _pieces(file: Path) -> dict[str, int]:
 
 
 def vocabulary_hash(folder: str) -> str:
-    """Of the words that token ids stand for; empty where the folder does not say. Raises ConfigError."""
+    """Return a hash of the vocabulary; empty if the folder has none. Raises ConfigError."""
     words = sorted((number, word) for word, number in _read_vocabulary(folder).items())
     return hashlib.sha256(json.dumps(words).encode()).hexdigest() if words else ""
 
 
 def _check_tokenizer(folder: str, size: int) -> None:
-    """Raise ConfigError unless a folder has a tokenizer that can be read, of ids that a model of `size` words knows."""
+    """Raise ConfigError unless a folder has a readable tokenizer whose ids are below `size`."""
     if not list(Path(folder).glob("tokenizer*")):
         raise ConfigError(f"model.path={folder} has no tokenizer; put tokenizer.json beside config.json")
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
@@ -138,8 +150,11 @@ def _check_tokenizer(folder: str, size: int) -> None:
 
 
 def read_complete_folder(path: str, key: str, head: bool, mtp: bool = False) -> HFConfig:
-    """config.json of a folder that has all the weights that it describes. head: not of the output layer, in place of
-    which there is a head of one value, or will be. mtp: with those of multi-token prediction."""
+    """Return config.json of a folder, and check that it has all the weights that config.json describes.
+
+    head: the output layer may be missing, because a scalar head replaces it. mtp: require the weights of multi-token
+    prediction, too.
+    """
     hf = _check_family(folder_config(path, key))
     heads = (VALUE_HEAD, "lm_head.weight") if head or is_classifier(hf) else ()
     open_hf(path).check(dict(hf), optional=heads, mtp=mtp)
@@ -147,25 +162,25 @@ def read_complete_folder(path: str, key: str, head: bool, mtp: bool = False) -> 
 
 
 def folder_config(path: str, key: str) -> HFConfig:
-    """config.json of a folder. Raises ConfigError where it has none, or no weights that could be read."""
+    """Return config.json of a folder. Raises ConfigError if it is missing, or if there are no *.safetensors files."""
     if not Path(path).is_dir():
-        get = "put the model there, or correct the path"
+        remedy = "put the model there, or correct the path"
         if is_name(path):
-            get = (
+            remedy = (
                 "nor has this machine's cache of the Hub a model of that name: `hf download NAME` gets it by its name, "
                 "`hf download NAME --local-dir FOLDER` into a folder"
             )
         if Path(path).is_file():
             raise ConfigError(f"{key}={path} is a file; name the model's folder, which has its config.json and weights")
-        raise ConfigError(f"{key}={path}: there is no such folder; {get}")
-    found = load_hf_config(path)
+        raise ConfigError(f"{key}={path}: there is no such folder; {remedy}")
+    hf_config = load_hf_config(path)
     if not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"{key}={path} has no *.safetensors files; convert the weights to safetensors")
-    return found
+    return hf_config
 
 
 def _check_family(hf: HFConfig) -> HFConfig:
-    """The same config.json, if there is a table for it and it has what the table reads."""
+    """Check that there is a family for a config.json and that it has the required keys; return it."""
     family = family_of(hf)
     family.check(hf)
     family.megatron_config(hf)
@@ -176,16 +191,16 @@ def _check_family(hf: HFConfig) -> HFConfig:
 @dataclass(frozen=True)
 class ServedModels:
     megatron_configs: Mapping[str, HFConfig]
-    """config.json of those that Megatron computes, by role."""
+    """config.json of models that Megatron computes, by role."""
     classifier: tuple[HFConfig, int, str] | None
-    """Of the reward model that transformers computes: config.json, the number of its elements, their type."""
+    """The reward model that transformers computes: config.json, number of elements, dtype."""
 
     @property
     def roles(self) -> tuple[str, ...]:
         return (*self.megatron_configs, *(("reward",) if self.classifier else ()))
 
     def count_params(self, role: str) -> int:
-        """Of a language model, whatever its head."""
+        """Return the number of parameters of a role's model, without its head if Megatron computes it."""
         return (
             sum(param_count(self.megatron_configs[role]).values())
             if role in self.megatron_configs or not self.classifier
@@ -193,15 +208,15 @@ class ServedModels:
         )
 
     def stages(self, config: Config, declared: Requirements) -> dict[str, list[InferenceStage]]:
-        """By role, what a rank of each pipeline stage needs. Raises ConfigError where the layout does not divide."""
-        found = {}
+        """Return what a rank of each pipeline stage needs, by role. Raises ConfigError if a layout does not divide."""
+        stages_by_role = {}
         for role, hf in self.megatron_configs.items():
             head = role == "reward" or is_classifier(hf)
             dtype: str = "float32" if role == "reward" else config.model.dtype
-            found[role] = inference_stages(hf, role_config(config, role), declared, head, dtype)
+            stages_by_role[role] = inference_stages(hf, role_config(config, role), declared, head, dtype)
         if self.classifier:
-            found["reward"] = classifier_stages(*self.classifier, config)
-        return found
+            stages_by_role["reward"] = classifier_stages(*self.classifier, config)
+        return stages_by_role
 
 
 def read_served_models(
@@ -213,26 +228,28 @@ def read_served_models(
     dry_run: bool,
     warnings: list[str],
 ) -> ServedModels:
-    """All of them. hf: the policy's. judged: whether one of our workers rewards, with options that it has. Raises
-    ConfigError; `warnings` gets a line for what is surely not meant."""
+    """Read the configurations of all models that are not trained. Raises ConfigError.
+
+    hf: the policy's. judged: a built-in worker computes the reward, and its options are valid. `warnings` gets a line
+    for what is surely not intended.
+    """
 
     def of(role: str) -> RegisteredWorker:
         return registered.get(role, RegisteredWorker())
 
-    judge = None
+    classifier = None
     if judged:
-        judge = _read_classifier(hf, config, worker_options(config, "reward", of("reward")), dry_run, warnings)
+        classifier = _read_classifier(hf, config, worker_options(config, "reward", of("reward")), dry_run, warnings)
     rewards = _reward_model(hf, config, declared, dry_run, warnings)
     teachers = [role for role in declared.roles if resolve_worker(config, declared, role, of(role)) == TEACHER]
     others = _read_role_models(hf, config, declared, teachers, dry_run, warnings)
-    return ServedModels(({} if rewards is None else {"reward": rewards}) | others, judge)
+    return ServedModels(({} if rewards is None else {"reward": rewards}) | others, classifier)
 
 
 def _reward_model(
     hf: HFConfig, config: Config, declared: Requirements, dry_run: bool, warnings: list[str]
 ) -> HFConfig | None:
-    """config.json of the reward model that serves on Megatron; None where there is none. It reads the policy's token
-    ids."""
+    """Return config.json of the reward model on Megatron, or None. It must read the policy's token ids."""
     path = config.reward.model
     if not path:
         return None
@@ -244,26 +261,26 @@ def _reward_model(
     if dry_run and not Path(path).exists():
         warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
         return hf
-    found = read_complete_folder(path, "reward.model", head=True)
+    reward_config = read_complete_folder(path, "reward.model", head=True)
     if VALUE_HEAD not in open_hf(path).names():
         raise ConfigError(
             f"reward.model={path} has no {VALUE_HEAD}: it is no reward model; train one with algorithm=reward_model"
         )
     must = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
-    if found.get("vocab_size") != hf.get("vocab_size"):
+    if reward_config.get("vocab_size") != hf.get("vocab_size"):
         raise ConfigError(
-            f"reward.model={path} has a vocabulary of {found.get('vocab_size')}, the policy of "
+            f"reward.model={path} has a vocabulary of {reward_config.get('vocab_size')}, the policy of "
             f"{hf.get('vocab_size')}; {must}"
         )
     check_same_tokenizer(config, f"reward.model={path}", path, must)
-    check_positions(found, config, f"reward.model={path}")
-    return found
+    check_positions(reward_config, config, f"reward.model={path}")
+    return reward_config
 
 
 def _read_classifier(
     hf: HFConfig, config: Config, given: dict[str, Any], dry_run: bool, warnings: list[str]
 ) -> tuple[HFConfig, int, str] | None:
-    """As `ServedModels.classifier`. It may have a tokenizer of its own. given: options of its worker."""
+    """Return `ServedModels.classifier`. Its tokenizer may differ from the policy's. given: options of its worker."""
     path = config.reward.model
     model, service = role_backends(config, "reward")
     if not path or model != "transformers":
@@ -272,29 +289,32 @@ def _read_classifier(
     if dry_run and not Path(path).exists():
         warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
         return hf, sum(param_count(hf).values()), options.dtype
-    found = folder_config(path, "reward.model")
-    resolve_label(found, options, path)
+    classifier_config = folder_config(path, "reward.model")
+    resolve_label(classifier_config, options, path)
     if not list(Path(path).glob("tokenizer*")) and not (Path(path) / "vocab.txt").is_file():
         raise ConfigError(f"reward.model={path} has no tokenizer; put tokenizer.json beside config.json")
-    longest = get_context_length(found, config.rollout.max_context)
+    longest = get_context_length(classifier_config, config.rollout.max_context)
     if longest < config.rollout.max_context and options.longer == "stop":
         warnings.append(
             f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of "
             f"reward.model={path}: a longer conversation ends the run, or is cut with roles.reward.options.longer=cut"
         )
     weights = open_hf(path)
-    return found, sum(prod(weights.shape(name)) for name in weights.names()), options.dtype
+    return classifier_config, sum(prod(weights.shape(name)) for name in weights.names()), options.dtype
 
 
 def _read_role_models(
     hf: HFConfig, config: Config, declared: Requirements, teachers: Collection[str], dry_run: bool, warnings: list[str]
 ) -> dict[str, HFConfig]:
-    """config.json of the models that `roles` names, by role, of those that Megatron computes: they read the policy's
-    token ids. teachers: roles whose models say log-probs of words."""
+    """Return config.json of the models in `roles` that Megatron computes, by role. They must read the policy's token
+    ids.
+
+    teachers: roles whose models compute log-probs of tokens.
+    """
     warnings += [
         f"roles.{role} is set, but {declared.name} has no {role}" for role in config.roles if role not in declared.roles
     ]
-    found: dict[str, HFConfig] = {}
+    configs: dict[str, HFConfig] = {}
     for role in declared.roles:
         path, key = role_settings(config, role).model, f"roles.{role}.model"
         if role in BUILTIN_ROLES:
@@ -305,23 +325,23 @@ def _read_role_models(
             continue
         if dry_run and not Path(path).exists():
             warnings.append(f"{key}={path} is not here; planned as if it were the policy's model")
-            found |= {role: hf} if is_on_megatron(config, role) else {}
+            configs |= {role: hf} if is_on_megatron(config, role) else {}
             continue
         if not is_on_megatron(config, role):
             folder_config(path, key)
             continue
-        found[role] = read_complete_folder(path, key, head=False)
-        if role in teachers and is_classifier(found[role]):
+        configs[role] = read_complete_folder(path, key, head=False)
+        if role in teachers and is_classifier(configs[role]):
             raise ConfigError(
-                f"{key}={path} is a classifier, {found[role]['architectures'][0]}, which has no log-probs of words"
+                f"{key}={path} is a classifier, {configs[role]['architectures'][0]}, which has no log-probs of words"
             )
         must = f"the {role} reads the policy's tokens, so it must have its tokenizer, and at least as many words"
-        if int(found[role]["vocab_size"]) < int(hf["vocab_size"]):
+        if int(configs[role]["vocab_size"]) < int(hf["vocab_size"]):
             raise ConfigError(
-                f"{key}={path} has a vocabulary of {found[role]['vocab_size']}, the policy of {hf['vocab_size']}; "
+                f"{key}={path} has a vocabulary of {configs[role]['vocab_size']}, the policy of {hf['vocab_size']}; "
                 f"{must}"
             )
         check_same_tokenizer(config, f"{key}={path}", path, must)
         if declared.has_rollout:
-            check_positions(found[role], config, f"{key}={path}")
-    return found
+            check_positions(configs[role], config, f"{key}={path}")
+    return configs

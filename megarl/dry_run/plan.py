@@ -1,17 +1,16 @@
 """Check a configuration before anything starts, and estimate what it needs.
 
 `validate` runs at the start of every run, so that a mistake costs seconds instead of a wait in the queue. `--dry-run`
-prints its report and stops. It starts no rank, device, Megatron or engine: a laptop checks a recipe for 512 GPUs.
-Only a dry run also reads the tokenizer and the data (`data_and_tools.py`), which a run reads anyway in its first
-seconds.
+prints its report and stops. It starts no rank, device, Megatron or engine: a laptop checks a recipe for 512 GPUs. Only
+a dry run also reads the tokenizer and the data (`data_and_tools.py`), which a run reads anyway in its first seconds.
 
 `check_sandbox` hands the sandbox settings to every process and probes the sandbox.
 
 `Expectation` holds what a run must reach. A configuration states it under `expect`, which turns an example into a test:
 
-expect:
-  eval/reward_greedy: {least: 0.9}               # its last value
-  rollout/logprob_diff: {most: 1.0e-4, step: 5}  # its last value at step 5 or earlier
+    expect:
+      eval/reward_greedy: {least: 0.9}               # its last value
+      rollout/logprob_diff: {most: 1.0e-4, step: 5}  # its last value at step 5 or earlier
 """
 
 from __future__ import annotations
@@ -73,24 +72,27 @@ from megarl.workers.role_workers import RegisteredWorker, check_roles, check_use
 
 
 def check_sandbox(config: Config, declared: Requirements, warnings: list[str]) -> None:
-    """Have the settings where `Sandbox.from_environment` finds them. Raise ConfigError where something is named that
-    runs in a sandbox (it has an attribute `sandboxed`), and there can be none."""
+    """Export the settings to where `Sandbox.from_environment` reads them, and probe the sandbox if it is needed.
+
+    Raises ConfigError if a configured function or environment runs in a sandbox (attribute `sandboxed`), and none
+    works.
+    """
     check_backend(config.sandbox)
     os.environ.update(to_environment(config.sandbox))
     if not declared.has_rollout:
         return
-    wanted = [one.spec for one in load_catalog(config.rollout).environments.values() if one.is_sandboxed]
+    sandboxed = [entry.spec for entry in load_catalog(config.rollout).environments.values() if entry.is_sandboxed]
     functions = load_functions(config.reward.functions) if "reward" in declared.roles else {}
-    wanted += [name for name, function in functions.items() if getattr(function, "sandboxed", False)]
-    if not wanted:
+    sandboxed += [name for name, function in functions.items() if getattr(function, "sandboxed", False)]
+    if not sandboxed:
         return
     try:
-        with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
-            found = thread.submit(probe, config.sandbox).result()
+        with ThreadPoolExecutor(1) as thread:  # an event loop may be running in this thread
+            backend_description = thread.submit(probe, config.sandbox).result()
     except ConfigError as error:
-        raise ConfigError(f"{wanted[0]} runs what the policy writes: {error}") from None
+        raise ConfigError(f"{sandboxed[0]} runs what the policy writes: {error}") from None
     if config.sandbox.backend == "none":
-        warnings.append(str(found))
+        warnings.append(str(backend_description))
 
 
 Bound = Annotated[float, Range(-1e300, 1e300)]
@@ -101,7 +103,7 @@ class Expectation:
     least: Bound | None = None
     most: Bound | None = None
     step: Annotated[int, Range(0, 2**31 - 1)] | None = None
-    """The figure is the newest up to this step; null for the last."""
+    """Use the newest value up to this step; null for the last."""
 
     def __str__(self) -> str:
         bounds = [
@@ -113,50 +115,56 @@ class Expectation:
 
 
 def parse_expectations(config: Config) -> dict[str, Expectation]:
-    """By metric. Raises ConfigError for what is none."""
-    found = {}
+    """Return the expectations by metric. Raises ConfigError for invalid ones."""
+    expectations = {}
     for metric, tree in config.expect.items():
-        one: Expectation = strict.build_dataclass(Expectation, tree, f"expect.{metric}.", root=Config)
-        if one.least is None and one.most is None:
+        expectation: Expectation = strict.build_dataclass(Expectation, tree, f"expect.{metric}.", root=Config)
+        if expectation.least is None and expectation.most is None:
             raise ConfigError(f"expect.{metric} expects nothing: give it `least`, `most` or both")
-        if one.step is not None and one.step > config.run.num_rollout:
-            raise ConfigError(f"expect.{metric}.step={one.step} is beyond run.num_rollout={config.run.num_rollout}")
-        found[metric] = one
-    return found
+        if expectation.step is not None and expectation.step > config.run.num_rollout:
+            raise ConfigError(
+                f"expect.{metric}.step={expectation.step} is beyond run.num_rollout={config.run.num_rollout}"
+            )
+        expectations[metric] = expectation
+    return expectations
 
 
 def check_expectations(
     expected: Mapping[str, Expectation], metrics: Mapping[int, Mapping[str, float]]
 ) -> dict[str, tuple[float | None, bool]]:
-    """Of each metric its figure, None where there is none, and whether that is as expected. metrics: by step."""
+    """Return each metric's value (None if missing) and whether it meets its expectation. metrics: by step."""
     result = {}
-    for name, one in expected.items():
-        figures = [
-            of[name] for step, of in sorted(metrics.items()) if name in of and (one.step is None or step <= one.step)
+    for name, expectation in expected.items():
+        values = [
+            step_metrics[name]
+            for step, step_metrics in sorted(metrics.items())
+            if name in step_metrics and (expectation.step is None or step <= expectation.step)
         ]
-        figure = figures[-1] if figures else None
-        good = (
-            figure is not None
-            and (one.least is None or figure >= one.least)
-            and (one.most is None or figure <= one.most)
+        value = values[-1] if values else None
+        is_met = (
+            value is not None
+            and (expectation.least is None or value >= expectation.least)
+            and (expectation.most is None or value <= expectation.most)
         )
-        result[name] = figure, good  # NaN is neither
+        result[name] = value, is_met  # NaN fails both bounds
     return result
 
 
 WIRE_FORMATS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATE_PREFIXES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
 ESTIMATE_PREFIXES |= dict.fromkeys(("micro-batches", "reshard staging", PENDING_CHECKPOINT), "at most ")
-GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, as they are sold
+GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, commercially available
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `validate` found out. `facts`: section -> rows of (what, value). `memory`: one entry per pipeline stage of
-    the actor, or of the reward model in training. `others`: likewise of ranks with other roles, by what they are
-    called. `whose`: what those of `memory` are called; empty where there are no others.
+    """Result of `validate`.
 
-    All are empty where a mistake in the layout or the model leaves nothing to plan.
+    `facts`: section -> rows of (name, value). `memory`: one entry per pipeline stage of the actor, or of the reward
+    model in training; `memory_label` names its ranks, and is empty if there are no others. `other_memory`: the same for
+    ranks with other roles, by label.
+
+    All are empty if a mistake in the layout or the model leaves nothing to plan.
     """
 
     errors: list[str]
@@ -171,7 +179,7 @@ class Report:
         return not self.errors
 
     def raise_errors(self) -> None:
-        """Raise ConfigError with every mistake in one line, if there are any."""
+        """Raise ConfigError with all mistakes in one line, if there are any."""
         if self.errors:
             raise ConfigError("; and ".join(self.errors))
 
@@ -181,9 +189,9 @@ def validate(
 ) -> Report:
     """Check everything that can be checked without starting anything; every error names the key and the remedy.
 
-    In a dry run the model may be a config.json alone (`model.hf_config`), and data files that are not there are
-    warnings. `registered`: roles that a script registered itself; a reward of its own needs no `reward.functions`.
-    until: the step after which the run will stop, 0 for its last.
+    In a dry run the model may be a config.json alone (`model.hf_config`), and missing data files are warnings.
+    `registered`: workers that a script has registered; a custom reward worker needs no `reward.functions`. until: the
+    step after which the run will stop, 0 for its last.
     """
     errors: list[str] = []
     warnings: list[str] = []
@@ -192,24 +200,24 @@ def validate(
         try:
             check(*arguments)
         except ConfigError as error:
-            if (said := str(error)) not in errors:  # what several checks need is said once
-                errors.append(said)
+            if (text := str(error)) not in errors:  # report an error of several checks once
+                errors.append(text)
             return False
         return True
 
-    # Each depends on the ones before it: a layout that is wrong has no data parallel size to speak of.
-    if not passes(strict.check_dataclass, config):  # it may have been made in Python
+    # Each check depends on the previous ones: an invalid layout has no data-parallel size.
+    if not passes(strict.check_dataclass, config):  # the configuration may have been built in Python
         return Report(errors, warnings, {}, [])
-    found: list[Requirements] = []
-    if not passes(lambda: found.append(load_requirements(config))):
+    requirements: list[Requirements] = []
+    if not passes(lambda: requirements.append(load_requirements(config))):
         return Report(errors, warnings, {}, [])
-    (declared,) = found
+    (declared,) = requirements
     if not passes(check_roles, config, declared, registered or {}):
         return Report(errors, warnings, {}, [])
-    if dry_run:  # a run finds all of them
+    if dry_run:  # a run resolves all of them
         passes(check_user_workers, config, declared, registered or {})
-    laid_out = passes(check_placement, config, declared.roles, warnings)
-    laid_out = laid_out and passes(checks.check_nodes, config, declared)
+    is_layout_valid = passes(check_placement, config, declared.roles, warnings)
+    is_layout_valid = is_layout_valid and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
     passes(parse_expectations, config)
     passes(check_sandbox, config, declared, warnings)
@@ -220,75 +228,81 @@ def validate(
     passes(check_trackers, config.track.trackers)
     passes(check_profile, config)
     reward = (registered or {}).get("reward", RegisteredWorker())
-    judged = "reward" in declared.roles and is_builtin(config, declared, "reward", reward)
-    if judged:
-        judged = passes(check_reward, config, declared, worker_options(config, "reward", reward))
-    laid_out = laid_out and passes(check_asynchronous, config, declared, warnings)
+    is_reward_builtin = "reward" in declared.roles and is_builtin(config, declared, "reward", reward)
+    if is_reward_builtin:
+        is_reward_builtin = passes(check_reward, config, declared, worker_options(config, "reward", reward))
+    is_layout_valid = is_layout_valid and passes(check_asynchronous, config, declared, warnings)
     passes(check_oversampling, config, declared, warnings)
     passes(check_replayed_prefixes, config, declared)
-    readable = passes(checks.check_data, config, declared, dry_run, warnings)
-    laid_out = laid_out and passes(checks.check_schedule, config, declared)
-    laid_out = laid_out and passes(checks.check_batch, config, declared, warnings)
+    is_data_readable = passes(checks.check_data, config, declared, dry_run, warnings)
+    is_layout_valid = is_layout_valid and passes(checks.check_schedule, config, declared)
+    is_layout_valid = is_layout_valid and passes(checks.check_batch, config, declared, warnings)
     models: list[HFConfig | None] = []
-    named = passes(lambda: models.extend(model_folders.policy_and_critic(config, declared, dry_run, warnings)))
-    if not named or not laid_out:
+    are_models_valid = passes(
+        lambda: models.extend(model_folders.policy_and_critic(config, declared, dry_run, warnings))
+    )
+    if not are_models_valid or not is_layout_valid:
         return Report(errors, warnings, {}, [])
     hf, critic_hf = models
     assert hf is not None
-    served: list[ServedModels] = []
+    served_models: list[ServedModels] = []
     if not passes(
-        lambda: served.append(read_served_models(hf, config, declared, registered or {}, judged, dry_run, warnings))
+        lambda: served_models.append(
+            read_served_models(hf, config, declared, registered or {}, is_reward_builtin, dry_run, warnings)
+        )
     ):
         return Report(errors, warnings, {}, [])
-    (others,) = served
-    divides = True
+    (others,) = served_models
+    does_divide = True
     if declared.trained_roles:
-        divides = passes(checks.check_training_layout, hf, config) and passes(checks.check_mtp, hf, config, declared)
+        does_divide = passes(checks.check_training_layout, hf, config) and passes(
+            checks.check_mtp, hf, config, declared
+        )
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
-        divides = passes(checks.check_role_layout, critic_hf, config, "critic") and divides
+        does_divide = passes(checks.check_role_layout, critic_hf, config, "critic") and does_divide
     for role, model in others.megatron_configs.items():
         if model is hf and not role_settings(config, role).parallel:
             continue
-        divides = passes(checks.check_role_layout, model, config, role) and divides
-    if dry_run and readable:  # a run reads all of it right after this
+        does_divide = passes(checks.check_role_layout, model, config, role) and does_divide
+    if dry_run and is_data_readable:  # a run reads all of it next
         _check_chats(hf, config, declared, passes, warnings)
     if declared.has_rollout:
         passes(check_sampling, config.rollout)
         passes(checks.check_lengths, hf, config, warnings)
         passes(check_timeouts, config, warnings)
     if declared.has_engines(config):
-        divides = passes(checks.check_engine, hf, config) and divides
+        does_divide = passes(checks.check_engine, hf, config) and does_divide
         if dry_run:
             try:
                 check_installed()
-            except ConfigError as error:  # plans are made on other machines, too
+            except ConfigError as error:  # plans are also made on other machines
                 warnings.append(f"a run would be refused: {error}")
         else:
             passes(check_platform, config)
-        divides = divides and passes(engine_layout, config)
-        divides = divides and (not declared.trained_roles or passes(plan_from_config, hf, config))
+        does_divide = does_divide and passes(engine_layout, config)
+        does_divide = does_divide and (not declared.trained_roles or passes(plan_from_config, hf, config))
     elif declared.has_rollout:
         passes(lambda: check_replay(config, hf, model_folders.vocabulary_hash(config.model.path), until))
-    if divides:
+    if does_divide:
         passes(checks.check_routing, hf, config, declared)
-    if not divides:
+    if not does_divide:
         return Report(errors, warnings, {}, [])
     if not dry_run:
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
     stages = others.stages(config, declared)
     plans = {
-        who: plan_memory(hf, config, declared, critic_hf, stages, role)
-        for who, role in _group_ranks(config, declared.roles, stages).items()
+        group_label: plan_memory(hf, config, declared, critic_hf, stages, role)
+        for group_label, role in _group_ranks(config, declared.roles, stages).items()
     }
-    (whose, memory), *elsewhere = plans.items()
+    (label, memory), *other_plans = plans.items()
     facts = _facts(hf, critic_hf, others, config, declared)
-    return Report(errors, warnings, facts, memory, whose if elsewhere else "", dict(elsewhere))
+    return Report(errors, warnings, facts, memory, label if other_plans else "", dict(other_plans))
 
 
 def _check_chats(
     hf: HFConfig, config: Config, declared: Requirements, passes: Callable[..., bool], warnings: list[str]
 ) -> None:
-    """What the tokenizer's template makes of tools and data; nothing where there is a config.json alone."""
+    """Check what the tokenizer's chat template makes of tools and data. Skipped if there is only a config.json."""
     if not config.model.path or not Path(config.model.path).is_dir():
         return
     chats: list[ChatTemplate] = []
@@ -299,26 +313,28 @@ def _check_chats(
         passes(data_and_tools.check_tool_calls, hf, config, chat, warnings)
     if declared.item == "rows" or not passes(data_and_tools.check_rows, hf, config, declared, chat, warnings):
         return
-    there = all(Path(path).exists() for paths in data_and_tools.list_files(config) for path in paths)
-    if there and data_and_tools.should_check_offered(config, declared):
+    all_exist = all(Path(path).exists() for paths in data_and_tools.list_files(config) for path in paths)
+    if all_exist and data_and_tools.should_check_offered(config, declared):
         passes(data_and_tools.check_offered, data_and_tools.iter_file_prompts(config), chat.catalog)
 
 
 def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
-    """Each set of ranks that have the same roles, by what it is called -> the role whose model's stages it has, of the
-    actor's ranks first; `rollout` where there are engines only."""
+    """Return a label for each set of ranks with the same roles -> the role whose model's stages they have.
+
+    The actor's ranks come first; the role is `rollout` if there are only engines.
+    """
     placement = placement_of(config)
     trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
-    models = [role for role in (*trained, *served) if placement.ranks_of(role)]  # functions need no memory to speak of
-    found: dict[str, str] = {}
-    taken: set[int] = set()
+    models = [role for role in (*trained, *served) if placement.ranks_of(role)]  # functions need no significant memory
+    role_by_label: dict[str, str] = {}
+    assigned: set[int] = set()
     for role in models:
-        if not taken & set(placement.ranks_of(role)):
-            taken |= set(placement.ranks_of(role))
-            found[_describe_ranks(placement, roles, placement.ranks_of(role))] = role
-    if rest := tuple(sorted(set(placement.ranks_of("rollout")) - taken)) if "rollout" in roles else ():
-        found[_describe_ranks(placement, roles, rest)] = "rollout"
-    return found
+        if not assigned & set(placement.ranks_of(role)):
+            assigned |= set(placement.ranks_of(role))
+            role_by_label[_describe_ranks(placement, roles, placement.ranks_of(role))] = role
+    if engine_only := tuple(sorted(set(placement.ranks_of("rollout")) - assigned)) if "rollout" in roles else ():
+        role_by_label[_describe_ranks(placement, roles, engine_only)] = "rollout"
+    return role_by_label
 
 
 def _describe_ranks(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:
@@ -333,7 +349,7 @@ def _facts(
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
     counts, experts = param_count(hf), settings.get("num_moe_experts")
     critic_counts = counts if critic_hf is hf or critic_hf is None else param_count(critic_hf)
-    here = min(parallel.world_size, parallel.ranks_per_node)
+    ranks_per_node = min(parallel.world_size, parallel.ranks_per_node)
     placement, roles = placement_of(config), declared.roles
     layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)]
     model = [
@@ -346,11 +362,13 @@ def _facts(
         adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
         count = _count(sum(param.size for param in adapters))
         model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
-    if layers_ahead := num_trained_mtp(hf, config):
-        more = sum(param.size * number for param, number in unique_params(hf, mtp=True)) - sum(counts.values())
-        model.append(("trained besides", f"{layers_ahead} layer(s) of multi-token prediction, {_count(more)}"))
+    if mtp_layers := num_trained_mtp(hf, config):
+        num_mtp_params = sum(param.size * number for param, number in unique_params(hf, mtp=True)) - sum(
+            counts.values()
+        )
+        model.append(("trained besides", f"{mtp_layers} layer(s) of multi-token prediction, {_count(num_mtp_params)}"))
     layout = [
-        ("ranks", f"{parallel.world_size} = {parallel.world_size // here} nodes x {here}"),
+        ("ranks", f"{parallel.world_size} = {parallel.world_size // ranks_per_node} nodes x {ranks_per_node}"),
         *([] if placement.is_colocated else [("roles", placement.describe(roles))]),
     ]
     if declared.trained_roles:
@@ -365,12 +383,12 @@ def _facts(
                 role_parallel(config, role), f"{role}'s ", bool(family_of(model_of).num_experts(model_of))
             )
     sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.epochs)
-    what = checks.batch_unit(declared)
+    unit = checks.batch_unit(declared)
     samples = f" prompts x {rollout.samples_per_prompt}" if declared.has_rollout else ""
-    batch = [(f"{what} a step", f"{config.data.prompts_per_step}{samples}")]
+    batch = [(f"{unit} a step", f"{config.data.prompts_per_step}{samples}")]
     updates = [
         ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
-        ("mini-batch", f"{sequences / per_epoch:g} {what} over dp {checks.data_parallel_size(config, declared)}"),
+        ("mini-batch", f"{sequences / per_epoch:g} {unit} over dp {checks.data_parallel_size(config, declared)}"),
         ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]
     batch += updates if declared.trained_roles else [("steps", f"{run.num_rollout}")]
@@ -380,71 +398,78 @@ def _facts(
         )
     facts = {"model": model, "layout": layout, "batch": batch}
     if declared.has_engines(config):
-        nodes = -(-rollout.tp // here)
+        nodes = -(-rollout.tp // ranks_per_node)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
         if declared.trained_roles:
-            facts["push"] = _describe_weight_sync(hf, config, here)
+            facts["push"] = _describe_weight_sync(hf, config, ranks_per_node)
         engines = len(engine_ranks(config))
         facts["engines"] = [
             ("SGLang engines", f"{engines} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
         if rollout.draft_tokens:
-            pushed = "pushed with the policy" if engine_layout(config).draft else "as it is in the checkpoint"
-            facts["engines"].append(("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {pushed}"))
+            draft_weights = "pushed with the policy" if engine_layout(config).draft else "as it is in the checkpoint"
+            facts["engines"].append(
+                ("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {draft_weights}")
+            )
     if declared.has_rollout:
         facts["host"] = _describe_host_memory(hf, config, declared, bool(experts))
     return facts
 
 
 def _describe_weight_sync(hf: HFConfig, config: Config, here: int) -> list[tuple[str, str]]:
-    """What a push sends. here: ranks of a machine."""
+    """Describe the traffic of a weight sync. here: ranks per machine."""
     plan = plan_from_config(hf, config)
     transfers, engines = plan.list_transfers(), len(plan.rank_map.engine)
-    far = transfers.src // here != transfers.dst // here
-    received, over = transfers.nbytes.sum() / engines, transfers.nbytes[far].sum() / engines
-    network = f", {_bytes(int(over))} of it over the network" if plan.world > here else ""
-    who = "each rank" if plan.rank_map.is_colocated else "each rank of an engine"
+    is_remote = transfers.src // here != transfers.dst // here
+    received, over_network = transfers.nbytes.sum() / engines, transfers.nbytes[is_remote].sum() / engines
+    network = f", {_bytes(int(over_network))} of it over the network" if plan.world > here else ""
+    receiver = "each rank" if plan.rank_map.is_colocated else "each rank of an engine"
     return [
         ("weights are sent as", WIRE_FORMATS[plan.assignment.wire]),
-        (f"{who} receives", f"{_bytes(int(received))} on average{network}"),
+        (f"{receiver} receives", f"{_bytes(int(received))} on average{network}"),
         ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.push_bucket_mb} MiB"),
     ]
 
 
 def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, experts: bool) -> list[tuple[str, str]]:
-    """Of a step's values, in the memory of a machine and of its ranks: by part, for answers as long as they may be."""
+    """Estimate the host memory of a step's values per machine and rank, by part, for responses of maximum length."""
     sequences, longest = checks.sequences_per_step(config, declared), config.rollout.max_context
     routing = routing_shape(hf, config.model.megatron) if config.train.replay_routing and experts else None
     parts = step_bytes(config, declared, BatchSize(sequences * longest, sequences, longest), routing)
-    here, whole = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
-    leads = max(1, here // config.rollout.tp)
+    ranks_per_node, total_bytes = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
+    num_leads = max(1, ranks_per_node // config.rollout.tp)
     rows = [
-        ("a step on a machine", f"at most {_bytes(whole)}, where each answer has {config.rollout.max_context} tokens")
+        (
+            "a step on a machine",
+            f"at most {_bytes(total_bytes)}, where each answer has {config.rollout.max_context} tokens",
+        )
     ]
     rows.append(
         (
             "a rank of it",
-            f"{_bytes(whole // leads)} where it leads an engine" if leads < here else _bytes(whole // here),
+            f"{_bytes(total_bytes // num_leads)} where it leads an engine"
+            if num_leads < ranks_per_node
+            else _bytes(total_bytes // ranks_per_node),
         )
     )
     return rows + [(f"- {name}", _bytes(amount)) for name, amount in parts.items() if amount]
 
 
 def _describe_parallel(parallel: ParallelConfig, whose: str, experts: bool) -> list[tuple[str, str]]:
-    """How a model's layers are cut over its ranks."""
+    """Describe the parallel layout of a model."""
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     dp = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
-    found = [(f"{whose}dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {dp}")]
+    rows = [(f"{whose}dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {dp}")]
     if experts:
-        cut = f"etp {parallel.etp} x " if parallel.etp > 1 else ""
+        etp_text = f"etp {parallel.etp} x " if parallel.etp > 1 else ""
         expert_dp = parallel.world_size // (parallel.ep * parallel.etp * parallel.pp)
-        found.append((f"{whose}experts", f"{cut}ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}"))
-    return found
+        rows.append((f"{whose}experts", f"{etp_text}ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}"))
+    return rows
 
 
 def render(report: Report) -> str:
-    """The report for a terminal: facts, bytes per rank by part and warnings. Errors are for `raise_errors`."""
+    """Render the report for a terminal: facts, memory per rank by part, and warnings. `raise_errors` reports errors."""
     parts: list[Table | str] = []
     if report.facts:
         facts = Table(box=box.SIMPLE_HEAD, show_header=False)
@@ -457,8 +482,8 @@ def render(report: Report) -> str:
         parts.append(facts)
     if report.memory:
         plans = {report.memory_label: report.memory, **report.other_memory}
-        for whose, stages in plans.items():
-            parts += [f"on {whose}", memory_table(stages)] if whose else [memory_table(stages)]
+        for label, stages in plans.items():
+            parts += [f"on {label}", memory_table(stages)] if label else [memory_table(stages)]
         parts.append(summarize_peak(max(stage.peak for stages in plans.values() for stage in stages)))
     parts += [f"warning: {line}" for line in report.warnings]
     parts += ["the configuration fits together"] if report.ok else []
@@ -478,7 +503,7 @@ def summarize_peak(peak: int) -> str:
 
 
 def memory_table(stages: list[StageMemory]) -> Table:
-    """Bytes of a rank. Parts down, pipeline stages across: the first, the fullest in between, and the last."""
+    """Return a table of bytes per rank: parts as rows; as columns the first, the largest inner, and the last stage."""
     shown = [stages[0], *([max(stages[1:-1], key=lambda s: s.peak)] if len(stages) > 2 else []), *stages[1:][-1:]]
     table = Table(box=box.SIMPLE_HEAD, title="memory per rank", title_justify="left")
     table.add_column("")
@@ -494,16 +519,16 @@ def memory_table(stages: list[StageMemory]) -> Table:
     ]
     for parts, title, totals in blocks:
         for name in parts[0]:
-            where = " (host)" if parts[0] is shown[0].host else ""
+            suffix = " (host)" if parts[0] is shown[0].host else ""
             estimate = ESTIMATE_PREFIXES.get(name, "")
-            table.add_row(name + where, *[estimate + _bytes(part[name]) if part[name] else "-" for part in parts])
+            table.add_row(name + suffix, *[estimate + _bytes(part[name]) if part[name] else "-" for part in parts])
         if totals and parts[0]:
             table.add_row(title, *map(_bytes, totals), style="bold", end_section=True)
     return table
 
 
 def _format_layers(layers: tuple[int, ...]) -> str:
-    """0-3, or 0-1, 8-9 where a stage has its layers in parts; of many parts the first and the last."""
+    """Format layer ranges: 0-3, or 0-1, 8-9 for a stage in several parts; of many parts the first and the last."""
     starts = [layer for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1] + 1]
     ends = [layer for i, layer in enumerate(layers) if i == len(layers) - 1 or layer != layers[i + 1] - 1]
     spans = [f"{start}-{end}" if start < end else str(start) for start, end in zip(starts, ends, strict=True)]

@@ -1,5 +1,4 @@
-"""Check settings that generate ahead of training (asynchronous, over-sampled), and estimate whether timeouts are long
-enough."""
+"""Check settings that generate ahead of training (asynchronous, over-sampled), and whether timeouts are long enough."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from megarl.types.requirements import Requirements
 
 
 def check_asynchronous(config: Config, declared: Requirements, warnings: list[str]) -> None:
-    """Generation can run beside training only where nothing else wants its ranks."""
+    """Check asynchronous generation: it needs engines on separate ranks and a compatible algorithm."""
     rollout = config.rollout
     if not rollout.asynchronous or not declared.has_rollout:
         return
@@ -43,7 +42,7 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
 
 
 def check_oversampling(config: Config, declared: Requirements, warnings: list[str]) -> None:
-    """`rollout.oversample` and `rollout.max_lag` go with what rollouts are used for."""
+    """Check that `rollout.oversample` and `rollout.max_lag` suit the algorithm."""
     rollout = config.rollout
     if not declared.has_rollout or rollout.oversample == 1:
         return
@@ -71,22 +70,22 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
 
 
 def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
-    """Replayed routing needs conversations that one version of the weights reads.
+    """Check that replayed routing only meets conversations that one version of the weights reads.
 
-    An engine that goes on with a conversation by newer weights reads what there is of it again, and these choose other
-    experts for it than those on record, which are of the request that ran it first. The trainer would replay the
-    record, and score what comes after it behind other keys and values than the engine had.
+    An engine that continues a conversation with newer weights prefills its beginning again, and the new weights choose
+    other experts than the recorded ones, which come from the request that ran it first. The trainer would replay the
+    record, and score later tokens with other keys and values than the engine had.
     """
     rollout = config.rollout
     if not config.train.replay_routing or not declared.trained_roles or not declared.has_rollout or not rollout.max_lag:
         return
-    several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
+    has_several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
     if rollout.oversample > 1:
         key, remedy = f"rollout.oversample={rollout.oversample:g}", "rollout.oversample to 1"
     elif rollout.asynchronous and rollout.on_push == "retract":
         key = "rollout.asynchronous and rollout.on_push=retract"
-        remedy = "rollout.on_push to wait or in_place" + (", rollout.max_turns to 1" if several_turns else "")
-    elif rollout.asynchronous and several_turns:
+        remedy = "rollout.on_push to wait or in_place" + (", rollout.max_turns to 1" if has_several_turns else "")
+    elif rollout.asynchronous and has_several_turns:
         key, remedy = f"rollout.asynchronous and rollout.max_turns={rollout.max_turns}", "rollout.max_turns to 1"
     else:
         return
@@ -97,7 +96,7 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
 
 
 def check_enough_prompts(count: int, config: Config) -> None:
-    """No prompt is under way twice in a step."""
+    """Check that there are enough prompts for none to be under way twice in a step."""
     needed, oversample = config.data.prompts_per_step, config.rollout.oversample
     if oversample > 1 and count < (most := max_pending_groups(needed, oversample)):
         raise ConfigError(
@@ -107,15 +106,19 @@ def check_enough_prompts(count: int, config: Config) -> None:
 
 
 SLOW_TOKENS_PER_S = 20.0
-"""Tokens per second that each of an engine's conversations is taken to get at least, with as many others beside it as
-there is room for: a pessimistic figure, by which waits are judged; the tiny models on a CPU get more."""
+"""Pessimistic tokens per second of one conversation in a fully loaded engine, for judging timeouts.
+
+The tiny models on a CPU reach more.
+"""
 MAX_TOKENS_PER_S = 1000.0
-"""What no engine gives one conversation."""
+"""Tokens per second that no engine reaches for one conversation."""
 
 
 def check_timeouts(config: Config, warnings: list[str]) -> None:
-    """Whether the answers and the rollouts of a step can be there in time, should all of them become as long as they
-    may. Where they cannot at a rate that no engine has, this raises; at a `SLOW` one it warns."""
+    """Check that responses and steps of maximum length can finish in time.
+
+    Raises ConfigError if they cannot even at MAX_TOKENS_PER_S, and warns if they cannot at SLOW_TOKENS_PER_S.
+    """
     rollout = config.rollout
     if rollout.replay:
         return
@@ -124,18 +127,20 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
             f"rollout.request_timeout={rollout.request_timeout:g} is beyond rollout.step_timeout="
             f"{rollout.step_timeout:g}: one answer cannot take longer than all; lower the first or raise the second"
         )
-    room = rollout.sglang.get("max_total_tokens")
-    room = room if isinstance(room, int) and room > 0 else 0
-    most = rollout.sglang.get("max_running_requests")
-    at_once = min(rollout.concurrency, most if isinstance(most, int) and most > 0 else rollout.concurrency)
-    if room:
-        at_once = max(1, min(at_once, room // rollout.max_context))
+    max_tokens = rollout.sglang.get("max_total_tokens")
+    max_tokens = max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else 0
+    max_requests = rollout.sglang.get("max_running_requests")
+    concurrency = min(
+        rollout.concurrency, max_requests if isinstance(max_requests, int) and max_requests > 0 else rollout.concurrency
+    )
+    if max_tokens:
+        concurrency = max(1, min(concurrency, max_tokens // rollout.max_context))
     engines = len(engine_ranks(config))
-    steps = 1 + rollout.max_lag if rollout.asynchronous else 1  # whose conversations an engine has at the same time
+    steps = 1 + rollout.max_lag if rollout.asynchronous else 1  # whose conversations share an engine
     conversations = -(-config.data.prompts_per_step * steps // engines) * rollout.samples_per_prompt
-    waves, of = -(-conversations // at_once), "under way" if steps > 1 else "of a step"
-    written = min(rollout.max_context, rollout.max_turns * rollout.max_new_tokens)
-    for key, limit, tokens, of_what, remedy in (
+    num_waves, scope = -(-conversations // concurrency), "under way" if steps > 1 else "of a step"
+    tokens_per_rollout = min(rollout.max_context, rollout.max_turns * rollout.max_new_tokens)
+    for key, limit, tokens, subject, remedy in (
         (
             "request_timeout",
             rollout.request_timeout,
@@ -146,19 +151,22 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
         (
             "step_timeout",
             rollout.step_timeout,
-            waves * written,
-            f"an engine's {conversations} rollouts {of}, of up to {written} tokens and {at_once} at once, so in "
-            f"{waves} waves,",
+            num_waves * tokens_per_rollout,
+            f"an engine's {conversations} rollouts {scope}, of up to {tokens_per_rollout} tokens and {concurrency} "
+            "at once, so in "
+            f"{num_waves} waves,",
             "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)",
         ),
     ):
         if tokens / MAX_TOKENS_PER_S > limit:
             raise ConfigError(
-                f"rollout.{key}={limit:g} s is too short: {of_what} would take {tokens / MAX_TOKENS_PER_S:.0f} s at {MAX_TOKENS_PER_S:g} "
+                f"rollout.{key}={limit:g} s is too short: {subject} would take {tokens / MAX_TOKENS_PER_S:.0f} s at "
+                f"{MAX_TOKENS_PER_S:g} "
                 f"tokens per second each, which no engine reaches; {remedy}"
             )
         if tokens / SLOW_TOKENS_PER_S > limit:
             warnings.append(
-                f"rollout.{key}={limit:g} s may be too short: {of_what} would take {tokens / SLOW_TOKENS_PER_S:.0f} s at {SLOW_TOKENS_PER_S:g} "
+                f"rollout.{key}={limit:g} s may be too short: {subject} would take {tokens / SLOW_TOKENS_PER_S:.0f} "
+                f"s at {SLOW_TOKENS_PER_S:g} "
                 f"tokens per second each; what is late is aborted; {remedy}"
             )

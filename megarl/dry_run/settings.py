@@ -1,7 +1,7 @@
-"""The checks of a configuration, one subject each. Pure: they read files and raise ConfigError, nothing else.
+"""Checks of a configuration, one function per subject. Pure: they only read files and raise ConfigError.
 
-Where a setting is legal but surely not what was meant, they append a line to `warnings`. `plan.py` calls them. What
-a model's folder must have is in `model_folders.py`.
+For a setting that is legal but surely not intended they append a line to `warnings`. `plan.py` calls them. Checks of
+model folders are in `model_folders.py`.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ ITEM_NAMES = {
     "pairs": "preference pairs",
     "rows": "rows",
 }
-"""What a file of items holds, in words."""
+"""Description of the items that a file holds."""
 
 
 def data_parallel_size(config: Config, declared: Requirements) -> int:
-    parallel = role_parallel(config, declared.main_role)
-    return parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
+    layout = role_parallel(config, declared.main_role)
+    return layout.world_size // (layout.tp * layout.cp * layout.pp)
 
 
 def sequences_per_step(config: Config, declared: Requirements) -> int:
-    """What a step's batch is cut in: rollouts, conversations, or pairs of them for a reward model."""
+    """Return the number of units of a step's batch: rollouts, conversations, or pairs for a reward model."""
     return config.data.prompts_per_step * (config.rollout.samples_per_prompt if declared.has_rollout else 1)
 
 
 def batch_unit(declared: Requirements) -> str:
-    """What a batch is counted in."""
+    """Return the unit in which a batch is counted."""
     return "pairs" if declared.item == "pairs" else "sequences"
 
 
 def check_nodes(config: Config, declared: Requirements) -> None:
-    """Nodes are whole, and engines parts of them or several."""
+    """Check that nodes are complete, and that each engine is part of a node or spans whole nodes."""
     parallel, engine = config.parallel, config.rollout.tp
-    world, here = parallel.world_size, min(parallel.world_size, parallel.ranks_per_node)
-    if world % here:
+    world, ranks_per_node = parallel.world_size, min(parallel.world_size, parallel.ranks_per_node)
+    if world % ranks_per_node:
         raise ConfigError(
             f"parallel.world_size={world} is not a multiple of parallel.ranks_per_node={parallel.ranks_per_node}; "
             "every node must run the same number of ranks"
@@ -77,7 +77,7 @@ def check_nodes(config: Config, declared: Requirements) -> None:
 
 
 def check_training_layout(hf: HFConfig, config: Config) -> None:
-    """The family's table divides by tp, its experts by ep, its layers by pp; it has the layers that LoRA adapts."""
+    """Check that the model divides: parameters by tp, experts by ep, layers by pp; and that LoRA's targets exist."""
     family, parallel = family_of(hf), config.parallel
     settings = family.megatron_config(hf)
     megatron_fields.check_ddp(config.train.ddp)
@@ -102,10 +102,10 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
 
 
 def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
-    """The same for another role's model, which may have a layout of its own; adapters are of those that are trained."""
-    own = role_config(config, role)
+    """Apply `check_training_layout` to another role's model and layout. Adapters exist for trained roles only."""
+    role_settings = role_config(config, role)
     try:
-        check_training_layout(hf, own if role == "critic" else replace(own, lora=LoraConfig()))
+        check_training_layout(hf, role_settings if role == "critic" else replace(role_settings, lora=LoraConfig()))
     except ConfigError as error:
         raise prefix_role_error(config, role, error) from None
 
@@ -118,11 +118,11 @@ def check_lora(hf: HFConfig, config: Config) -> None:
         return
     if lora.rank > (hidden := int(hf["hidden_size"])):
         raise ConfigError(f"lora.rank={lora.rank} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
-    adapter_params(family_of(hf).params(hf, parallel.tp, parallel.etp), lora)  # raises for a target that is not there
+    adapter_params(family_of(hf).params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
 
 
 def check_engine(hf: HFConfig, config: Config) -> None:
-    """What SGLang needs of its own layout."""
+    """Check that the model divides by the engines' tp and ep, and the engines' settings."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
     server_args.check(config.rollout.sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
@@ -150,7 +150,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
 
 
 def check_engine_capacity(config: Config) -> None:
-    """A conversation must fit into an engine whole."""
+    """Check that an engine can hold a whole conversation."""
     sglang, longest = config.rollout.sglang, config.rollout.max_context
     for name in ("max_total_tokens", "context_length"):
         if sglang.get(name) is not None and sglang[name] < longest:
@@ -164,7 +164,7 @@ def check_engine_capacity(config: Config) -> None:
 
 
 def check_drafts(hf: HFConfig, config: Config) -> None:
-    """Raise ConfigError where nothing can draft for `rollout.draft_tokens`, or nobody has seen it work."""
+    """Raise ConfigError if the model cannot draft for `rollout.draft_tokens`, or the combination is untested."""
     number, path = config.rollout.draft_tokens, Path(config.model.path)
     if number == 0:
         return
@@ -194,7 +194,7 @@ def check_drafts(hf: HFConfig, config: Config) -> None:
 
 
 def check_mtp(hf: HFConfig, config: Config, declared: Requirements) -> None:
-    """Layers of multi-token prediction are trained of a policy that has them."""
+    """Check that the algorithm trains a policy, and that the model has the layers, for multi-token prediction."""
     if config.train.mtp and declared.has_scalar_head:
         raise ConfigError(
             f"train.mtp is about a policy's layers, and algorithm={declared.name} trains none; set it to 0"
@@ -203,7 +203,7 @@ def check_mtp(hf: HFConfig, config: Config, declared: Requirements) -> None:
 
 
 def check_routing(hf: HFConfig, config: Config, declared: Requirements) -> None:
-    """Replaying the engine's choice of experts needs experts, an engine that records it, a router that can be told."""
+    """Check routing replay: it needs experts, an engine that records routing, and a router that can be overridden."""
     if not config.train.replay_routing:
         return
     if not declared.has_rollout:
@@ -228,7 +228,7 @@ def _has_dense_layers(settings: Mapping[str, Any]) -> bool:
 
 
 def check_run_dir(config: Config) -> None:
-    """What can be said of the run folder without touching it; whose run it holds, `observe/run_folder.py` looks at."""
+    """Check the run folder without touching it; `observe/run_folder.py` checks whose run it holds."""
     if not config.run.dir.strip() or "\0" in config.run.dir:
         raise ConfigError(f"run.dir={config.run.dir!r} names no folder; set it to one for this run, such as runs/first")
     if config.run.export:
@@ -238,34 +238,34 @@ def check_run_dir(config: Config) -> None:
             adapter = run_dir / "adapter"
             if config.lora.rank and adapter.exists() and not (adapter / "adapter_config.json").is_file():
                 raise ConfigError(f"{adapter} exists and is no adapter; move it away, or set run.dir to another folder")
-        except (OSError, RuntimeError) as error:  # the latter for links in a circle
-            what = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"run.dir={config.run.dir[:300]}: {what}; set it to another folder") from None
+        except (OSError, RuntimeError) as error:  # RuntimeError for circular links
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"run.dir={config.run.dir[:300]}: {reason}; set it to another folder") from None
 
 
 def check_disk_space(
     hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Requirements, warnings: list[str]
 ) -> None:
-    """Room for what the run will write. One that is resumed may have written it already."""
-    run, needs = config.run, disk_space.estimate_space(hf, critic_hf, config, declared)
+    """Check disk space for everything that the run will write. A resumed run may have written it already."""
+    run, estimate = config.run, disk_space.estimate_space(hf, critic_hf, config, declared)
     try:
         if not disk_space.can_hold_files(Path(run.dir)):
             raise ConfigError(f"run.dir={run.dir} is in a file system of the kernel; set it to a folder on a disk")
         free = disk_space.free_bytes(Path(run.dir))
     except OSError:
-        return  # what is wrong there is found when the folder is made
-    kept = min(run.keep_checkpoints + 1, -(-run.num_rollout // run.save_every)) if run.save_every else 0
-    export = needs.export if run.export else 0
-    least, most = min(kept, 1) * needs.checkpoint + export, kept * needs.checkpoint + export
-    parts = [f"{kept} x {disk_space.format_bytes(needs.checkpoint)} for checkpoints"] if kept else []
+        return  # reported when the folder is created
+    num_kept = min(run.keep_checkpoints + 1, -(-run.num_rollout // run.save_every)) if run.save_every else 0
+    export = estimate.export if run.export else 0
+    min_bytes, max_bytes = min(num_kept, 1) * estimate.checkpoint + export, num_kept * estimate.checkpoint + export
+    parts = [f"{num_kept} x {disk_space.format_bytes(estimate.checkpoint)} for checkpoints"] if num_kept else []
     parts += [f"{disk_space.format_bytes(export)} for the export"] if export else []
     line = (
         f"run.dir={run.dir} is on a disk with {disk_space.format_bytes(free)} free, and the run will write up to about "
         f"{' and '.join(parts)}; make room, set run.dir to a place on another disk, or lower run.keep_checkpoints"
     )
-    if free < least and not (run.resumes and (Path(run.dir) / "checkpoints").is_dir()):
+    if free < min_bytes and not (run.resumes and (Path(run.dir) / "checkpoints").is_dir()):
         raise ConfigError(line)
-    if free < most:
+    if free < max_bytes:
         warnings.append(line)
 
 
@@ -286,11 +286,11 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
 
 
 def check_algorithm(config: Config, declared: Requirements, warnings: list[str]) -> None:
-    """What the algorithm needs of sampling and the KL to a reference, where it has such."""
+    """Check what the algorithm needs of sampling and of the KL to a reference, if it has them."""
     name, kl, samples = declared.name, config.kl, config.rollout.samples_per_prompt
     if not declared.has_rollout:
         return
-    agents = [one.spec for one in load_catalog(config.rollout).environments.values() if one.kind == "agent"]
+    agents = [entry.spec for entry in load_catalog(config.rollout).environments.values() if entry.kind == "agent"]
     if agents and config.rollout.oversample > 1:
         raise ConfigError(
             f"rollout.oversample={config.rollout.oversample:g} stops conversations and goes on with them in a later "
@@ -307,7 +307,8 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
         )
     if 0 < (temperature := config.rollout.temperature) < MIN_TEMPERATURE:
         raise ConfigError(
-            f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}: log-probs are "
+            f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}: "
+            "log-probs are "
             "of logits divided by it"
         )
     if temperature == 0:
@@ -340,7 +341,7 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
 
 
 def check_schedule(config: Config, declared: Requirements) -> None:
-    """Something is trained, and no rate falls to one above it."""
+    """Check that something is trained, and that no minimum learning rate exceeds the initial one."""
     run, warmup = config.run, config.critic.warmup_steps
     if "critic" in declared.roles and warmup >= run.num_rollout:
         raise ConfigError(
@@ -360,27 +361,27 @@ def check_batch(config: Config, declared: Requirements, warnings: list[str]) -> 
     if run.num_update % run.epochs:
         raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.epochs={run.epochs}")
     per_epoch, sequences = run.num_update // run.epochs, sequences_per_step(config, declared)
-    what = batch_unit(declared)
+    unit = batch_unit(declared)
     if per_epoch > sequences:
         raise ConfigError(
-            f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} {what} in "
+            f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} {unit} in "
             f"{per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
         )
     if not declared.trained_roles:
         return
     if sequences // per_epoch < dp:
         warnings.append(
-            f"a mini-batch of {sequences // per_epoch} {what} leaves some of {dp} data-parallel ranks without work"
+            f"a mini-batch of {sequences // per_epoch} {unit} leaves some of {dp} data-parallel ranks without work"
         )
     elif sequences % per_epoch or sequences // per_epoch % dp:
         warnings.append(
-            f"{sequences} {what} do not divide evenly into {per_epoch} mini-batches on {dp} data-parallel ranks; "
+            f"{sequences} {unit} do not divide evenly into {per_epoch} mini-batches on {dp} data-parallel ranks; "
             "correct, but some ranks wait"
         )
 
 
 def check_file_name(key: str, path: str) -> None:
-    """Raise ConfigError for what is not here, and could not be the name of a data file on any machine."""
+    """Raise ConfigError for a missing path that could not be a data file on any machine."""
     missing, suffixes = f"{key}={path[:200]}: there is no such file", (".jsonl", ".parquet")
     if "://" in path:
         raise ConfigError(
@@ -400,18 +401,21 @@ def check_file_name(key: str, path: str) -> None:
 
 
 def find_eval_overlap(config: Config, train: Mapping[str, str], held_out: Mapping[str, str]) -> list[str]:
-    """A warning where training data are evaluated on: the same files, or among the first rows the same. train,
-    held_out: what those ask, and where it stands."""
+    """Warn about training data in the evaluation: the same files, or the same rows among the first of each.
+
+    train, held_out: text of each first row -> its location.
+    """
     trained = {os.path.realpath(path): path for path in config.data.train}
     for path in config.data.eval if held_out else ():
         if (other := trained.get(os.path.realpath(path))) is not None:
             return [
                 f"data.eval={path} is data.train={other}: an evaluation on training data does not say what is learned"
             ]
-    if same := [text for text in held_out if text in train]:
+    if duplicates := [text for text in held_out if text in train]:
         return [
-            f"data.eval: {len(same)} of the first {len(held_out)} rows are in data.train, too, such as "
-            f"{held_out[same[0]]} as {train[same[0]]}: an evaluation on training data does not say what is learned"
+            f"data.eval: {len(duplicates)} of the first {len(held_out)} rows are in data.train, too, such as "
+            f"{held_out[duplicates[0]]} as {train[duplicates[0]]}: an evaluation on training data does not say what "
+            "is learned"
         ]
     return []
 
@@ -428,9 +432,9 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
             f"run.epochs={run.epochs} goes over each step's batch so many times; passes over the data are steps: "
             "run.num_rollout times data.prompts_per_step over the rows"
         )
-    trained = [("data.train", path) for path in data.train]
-    first: dict[str, dict[str, str]] = {"data.train": {}, "data.eval": {}}
-    for key, path in trained + [("data.eval", path) for path in data.eval if run.eval_every]:
+    train_files = [("data.train", path) for path in data.train]
+    first_texts: dict[str, dict[str, str]] = {"data.train": {}, "data.eval": {}}
+    for key, path in train_files + [("data.eval", path) for path in data.eval if run.eval_every]:
         if not os.path.exists(path):
             check_file_name(key, path)
             if not dry_run:
@@ -439,7 +443,7 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
         else:
             rows = check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
             for row in rows:
-                first[key].setdefault(row.text, row.where)
+                first_texts[key].setdefault(row.text, row.where)
             named = [row for row in rows if row.extra.get(COLUMN)]
             if named and declared.has_rollout and not config.rollout.environments:
                 warnings.append(
@@ -450,7 +454,7 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
                 check_no_nan(Path(path), data.order)
             if declared.item == "prompts" and "reward" in declared.roles:
                 warnings += check_truth_file(config, path)
-    warnings += find_eval_overlap(config, *first.values())
+    warnings += find_eval_overlap(config, *first_texts.values())
     if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
         raise ConfigError(
             f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are the same; set one of them"

@@ -1,7 +1,7 @@
-"""Which layouts of a model fit so many GPUs of such a size, and which of them to take.
+"""Find the layouts of a model that fit a number of GPUs of a given size, and select the best.
 
-Pure, as the dry run is: for each layout that divides, plans of memory (`models.memory`) and time (`models.step_time`).
-All roles share all ranks here; of roles on ranks of their own (`placement`) a dry run shows the memory.
+Pure, like the dry run: plans memory (`models.memory`) and time (`models.step_time`) of each layout that divides. All
+roles share all ranks; for roles on separate ranks (`placement`), a dry run shows the memory.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from megarl.parallel.placement import check_layout, check_placement
 from megarl.reshard.plan.from_config import plan_from_config
 from megarl.types.requirements import Requirements
 
-RECOMPUTE_MODES = ("none", "selective", "full")  # of recomputing activations, the least first
-USABLE_FRACTION = 0.93  # of a GPU's memory; the rest is for CUDA, NCCL and what the allocator cannot use
-TIE_RATIO = 1.1  # layouts whose modelled seconds differ by less are taken for equal: the model is no better than that
-MAX_EXPERT_RANKS = 64  # that are tried: all-to-alls among more run far below the links' speed, which is not modelled
+RECOMPUTE_MODES = ("none", "selective", "full")  # of activation recomputation, the least first
+USABLE_FRACTION = 0.93  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
+TIE_RATIO = 1.1  # layouts whose modelled seconds differ by less count as equal: the model is no more accurate
+MAX_EXPERT_RANKS = 64  # upper limit: all-to-alls among more run far below the links' speed, which is not modelled
 RULE = (
-    f"Rule: of the layouts that fit in {USABLE_FRACTION:.0%} of a GPU, the least modelled seconds a step; of those within "
-    f"{TIE_RATIO - 1:.0%} of that, the fewest model parallel ranks (tp x pp x cp), then the fewest of experts (ep x etp). "
+    f"Rule: of the layouts that fit in {USABLE_FRACTION:.0%} of a GPU, the least modelled seconds a step; of those "
+    "within "
+    f"{TIE_RATIO - 1:.0%} of that, the fewest model parallel ranks (tp x pp x cp), then the fewest of experts (ep x "
+    "etp). "
     f"Tensor parallel ranks stay in a node, expert parallel ranks are at most {MAX_EXPERT_RANKS}."
 )
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A configuration with its memory by stage, and the modelled seconds of an optimizer step of the policy by what
-    they are spent on. `way`: how activations are recomputed."""
+    """A configuration with its memory by stage and the modelled seconds of an optimizer step of the policy, by
+    activity.
+
+    recompute: mode of activation recomputation.
+    """
 
     config: Config
     recompute: str
@@ -52,9 +57,12 @@ class LayoutPlan:
 
 @dataclass(frozen=True)
 class Search:
-    """config: what is the same of all layouts; its world_size and ranks_per_node are meant. ways: of recomputing that
-    may be chosen from. engines: choose rollout.tp and rollout.ep too, the smallest engine that fits beside the states.
-    critic_hf, declared: as for `plan_memory`."""
+    """Search over layouts.
+
+    config: everything but the layout; its world_size and ranks_per_node apply. recompute_modes: modes to choose from.
+    should_size_engines: also choose rollout.tp and rollout.ep, for the smallest engine that fits beside the training
+    states. critic_hf, declared: as in `plan_memory`.
+    """
 
     hf: HFConfig
     critic_hf: HFConfig | None
@@ -66,7 +74,7 @@ class Search:
     should_size_engines: bool = True
 
     def plan_layout(self, parallel: ParallelConfig, way: str) -> LayoutPlan:
-        """Raises ConfigError where the layout does not divide."""
+        """Plan one layout. Raises ConfigError if it does not divide."""
         config = apply_layout(self.hf, self.config, parallel, way)
         return LayoutPlan(
             config, way, plan_memory(self.hf, config, self.declared, self.critic_hf), self.time.seconds(config)
@@ -76,32 +84,32 @@ class Search:
         return one.peak <= USABLE_FRACTION * self.gpu_bytes
 
     def fit_engine(self, one: LayoutPlan) -> LayoutPlan:
-        """With the smallest engine that fits beside the states, or as it is."""
+        """Return the plan with the smallest engine that fits beside the training states, or unchanged if none does."""
         if self.should_size_engines and self.declared.has_rollout and not self.fits(one):
             for tp, ep in engine_sizes(self.hf, self.config, self.declared):
                 config = replace(one.config, rollout=replace(one.config.rollout, tp=tp, ep=ep))
                 memory = plan_memory(self.hf, config, self.declared, self.critic_hf)
-                other = replace(one, config=config, memory=memory)
-                if self.fits(other):
-                    return other
+                candidate = replace(one, config=config, memory=memory)
+                if self.fits(candidate):
+                    return candidate
         return one
 
     def find_fitting(self) -> list[LayoutPlan]:
-        """The layouts that fit, the least modelled seconds first.
+        """Return the layouts that fit, in ascending order of modelled seconds.
 
-        Over tp inside a node, pp, ep, and cp where a conversation is longer than the token budget. etp is tried where
-        nothing fits without it, and vpp for the best layout of those that fit.
+        Searches tp inside a node, pp, ep, and cp if a conversation is longer than the token budget. etp is tried only
+        if nothing fits without it, and vpp only for the best layout found.
         """
-        found: list[LayoutPlan] = []
+        plans: list[LayoutPlan] = []
         for etp in (1, 2, 4, 8) if family_of(self.hf).num_experts(self.hf) else (1,):
-            found = found or list(self._iter_fitting(etp))
-        if not found:
+            plans = plans or list(self._iter_fitting(etp))
+        if not plans:
             return []
-        top = select_best(found)
-        if top.config.parallel.pp > 1:
+        best = select_best(plans)
+        if best.config.parallel.pp > 1:
             for vpp in (2, 3, 4, 6, 8):
-                found += self._try_layout(replace(top.config.parallel, vpp=vpp))
-        return sorted(found, key=lambda one: one.total)
+                plans += self._try_layout(replace(best.config.parallel, vpp=vpp))
+        return sorted(plans, key=lambda one: one.total)
 
     def _iter_fitting(self, etp: int) -> Iterator[LayoutPlan]:
         base = self.config.parallel
@@ -113,26 +121,28 @@ class Search:
                         yield from self._try_layout(replace(base, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp))
 
     def least_recomputing(self, parallel: ParallelConfig) -> LayoutPlan:
-        """With the least recomputation with which training fits, and the smallest engine with which generating does;
-        where it does not fit, with the most. Raises ConfigError where the layout does not divide."""
-        for way in self.recompute_modes:
-            one = self.plan_layout(parallel, way)
-            if max(stage.training_total for stage in one.memory) <= USABLE_FRACTION * self.gpu_bytes:
+        """Plan a layout with the least recomputation that fits training, and the smallest engine that fits generation.
+
+        With the most recomputation if none fits. Raises ConfigError if the layout does not divide.
+        """
+        for mode in self.recompute_modes:
+            plan = self.plan_layout(parallel, mode)
+            if max(stage.training_total for stage in plan.memory) <= USABLE_FRACTION * self.gpu_bytes:
                 break
-        return self.fit_engine(one)
+        return self.fit_engine(plan)
 
     def _try_layout(self, parallel: ParallelConfig) -> Iterator[LayoutPlan]:
-        """The layout, if it divides and fits."""
+        """Yield the layout's plan if it divides and fits."""
         try:
             check_layout(parallel)
-            one = self.least_recomputing(parallel)
+            plan = self.least_recomputing(parallel)
         except ConfigError:
             return
-        if self.fits(one):
-            yield one
+        if self.fits(plan):
+            yield plan
 
     def _context_parallel_sizes(self) -> list[int]:
-        """Context parallel sizes, up to where a rank has no more of the longest conversation than of a micro-batch."""
+        """Return cp sizes up to the first at which the longest conversation fits the token budget of the ranks."""
         sizes = [1]
         longest = self.config.rollout.max_context if self.declared.has_rollout else 0
         while sizes[-1] * self.config.train.token_budget < longest:
@@ -141,7 +151,7 @@ class Search:
 
 
 def select_best(found: list[LayoutPlan]) -> LayoutPlan:
-    """By `RULE`, of layouts that fit, of which there must be one."""
+    """Select from layouts that fit, at least one, by `RULE`."""
     least = min(one.total for one in found)
 
     def ranks(one: LayoutPlan) -> tuple[int, int, float]:
@@ -152,7 +162,7 @@ def select_best(found: list[LayoutPlan]) -> LayoutPlan:
 
 
 def check_feasible(hf: HFConfig, config: Config, declared: Requirements) -> None:
-    """Raise ConfigError, as a dry run would, for a layout that does not divide, or whose weights cannot be pushed."""
+    """Raise ConfigError, like a dry run, if a layout does not divide or its weights cannot be synced."""
     check_placement(config, declared.roles, [])
     checks.check_nodes(config, declared)
     checks.check_training_layout(hf, config)
@@ -162,19 +172,19 @@ def check_feasible(hf: HFConfig, config: Config, declared: Requirements) -> None
 
 
 def apply_layout(hf: HFConfig, config: Config, parallel: ParallelConfig, way: str) -> Config:
-    """The configuration in this layout, with the layers dealt out and activations recomputed in one of `WAYS`.
+    """Return the configuration with this layout, a split of the layers, and one of `RECOMPUTE_MODES`.
 
-    Raises ConfigError where no way to deal out the layers is known.
+    Raises ConfigError if the layers cannot be split.
     """
     layers = int(hf["num_hidden_layers"])
     split = split_layers(layers, parallel.pp, parallel.vpp)
     if split is None:
-        some = range(1, layers + 1)
-        able = {
-            "pp": nearest(parallel.pp, [n for n in some if split_layers(layers, n, parallel.vpp) is not None]),
-            "vpp": nearest(parallel.vpp, [n for n in some if split_layers(layers, parallel.pp, n) is not None]),
+        numbers = range(1, layers + 1)
+        valid_sizes = {
+            "pp": nearest(parallel.pp, [n for n in numbers if split_layers(layers, n, parallel.vpp) is not None]),
+            "vpp": nearest(parallel.vpp, [n for n in numbers if split_layers(layers, parallel.pp, n) is not None]),
         }
-        remedies = [f"{name} to {' or '.join(map(str, sizes))}" for name, sizes in able.items() if sizes]
+        remedies = [f"{name} to {' or '.join(map(str, sizes))}" for name, sizes in valid_sizes.items() if sizes]
         raise ConfigError(
             f"{layers} layers cannot be dealt out to pp={parallel.pp} stages of vpp={parallel.vpp} parts, even with "
             f"other numbers on the first and last; the nearest that can: set {', or '.join(remedies)}"
@@ -184,29 +194,38 @@ def apply_layout(hf: HFConfig, config: Config, parallel: ParallelConfig, way: st
 
 
 def split_layers(num_layers: int, pp: int, vpp: int = 1) -> dict[str, int] | None:
-    """Keys of `model.megatron` with which the layers divide: none where they do evenly, else fewer on the first and
-    last stage, which have the embedding and the output layer; None where there is no such way."""
+    """Return the keys of `model.megatron` that split the layers over stages.
+
+    Empty if they divide evenly; otherwise fewer layers on the first and last stages, which have the embedding and the
+    output layer. None if there is no such split.
+    """
     if num_layers % (pp * vpp) == 0:
         return {}
     if pp == 1 or num_layers < pp * vpp or num_layers % vpp:
         return None
     units = num_layers // vpp  # runs of vpp layers, one for each part of a stage
     if pp == 2:
-        first, last = units - units // 2, units // 2
+        first_units, last_units = units - units // 2, units // 2
     else:
-        middle = -(-units // pp)
-        while middle and units - middle * (pp - 2) < 2:
-            middle -= 1
-        ends = units - middle * (pp - 2)
-        first, last = ends - ends // 2, ends // 2
-        if not middle:
+        middle_units = -(-units // pp)
+        while middle_units and units - middle_units * (pp - 2) < 2:
+            middle_units -= 1
+        end_units = units - middle_units * (pp - 2)
+        first_units, last_units = end_units - end_units // 2, end_units // 2
+        if not middle_units:
             return None
-    return {"num_layers_in_first_pipeline_stage": first * vpp, "num_layers_in_last_pipeline_stage": last * vpp}
+    return {
+        "num_layers_in_first_pipeline_stage": first_units * vpp,
+        "num_layers_in_last_pipeline_stage": last_units * vpp,
+    }
 
 
 def recompute_settings(hf: HFConfig, way: str) -> dict[str, Any]:
-    """Keys of `model.megatron` for one of `WAYS`. Selective: the products of experts' gates, which cost no matrix
-    product to make again, and what latent attention projects up; of dense layers the MLP."""
+    """Return the keys of `model.megatron` for one of `RECOMPUTE_MODES`.
+
+    Selective recomputes the activation of experts, which needs no matrix product, and the up-projection of latent
+    attention; of dense models the MLP.
+    """
     if way == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if way == "none":
@@ -218,7 +237,7 @@ def recompute_settings(hf: HFConfig, way: str) -> dict[str, Any]:
 
 
 def engine_sizes(hf: HFConfig, config: Config, declared: Requirements) -> Iterator[tuple[int, int]]:
-    """Sizes (tp, ep) that an engine can have, the smallest first, its experts dealt out as far as they divide."""
+    """Yield possible sizes (tp, ep) of an engine, the smallest first, with the largest ep that divides."""
     experts = family_of(hf).num_experts(hf)
     for tp in divisors(config.parallel.world_size):
         for ep in reversed([ep for ep in divisors(tp) if ep == 1 or (experts and experts % ep == 0)]):
@@ -237,6 +256,6 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(number: int, of: list[int]) -> list[int]:
-    """The largest below and the smallest above, where there are such."""
+    """Return the largest number below and the smallest above, if any."""
     below, above = [n for n in of if n < number], [n for n in of if n > number]
     return below[-1:] + above[:1]
