@@ -90,7 +90,7 @@ class JudgeOptions(HttpOptions):
         if unknown := sorted(used_fields - set(_FIELDS)):
             raise ConfigError(
                 f"{OPTIONS_PREFIX}prompt has {{{unknown[0]}}}; known are "
-                f"{', '.join(f'{{{field_name}}}' for one in _FIELDS)}"
+                f"{', '.join(f'{{{field_name}}}' for field_name in _FIELDS)}"
             )
         try:
             regex.compile(result.pattern)

@@ -89,9 +89,8 @@ def is_different(one: Any, other: Any, within: float = 1e-4) -> bool:
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     values = {symbol: sympy.Float(0.37 + 0.59 * number) for number, symbol in enumerate(symbols)}
     try:
-        one_value, other_value = (
-            part.evalf(15, subs=values)._to_mpmath(53) for part in (one, other)
-        )  # of any exponent
+        # mpmath values have no exponent limit
+        one_value, other_value = (part.evalf(15, subs=values)._to_mpmath(53) for part in (one, other))
     except Exception:  # sympy raises many kinds for non-numeric values
         return False
     return bool(abs(one_value - other_value) > within * max(1.0, abs(one_value), abs(other_value)))
