@@ -1,4 +1,4 @@
-"""What a run shows and records: metrics, trackers, the progress display, recorded rollouts, the run folder, watchdogs.
+"""Observability of a run: metrics, trackers, progress display, recorded rollouts, run folder, guards, hang watchdog.
 
-Controllers and workers import it. Nothing here may stop training, except the guards that the user sets.
+Imported by controllers and workers. Nothing here may stop training except the guards that the user sets.
 """

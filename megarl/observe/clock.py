@@ -1,4 +1,4 @@
-"""Where the seconds of a step go: named phases, each the sum of its visits, and spans of who did what when."""
+"""Step timing: named phases, summed per step, and spans for the timeline."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 WAIT, DATA, REMOTE, STEP = "wait", "data", "elsewhere", "step"
-"""What a span can be about that is no work: waiting for other ranks or threads; moving rows to other ranks; a call of
-a role that is on other ranks; a whole step."""
+"""Categories of spans that are not a role's work: waiting for other ranks or threads, moving rows to other ranks,
+calling a role that runs on other ranks, and a whole step."""
 
 MIN_SPAN_S = 0.0005
-"""Waits and transfers below this are not kept: there are many, and together they are not much."""
+"""Shorter waits and transfers are dropped: they are many but add up to little."""
 
 _EPOCH_OFFSET_S = time.time() - time.monotonic()
-"""From the monotonic clock, which no one sets and which all processes of a machine share, to the time of day, which
-machines share."""
+"""Offset from the monotonic clock, which is never adjusted and is shared by all processes of a machine, to the Unix
+epoch, which is shared between machines."""
 
 
 class Span(NamedTuple):
-    """Times in seconds since 1970. who: the role that is at work here, `rank` for what is no role's, or what else it
-    is. ranks: all on whose devices it is, where that is not this rank alone."""
+    """A named time interval of one thread, in seconds since the Unix epoch.
+
+    Args:
+        category: the role at work, `rank` for work of no role, or one of `WAIT`, `DATA`, `REMOTE`, `STEP`.
+        ranks: all ranks whose devices it occupies; empty if only this one.
+    """
 
     name: str
     category: str
@@ -33,30 +37,30 @@ class Span(NamedTuple):
 
 
 class Clock:
-    """Times phases. `on_phase` is told the name of each phase that begins, for a live display.
+    """Measures phases and spans. Only the main thread may open phases; any thread may open spans.
 
-    Phases are for one thread; spans are for any.
+    Args:
+        on_phase: called with the name of each phase that begins, for the live display.
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
         self.on_phase = on_phase
         self.profiler_range: Callable[[str], AbstractContextManager[object]] | None = None
-        """While a profiler is at work: makes a range of a span's name in what it records."""
+        """Opens a profiler range of the given name. Set only while a profiler records."""
         self._seconds: dict[str, float] = {}
         self._lap_start = time.monotonic()
         self._spans: list[Span] = []
         self._phase_stack: list[tuple[str, str]] = []
         self.position: tuple[str, str, float] = ("", "", self._lap_start)
-        """The innermost phase that the main thread is in, whose it is, and when the thread has begun or ended one, or
-        a span, last."""
+        """The main thread's innermost phase, its category, and when the thread last entered or left a phase or span."""
         self._lock = threading.Lock()
 
     @contextmanager
     def phase(self, name: str, who: str = "rank") -> Iterator[None]:
-        """A span that counts into `time/<name>`."""
+        """Open a span whose duration also counts towards `time/<name>`."""
         if self.on_phase is not None:
             self.on_phase(name)
-        began = time.monotonic()
+        start = time.monotonic()
         self._phase_stack.append((name, who))
         try:
             with self.span(name, who):
@@ -64,32 +68,35 @@ class Clock:
         finally:
             self._phase_stack.pop()
             self._update_position()
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
     @contextmanager
     def span(self, name: str, who: str = "rank", ranks: Sequence[int] = ()) -> Iterator[None]:
-        """For the timeline alone. Spans of a thread are within each other, or apart."""
-        mark = self.profiler_range
-        began = self._update_position()
+        """Record a span for the timeline only. Spans of one thread must nest or be disjoint."""
+        profiler_range = self.profiler_range
+        start = self._update_position()
         try:
-            if mark is None:
+            if profiler_range is None:
                 yield
             else:
-                with mark(name if who == "rank" else f"{name} ({who})"):
+                with profiler_range(name if who == "rank" else f"{name} ({who})"):
                     yield
         finally:
-            self.add_span(name, who, began, self._update_position(), ranks)
+            self.add_span(name, who, start, self._update_position(), ranks)
 
     def _update_position(self) -> float:
-        """Now; of the main thread it is kept that it has come so far."""
+        """Return the current time; on the main thread, record it in `position` as progress."""
         now = time.monotonic()
         if threading.current_thread() is threading.main_thread():
             self.position = (*(self._phase_stack[-1] if self._phase_stack else ("", "")), now)
         return now
 
     def lap(self, step: int | None = None) -> dict[str, float]:
-        """Seconds by phase since the last lap, as `time/<phase>`, with the whole as `time/step`; starts anew. step: the
-        one that the lap was, if it was one, which then is a span."""
+        """Return seconds per phase since the last lap as `time/<phase>`, their total as `time/step`, and reset.
+
+        Args:
+            step: if the lap was a step, its number; a span of category `STEP` is then recorded.
+        """
         now = time.monotonic()
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         result["time/step"] = now - self._lap_start
@@ -99,19 +106,19 @@ class Clock:
         return result
 
     def drain_spans(self) -> list[Span]:
-        """Those that have ended since the last call."""
+        """Return the spans that ended since the last call."""
         with self._lock:
-            found, self._spans = self._spans, []
-        return found
+            spans, self._spans = self._spans, []
+        return spans
 
     def add_span(
         self, name: str, who: str, begin: float, end: float, ranks: Sequence[int] = (), thread: str = ""
     ) -> None:
-        """A span that is over, in time.monotonic's seconds. thread: whose it is, where not of this one."""
+        """Record a finished span, given in `time.monotonic` seconds. thread: its thread if not the current one."""
         if who in (WAIT, DATA) and end - begin < MIN_SPAN_S:
             return
         current = threading.current_thread()
-        main = "main" if current is threading.main_thread() else ""
-        called = thread or main or current.name.rstrip("_0123456789")
+        main_name = "main" if current is threading.main_thread() else ""
+        thread_name = thread or main_name or current.name.rstrip("_0123456789")
         with self._lock:
-            self._spans.append(Span(name, who, called, begin + _EPOCH_OFFSET_S, end + _EPOCH_OFFSET_S, ranks))
+            self._spans.append(Span(name, who, thread_name, begin + _EPOCH_OFFSET_S, end + _EPOCH_OFFSET_S, ranks))

@@ -1,10 +1,10 @@
-"""The run folder's control file: what a user may change while the run goes on.
+"""Live settings: keys that the user may change while the run is going, through a file in the run folder.
 
     <run>/control.yaml        reward: {weights: {gsm8k: 0.4, model: 0.6}}
 
-It is read at the beginning of each step by one rank, and holds on all of them from that step on. A key that it does not
-have stays as it is, also where it had it before; so does everything where the file cannot be used, which is said once
-for each state of the file. What it has set is in the checkpoint, so that a resume goes on with it.
+One rank reads the file at the start of each step; its values apply on all ranks from that step on. A key that is not in
+the file, or no longer, keeps its value. If the file is invalid nothing changes, and a warning is logged once per
+version of the file. Applied values are part of the checkpoint, so a resumed run keeps them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ CONTROL_FILE = "control.yaml"
 
 
 class Controllable(Protocol):
-    """Has something that may change while the run goes on."""
+    """A component with settings that may change during the run."""
 
     def controls(self) -> Mapping[str, Callable[[Any], Any]]:
-        """By key, what makes a plain value of what the file says, or raises ConfigError."""
+        """Return a parser per key: it converts a value from the file or raises ConfigError."""
         ...
 
     def set_control(self, key: str, value: Any) -> None: ...
 
 
 class ControlUpdate(NamedTuple):
-    """What the file says: values by key, or what is wrong with it; and what tells its present state from others."""
+    """Content of the control file: values by key, or an error message. `digest` identifies the file's version."""
 
     values: dict[str, Any]
     error: str = ""
@@ -38,24 +38,26 @@ class ControlUpdate(NamedTuple):
 
 
 class Control:
-    """Made on every rank, with those that it controls; `say`: a line for the log."""
+    """Applies the control file to `controlled`. Created on every rank; `say` logs a line."""
 
     def __init__(self, run_dir: Path, controlled: Sequence[Controllable], say: Callable[[str], None]) -> None:
         self._file, self._log = run_dir / CONTROL_FILE, say
-        self._keys = {key: (one, check) for one in controlled for key, check in one.controls().items()}
+        self._keys = {
+            key: (component, parse) for component in controlled for key, parse in component.controls().items()
+        }
         self._applied: dict[str, Any] = {}
-        """What the file has said, of all that has been taken from it."""
+        """Values applied so far, as they are in the file."""
         self._last_digest = ""
 
     def read(self) -> ControlUpdate:
-        """Where anything is wrong with the file it sets nothing."""
+        """Read and parse the file. Any error in it rejects the whole file."""
         data = b""
         try:
             if not self._file.exists():
                 return ControlUpdate({})
-            if not self._file.is_file():  # a pipe would be waited for
-                what = "is a folder" if self._file.is_dir() else "is no regular file"
-                raise ConfigError(f"{self._file} {what}; put a file of YAML there, or take it away")
+            if not self._file.is_file():  # reading a pipe would block
+                problem = "is a folder" if self._file.is_dir() else "is no regular file"
+                raise ConfigError(f"{self._file} {problem}; put a file of YAML there, or take it away")
             with self._file.open("rb") as file:
                 data = file.read(plain_yaml.MAX_BYTES + 1)
             return ControlUpdate(self._parse(data), digest=_digest(data))
@@ -65,7 +67,7 @@ class Control:
             return ControlUpdate({}, f"{self._file} cannot be read: {error.strerror}", f"{error.errno}")
 
     def apply(self, step: int, orders: ControlUpdate) -> None:
-        """At the beginning of a step, on all ranks: what the first of them has read."""
+        """Apply what the first rank has read. Called on all ranks at the start of a step."""
         for key, value in orders.values.items():
             if key not in self._applied or self._applied[key] != value:
                 self._log(f"{CONTROL_FILE}, from step {step} on: {key}={value}")
@@ -75,44 +77,44 @@ class Control:
         self._last_digest = orders.digest
 
     def _parse(self, data: bytes) -> dict[str, Any]:
-        """Raises ConfigError."""
+        """Parse values by `section.key`. Raises ConfigError."""
         tree = plain_yaml.parse_bytes(data, str(self._file))
         if data and not data.endswith(b"\n"):
             raise ConfigError(f"{self._file} does not end with a line break: it may not be written to its end yet")
         if not isinstance(tree, dict | None):
             raise ConfigError(f"{self._file} holds a {type(tree).__name__}, not a mapping of sections")
-        found = {}
+        values = {}
         for section, content in (tree or {}).items():
             if not isinstance(content, dict):
                 raise ConfigError(f"{self._file}: {section} must be a section of keys")
             for name, value in content.items():
                 if (key := f"{section}.{name}") not in self._keys:
-                    known = ", ".join(self._keys) or "nothing"
-                    raise ConfigError(f"{self._file}: {key} cannot change while the run goes on (what can: {known})")
+                    allowed = ", ".join(self._keys) or "nothing"
+                    raise ConfigError(f"{self._file}: {key} cannot change while the run goes on (what can: {allowed})")
                 try:
-                    found[key] = self._keys[key][1](value)
+                    values[key] = self._keys[key][1](value)
                 except ConfigError as error:
                     raise ConfigError(f"{self._file}: {error}") from None
-        return found
+        return values
 
     def _apply_value(self, key: str, value: Any) -> None:
         self._applied[key] = value
         self._keys[key][0].set_control(key, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been set; plain JSON values."""
+        """Return the applied values as plain JSON."""
         return dict(self._applied)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what was set, as far as it still fits what there is."""
+        """Reapply saved values; warn about those that are no longer valid."""
         for key, value in state.items():
             try:
-                known = self._keys[key][1](value)
+                parsed = self._keys[key][1](value)
             except (KeyError, ConfigError) as error:
                 self._log(f"warning: {CONTROL_FILE} had set {key}={value}, which is no longer possible: {error}")
                 continue
-            self._log(f"as {CONTROL_FILE} has set it: {key}={known}")
-            self._apply_value(key, known)
+            self._log(f"as {CONTROL_FILE} has set it: {key}={parsed}")
+            self._apply_value(key, parsed)
 
 
 def _digest(data: bytes) -> str:

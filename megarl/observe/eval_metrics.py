@@ -1,13 +1,13 @@
-"""Evaluation metrics per data source and over all: mean rewards with confidence intervals, and pass@k.
+"""Evaluation metrics, overall and per data source: mean reward with confidence interval, and pass@k.
 
-Intervals are percentile bootstrap intervals (Efron 1979, Bootstrap Methods: Another Look at the Jackknife) over
-prompts, not over answers: the answers to a prompt depend on each other.
+Confidence intervals are percentile bootstrap intervals (Efron 1979, Bootstrap Methods: Another Look at the Jackknife).
+They resample prompts, not responses, because the responses to one prompt are correlated.
 
-pass@k is the unbiased estimate 1 - C(n - c, k) / C(n, k) from n samples of which c are right: Chen et al., Evaluating
-Large Language Models Trained on Code (arXiv:2107.03374), equation 1. The plug-in estimate 1 - (1 - c / n)^k is biased
+pass@k is the unbiased estimator 1 - C(n - c, k) / C(n, k) for n samples of which c are correct: Chen et al., Evaluating
+Large Language Models Trained on Code (arXiv:2107.03374), equation 1. The plug-in estimator 1 - (1 - c / n)^k is biased
 (their appendix A).
 
-`iter_json_rows` writes the answers as JSON lines, for readers without this package.
+`iter_json_rows` exports the responses as JSON rows for readers without this package.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from megarl.types import Rollout
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 _CHUNK_SIZE = 1 << 22
-"""Numbers that are drawn at a time."""
+"""Random indices drawn at a time; bounds peak memory."""
 
 
 def bootstrap_interval(
     values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES, level: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """(low, high) of the mean of `values`, one for each prompt. The same seed gives the same interval.
+    """Return the (low, high) bootstrap interval of the mean of `values`, one value per prompt.
 
-    Of a single value it is that value, which says nothing. Raises ValueError for none, and for values that are not
-    finite.
+    Deterministic for a given seed. A single value yields a degenerate interval of that value. Raises ValueError if
+    `values` is empty or has non-finite entries.
     """
-    given = np.asarray(values, dtype=np.float64)
-    if not len(given) or not np.isfinite(given).all():
+    array = np.asarray(values, dtype=np.float64)
+    if not len(array) or not np.isfinite(array).all():
         raise ValueError("an interval needs values, and finite ones")
-    draw, means = np.random.default_rng(seed), np.empty(resamples)
-    rows = max(_CHUNK_SIZE // len(given), 1)
-    for begin in range(0, resamples, rows):
-        end = min(begin + rows, resamples)
-        means[begin:end] = given[draw.integers(len(given), size=(end - begin, len(given)))].mean(axis=1)
+    rng, means = np.random.default_rng(seed), np.empty(resamples)
+    chunk_rows = max(_CHUNK_SIZE // len(array), 1)
+    for start in range(0, resamples, chunk_rows):
+        end = min(start + chunk_rows, resamples)
+        means[start:end] = array[rng.integers(len(array), size=(end - start, len(array)))].mean(axis=1)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The estimate for one problem. samples: how many answers there are, `right` of them right, 1 <= k <= samples.
+    """Return the unbiased pass@k estimate for one prompt with `right` correct out of `samples` responses.
 
-    As the product of 1 - k / i over i from n - c + 1 to n, so that no number is larger than 1. Raises ValueError.
+    Computed as 1 minus the product of 1 - k / i for i from n - c + 1 to n, whose factors stay below 1 and so cannot
+    overflow. Raises ValueError unless 0 <= right <= samples and 1 <= k <= samples.
     """
     if not 0 <= right <= samples:
         raise ValueError(f"{right} of {samples} answers cannot be right")
@@ -59,26 +60,29 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
         raise ValueError(f"pass@{k} needs {k} answers to a problem at least, and at least 1; there are {samples}")
     if samples - right < k:
         return 1.0
-    none = 1.0
-    for count in range(samples - right + 1, samples + 1):
-        none *= 1.0 - k / count
-    return 1.0 - none
+    fail_prob = 1.0
+    for i in range(samples - right + 1, samples + 1):
+        fail_prob *= 1.0 - k / i
+    return 1.0 - fail_prob
 
 
 CORRECT_REWARD = 0.5
-"""An answer whose reward is this or more is right, where nobody says otherwise."""
+"""Default threshold: a response with at least this reward counts as correct."""
 ALL = "all"
 TRUNCATED_STATUSES = ("length", "max_turns")
-"""Status of an answer that a length or the number of turns ended."""
+"""Statuses of responses that hit a length or turn limit."""
 
 
 DEFAULT_SOURCE = "unnamed"
-"""A source of answers whose prompts have none."""
+"""Name for prompts without a data source."""
 
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """What the figures need of a rollout. prompt: unique among all; tokens: the policy's own."""
+    """The fields of a rollout that evaluation metrics need.
+
+    `prompt_id` is unique over all prompts; `num_tokens` counts the policy's tokens only.
+    """
 
     prompt_id: str
     source: str
@@ -88,15 +92,15 @@ class ScoredResponse:
 
     @classmethod
     def from_rollout(cls, rollout: Rollout, unnamed: str = DEFAULT_SOURCE) -> ScoredResponse:
-        """Of one with a reward. unnamed: its source where it has none."""
+        """Build from a rollout that has a reward. unnamed: source name if the prompt has none."""
         prompt = rollout.prompt
-        cut_off = rollout.status in TRUNCATED_STATUSES
-        return cls(prompt.id, prompt.data_source or unnamed, rollout.reward, cut_off, rollout.num_actions)
+        is_truncated = rollout.status in TRUNCATED_STATUSES
+        return cls(prompt.id, prompt.data_source or unnamed, rollout.reward, is_truncated, rollout.num_actions)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, and its interval of 95 %, bootstrapped over them."""
+    """A mean over prompts with its bootstrap interval at level `CONFIDENCE`."""
 
     value: float
     low: float
@@ -105,8 +109,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """Of a data source. reward: of each prompt the mean of its answers, of these the mean. cut_off, tokens: means over
-    answers. pass_at: by k, over those prompts that have k scored answers, `pass_prompts` of them."""
+    """Metrics of one data source.
+
+    Args:
+        reward: mean over prompts of each prompt's mean reward.
+        cut_off: fraction of responses that were truncated.
+        tokens: mean response length.
+        pass_at: pass@k by k, over the prompts with at least k scored responses.
+        pass_prompts: number of those prompts, by k.
+    """
 
     prompts: int
     answers: int
@@ -117,63 +128,63 @@ class EvalMetrics:
     pass_prompts: Mapping[int, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; keys are texts."""
+        """Return plain JSON values; keys are strings."""
         tree = asdict(self)
-        tree["pass_at"] = {str(k): asdict(one) for k, one in self.pass_at.items()}
+        tree["pass_at"] = {str(k): asdict(estimate) for k, estimate in self.pass_at.items()}
         tree["pass_prompts"] = {str(k): count for k, count in self.pass_prompts.items()}
         return tree
 
 
 def collect_scored(rollouts: Iterable[Rollout], unnamed: str = DEFAULT_SOURCE) -> list[ScoredResponse]:
-    """Those that have a reward: not aborted, and no part of it failed. An episode in branches counts once."""
-    found, seen = [], set()
-    for one in rollouts:
-        if one.status == "aborted" or one.unscored:
+    """Return responses that have a reward: not aborted, no reward part failed. An episode with branches counts once."""
+    scored, seen = [], set()
+    for rollout in rollouts:
+        if rollout.status == "aborted" or rollout.unscored:
             continue
-        if one.episode >= 0:
-            key = (one.group, one.episode)
+        if rollout.episode >= 0:
+            key = (rollout.group, rollout.episode)
             if key in seen:
                 continue
             seen.add(key)
-        found.append(ScoredResponse.from_rollout(one, unnamed))
-    return found
+        scored.append(ScoredResponse.from_rollout(rollout, unnamed))
+    return scored
 
 
 def compute_metrics(
     answers: Sequence[ScoredResponse], ks: Sequence[int], right: float = CORRECT_REWARD, seed: int = 0
 ) -> dict[str, EvalMetrics]:
-    """By data source, in the order in which they come; where there are several, `all` of them together besides."""
+    """Return metrics by data source in order of appearance, plus `all` if there are several sources."""
     sources: dict[str, list[ScoredResponse]] = {}
-    for one in answers:
-        sources.setdefault(one.source, []).append(one)
-    found = {name: _compute_source_metrics(among, ks, right, seed) for name, among in sources.items()}
-    if len(found) > 1:
-        found[ALL if ALL not in found else f"({ALL})"] = _compute_source_metrics(answers, ks, right, seed)
-    return found
+    for answer in answers:
+        sources.setdefault(answer.source, []).append(answer)
+    metrics = {name: _compute_source_metrics(members, ks, right, seed) for name, members in sources.items()}
+    if len(metrics) > 1:
+        metrics[ALL if ALL not in metrics else f"({ALL})"] = _compute_source_metrics(answers, ks, right, seed)
+    return metrics
 
 
 def _compute_source_metrics(
     answers: Sequence[ScoredResponse], ks: Sequence[int], right: float, seed: int
 ) -> EvalMetrics:
     prompts: dict[str, list[float]] = {}
-    for one in answers:
-        prompts.setdefault(one.prompt_id, []).append(one.reward)
+    for answer in answers:
+        prompts.setdefault(answer.prompt_id, []).append(answer.reward)
     pass_at, pass_prompts = {}, {}
     for k in ks:
-        each = [
+        estimates = [
             pass_at_k(len(rewards), sum(reward >= right for reward in rewards), k)
             for rewards in prompts.values()
             if len(rewards) >= k
         ]
-        pass_prompts[k] = len(each)
-        if each:
-            pass_at[k] = _estimate(each, seed)
+        pass_prompts[k] = len(estimates)
+        if estimates:
+            pass_at[k] = _estimate(estimates, seed)
     return EvalMetrics(
         prompts=len(prompts),
         answers=len(answers),
         reward=_estimate([statistics.fmean(rewards) for rewards in prompts.values()], seed),
-        cut_off=statistics.fmean(one.is_truncated for one in answers),
-        tokens=statistics.fmean(one.num_tokens for one in answers),
+        cut_off=statistics.fmean(answer.is_truncated for answer in answers),
+        tokens=statistics.fmean(answer.num_tokens for answer in answers),
         pass_at=pass_at,
         pass_prompts=pass_prompts,
     )
@@ -184,24 +195,27 @@ def _estimate(values: Sequence[float], seed: int) -> Estimate:
 
 
 def format_table(found: Mapping[str, EvalMetrics], ks: Sequence[int]) -> str:
-    """For the terminal: a line for each data source."""
-    head = ["source", "prompts", "answers", "reward [95 %]", *(f"pass@{k} [95 %]" for k in ks), "cut off", "tokens"]
-    lines = [head]
-    for name, one in found.items():
+    """Format a table for the terminal, one line per data source."""
+    header = ["source", "prompts", "answers", "reward [95 %]", *(f"pass@{k} [95 %]" for k in ks), "cut off", "tokens"]
+    lines = [header]
+    for name, metrics in found.items():
         lines.append(
             [
                 "".join(char if char.isprintable() else "?" for char in name)[:60],
-                str(one.prompts),
-                str(one.answers),
-                _cell(one.reward),
-                *(_cell(one.pass_at.get(k)) for k in ks),
-                f"{100 * one.cut_off:.1f} %",
-                f"{one.tokens:.1f}",
+                str(metrics.prompts),
+                str(metrics.answers),
+                _cell(metrics.reward),
+                *(_cell(metrics.pass_at.get(k)) for k in ks),
+                f"{100 * metrics.cut_off:.1f} %",
+                f"{metrics.tokens:.1f}",
             ]
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = [
-        "  ".join(cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(pairs))
+        "  ".join(
+            cell.ljust(width) if not column_index else cell.rjust(width)
+            for column_index, (cell, width) in enumerate(pairs)
+        )
         for pairs in (zip(line, widths, strict=True) for line in lines)
     ]
     return "\n".join(row.rstrip() for row in rows)
@@ -216,19 +230,26 @@ def _cell(one: Estimate | None) -> str:
 def iter_json_rows(
     rollouts: Iterable[Rollout], right: float, unnamed: str = DEFAULT_SOURCE
 ) -> Iterator[dict[str, Any]]:
-    """`right`: from which reward on an answer is right; unnamed: as of `ScoredResponse.from_rollout`. `reward` and `right` are null where
-    it was aborted or a part of its reward failed; `messages` are in OpenAI's format, the prompt's first."""
-    for one in rollouts:
-        has_reward = one.status != "aborted" and not one.unscored
+    """Yield one JSON-serializable row per rollout.
+
+    `reward` and `right` are null if the rollout was aborted or a reward part failed. `messages` are in OpenAI's format
+    and start with the prompt's.
+
+    Args:
+        right: reward from which on a response counts as correct.
+        unnamed: as in `ScoredResponse.from_rollout`.
+    """
+    for rollout in rollouts:
+        has_reward = rollout.status != "aborted" and not rollout.unscored
         yield {
-            "id": one.prompt.id,
-            "data_source": one.prompt.data_source or unnamed,
-            "group": one.group,
-            "reward": one.reward if has_reward else None,
-            "right": one.reward >= right if has_reward else None,
-            "status": one.status,
-            "turns": sum(turn.is_action for turn in one.turns),
-            "tokens": one.num_actions,
-            "ground_truth": one.prompt.ground_truth,
-            "messages": list(one.messages or one.prompt.messages),
+            "id": rollout.prompt.id,
+            "data_source": rollout.prompt.data_source or unnamed,
+            "group": rollout.group,
+            "reward": rollout.reward if has_reward else None,
+            "right": rollout.reward >= right if has_reward else None,
+            "status": rollout.status,
+            "turns": sum(turn.is_action for turn in rollout.turns),
+            "tokens": rollout.num_actions,
+            "ground_truth": rollout.prompt.ground_truth,
+            "messages": list(rollout.messages or rollout.prompt.messages),
         }

@@ -1,7 +1,7 @@
-"""What the guards of a run have done so far: counted, said once, kept by checkpoints. `README.md` explains them.
+"""State of the guards: counts, one-time alarms, and what checkpoints keep of them. `README.md` explains each guard.
 
-They act elsewhere: `workers/model_worker.py`, `checkpointing.py`, `algorithms/kl.py`, `megatron/oom_retry.py`. Here
-their traces in a step's metrics are read, which all ranks have alike.
+The guards act elsewhere: `workers/model_worker.py`, `checkpointing.py`, `algorithms/kl.py`, `megatron/oom_retry.py`.
+This module reads their traces in a step's metrics, which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from megarl.observe.health_bands import load_bands
 from megarl.types.requirements import Requirements
 
 MAX_CONSECUTIVE_ROLLBACKS = 3
-"""Steps that may end in going back, one after another; the run ends with the last."""
+"""The run stops after this many consecutive steps that ended in a rollback."""
 OOM_SUFFIX = "_out_of_memory"
-"""How the name of the metric ends that counts how often a model ran out of memory: guards/<role>_out_of_memory."""
+"""Suffix of the metric that counts how often a model ran out of memory: guards/<role>_out_of_memory."""
 
 SKIPPED, SKIP_LIMIT_SUFFIX = "/skipped", "_in_vain"
-"""Likewise of those that say whether a role's update was skipped, and that it was one too many in a row."""
+"""Suffixes of the metrics for skipped updates of a role, and for exceeding `run.max_skipped` of them in a row."""
 
 
 def check_guards(config: Config, declared: Requirements, warnings: list[str]) -> None:
-    """Raise ConfigError for a guard of what the algorithm does not have; warn of one that cannot act."""
+    """Raise ConfigError for a guard on a metric that the algorithm lacks; warn of a guard that can never act."""
     guards = config.guards
     load_bands(guards)
     if guards.ppo_kl is not None and not declared.has_rollout:
@@ -41,7 +41,7 @@ def check_guards(config: Config, declared: Requirements, warnings: list[str]) ->
 
 
 class Guards:
-    """say, alarm: what a line is given to."""
+    """Tracks what the guards did. `say` logs a line, `alarm` raises an alarm."""
 
     def __init__(self, settings: GuardsConfig, say: Callable[[str], None], alarm: Callable[[str], None]) -> None:
         self._settings, self._log, self._alarm = settings, say, alarm
@@ -52,14 +52,14 @@ class Guards:
         self._oom_counts: dict[str, float] = {}
         self._stop_reason = ""
         self.skip_limited_roles: tuple[str, ...] = ()
-        """Roles of which, in the last step, more updates in a row were skipped than `run.max_skipped`."""
+        """Roles that skipped more than `run.max_skipped` consecutive updates as of the last step."""
         self.restored_step: int | None = None
-        """Step of the checkpoint that the models went back to for that, since when no step was a good one."""
+        """Step of the checkpoint that was restored because of that; None once a step skips no update again."""
         self._num_restores = 0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Say what has happened in a step; returns the guards' own figures. None are there of guards that are off."""
-        found: dict[str, float] = {}
+        """Log and alarm on what happened in a step. Return the metrics of the enabled guards."""
+        guard_metrics: dict[str, float] = {}
         skipped = [value for name, value in metrics.items() if name.endswith(SKIPPED)]
         self.skip_limited_roles = tuple(
             name.removeprefix("guards/").removesuffix(SKIP_LIMIT_SUFFIX)
@@ -69,34 +69,34 @@ class Guards:
         if skipped and not any(skipped):
             self.restored_step = None
         if self._num_restores:
-            found["guards/returns"] = self._num_restores
+            guard_metrics["guards/returns"] = self._num_restores
         if self._settings.ppo_kl is not None:
-            found["guards/rollbacks"] = self._check_rollback(step, metrics)
+            guard_metrics["guards/rollbacks"] = self._check_rollback(step, metrics)
         if self._settings.kl is not None:
-            found["guards/kl_off"] = self._check_kl(step, metrics)
+            guard_metrics["guards/kl_off"] = self._check_kl(step, metrics)
         if self._settings.memory:
             self._check_memory(step, metrics)
         if self._settings.alarms:
-            found["guards/out_of_band"] = self._check_bands(step, metrics)
-        return found
+            guard_metrics["guards/out_of_band"] = self._check_bands(step, metrics)
+        return guard_metrics
 
     def record_restore(self, checkpoint: int) -> None:
-        """The models are what they were after this step."""
+        """Record that the models were restored from the checkpoint of step `checkpoint`."""
         self.skip_limited_roles, self.restored_step = (), checkpoint
         self._num_restores += 1
 
     def raise_if_stopped(self) -> None:
-        """Raise ConfigError where the last step was one too many."""
+        """Raise ConfigError if a guard has stopped the run."""
         if self._stop_reason:
             raise ConfigError(self._stop_reason)
 
     def _check_rollback(self, step: int, metrics: Mapping[str, float]) -> float:
-        if (found := metrics.get("guards/ppo_kl")) is None:
+        if (ppo_kl := metrics.get("guards/ppo_kl")) is None:
             self._consecutive_rollbacks = 0
             return self._rollbacks
         self._rollbacks += 1
         self._consecutive_rollbacks += 1
-        above = f"actor/ppo_kl {found:.3g} is above guards.ppo_kl={self._settings.ppo_kl:g}"
+        above = f"actor/ppo_kl {ppo_kl:.3g} is above guards.ppo_kl={self._settings.ppo_kl:g}"
         remedy = "lower actor_optimizer.lr, loss.clip or run.num_update, or raise guards.ppo_kl"
         self._alarm(
             f"step {step}: {above}: the policy is what it was before the step, the rest of whose updates are left out, "
@@ -104,18 +104,18 @@ class Guards:
         )
         if self._consecutive_rollbacks >= MAX_CONSECUTIVE_ROLLBACKS:
             self._stop_reason = (
-                f"step {step}: {above}, and {self._consecutive_rollbacks} steps in a row have ended in going back, so it gets no "
-                f"further: {remedy}"
+                f"step {step}: {above}, and {self._consecutive_rollbacks} steps in a row have ended in going back, so "
+                f"it gets no further: {remedy}"
             )
         return self._rollbacks
 
     def _check_kl(self, step: int, metrics: Mapping[str, float]) -> float:
-        limit, found = self._settings.kl, metrics.get("actor/kl_to_reference", 0.0)
+        limit, kl = self._settings.kl, metrics.get("actor/kl_to_reference", 0.0)
         assert limit is not None
-        if found > limit and not self._kl_off:
+        if kl > limit and not self._kl_off:
             self._kl_off = True
             self._alarm(
-                f"step {step}: the KL to the reference, {found:.3g} nats a token, is above guards.kl={limit:g}: its "
+                f"step {step}: the KL to the reference, {kl:.3g} nats a token, is above guards.kl={limit:g}: its "
                 "coefficient is 0 from here on. Look whether the rewards are still what is wanted; to have it again, "
                 "go on from an older checkpoint with another kl.coef"
             )
@@ -136,7 +136,7 @@ class Guards:
             )
 
     def _check_bands(self, step: int, metrics: Mapping[str, float]) -> float:
-        """How many figures are out of their bands. Of one that a step does not have, nothing changes."""
+        """Return how many metrics are out of band. A metric missing from this step keeps its state."""
         for name, band in self._bands.items():
             if name not in metrics:
                 continue
@@ -151,13 +151,13 @@ class Guards:
         return float(len(self._out_of_band))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the state as plain JSON."""
         counts = {"rollbacks": self._rollbacks, "in_a_row": self._consecutive_rollbacks, "kl_off": self._kl_off}
-        back = {"returns": self._num_restores, "returned_to": self.restored_step}
-        return {**counts, **back, "short": self._oom_counts, "out": sorted(self._out_of_band)}
+        restores = {"returns": self._num_restores, "returned_to": self.restored_step}
+        return {**counts, **restores, "short": self._oom_counts, "out": sorted(self._out_of_band)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of a run without guards it is empty."""
+        """Restore the state; it is empty if the saved run had no guards."""
         self._rollbacks, self._consecutive_rollbacks = int(state.get("rollbacks", 0)), int(state.get("in_a_row", 0))
         self._kl_off = bool(state.get("kl_off", False))
         self._num_restores, self.restored_step = int(state.get("returns", 0)), state.get("returned_to")

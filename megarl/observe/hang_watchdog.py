@@ -1,13 +1,13 @@
-"""Detect a hanging rank before the timeout that it causes, dump the stacks of all ranks, and name it and its node.
+"""Hang watchdog: detect a hanging rank before collectives time out, dump all stacks, and name the rank and its node.
 
-Each rank has a thread that notices when the main thread has made no progress for almost as long as a wait for other
-ranks may take (`ranks.patience`). It notifies all ranks. Each writes the stacks of its threads to logs/rank_N.log, and
-notes in the job's store whether it is waiting. For a rank that does not respond another one of its node takes over: it
-sends the signal on which faulthandler dumps the stacks without Python, and reads the process's state from the kernel. A
-process that was stopped can write nothing.
+A watchdog thread on each rank notices when the main thread has made no progress for almost the collective timeout
+(`ranks.current_timeout`), and notifies all ranks. Each rank then writes the stacks of its threads to logs/rank_N.log
+and publishes in the job's store whether it is waiting. For a rank that does not respond, another rank of its node steps
+in: it sends the signal on which faulthandler dumps the stacks without Python, and reads the process state from the
+kernel. A stopped process cannot write anything.
 
-`standing` tells from a thread's stack whether it waits for other ranks. `StragglerDetector` finds the rank that the others
-wait for step after step, from the time that each spends in the shared phases.
+`read_stack_state` tells from a thread's stack whether it waits for other ranks. `StragglerDetector` compares the time
+that ranks spend in shared phases and finds the one that the others wait for step after step.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _WAIT_FILES = (
     "/megarl/parallel/row_exchange.py",
     "/megarl/parallel/node_links.py",
 )
-"""Files whose functions, where they are the innermost, wait for messages of other ranks."""
+"""Source files whose functions wait for other ranks when they are the innermost frame."""
 
 
 class StackState(NamedTuple):
-    """waits: for other ranks. where: the innermost place of ours, in words."""
+    """Whether a thread waits for other ranks, and a description of its innermost frame in MegaRL."""
 
     waits: bool
     where: str
 
 
 def read_stack_state(thread: int) -> StackState:
-    """Of a thread, by its ident."""
+    """Inspect the stack of the thread with this ident."""
     frame = sys._current_frames().get(thread)
     waits = frame is not None and any(part in frame.f_code.co_filename for part in _WAIT_FILES)
-    found: FrameType | None = frame
-    while found is not None and not _is_ours(found.f_code.co_filename):
-        found = found.f_back
-    shown = found or frame
+    own_frame: FrameType | None = frame
+    while own_frame is not None and not _is_ours(own_frame.f_code.co_filename):
+        own_frame = own_frame.f_back
+    shown = own_frame or frame
     if shown is None:
         return StackState(False, "nowhere")
     code = shown.f_code
@@ -68,31 +68,40 @@ def _is_ours(file: str) -> bool:
 
 
 SLOW_RATIO = 3.0
-"""So many times as long as the others' median a rank must work in a phase to be named."""
+"""A straggler takes at least this multiple of the other ranks' median time in a phase."""
 MIN_EXCESS_S = 0.2
-"""And so many seconds longer."""
+"""A straggler also exceeds that median by at least this much."""
 SLOW_STEPS = 2
-"""Steps in which it must do so, one after another: once may be a page from disk."""
+"""Consecutive slow steps before a rank is reported: a single one may be a page read from disk."""
 
 
 def find_slowest(worked: Sequence[Mapping[str, float]]) -> tuple[int, str, float, float] | None:
-    """The rank that has worked longest in comparison with the others, in which phase, for how many seconds, and the
-    median of the others there; None where no phase has two ranks. worked: seconds by phase, of each rank."""
-    found: tuple[float, tuple[int, str, float, float]] | None = None
-    for phase in sorted({name for one in worked for name in one}):
-        ranks = [rank for rank, one in enumerate(worked) if phase in one]
+    """Return (rank, phase, seconds, median of the other ranks) for the largest excess over that median.
+
+    None if no phase has two ranks.
+
+    Args:
+        worked: seconds of work by phase, per rank.
+    """
+    best: tuple[float, tuple[int, str, float, float]] | None = None
+    for phase in sorted({name for seconds in worked for name in seconds}):
+        ranks = [rank for rank, seconds in enumerate(worked) if phase in seconds]
         if len(ranks) < 2:
             continue
-        slow = max(ranks, key=lambda rank: worked[rank][phase])
-        usual = median(worked[rank][phase] for rank in ranks if rank != slow)
-        lost = worked[slow][phase] - usual
-        if found is None or lost > found[0]:
-            found = lost, (slow, phase, worked[slow][phase], usual)
-    return found[1] if found else None
+        slowest = max(ranks, key=lambda rank: worked[rank][phase])
+        others_median = median(worked[rank][phase] for rank in ranks if rank != slowest)
+        excess = worked[slowest][phase] - others_median
+        if best is None or excess > best[0]:
+            best = excess, (slowest, phase, worked[slowest][phase], others_median)
+    return best[1] if best else None
 
 
 class StragglerDetector:
-    """Names a rank that is slow for some steps, once, and says when it no longer is. nodes: of each rank, by name."""
+    """Reports a rank once when it is slow for `SLOW_STEPS` steps, and again when it has recovered.
+
+    Args:
+        nodes: node name of each rank.
+    """
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = nodes
@@ -100,15 +109,15 @@ class StragglerDetector:
         self._reported_rank = -1
 
     def check(self, step: int, worked: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], str]:
-        """The figures of a step, and a line where there is something to say; the same on all ranks."""
-        found = find_slowest(worked)
-        if found is None:
+        """Return the step's straggler metrics and a log line, empty if nothing changed; identical on all ranks."""
+        slowest = find_slowest(worked)
+        if slowest is None:
             return {}, ""
-        rank, phase, seconds, usual = found
-        ratio = seconds / max(usual, 1e-3)
-        slow = ratio >= SLOW_RATIO and seconds - usual >= MIN_EXCESS_S
-        self._recent_slowest = [*self._recent_slowest, rank][-SLOW_STEPS:] if slow else []
-        figures = {"perf/slowest_rank": float(rank), "perf/slowest_ratio": ratio}
+        rank, phase, seconds, others_median = slowest
+        ratio = seconds / max(others_median, 1e-3)
+        is_slow = ratio >= SLOW_RATIO and seconds - others_median >= MIN_EXCESS_S
+        self._recent_slowest = [*self._recent_slowest, rank][-SLOW_STEPS:] if is_slow else []
+        metrics = {"perf/slowest_rank": float(rank), "perf/slowest_ratio": ratio}
         line = ""
         if (
             len(self._recent_slowest) == SLOW_STEPS
@@ -118,20 +127,23 @@ class StragglerDetector:
             self._reported_rank = rank
             line = (
                 f"step {step}: rank {rank} on node {self._nodes[rank]} is slow, and the others wait for it: "
-                f"{seconds:.1f} s of work in {phase}, {ratio:.1f} times as much as the others' {usual:.1f} s"
+                f"{seconds:.1f} s of work in {phase}, {ratio:.1f} times as much as the others' {others_median:.1f} s"
             )
-        elif not slow and self._reported_rank >= 0:
-            line = f"step {step}: rank {self._reported_rank} on node {self._nodes[self._reported_rank]} is as fast as the others again"
+        elif not is_slow and self._reported_rank >= 0:
+            line = (
+                f"step {step}: rank {self._reported_rank} on node {self._nodes[self._reported_rank]} is as fast as the "
+                "others again"
+            )
             self._reported_rank = -1
-        return figures, line
+        return metrics, line
 
 
 SAMPLE_INTERVAL_S = 0.05
 POLL_INTERVAL_S = 0.5
 RESPONSE_TIMEOUT_S = 1.5
-"""How long a rank may take to say where it stands, before one beside it does."""
+"""Time for a rank to publish its state before another rank of its node does so for it."""
 DUMP_WAIT_S = 0.7
-"""How long it may take to write its stacks at the signal."""
+"""Time for a signalled rank to write its stacks."""
 COLLECT_TIMEOUT_S = 5.0
 _KEY = "megarl/hang"
 _PROCESS_STATES = {
@@ -146,15 +158,19 @@ _PROCESS_STATES = {
 
 
 def margin(patience: float) -> float:
-    """How long before the time-out of others a rank is taken to hang; seconds."""
+    """Return how many seconds before the timeout a rank counts as hanging."""
     return min(max(patience / 10, 3.0), 60.0, patience / 2)
 
 
 class HangWatchdog(threading.Thread):
-    """Made on all ranks together, of which there are several. clock: tells when the main thread has come further.
-    roles: phases of whose work are compared between ranks. alarm: where a line goes that nobody may overlook, from
-    whichever rank. tell: the launcher is told that this rank (first) is the cause of what follows; of none, with an
-    empty text, that this is over."""
+    """Watchdog thread of one rank. The constructor is collective and needs several ranks.
+
+    Args:
+        clock: its `position` shows the main thread's progress.
+        roles: categories of the phases whose duration is compared between ranks.
+        alarm: raises an alarm from any rank.
+        tell: tells the launcher that the given rank causes the failures that follow; an empty text withdraws this.
+    """
 
     def __init__(
         self,
@@ -172,15 +188,15 @@ class HangWatchdog(threading.Thread):
         self._logs.mkdir(exist_ok=True)
         self._log: IO[str] = self._log_path(job.rank).open("a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=self._log, all_threads=True, chain=False)
-        known: list[tuple[str, int]] = ranks.all_gather_objects((node.get_name(), os.getpid()))
-        self.nodes = [name for name, _ in known]
+        processes: list[tuple[str, int]] = ranks.all_gather_objects((node.get_name(), os.getpid()))
+        self.nodes = [name for name, _ in processes]
         self._node_peers: dict[int, tuple[int, int]] = {}
-        """Pid and a handle on it, which no later process of the same pid can have, of the other ranks of this node."""
-        for rank, (name, pid) in enumerate(known):
+        """Pid and pidfd of the other ranks on this node; unlike a pid, a pidfd is never reused by a later process."""
+        for rank, (name, pid) in enumerate(processes):
             if name == self.nodes[job.rank] and rank != job.rank:
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # the process has ended
                     self._node_peers[rank] = pid, os.pidfd_open(pid)
-        ranks.barrier()  # each has its faulthandler
+        ranks.barrier()  # all ranks have registered their faulthandler
         self._store: Any = rendezvous.open_store_connection()
         self._work_seconds: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -191,21 +207,21 @@ class HangWatchdog(threading.Thread):
         self._closing = threading.Event()
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the last call in which the main thread was at work and did not wait for others, by phase."""
+        """Return seconds per phase in which the main thread worked rather than waited, since the last call."""
         with self._lock:
-            found, self._work_seconds = self._work_seconds, {}
-        return found
+            seconds, self._work_seconds = self._work_seconds, {}
+        return seconds
 
     def check_step(self, step: int) -> tuple[dict[str, float], str]:
-        """A step is done: its figures of how ranks compare, and a line where there is something to say. Collective."""
-        worked = ranks.all_gather_objects(self.lap())
-        if self._is_notified:  # and yet all have come here
+        """Return straggler metrics and a log line (or "") for a finished step. Collective."""
+        seconds_by_rank = ranks.all_gather_objects(self.lap())
+        if self._is_notified:  # but all ranks have reached this point
             self._is_notified = False
             self._notify_launcher(self._job.rank, "")
-        return self._stragglers.check(step, worked)
+        return self._stragglers.check(step, seconds_by_rank)
 
     def drain(self) -> None:
-        """This rank ends: wait until all is collected that is being collected."""
+        """Wait for a report in progress. Called before this rank exits."""
         deadline = time.monotonic() + COLLECT_TIMEOUT_S + POLL_INTERVAL_S
         while self._collecting.is_set() and time.monotonic() < deadline:
             time.sleep(SAMPLE_INTERVAL_S)
@@ -214,8 +230,8 @@ class HangWatchdog(threading.Thread):
         self._closing.set()
         self.join(COLLECT_TIMEOUT_S)
         faulthandler.unregister(signal.SIGUSR2)
-        with contextlib.suppress(ValueError):  # not the main thread, by which such a signal is not to be had either
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # of one that has seen us hang
+        with contextlib.suppress(ValueError):  # not the main thread, which cannot set handlers
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # late signal of a rank that saw this one hang
         self._log.close()
         for _, handle in self._node_peers.values():
             os.close(handle)
@@ -226,21 +242,21 @@ class HangWatchdog(threading.Thread):
                 file.unlink()
 
     def run(self) -> None:
-        looked = since = last = time.monotonic()
-        at, patience, raised = self._clock.position, ranks.current_timeout(), 0.0
+        last_poll = last_progress = last_sample = time.monotonic()
+        position, timeout, reported_at = self._clock.position, ranks.current_timeout(), 0.0
         while not self._closing.wait(SAMPLE_INTERVAL_S):
             now = time.monotonic()
-            self._sample(now - last)
-            last = now
-            if now - looked < POLL_INTERVAL_S:
+            self._sample(now - last_sample)
+            last_sample = now
+            if now - last_poll < POLL_INTERVAL_S:
                 continue
-            looked = now
-            if (self._clock.position, ranks.current_timeout()) != (at, patience):
-                at, patience, since = self._clock.position, ranks.current_timeout(), now
-            with contextlib.suppress(RuntimeError):  # the store is gone, and with it the job
-                if now - since > patience - margin(patience) and raised != since:
-                    raised = since
-                    self._report_hang(now - since)
+            last_poll = now
+            if (self._clock.position, ranks.current_timeout()) != (position, timeout):
+                position, timeout, last_progress = self._clock.position, ranks.current_timeout(), now
+            with contextlib.suppress(RuntimeError):  # the store, and with it the job, has ended
+                if now - last_progress > timeout - margin(timeout) and reported_at != last_progress:
+                    reported_at = last_progress
+                    self._report_hang(now - last_progress)
                 elif self._store.check([f"{_KEY}/{self._report_number}"]):
                     self._dump_stacks()
 
@@ -251,30 +267,30 @@ class HangWatchdog(threading.Thread):
                 self._work_seconds[phase] = self._work_seconds.get(phase, 0.0) + seconds
 
     def _report_hang(self, seconds: float) -> None:
-        """All ranks are to say where they stand, and this one makes a line of it, unless another does already."""
-        me = str(self._job.rank)
+        """Ask all ranks for their state and report it, unless another rank already does."""
+        own_rank = str(self._job.rank)
         number = self._report_number
-        if self._store.compare_set(f"{_KEY}/{number}", "", me).decode() != me:
+        if self._store.compare_set(f"{_KEY}/{number}", "", own_rank).decode() != own_rank:
             return
         self._collecting.set()
         try:
-            collecting = threading.Thread(target=self._collect, args=(number, seconds), daemon=True)
-            collecting.start()
+            collector = threading.Thread(target=self._collect, args=(number, seconds), daemon=True)
+            collector.start()
             self._dump_stacks()
-            collecting.join(COLLECT_TIMEOUT_S + POLL_INTERVAL_S)
+            collector.join(COLLECT_TIMEOUT_S + POLL_INTERVAL_S)
         finally:
             self._collecting.clear()
 
     def _dump_stacks(self) -> None:
-        """Write this rank's stacks and say where it stands; speak for those beside it that do not."""
+        """Write this rank's stacks and publish its state; do so for silent ranks of this node too."""
         number, self._report_number = self._report_number, self._report_number + 1
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} a rank hangs; the threads of this one:\n")
         self._log.flush()
         faulthandler.dump_traceback(self._log, all_threads=True)
-        own = read_stack_state(self._main)
-        self._publish_state(number, self._job.rank, own, stacks=True)
+        state = read_stack_state(self._main)
+        self._publish_state(number, self._job.rank, state, stacks=True)
         if self._store.add(f"{_KEY}/{number}/{self.nodes[self._job.rank]}", 1) != 1:
-            return  # another one looks after this node
+            return  # another rank takes care of this node
         deadline = time.monotonic() + RESPONSE_TIMEOUT_S
         while (silent := self._find_silent(number, self._node_peers)) and time.monotonic() < deadline:
             time.sleep(SAMPLE_INTERVAL_S)
@@ -294,26 +310,26 @@ class HangWatchdog(threading.Thread):
             )
 
     def _publish_state(self, number: int, rank: int, place: StackState, stacks: bool, silent: bool = False) -> None:
-        said = {**place._asdict(), "stacks": stacks, "silent": silent}
+        state = {**place._asdict(), "stacks": stacks, "silent": silent}
         name = f"{_KEY}/{number}/{rank}"
-        self._store.set(name, seal(json.dumps(said).encode(), name))
+        self._store.set(name, seal(json.dumps(state).encode(), name))
 
     def _find_silent(self, number: int, of: Collection[int]) -> list[int]:
         return [rank for rank in of if not self._store.check([f"{_KEY}/{number}/{rank}"])]
 
     def _collect(self, number: int, seconds: float) -> None:
-        """In a thread of its own. Make a line of what the ranks say, for people and for the launcher."""
+        """Collect the states of all ranks, raise the alarm and tell the launcher. Runs in a separate thread."""
         store = rendezvous.open_store_connection()
-        every = [f"{_KEY}/{number}/{rank}" for rank in range(self._job.world)]
+        names = [f"{_KEY}/{number}/{rank}" for rank in range(self._job.world)]
         deadline = time.monotonic() + COLLECT_TIMEOUT_S
-        while not all(store.check([name]) for name in every) and time.monotonic() < deadline:
+        while not all(store.check([name]) for name in names) and time.monotonic() < deadline:
             time.sleep(SAMPLE_INTERVAL_S)
-        said = [_read_state(store, name) for name in every]
-        late, line = summarize_states(said, self.nodes, seconds, self._logs)
+        states = [_read_state(store, name) for name in names]
+        culprit, line = summarize_states(states, self.nodes, seconds, self._logs)
         self._alarm(line)
-        if late is not None:
+        if culprit is not None:
             self._is_notified = True
-            self._notify_launcher(late, f"error: {line}")
+            self._notify_launcher(culprit, f"error: {line}")
 
     def _log_path(self, rank: int) -> Path:
         return self._logs / f"rank_{rank}.log"
@@ -326,7 +342,7 @@ class HangWatchdog(threading.Thread):
 
 
 def _read_state(store: Any, name: str) -> dict[str, Any] | None:
-    """What a rank has said by this name; None where it has said nothing, or somebody else has."""
+    """Return the state published under `name`; None if there is none or it is forged."""
     if store.check([name]):
         with contextlib.suppress(ForgedError):
             return dict(json.loads(bytes(unseal(store.get(name), name))))
@@ -336,23 +352,26 @@ def _read_state(store: Any, name: str) -> dict[str, Any] | None:
 def summarize_states(
     said: Sequence[dict[str, Any] | None], nodes: Sequence[str], seconds: float, logs: Path
 ) -> tuple[int | None, str]:
-    """The rank that others wait for, None where they wait for each other, and the line on it. said: by rank, what was
-    said of where it stands (`waits`, `where`, `stacks`, and `silent` of one that another spoke for); None of one whose
-    whole node says nothing."""
-    gone = [rank for rank, one in enumerate(said) if one is None]
-    silent = [rank for rank, one in enumerate(said) if one is not None and one["silent"]]
-    busy = [rank for rank, one in enumerate(said) if one is not None and not one["waits"]]
-    late = gone or silent or busy
-    if late:
-        words = [f"rank {rank} on node {nodes[rank]} {_describe_state(said[rank])}" for rank in late[:4]]
-        more = f" and {len(late) - 4} more" if len(late) > 4 else ""
+    """Return the rank that the others wait for, None if all wait for each other, and a log line.
+
+    Args:
+        said: published state of each rank: `waits`, `where`, `stacks`, and `silent` if another rank published it. None
+            if its whole node is silent.
+    """
+    unreachable = [rank for rank, state in enumerate(said) if state is None]
+    silent = [rank for rank, state in enumerate(said) if state is not None and state["silent"]]
+    busy = [rank for rank, state in enumerate(said) if state is not None and not state["waits"]]
+    culprits = unreachable or silent or busy
+    if culprits:
+        words = [f"rank {rank} on node {nodes[rank]} {_describe_state(said[rank])}" for rank in culprits[:4]]
+        more = f" and {len(culprits) - 4} more" if len(culprits) > 4 else ""
         line = f"the others have waited {seconds:.0f} s for {'; and for '.join(words)}{more}"
     else:
-        places = [f"rank {rank} at {one['where']}" for rank, one in enumerate(said[:4]) if one is not None]
+        places = [f"rank {rank} at {state['where']}" for rank, state in enumerate(said[:4]) if state is not None]
         line = f"all ranks have waited {seconds:.0f} s for each other: {'; '.join(places)}"
-    without = [rank for rank, one in enumerate(said) if one is None or not one["stacks"]]
-    missing = f", but for rank {', '.join(map(str, without))}, which could not write its own" if without else ""
-    return late[0] if late else None, f"{line}. The stacks of all ranks are in {logs}/rank_N.log{missing}"
+    no_stacks = [rank for rank, state in enumerate(said) if state is None or not state["stacks"]]
+    missing = f", but for rank {', '.join(map(str, no_stacks))}, which could not write its own" if no_stacks else ""
+    return culprits[0] if culprits else None, f"{line}. The stacks of all ranks are in {logs}/rank_N.log{missing}"
 
 
 def _describe_state(one: dict[str, Any] | None) -> str:
@@ -362,7 +381,7 @@ def _describe_state(one: dict[str, Any] | None) -> str:
 
 
 def _state(pid: int) -> str:
-    """What the kernel says of a process, in words that can follow `which`."""
+    """Describe the kernel's state of a process, worded to follow "which"."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,6 +1,6 @@
-"""Between which numbers the figures of a healthy run are, and what to do where one is not: the key `guards.alarms`.
+"""Health bands: the range of each metric in a healthy run, and a remedy on either side (`guards.alarms`).
 
-`README.md` here has a paragraph on each.
+`README.md` in this folder discusses each band.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any, Literal
 from megarl.config import ConfigError, GuardsConfig
 
 TOLERANCE = 1e-3
-"""Of an end, by which a number may be beyond it: whitened advantages have a variance of 1 but for rounding."""
+"""Relative slack at either bound: whitened advantages have variance 1 only up to rounding."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """Where a metric should be; an end that is None is open."""
+    """The expected range of a metric; a bound of None is open."""
 
     title: str
-    """As the display has it."""
+    """Name in the progress display."""
     lower: float | None
     upper: float | None
     low_remedy: str = ""
-    """What to do below it."""
+    """Advice for values below the band."""
     high_remedy: str = ""
-    """What to do above it."""
+    """Advice for values above the band."""
 
     def side(self, value: float) -> Literal["", "below", "above", "not a number"]:
-        """On which side of the band a number is; empty within it."""
+        """Return the side of the band on which `value` lies; empty if within."""
         if math.isnan(value):
             return "not a number"
         if self.lower is not None and value < self.lower - TOLERANCE * abs(self.lower):
@@ -39,7 +39,7 @@ class Band:
         return ""
 
     def describe(self, value: float) -> str:
-        """`0.31, below 0.4 to 0.6`"""
+        """Format a value with its band, such as `0.31, below 0.4 to 0.6`."""
         side = self.side(value)
         return f"{value:.4g}, {side or 'in'} {self}" if side != "not a number" else f"{side}, of {self}"
 
@@ -55,7 +55,7 @@ class Band:
 
 
 LOGPROB_DIFF = "rollout/logprob_diff_mean"
-"""Not watched as the others are: the upper end is what a run stops at, with `guards.alarms` or without
+"""A hard limit rather than a band: the run stops above the upper bound, whether `guards.alarms` is set or not
 (`controllers/logprob_check.py`)."""
 
 NAN_REMEDY = "look at the rewards and the data of the step"
@@ -68,14 +68,14 @@ BANDS: dict[str, Band] = {
         low_remedy="raise kl.coef, loss.entropy_coef or loss.clip_high, or lower actor_optimizer.lr",
         high_remedy="lower loss.entropy_coef or rollout.temperature, or raise kl.coef",
     ),
-    # A lower end, though some lists have an upper one: of rewards 0 and 1 the variance is p (1 - p), and where it is
-    # small nearly all answers are right or wrong, groups do not differ, and advantages are 0.
+    # A lower bound, although some published lists give an upper one: for 0/1 rewards the variance is p (1 - p). If it
+    # is small, nearly all responses are right or nearly all wrong, groups have no spread, and advantages vanish.
     "rollout/reward_variance": Band(
         "reward variance",
         0.1,
         None,
-        low_remedy="take prompts that are neither solved nor hopeless, raise rollout.samples_per_prompt or temperature, or "
-        "reward steps on the way",
+        low_remedy="take prompts that are neither solved nor hopeless, raise rollout.samples_per_prompt or "
+        "temperature, or reward steps on the way",
     ),
     "actor/advantage_variance": Band(
         "advantage variance",
@@ -100,40 +100,43 @@ BANDS: dict[str, Band] = {
         "tokens/s per rank",
         None,
         None,
-        low_remedy="look with tools/timeline.py at what ranks wait for; a shared machine, long answers or a slow reward",
+        low_remedy="look with tools/timeline.py at what ranks wait for; a shared machine, long answers or a slow "
+        "reward",
     ),
 }
-"""By metric. Of tokens per second there is no band that fits every machine: `guards.bands` gives it one."""
+"""Default bands by metric. Throughput has none that fits every machine; `guards.bands` can set one."""
 
 
 def load_bands(settings: GuardsConfig) -> dict[str, Band]:
-    """Those that are watched, with the user's own; none without `guards.alarms`. Raises ConfigError for one that is no
-    band."""
+    """Return the watched bands: defaults overridden by `guards.bands`; none unless `guards.alarms` is set.
+
+    Raises ConfigError for an invalid band.
+    """
     if settings.bands.get(LOGPROB_DIFF) is not None:
         _parse_bounds(LOGPROB_DIFF, settings.bands[LOGPROB_DIFF])
     if not settings.alarms:
         if settings.bands.keys() - {LOGPROB_DIFF}:
             raise ConfigError("guards.bands is set, but guards.alarms=false looks at none; set it to true")
         return {}
-    found = dict(BANDS)
+    bands = dict(BANDS)
     for metric, ends in settings.bands.items():
         if metric == LOGPROB_DIFF:
             continue
         if ends is None:
-            found.pop(metric, None)
+            bands.pop(metric, None)
         else:
-            least, most = _parse_bounds(metric, ends)
-            found[metric] = replace(found.get(metric, Band(metric, None, None)), lower=least, upper=most)
-    return {name: band for name, band in found.items() if (band.lower, band.upper) != (None, None)}
+            lower, upper = _parse_bounds(metric, ends)
+            bands[metric] = replace(bands.get(metric, Band(metric, None, None)), lower=lower, upper=upper)
+    return {name: band for name, band in bands.items() if (band.lower, band.upper) != (None, None)}
 
 
 def _parse_bounds(metric: str, ends: Any) -> tuple[float | None, float | None]:
-    def is_end(end: Any) -> bool:
+    def is_bound(end: Any) -> bool:
         number = isinstance(end, (int, float)) and not isinstance(end, bool)
         return end is None or (number and math.isfinite(end))
 
-    whole = isinstance(ends, (list, tuple)) and len(ends) == 2 and all(map(is_end, ends))
-    if not whole or ends == [None, None] or (None not in ends and ends[0] > ends[1]):
+    is_pair = isinstance(ends, (list, tuple)) and len(ends) == 2 and all(map(is_bound, ends))
+    if not is_pair or ends == [None, None] or (None not in ends and ends[0] > ends[1]):
         raise ConfigError(
             f"guards.bands.{metric} must be two numbers, the lower one first, or null for an open end, such as "
             f"[0.4, 0.6] or [2000, null], not {str(ends)[:80]}"

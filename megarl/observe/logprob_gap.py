@@ -1,35 +1,34 @@
-"""The gap between trainer and engine, log p_trainer - log p_engine of the same token, taken apart into its causes.
+"""Decompose the gap log p_trainer - log p_engine of the same token into its causes.
 
-Of each token that the policy chose a recorded rollout has what the engine said when it drew it, and, of a step that has
-looked, what the trainer says before its updates (`rollout_table`). With `train.replay_routing` that is twice: through
-the experts that the engine chose, and through those that the trainer chooses. So the gap is a sum:
+For each sampled token a recorded rollout has the engine's log-prob at sampling time and, if the step computed it, the
+trainer's log-prob before the updates (`rollout_table`). With `train.replay_routing` the trainer has two: one through
+the experts that the engine chose, one through the experts that it chooses itself. So the gap is a sum:
 
     log p_trainer - log p_engine  =  (own experts - replayed experts)  +  (replayed experts - log p_engine)
                                       routing                              staleness, a carried prefix ..., or the rest
 
-*Routing* is measured: the difference of two passes of the same weights and kernels. Training with replay does not have
-it. Without replay there is one pass, and routing is within the rest. The other part has one cause for each token, the
-first of these that holds:
+*Routing* is measured as the difference of two passes with the same weights and kernels. Training with replay is free of
+it. Without replay there is only one pass, and routing is part of the remainder. Each token's remainder is attributed to
+the first of these causes that applies:
 
-    staleness   weights before those that the trainer has now chose it
-    prefix      they chose a token before it in its rollout, and not this one: the engine has kept what stands before
-                it, or read it again by newer weights, and where routing is replayed the trainer's way through the
-                experts may be another one
-    cut-off     what it could be was cut off (`rollout.top_p`, `top_k`, `min_p`): both sides are over the words that
-                the engine kept, so what is left are kernels, which a small set of words makes larger or smaller. With
-                one word left it is 0
-    kernels     the same weights over all words, of a turn for which the engine had nothing in its cache: it computed
-                all that stands before it at once, as the trainer does, and the turn itself token by token
-    cache       likewise, of a turn for which it had: keys and values that another request left there, or an earlier
-                turn of the same conversation, which the policy's own tokens wrote one by one, in other batches
+    staleness   the token was sampled with older weights than the trainer's
+    prefix      an earlier token of the rollout was, but not this one: the engine kept the prefix's cache or recomputed
+                it with newer weights; with replayed routing, the trainer's path through the experts may differ, too
+    cut-off     sampling was truncated (`rollout.top_p`, `top_k`, `min_p`): both sides normalize over the tokens that
+                the engine kept, so only kernels differ, amplified or damped by the small support. With a single token
+                in the support the gap is 0
+    kernels     same weights, full vocabulary, and a turn without cached tokens: the engine prefilled everything before
+                it at once, as the trainer does, and decoded the turn token by token
+    cache       the same, for a turn with cached tokens: keys and values left by another request or by an earlier turn
+                of the conversation, whose sampled tokens were decoded one by one, in other batches
 
-Files of runs that did not put it on record (`turn_cached_tokens`) have `kernels and cache` instead, in a first turn,
-where only a prompt can come from the cache, and in later ones.
+Recordings without `turn_cached_tokens` have `kernels and cache` instead, split into first turns, where only the prompt
+can come from the cache, and later ones.
 
-`kernels` and `cache` are of different tokens, and a token behind a long conversation may be another kind of token. So
-`twins` compares the same with the same: samples of a prompt begin alike, and where several have chosen the same token
-behind the same tokens, by the same weights, the engine has said its log-prob several times over. Two of these differ by
-what it had cached, or, where it had cached nothing for both, by the batches alone that they were computed in.
+`kernels` and `cache` cover different tokens, and tokens late in a long conversation may be of a different kind. So
+`compare_twins` compares like with like: samples of one prompt share prefixes, and where several sampled the same token
+after the same prefix with the same weights, the engine has reported its log-prob several times. Two such log-probs
+differ by what was cached or, if nothing was cached for either, only by the batches that they were computed in.
 """
 
 from __future__ import annotations
@@ -47,27 +46,25 @@ REMAINDER_CAUSES = (
     *("staleness", "carried prefix", "cut-off sampling", "kernels, nothing cached", "cache, and kernels"),
     *("kernels and cache, first turn", "kernels and cache, later turns"),
 )
-"""Causes of the part that is not routing, by their numbers in `LogprobGaps.cause_ids`."""
+"""Causes of the remainder (the gap without routing), indexed by `LogprobGaps.cause_ids`."""
 ROUTING = "routing"
 
 
 @dataclass(frozen=True)
 class LogprobGaps:
-    """Of n tokens that the policy chose, and of which both sides have said something that is finite."""
+    """Gaps of the n sampled tokens for which both sides have finite log-probs."""
 
     engine: np.ndarray  # [n] float64 log-probs
-    trainer: np.ndarray  # [n] float64, through experts that it chose itself, where it has looked at that
-    routing: np.ndarray  # [n] float64, the part of routing; nan where it was not looked at
-    remainder: np.ndarray  # [n] float64, the other part
-    cause_ids: np.ndarray  # [n] int8, place in RESTS
-    staleness: np.ndarray  # [n] int32, versions by which the weights that chose it are older
-    mask_sizes: np.ndarray  # [n] int32 words that it could be; 0 for all
-    cached_tokens: (
-        np.ndarray
-    )  # [n] int32 tokens before its turn that the engine had in its cache; -1 where it did not say
-    positions: np.ndarray  # [n, 2] int64: which of the records, which of its tokens
-    num_missing: int = 0  # rollouts of which the trainer has said nothing
-    num_nonfinite: int = 0  # tokens left out
+    trainer: np.ndarray  # [n] float64 log-probs, through its own experts where these were computed
+    routing: np.ndarray  # [n] float64, gap due to routing; nan if not measured
+    remainder: np.ndarray  # [n] float64, gap without routing
+    cause_ids: np.ndarray  # [n] int8, index into REMAINDER_CAUSES
+    staleness: np.ndarray  # [n] int32, weight versions between sampling and the trainer
+    mask_sizes: np.ndarray  # [n] int32, size of the sampling support; 0 for the full vocabulary
+    cached_tokens: np.ndarray  # [n] int32, cached tokens at the start of its turn; -1 if not recorded
+    positions: np.ndarray  # [n, 2] int64, record index and token index within it
+    num_missing: int = 0  # rollouts without trainer log-probs
+    num_nonfinite: int = 0  # tokens left out because a log-prob is not finite
 
     def __len__(self) -> int:
         return len(self.engine)
@@ -79,62 +76,92 @@ class LogprobGaps:
 
 
 def compute_gaps(records: Sequence[Record], version: int) -> LogprobGaps:
-    """version: of the trainer's weights in their step. Records of what could be drawn must have been read, too."""
+    """Compute the gaps of a step's records, which must include sampling masks.
+
+    Args:
+        version: weight version of the trainer in that step.
+    """
     parts = [
-        found
-        for number, record in enumerate(records)
-        if (found := _rollout_columns(number, record, version)) is not None
+        columns_of_rollout
+        for record_index, record in enumerate(records)
+        if (columns_of_rollout := _rollout_columns(record_index, record, version)) is not None
     ]
     columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in range(9)]
-    engine, replayed, free, rest_of, lag, choices, cached, number, place = columns
-    own = np.where(np.isnan(free), replayed, free)
-    keep = np.isfinite(engine) & np.isfinite(own) & np.isfinite(replayed)
+    engine, replayed, unreplayed, cause_ids, staleness, mask_sizes, cached, record_index, token_index = columns
+    trainer = np.where(np.isnan(unreplayed), replayed, unreplayed)
+    keep = np.isfinite(engine) & np.isfinite(trainer) & np.isfinite(replayed)
     return LogprobGaps(
         engine=engine[keep],
-        trainer=own[keep],
-        routing=(free - replayed)[keep],
+        trainer=trainer[keep],
+        routing=(unreplayed - replayed)[keep],
         remainder=(replayed - engine)[keep],
-        cause_ids=rest_of[keep].astype(np.int8),
-        staleness=lag[keep].astype(np.int32),
-        mask_sizes=choices[keep].astype(np.int32),
+        cause_ids=cause_ids[keep].astype(np.int8),
+        staleness=staleness[keep].astype(np.int32),
+        mask_sizes=mask_sizes[keep].astype(np.int32),
         cached_tokens=cached[keep].astype(np.int32),
-        positions=np.stack([number, place], 1).astype(np.int64)[keep],
+        positions=np.stack([record_index, token_index], 1).astype(np.int64)[keep],
         num_missing=sum(record.trainer_logprobs is None for record in records),
         num_nonfinite=int((~keep).sum()),
     )
 
 
 def _rollout_columns(number: int, record: Record, version: int) -> tuple[np.ndarray, ...] | None:
-    """Columns of one rollout's tokens that the policy chose."""
-    rollout, says = record.rollout, record.trainer_logprobs
-    if says is None or not rollout.num_actions:
+    """Return the columns of one rollout's sampled tokens; None without trainer log-probs or sampled tokens."""
+    rollout, trainer = record.rollout, record.trainer_logprobs
+    if trainer is None or not rollout.num_actions:
         return None
-    lengths = [len(turn.token_ids) for turn in rollout.turns]
-    written = np.repeat([turn.is_action for turn in rollout.turns], lengths)
-    engine = np.concatenate([turn.logprobs for turn in rollout.turns if turn.is_action]).astype(np.float64)
-    lag = np.concatenate([version - turn.token_versions for turn in rollout.turns if turn.is_action]).clip(min=0)
-    which = np.cumsum([turn.is_action for turn in rollout.turns])
-    turn = np.repeat(which, lengths)[written]
-    support = rollout.sampling_mask
-    choices = np.zeros(len(engine), np.int32) if support is None else support.counts.numpy()
-    carried, cached = np.maximum.accumulate(lag) > 0, _cached_by_token(rollout)
-    rest_of = np.select([lag > 0, carried, choices > 0, cached == 0, cached > 0, turn <= 1], [0, 1, 2, 3, 4, 5], 6)
-    free = np.full(len(engine), np.nan) if says.unreplayed is None else says.unreplayed[written].astype(np.float64)
-    place = np.flatnonzero(written)
-    says_so = says.logprobs[written].astype(np.float64)
-    return engine, says_so, free, rest_of, lag, choices, cached, place * 0 + number, place
+    lengths = [len(token_turn.token_ids) for token_turn in rollout.turns]
+    is_action = np.repeat([token_turn.is_action for token_turn in rollout.turns], lengths)
+    engine = np.concatenate([token_turn.logprobs for token_turn in rollout.turns if token_turn.is_action]).astype(
+        np.float64
+    )
+    staleness = np.concatenate(
+        [version - token_turn.token_versions for token_turn in rollout.turns if token_turn.is_action]
+    ).clip(min=0)
+    turn_index = np.cumsum([token_turn.is_action for token_turn in rollout.turns])
+    token_turn = np.repeat(turn_index, lengths)[is_action]
+    sampling_mask = rollout.sampling_mask
+    mask_sizes = np.zeros(len(engine), np.int32) if sampling_mask is None else sampling_mask.counts.numpy()
+    carried, cached = np.maximum.accumulate(staleness) > 0, _cached_by_token(rollout)
+    cause_ids = np.select(
+        [staleness > 0, carried, mask_sizes > 0, cached == 0, cached > 0, token_turn <= 1], [0, 1, 2, 3, 4, 5], 6
+    )
+    unreplayed = (
+        np.full(len(engine), np.nan) if trainer.unreplayed is None else trainer.unreplayed[is_action].astype(np.float64)
+    )
+    positions = np.flatnonzero(is_action)
+    trainer_logprobs = trainer.logprobs[is_action].astype(np.float64)
+    return (
+        engine,
+        trainer_logprobs,
+        unreplayed,
+        cause_ids,
+        staleness,
+        mask_sizes,
+        cached,
+        positions * 0 + number,
+        positions,
+    )
 
 
 def _cached_by_token(rollout: Rollout) -> np.ndarray:
-    """[actions] of each token that the policy chose, what was cached for its turn."""
-    own = [turn for turn in rollout.turns if turn.is_action]
-    return np.repeat(np.array([turn.cached_tokens for turn in own], np.int32), [len(turn.token_ids) for turn in own])
+    """Return [actions] int32: for each sampled token, the cached tokens at the start of its turn."""
+    action_turns = [turn for turn in rollout.turns if turn.is_action]
+    return np.repeat(
+        np.array([turn.cached_tokens for turn in action_turns], np.int32),
+        [len(turn.token_ids) for turn in action_turns],
+    )
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One part of the gap. tokens: that have it; mean, p99, largest: of its |part| over these, in nats; share: of the
-    sum of |part| over all parts and tokens."""
+    """One part of the gap.
+
+    Args:
+        tokens: number of tokens attributed to it.
+        mean, p99, largest: statistics of |part| over these tokens, in nats.
+        share: its fraction of the sum of |part| over all parts and tokens.
+    """
 
     name: str
     tokens: int
@@ -145,33 +172,33 @@ class Cause:
 
 
 def summarize_causes(gaps: LogprobGaps) -> list[Cause]:
-    """One for each cause that has tokens, largest share first, and the whole gap last, under the name `all`."""
-    measured = ~np.isnan(gaps.routing)
-    parts = {ROUTING: np.abs(gaps.routing[measured])}
+    """Return one entry per cause that has tokens, largest share first, then the whole gap as `all`."""
+    has_routing = ~np.isnan(gaps.routing)
+    parts = {ROUTING: np.abs(gaps.routing[has_routing])}
     parts |= {name: np.abs(gaps.remainder[gaps.cause_ids == i]) for i, name in enumerate(REMAINDER_CAUSES)}
     total = sum(float(part.sum()) for part in parts.values())
-    found = [_summarize_part(name, part, total) for name, part in parts.items() if len(part)]
-    whole = np.abs(gaps.gap)
+    causes = [_summarize_part(name, part, total) for name, part in parts.items() if len(part)]
+    gap = np.abs(gaps.gap)
     return [
-        *sorted(found, key=lambda cause: -cause.share),
-        *([_summarize_part("all", whole, 0.0)] if len(whole) else []),
+        *sorted(causes, key=lambda cause: -cause.share),
+        *([_summarize_part("all", gap, 0.0)] if len(gap) else []),
     ]
 
 
 def _summarize_part(name: str, part: np.ndarray, total: float) -> Cause:
-    whole = float(part.sum())
-    share = whole / total if total else 1.0 if name == "all" else 0.0
+    part_sum = float(part.sum())
+    share = part_sum / total if total else 1.0 if name == "all" else 0.0
     p99 = float(np.quantile(part, 0.99, method="higher"))
     return Cause(name, len(part), float(part.mean()), p99, float(part.max()), share)
 
 
 def find_worst(gaps: LogprobGaps, count: int) -> list[dict[str, Any]]:
-    """The tokens with the largest gap: where they are, what both sides said, and the cause of the larger part."""
+    """Return the tokens with the largest |gap|: position, both log-probs, and the cause of the larger part."""
     order = np.argsort(-np.abs(gaps.gap), kind="stable")[:count]
-    found = []
+    rows = []
     for i in order.tolist():
         routing = float(np.nan_to_num(gaps.routing[i]))
-        found.append(
+        rows.append(
             {
                 "record": int(gaps.positions[i, 0]),
                 "token": int(gaps.positions[i, 1]),
@@ -185,54 +212,56 @@ def find_worst(gaps: LogprobGaps, count: int) -> list[dict[str, Any]]:
                 "cause": ROUTING if abs(routing) > abs(gaps.remainder[i]) else REMAINDER_CAUSES[gaps.cause_ids[i]],
             }
         )
-    return found
+    return rows
 
 
 TWIN_KINDS = ("cached for one, not for the other", "cached for both", "cached for neither")
-"""What two requests that said the log-prob of one token differ in, `Cause.name` of `compare_twins`."""
+"""How the two requests that reported a token's log-prob differ; `Cause.name` in `compare_twins`."""
 
 
 def compare_twins(records: Sequence[Record], version: int) -> list[Cause]:
-    """How far the engine's log-probs of the same token behind the same tokens are apart, by what was cached for either:
-    each token is held against the first of its twins for which nothing was cached, and, where there is none, against
-    the first of all. Of tokens that the weights of `version` chose out of all words, behind none of older weights, and
-    where it is on record what was cached. `share` means nothing here and is 0. The trainer need not have looked."""
+    """Compare the engine's log-probs of the same token after the same prefix, by what was cached for each.
+
+    Each token is compared with the first of its twins without cached tokens or, if all had some, with the first twin.
+    Only tokens count that were sampled from the full vocabulary with weights `version`, after no token of other
+    weights, and whose cached tokens are on record. Trainer log-probs are not needed. `share` is always 0 here.
+    """
     parts = [part for record in records if (part := _hash_prefixes(record.rollout, version)) is not None]
     if not parts:
         return []
     key, cached, logprob = (np.concatenate([part[i] for part in parts]) for i in range(3))
-    # Within a key those without a cache come first, in the order of the records.
+    # Within a key, tokens without cache come first, in record order (lexsort is stable).
     order = np.lexsort((cached, key))
     key, cached, logprob = key[order], cached[order], logprob[order]
-    first = np.concatenate([[True], key[1:] != key[:-1]])
-    base = np.maximum.accumulate(np.where(first, np.arange(len(key)), 0))
-    gap = np.abs(logprob - logprob[base])
-    kinds = np.select([~cached, cached[base]], [2, 1], 0)
-    found = [(name, gap[~first & (kinds == i)]) for i, name in enumerate(TWIN_KINDS)]
-    return [_summarize_part(name, part, 0.0) for name, part in found if len(part)]
+    is_first = np.concatenate([[True], key[1:] != key[:-1]])
+    reference = np.maximum.accumulate(np.where(is_first, np.arange(len(key)), 0))
+    gap = np.abs(logprob - logprob[reference])
+    kinds = np.select([~cached, cached[reference]], [2, 1], 0)
+    gaps_by_kind = [(name, gap[~is_first & (kinds == i)]) for i, name in enumerate(TWIN_KINDS)]
+    return [_summarize_part(name, part, 0.0) for name, part in gaps_by_kind if len(part)]
 
 
 def _hash_prefixes(rollout: Rollout, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Of its tokens that can have twins: [n] uint64 hash of all tokens down to each, [n] bool whether something was
-    cached for its turn, [n] float64 the engine's log-prob."""
-    own = [turn for turn in rollout.turns if turn.is_action]
-    if not rollout.num_actions or max(turn.cached_tokens for turn in own) < 0:
+    """Return, for the tokens that can have twins: [n] uint64 hash of the sequence up to and including each, [n] bool
+    whether its turn had cached tokens, and [n] float64 engine log-probs."""
+    action_turns = [turn for turn in rollout.turns if turn.is_action]
+    if not rollout.num_actions or max(turn.cached_tokens for turn in action_turns) < 0:
         return None
-    written = np.repeat([turn.is_action for turn in rollout.turns], [len(turn.token_ids) for turn in rollout.turns])
+    is_action = np.repeat([turn.is_action for turn in rollout.turns], [len(turn.token_ids) for turn in rollout.turns])
     ids = rollout.token_ids.astype(np.uint64)
-    prefix = np.cumsum(_splitmix64(_splitmix64(ids) + np.arange(len(ids), dtype=np.uint64)), dtype=np.uint64)[written]
+    prefix = np.cumsum(_splitmix64(_splitmix64(ids) + np.arange(len(ids), dtype=np.uint64)), dtype=np.uint64)[is_action]
     cached = _cached_by_token(rollout)
-    old = np.concatenate([turn.token_versions for turn in own]) != version
-    keep = ~np.maximum.accumulate(old) & (cached >= 0)
+    is_other_version = np.concatenate([turn.token_versions for turn in action_turns]) != version
+    keep = ~np.maximum.accumulate(is_other_version) & (cached >= 0)
     if rollout.sampling_mask is not None:
         keep &= rollout.sampling_mask.counts.numpy() == 0
-    logprobs = np.concatenate([turn.logprobs for turn in own]).astype(np.float64)
+    logprobs = np.concatenate([turn.logprobs for turn in action_turns]).astype(np.float64)
     keep &= np.isfinite(logprobs)
     return prefix[keep], cached[keep] > 0, logprobs[keep]
 
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:
-    """[n] uint64 whose bits all depend on all bits of a value (splitmix64, Steele et al. 2014)."""
+    """Hash [n] uint64 values with splitmix64 (Steele et al. 2014): each output bit depends on all input bits."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

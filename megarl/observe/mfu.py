@@ -1,4 +1,4 @@
-"""How fast the models of a run compute, in operations of their own shapes, and how busy the GPU is."""
+"""Throughput in FLOP/s and MFU per role, and GPU utilization."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from types import MappingProxyType
 from megarl.models.flops import Flops
 
 SAMPLE_INTERVAL_S = 2.0
-"""Between two looks at the GPU."""
+"""Interval between GPU samples."""
 
 
 @dataclass
 class RoleFlops:
-    """What the model of the role `name` has computed in the step so far, of all its ranks together, in operations of
-    `models.flops`. phase: the one in which it is updated, or, where it is not trained, asked. ranks: how many have it.
-    first: the first of these; its clock knows how long the role took, wherever that is read."""
+    """FLOPs of a role's model in the current step, summed over its ranks, as counted by `models.flops`.
+
+    Args:
+        phase: phase in which the model is updated or, if it is not trained, queried.
+        num_ranks: ranks that hold the model.
+        first_rank: first of these ranks; its clock measures `phase`.
+    """
 
     name: str
     flops: Flops
@@ -29,26 +33,29 @@ class RoleFlops:
     update_flops: float = 0.0
 
     def add_forward(self, lengths: Iterable[int]) -> None:
-        """It was asked what it says of sequences of so many tokens."""
+        """Count a forward pass over sequences of these lengths."""
         self.forward_flops += self.flops.forward(lengths)
 
     def add_update(self, lengths: Iterable[int]) -> None:
-        """It was updated by these."""
-        known = list(lengths)
-        self.update_flops += self.flops.forward(known) + self.flops.backward(known)
+        """Count a forward and backward pass over sequences of these lengths."""
+        sizes = list(lengths)
+        self.update_flops += self.flops.forward(sizes) + self.flops.backward(sizes)
 
 
 def select_remote_clocks(works: Iterable[RoleFlops]) -> dict[int, list[str]]:
-    """Other ranks than 0 whose clocks `speed` reads, ascending, and what it reads of them; the same on all ranks."""
-    found: dict[int, list[str]] = {}
-    for work in works:
-        if work.first_rank:
-            found.setdefault(work.first_rank, []).append(f"time/{work.phase}")
-    return dict(sorted(found.items()))
+    """Return the ranks other than 0 whose clocks `compute_throughput` reads, with those phases.
+
+    Ascending by rank, and identical on all ranks.
+    """
+    phases_by_rank: dict[int, list[str]] = {}
+    for role in works:
+        if role.first_rank:
+            phases_by_rank.setdefault(role.first_rank, []).append(f"time/{role.phase}")
+    return dict(sorted(phases_by_rank.items()))
 
 
 PhaseTimes = Mapping[str, float]
-"""Of a clock: seconds of a step by `time/<phase>`."""
+"""Seconds of a step by `time/<phase>`, as returned by `Clock.lap`."""
 
 
 def compute_throughput(
@@ -58,35 +65,43 @@ def compute_throughput(
     peak: float | None,
     elsewhere: Mapping[int, PhaseTimes] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Of a step, whose figures begin anew: `perf/tflops_per_gpu` of all that models have computed on Megatron over the
-    whole step and all ranks, and `perf/<role>_tflops_per_gpu` of the role's updates over their time and its ranks, of a
-    role that is not trained of what it was asked; with `peak`, what a GPU can do in a second, the same as shares of it,
-    `perf/mfu` and `perf/<role>_mfu`.
+    """Return the throughput metrics of a step and reset the counters in `works`.
 
-    times: of the clock here. elsewhere: of the clocks of other ranks, by rank, which hold for the roles that begin on
-    them. What engines compute is in none of them, so that the first two say how much of the machine training had, and
-    the others how well it used it.
+    `perf/tflops_per_gpu` counts everything that models computed on Megatron, over the whole step and all ranks: how
+    much of the machine training had. `perf/<role>_tflops_per_gpu` counts a role's updates (its forward passes if it is
+    not trained) over their own time and ranks: how well training used the machine. With `peak`, `perf/mfu` and
+    `perf/<role>_mfu` are the same as a fraction of it. Computation in engines is not counted.
+
+    Args:
+        times: phase times of this rank's clock.
+        world: number of ranks.
+        peak: peak FLOP/s of a GPU; None if unknown.
+        elsewhere: phase times of other ranks' clocks, for roles whose `first_rank` they are.
     """
     rates: dict[str, float] = {}
-    whole = 0.0
-    for work in works:
-        whole += work.forward_flops + work.update_flops
-        done = work.update_flops if work.is_trained else work.forward_flops
-        seconds = elsewhere.get(work.first_rank, times).get(f"time/{work.phase}", 0.0)
-        if done and seconds > 0:
-            rates[f"{work.name}_"] = done / seconds / work.num_ranks
-        work.forward_flops = work.update_flops = 0.0
-    if whole and times.get("time/step", 0.0) > 0:
-        rates[""] = whole / times["time/step"] / world
-    figures = {f"perf/{who}tflops_per_gpu": rate / 1e12 for who, rate in rates.items()}
+    total_flops = 0.0
+    for role in works:
+        total_flops += role.forward_flops + role.update_flops
+        role_flops = role.update_flops if role.is_trained else role.forward_flops
+        seconds = elsewhere.get(role.first_rank, times).get(f"time/{role.phase}", 0.0)
+        if role_flops and seconds > 0:
+            rates[f"{role.name}_"] = role_flops / seconds / role.num_ranks
+        role.forward_flops = role.update_flops = 0.0
+    if total_flops and times.get("time/step", 0.0) > 0:
+        rates[""] = total_flops / times["time/step"] / world
+    metrics = {f"perf/{who}tflops_per_gpu": rate / 1e12 for who, rate in rates.items()}
     if peak:
-        figures |= {f"perf/{who}mfu": rate / peak for who, rate in rates.items()}
-    return figures
+        metrics |= {f"perf/{who}mfu": rate / peak for who, rate in rates.items()}
+    return metrics
 
 
 class GpuMonitor:
-    """Looks at this rank's GPU every two seconds. look: the share of time it was at work lately, and bytes of its
-    memory that are taken, by whatever process; None where that cannot be known, and then it is not asked again."""
+    """Samples this rank's GPU every `SAMPLE_INTERVAL_S` seconds in a background thread.
+
+    Args:
+        look: returns recent utilization in [0, 1] and bytes of memory in use by any process, or None if unavailable,
+            which stops the sampling.
+    """
 
     def __init__(self, look: Callable[[], tuple[float, int] | None]) -> None:
         self._read_usage = look
@@ -97,15 +112,18 @@ class GpuMonitor:
             threading.Thread(target=self._watch, name="gpu", daemon=True).start()
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: `perf/gpu_utilization`, the mean share of time in which it was at work, and
-        `perf/gpu_memory_gib`, the most memory taken on it, the engine's and others' included."""
+        """Return metrics since the last call.
+
+        `perf/gpu_utilization` is the mean utilization; `perf/gpu_memory_gib` is the peak memory in use, including that
+        of engines and other processes.
+        """
         with self._lock:
-            seen, self._samples = self._samples, []
-        if not seen:
+            samples, self._samples = self._samples, []
+        if not samples:
             return {}
         return {
-            "perf/gpu_utilization": sum(busy for busy, _ in seen) / len(seen),
-            "perf/gpu_memory_gib": max(taken for _, taken in seen) / 2**30,
+            "perf/gpu_utilization": sum(busy for busy, _ in samples) / len(samples),
+            "perf/gpu_memory_gib": max(taken for _, taken in samples) / 2**30,
         }
 
     def close(self) -> None:
@@ -116,8 +134,8 @@ class GpuMonitor:
             pass
 
     def _sample(self) -> bool:
-        found = self._read_usage()
-        if found is not None:
+        usage = self._read_usage()
+        if usage is not None:
             with self._lock:
-                self._samples.append(found)
-        return found is not None
+                self._samples.append(usage)
+        return usage is not None

@@ -1,7 +1,7 @@
-"""Windows of a profiler over the steps of `track.profile`, with a range for each phase and span, named by who does it.
+"""Profile the steps in `track.profile`, with a named range per phase and span.
 
-On CUDA the window is that of `nsys profile -c cudaProfilerApi`, with NVTX ranges; nsys itself must have started the
-run. Without CUDA torch's profiler writes `<run>/profile/rank_00000_steps_3-4.json`, a Chrome trace.
+On CUDA this opens a capture window of `nsys profile -c cudaProfilerApi` with NVTX ranges; nsys must have started the
+run. Without CUDA torch's profiler writes a Chrome trace, `<run>/profile/rank_00000_steps_3-4.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.parallel import device
 
 
 class Window(Protocol):
-    """A profiler at work. `end` is given the file that it may write; what it returns says where to look."""
+    """An open profiling window. `stop` may write `file` and returns where to find the profile."""
 
     def annotate(self, name: str) -> AbstractContextManager[Any]: ...
 
@@ -59,7 +59,10 @@ class HostWindow:
 
 
 class StepProfiler:
-    """Of one rank. While no window is open the clock knows nothing of it. Nothing here raises."""
+    """Opens and closes profiling windows on one rank. Never raises.
+
+    The clock is instrumented only while a window is open.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class StepProfiler:
         self._first = self._last = 0
 
     def begin(self, step: int) -> None:
-        """Step `step` begins."""
+        """Open a window if step `step` is to be profiled."""
         if step not in self._steps:
             return
         self._last = step
@@ -85,12 +88,12 @@ class StepProfiler:
             self._try(self._start_window)
 
     def end(self, step: int) -> None:
-        """It is done; the window is over where the next step is not to be profiled."""
+        """Close the window after step `step` unless the next step is profiled, too."""
         if self._window is not None and step + 1 not in self._steps:
             self.close()
 
     def close(self) -> None:
-        """End the window, also of a run that ends in the middle of it."""
+        """Close the window, also when the run ends within it."""
         window, self._window, self._clock.profiler_range = self._window, None, None
         if window is None:
             return
@@ -105,13 +108,13 @@ class StepProfiler:
     def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001  a disk that is full, a profiler of somebody else's that is at work
+        except Exception as error:  # noqa: BLE001  such as a full disk, or another active profiler
             self._steps = set()
             self._log(f"could not profile: {' '.join(str(error).split())[:200]}; training goes on without it")
 
 
 def check_profile(config: Config) -> None:
-    """Raise ConfigError for a step to profile that the run does not have."""
+    """Raise ConfigError if `track.profile` has a step beyond the end of the run."""
     late = [step for step in config.track.profile if step > config.run.num_rollout]
     if late:
         raise ConfigError(f"track.profile names step {late[0]}, but run.num_rollout={config.run.num_rollout}")

@@ -1,4 +1,4 @@
-"""The live display of a run; one line per step where the output is no terminal."""
+"""Live progress display of a run; one line per step if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -39,24 +39,29 @@ DISPLAYED_METRICS: tuple[tuple[str, str, str], ...] = (
     ("tokens/s per rank", "perf/tokens_per_second_per_rank", ",.0f"),
     ("s/step", "time/step", ".1f"),
 )
-"""Title, metric and format of what the display shows; a metric that a run does not have is left out."""
+"""Title, metric and format of each displayed metric; metrics that a run lacks are skipped."""
 HIDDEN_IF_ZERO = ("actor/skipped", "critic/skipped", "reward_model/skipped")
-"""Of these, what is left out while it is 0."""
+"""Displayed metrics that are skipped while they are 0."""
 REPORT_INTERVAL_S = 60.0
-"""How often a phase that lasts says so, where the output is no terminal."""
+"""How often a long phase is logged if the output is not a terminal."""
 MIN_BAR_S = 5.0
-"""Phases below this have no bar."""
+"""Phases expected to be shorter have no progress bar."""
 DOMINANT_SHARE = 0.3
-"""The share of a step from which on a phase is named."""
+"""Phases that take at least this fraction of a step are named."""
 EVAL_PREFIXES = ("eval/reward_", "eval/pass_at_", "eval/nll", "eval/accuracy", "eval/margin")
-"""How the names of those begin that are shown of an evaluation."""
+"""Prefixes of the evaluation metrics that are displayed."""
 
 
 class Progress:
-    """Says where a run is. Every rank makes one; only an enabled one (rank 0's) prints.
+    """Progress display of a run. Every rank creates one; only an enabled one (rank 0's) prints.
 
-    `live=None` looks whether the output is a terminal. bands: by metric; whether it is in its band is shown, too.
-    Evaluation metrics (`eval/...`) are shown until the next ones.
+    Evaluation metrics (`eval/...`) stay on display until the next evaluation.
+
+    Args:
+        total: number of steps.
+        live: whether to redraw in place; None to do so if the output is a terminal.
+        bands: health bands by metric; the display shows whether each metric is within its band.
+        counts: whether to display step counts.
     """
 
     def __init__(
@@ -70,31 +75,31 @@ class Progress:
     ) -> None:
         self.title = title
         self.has_steps = counts
-        """Whether steps are counted, of which an evaluation alone has one."""
+        """Whether step counts are displayed; a standalone evaluation has only one step."""
         self.bands = bands or {}
         self.total = total
         self.enabled = enabled
         self.last_step = 0
         self._values: dict[str, float] = {}
         self._last: Mapping[str, float] = {}
-        """Figures of the last step alone."""
+        """Metrics of the last step only."""
         self._phase = "starting"
         self._phase_began = time.monotonic()
         self._phase_progress = (0, 0)
-        """Of the work of this phase, and how much there is; 0 where nobody says."""
+        """(done, total) of the current phase; 0 if it does not report progress."""
         self._phase_seconds: dict[str, float] = {}
-        """What each phase has taken when it was last gone through."""
+        """Duration of each phase when it last ran."""
         self._closing = threading.Event()
         self._step_starts: deque[float] = deque(maxlen=21)
-        # The terminal width decides nothing about lines that a file or a pipe receives: they are never wrapped.
+        # Lines to a file or a pipe are never wrapped at the terminal width.
         self._console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
         self._live: Live | None = None
         if enabled and (self._console.is_terminal if live is None else live):
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2)
             self._live.start()
         elif enabled:
-            given = (weakref.ref(self), self._closing)
-            threading.Thread(target=_report_long_phases, args=given, name="progress", daemon=True).start()
+            thread_args = (weakref.ref(self), self._closing)
+            threading.Thread(target=_report_long_phases, args=thread_args, name="progress", daemon=True).start()
 
     def begin_phase(self, name: str) -> None:
         now = time.monotonic()
@@ -102,28 +107,35 @@ class Progress:
         self._phase, self._phase_began, self._phase_progress = name.replace("_", " "), now, (0, 0)
 
     def update_phase(self, done: int, total: int) -> None:
-        """So much of the work of this phase is done; in units of its own."""
+        """Report progress of the current phase, in units of its own."""
         self._phase_progress = (done, total)
 
     def estimate_phase(self) -> tuple[float, float] | None:
-        """Of the phase under way: the share that is done, and the seconds left, by its own count where it has one, else
-        by what it took the last time. None where neither is known, or it takes longer than the last time."""
-        so_far = time.monotonic() - self._phase_began
+        """Return (fraction done, seconds left) of the current phase.
+
+        Based on its reported progress if any, else on its last duration. None if neither is known, or if it has
+        already taken longer than the last time.
+        """
+        elapsed = time.monotonic() - self._phase_began
         done, total = self._phase_progress
         if 0 < done <= total:
-            return done / total, so_far * (total - done) / done
-        before = self._phase_seconds.get(self._phase, 0.0)
-        return (so_far / before, before - so_far) if so_far < before else None
+            return done / total, elapsed * (total - done) / done
+        last_duration = self._phase_seconds.get(self._phase, 0.0)
+        return (elapsed / last_duration, last_duration - elapsed) if elapsed < last_duration else None
 
     def describe_phase(self) -> str:
-        """`loading weights 1:10, 45 %, 1:26 left`"""
+        """Format the current phase, such as `loading weights 1:10, 45%, 1:26 left`."""
         text = f"{self._phase} {format_duration(time.monotonic() - self._phase_began)}"
-        if left := self.estimate_phase():
-            text += f", {left[0]:.0%}, {format_duration(left[1])} left"
+        if estimate := self.estimate_phase():
+            text += f", {estimate[0]:.0%}, {format_duration(estimate[1])} left"
         return text
 
     def report_long_phase(self, said: float) -> float:
-        """A line where neither it nor the phase is younger than a minute. said: when it was said last; returns that."""
+        """Log the current phase if it began, and was last logged, at least `REPORT_INTERVAL_S` ago.
+
+        Args:
+            said: time of the last such line; the return value is its update.
+        """
         now = time.monotonic()
         if not self._phase or now - max(said, self._phase_began) < REPORT_INTERVAL_S:
             return said
@@ -131,12 +143,12 @@ class Progress:
         return now
 
     def begin_step(self, step: int) -> None:
-        """Step `step`, from 1, begins: from here on its time counts."""
+        """Start timing step `step`, counted from 1."""
         self.last_step = step - 1
         self._step_starts.append(time.monotonic())
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` is done."""
+        """Display the metrics of the finished step."""
         self.last_step = step
         self._values |= metrics
         self._last = dict(metrics)
@@ -144,42 +156,51 @@ class Progress:
             self.log(self.format_step(step, metrics))
 
     def report_evaluation(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Figures of the state after `step` steps; returns the line that it says."""
+        """Display evaluation metrics of the state after `step` steps. Return the logged line."""
         self._values |= metrics
-        figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if _is_shown(name)}
-        listed = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        began, last = (metrics.get(f"eval/weight_version{end}", -1.0) for end in ("", "_last"))
-        meanwhile = f", by the weights of {began:.0f} to {last:.0f}" if last > began else ""
-        line = f"held out, after step {step}{meanwhile}: {listed}"
+        shown = {name.removeprefix("eval/"): value for name, value in metrics.items() if _is_shown(name)}
+        values_text = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
+        first_version, last_version = (metrics.get(f"eval/weight_version{end}", -1.0) for end in ("", "_last"))
+        versions = (
+            f", by the weights of {first_version:.0f} to {last_version:.0f}" if last_version > first_version else ""
+        )
+        line = f"held out, after step {step}{versions}: {values_text}"
         self.log(line)
         return line
 
     def format_step(self, step: int, metrics: Mapping[str, float]) -> str:
-        """`step 12/100  reward 0.512  ...  2:10 left`"""
+        """Format a step's line, such as `step 12/100  reward 0.512  ...  2:10 left`."""
         parts = [f"step {step}/{self.total}" if self.has_steps else "all answered:"]
         parts += [f"{title} {value}" for title, value in select_displayed(metrics)]
-        if mostly := format_dominant_phases(metrics):
-            parts.append(mostly)
-        if out := [band.title for name, band in self.bands.items() if name in metrics and band.side(metrics[name])]:
-            parts.append(f"out of band: {', '.join(out)}")
-        left = self.estimate_remaining()
-        if left is not None and left >= 0.5 and step < self.total:  # as it is rounded
-            parts.append(f"{format_duration(left)} left")
+        if dominant := format_dominant_phases(metrics):
+            parts.append(dominant)
+        if out_of_band := [
+            band.title for name, band in self.bands.items() if name in metrics and band.side(metrics[name])
+        ]:
+            parts.append(f"out of band: {', '.join(out_of_band)}")
+        remaining = self.estimate_remaining()
+        if remaining is not None and remaining >= 0.5 and step < self.total:  # 0.5 s is what rounds to a second
+            parts.append(f"{format_duration(remaining)} left")
         return "  ".join(parts)
 
     def log(self, text: str) -> None:
-        """A line that stays, above the display."""
+        """Print a permanent line above the live display."""
         if self.enabled:
-            self._console.print(Text(text), soft_wrap=True)  # broken by the terminal alone, so that it can be copied
+            self._console.print(
+                Text(text), soft_wrap=True
+            )  # only the terminal wraps, so that copied text has no line breaks
             self._console.file.flush()
 
     def estimate_remaining(self) -> float | None:
-        """By the mean of the last 20 steps, evaluations among them included; None before the first is done."""
+        """Estimate the remaining seconds by the mean of the last 20 steps, evaluations included.
+
+        None before the first step is done.
+        """
         stamps = list(self._step_starts)
         if not stamps or self.last_step == 0:
             return None
-        begun = len(stamps) - 1
-        per_step = (stamps[-1] - stamps[0]) / begun if begun else time.monotonic() - stamps[0]
+        num_steps = len(stamps) - 1
+        per_step = (stamps[-1] - stamps[0]) / num_steps if num_steps else time.monotonic() - stamps[0]
         elapsed = time.monotonic() - stamps[-1]
         return max(0.0, per_step * (self.total - self.last_step) - min(elapsed, per_step))
 
@@ -191,19 +212,21 @@ class Progress:
             self._live = None
 
     def _render(self) -> RenderableType:
-        left = self.estimate_remaining()
-        head = Table.grid(padding=(0, 2))
-        head.add_row(
+        remaining = self.estimate_remaining()
+        header = Table.grid(padding=(0, 2))
+        header.add_row(
             Text(self.title, style="bold"),
             Text(f"step {self.last_step}/{self.total}" if self.has_steps else ""),
             ProgressBar(total=max(1, self.total), completed=self.last_step, width=30),
-            Text("" if left is None or left < 0.5 or not self._phase else f"{format_duration(left)} left"),
+            Text(
+                "" if remaining is None or remaining < 0.5 or not self._phase else f"{format_duration(remaining)} left"
+            ),
         )
-        rows: list[Any] = [head]
+        rows: list[Any] = [header]
         if self._phase:
             rows.append(self._render_phase())
-        if mostly := format_dominant_phases(self._last):
-            rows.append(Text(f"last step: {mostly}", style="dim"))
+        if dominant := format_dominant_phases(self._last):
+            rows.append(Text(f"last step: {dominant}", style="dim"))
         cells = select_displayed(self._values)
         cells += [
             (f"held-out {name.removeprefix('eval/').removeprefix('reward_')}", f"{value:.3f}")
@@ -218,41 +241,41 @@ class Progress:
         return Group(*rows)
 
     def _render_phase(self) -> RenderableType:
-        """The phase, and a bar where it lasts."""
+        """Render the current phase, with a bar if it is long."""
         row = Table.grid(padding=(0, 2))
         text = Text(f"now: {self.describe_phase()}", style="cyan")
-        so_far, left = time.monotonic() - self._phase_began, self.estimate_phase()
-        if so_far + (left[1] if left else 0.0) < MIN_BAR_S:
+        elapsed, estimate = time.monotonic() - self._phase_began, self.estimate_phase()
+        if elapsed + (estimate[1] if estimate else 0.0) < MIN_BAR_S:
             row.add_row(text)
-        elif left is None:
-            row.add_row(text, ProgressBar(pulse=True, width=20))  # nobody knows for how long
+        elif estimate is None:
+            row.add_row(text, ProgressBar(pulse=True, width=20))  # duration unknown
         else:
-            row.add_row(text, ProgressBar(total=1.0, completed=left[0], width=20))
+            row.add_row(text, ProgressBar(total=1.0, completed=estimate[0], width=20))
         return row
 
     def _render_bands(self) -> list[Text]:
-        """Of each figure with a band, where it is."""
-        known = [(band, self._values[name]) for name, band in self.bands.items() if name in self._values]
+        """Render the position of each metric relative to its band."""
+        values = [(band, self._values[name]) for name, band in self.bands.items() if name in self._values]
         return [
             Text.assemble(
                 (f"{band.title} ", "dim"), (band.describe(value), "bold red" if band.side(value) else "green")
             )
-            for band, value in known
+            for band, value in values
         ]
 
 
 def _report_long_phases(progress: weakref.ref[Progress], ends: threading.Event) -> None:
-    """Of a display that is no longer there, nothing."""
-    said = time.monotonic()
+    """Log long phases until `ends` is set or the display is garbage-collected."""
+    last_report = time.monotonic()
     while not ends.wait(REPORT_INTERVAL_S / 4):
-        if (one := progress()) is None:
+        if (display := progress()) is None:
             return
-        said = one.report_long_phase(said)
-        del one
+        last_report = display.report_long_phase(last_report)
+        del display
 
 
 def select_displayed(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Title and value of what the display shows of these."""
+    """Return (title, formatted value) of the metrics to display."""
     return [
         (title, format(metrics[name], style))
         for title, name, style in DISPLAYED_METRICS
@@ -261,12 +284,12 @@ def select_displayed(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def format_dominant_phases(metrics: Mapping[str, float]) -> str:
-    """`generate 62 %, actor update 31 %`: the phases that take most of a step's time; empty where none does."""
-    whole = metrics.get("time/step", 0.0)
-    if not whole > 0:
+    """Format the phases that dominate a step, such as `generate 62%, actor update 31%`; empty if none does."""
+    step_seconds = metrics.get("time/step", 0.0)
+    if not step_seconds > 0:
         return ""
     shares = {
-        name.removeprefix("time/").replace("_", " "): seconds / whole
+        name.removeprefix("time/").replace("_", " "): seconds / step_seconds
         for name, seconds in metrics.items()
         if name.startswith("time/") and name != "time/step"
     }
@@ -275,13 +298,13 @@ def format_dominant_phases(metrics: Mapping[str, float]) -> str:
 
 
 def _is_shown(name: str) -> bool:
-    """Whether a metric is a figure of an evaluation to show: none of a single source, `eval/nll/<source>`."""
+    """Return whether to display an evaluation metric: not those of a single source, such as `eval/nll/<source>`."""
     return name.startswith(EVAL_PREFIXES) and name.count("/") == 1
 
 
 def format_duration(seconds: float) -> str:
-    """`0:07`, `12:34`, `1:02:03`"""
-    whole = round(seconds)
-    minutes, second = divmod(whole, 60)
+    """Format seconds as `0:07`, `12:34` or `1:02:03`."""
+    total = round(seconds)
+    minutes, second = divmod(total, 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

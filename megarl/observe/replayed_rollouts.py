@@ -1,4 +1,4 @@
-"""Recorded rollouts in the place of generation: which step they are of, and whether they fit a configuration."""
+"""Replay recorded rollouts instead of generating: map steps, and check that a recording fits a configuration."""
 
 from __future__ import annotations
 
@@ -26,43 +26,49 @@ _CHECKED_COLUMNS = (
     "turn_is_action",
     "turn_weight_version",
 )
-"""Columns that say whether a step fits a configuration; about a thousandth of the file."""
+"""Columns needed to check a step against a configuration; about a thousandth of the file."""
 _SPEC = re.compile(r"(.+)@(\d{1,9})")
 
 
 class ReplaySource(NamedTuple):
-    """What `rollout.replay` names."""
+    """The recording that `rollout.replay` names."""
 
     folder: Path
     first_step: int = 1
-    """The recorded step that is the first one of this run."""
+    """The recorded step that is replayed as step 1."""
 
     @staticmethod
     def parse(text: str) -> ReplaySource:
-        """`RUN`, or `RUN@7` where the first step is given what was recorded of step 7. Raises ConfigError."""
-        found = None if Path(text).is_dir() else _SPEC.fullmatch(text)
-        if found is None:
+        """Parse `RUN`, or `RUN@7` to replay from recorded step 7 on. Raises ConfigError."""
+        match = None if Path(text).is_dir() else _SPEC.fullmatch(text)
+        if match is None:
             return ReplaySource(Path(text))
-        if int(found[2]) < 1:
+        if int(match[2]) < 1:
             raise ConfigError(f"rollout.replay={text}: steps count from 1")
-        return ReplaySource(Path(found[1]), int(found[2]))
+        return ReplaySource(Path(match[1]), int(match[2]))
 
     def recorded_step(self, step: int) -> int:
-        """The recorded step that a step of this run is given."""
+        """Return the recorded step that is replayed as step `step` of this run."""
         return self.first_step - 1 + step
 
 
 def needs_trainer_columns(config: Config) -> bool:
-    """Whether a replay reads more than tokens: the experts they went through, or what they could have been."""
+    """Return whether a replay needs `TRAINER_COLUMNS`: routing, or sampling masks."""
     return config.train.replay_routing or config.rollout.has_truncated_sampling
 
 
 def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int = 0) -> None:
-    """The recorded run has the rollouts of all steps that will be taken, up to `until` where that is not 0, in the
-    numbers that this configuration has, of its vocabulary and its shape of routing. Reads of each file what is not of
-    tokens or words; those are checked when they are read.
+    """Check that the recording has the rollouts of all steps to take and fits the configuration.
 
-    vocabulary: a hash of the tokenizer's, as the log has it; empty where it cannot be told. Raises ConfigError.
+    Checks counts, vocabulary and the shape of routing. Reads only `_CHECKED_COLUMNS` and the like, not tokens and
+    messages, which are checked when they are replayed.
+
+    Args:
+        vocabulary: hash of the tokenizer's vocabulary, as recorded by the rollout log; empty if unknown.
+        until: last step to check; 0 for all.
+
+    Raises:
+        ConfigError: if the recording does not fit.
     """
     recorded = ReplaySource.parse(config.rollout.replay)
     folder, key = recorded.folder, f"rollout.replay={config.rollout.replay}"
@@ -71,32 +77,32 @@ def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int 
     if not (folder / "rollouts").is_dir():
         raise ConfigError(f"{key} has no folder rollouts; name a run with track.rollouts=true")
     first, last = 1, until or config.run.num_rollout
-    if config.run.resumes:  # steps that a checkpoint has behind it are not taken again
+    if config.run.resumes:  # steps up to the checkpoint are not repeated
         saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
         first += max((int(number) for number in saved if number.isdecimal()), default=0)
     for step in range(first, last + 1):
-        theirs = recorded.recorded_step(step)
-        if not step_folder(folder, theirs).is_dir():
-            there = recorded_steps(folder)
-            have = f"it has steps {there[0]} to {there[-1]}" if there else "it has none"
+        recorded_step = recorded.recorded_step(step)
+        if not step_folder(folder, recorded_step).is_dir():
+            available = recorded_steps(folder)
+            available_text = f"it has steps {available[0]} to {available[-1]}" if available else "it has none"
             remedy = f"lower run.num_rollout={last}, or replay a run of as many steps"
-            if there and there[0] > theirs:
-                remedy = f"{folder}@{there[0]} begins with its first"
-            name = step_folder(folder, theirs).name
-            raise ConfigError(f"{key} has no rollouts of step {theirs} ({name}), {have}: {remedy}")
-        _check_step(folder, theirs, config, hf, vocabulary)
+            if available and available[0] > recorded_step:
+                remedy = f"{folder}@{available[0]} begins with its first"
+            name = step_folder(folder, recorded_step).name
+            raise ConfigError(f"{key} has no rollouts of step {recorded_step} ({name}), {available_text}: {remedy}")
+        _check_step(folder, recorded_step, config, hf, vocabulary)
 
 
 def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabulary: str) -> None:
-    """Raise ConfigError where these are not what a step of this configuration would have generated."""
+    """Raise ConfigError unless the step's rollouts could have been generated with this configuration."""
     prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
     shape = routing_shape(hf, config.model.megatron) if config.train.replay_routing else None
-    wanted = None if shape is None else [len(shape.moe_layers), shape.topk]
+    expected_shape = None if shape is None else [len(shape.moe_layers), shape.topk]
     counts = ("support_counts",) if config.rollout.has_truncated_sampling else ()
     sizes: Counter[int] = Counter()
     episodes: set[tuple[int, int]] = set()
     for file, part in open_complete_parts(run_dir, step):
-        if vocabulary and (theirs := read_vocabulary_hash(part)) and theirs != vocabulary:
+        if vocabulary and (recorded_hash := read_vocabulary_hash(part)) and recorded_hash != vocabulary:
             raise ConfigError(
                 f"{file} was recorded with another tokenizer than that of model.path={config.model.path}, to which its "
                 "token ids are other words; set model.path to a model with the same one"
@@ -116,12 +122,18 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
                     f"{config.rollout.max_context}: it is of another configuration"
                 )
             if row["status"] != "aborted" and row["turn_is_action"].any():
-                found = row["routing_shape"]
-                if wanted is not None and (found is None or found[1:].tolist() != wanted):
-                    said = "no routing" if found is None else f"that of {found[1]} layers with {found[2]} experts each"
+                recorded_routing = row["routing_shape"]
+                if expected_shape is not None and (
+                    recorded_routing is None or recorded_routing[1:].tolist() != expected_shape
+                ):
+                    recorded_shape = (
+                        "no routing"
+                        if recorded_routing is None
+                        else f"that of {recorded_routing[1]} layers with {recorded_routing[2]} experts each"
+                    )
                     raise ConfigError(
-                        f"train.replay_routing=true, but {where}, has {said}, and this model has {wanted[0]} layers "
-                        f"with {wanted[1]}: replay a run that recorded it (with train.replay_routing and "
+                        f"train.replay_routing=true, but {where}, has {recorded_shape}, and this model has "
+                        f"{expected_shape[0]} layers with {expected_shape[1]}: replay a run that recorded it (with train.replay_routing and "
                         "track.records), or set train.replay_routing=false"
                     )
                 if counts and row["support_counts"] is None:
@@ -131,13 +143,13 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
                         "set these keys back"
                     )
             episode = row["group"], row["episode"]
-            sizes[row["group"]] += row["episode"] < 0 or episode not in episodes  # each of its branches is a row
+            sizes[row["group"]] += row["episode"] < 0 or episode not in episodes  # an episode has a row per branch
             episodes.add(episode)
-    asked = dict.fromkeys(range(prompts), samples)
-    first = {group: size for group, size in sizes.items() if group in asked}
-    # Groups beyond are of further generations of the step, which may have other sizes, and leave some of the first out.
-    several = len(first) < len(sizes) and _read_prompts_per_step(run_dir) == prompts
-    if sizes != asked and not (several and set(first.values()) <= {samples}):
+    expected = dict.fromkeys(range(prompts), samples)
+    first_sizes = {group: size for group, size in sizes.items() if group in expected}
+    # Further groups come from resampling within the step: they may have other sizes and replace some of the first.
+    has_resampling = len(first_sizes) < len(sizes) and _read_prompts_per_step(run_dir) == prompts
+    if sizes != expected and not (has_resampling and set(first_sizes.values()) <= {samples}):
         raise ConfigError(
             f"{step_folder(run_dir, step)} holds {sizes.total()} rollouts of {len(sizes)} prompts, not {samples} of "
             f"each of {prompts} (rollout.samples_per_prompt, data.prompts_per_step): it is of another configuration"
@@ -145,7 +157,7 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
 
 
 def _read_prompts_per_step(run_dir: Path) -> int | None:
-    """Prompts that a step of a run is given, which is the same for all of its steps; None where it does not say."""
+    """Return the recorded run's `data.prompts_per_step`; None if its configuration cannot be read."""
     try:
         return load_config(run_dir / "config.yaml").data.prompts_per_step
     except ConfigError:
@@ -153,21 +165,20 @@ def _read_prompts_per_step(run_dir: Path) -> int | None:
 
 
 def _check_range(file: Path, part: pq.ParquetFile, words: int) -> None:
-    """Look at the least and largest values that parquet keeps of a column, which tell of all of its tokens. words: of
-    which the model has that many."""
+    """Check token ids and log-probs by parquet's column statistics, without reading them. words: vocabulary size."""
     for group in range(part.num_row_groups):
-        found = part.metadata.row_group(group)
-        for column in map(found.column, range(found.num_columns)):
-            name, known = column.path_in_schema.split(".")[0], column.statistics
-            if known is None or not known.has_min_max:
+        row_group = part.metadata.row_group(group)
+        for column in map(row_group.column, range(row_group.num_columns)):
+            name, statistics = column.path_in_schema.split(".")[0], column.statistics
+            if statistics is None or not statistics.has_min_max:
                 continue
             if name in ("token_ids", "prompt_token_ids", "support_ids"):
-                if known.min < 0:
+                if statistics.min < 0:
                     raise ConfigError(f"{file} is not a file of recorded rollouts: a token id is negative")
-                if known.max >= words:
+                if statistics.max >= words:
                     raise ConfigError(
-                        f"{file} has the token {known.max}, and the model of model.path knows {words} words: it was "
-                        "recorded with another model"
+                        f"{file} has the token {statistics.max}, and the model of model.path knows {words} words: it "
+                        "was recorded with another model"
                     )
-            if name == "logprobs" and not (math.isfinite(known.min) and math.isfinite(known.max)):
+            if name == "logprobs" and not (math.isfinite(statistics.min) and math.isfinite(statistics.max)):
                 raise ConfigError(f"{file}: a log-prob is not finite")

@@ -1,47 +1,47 @@
-"""The columns of recorded rollouts: what a file of them holds (`rollout_table` has how a rollout becomes a row).
+"""Columns of recorded rollouts. `rollout_table` converts between rollouts and rows.
 
-One row per rollout, compressed parquet, which pandas, polars and duckdb read as it is. Columns of tokens have the
-tokens of all turns of a rollout end to end; `turn_lengths` says where one turn ends and the next begins:
+A file is compressed parquet, readable as it is by pandas, polars and duckdb, with one row per rollout. Per-token
+columns hold the tokens of all turns concatenated; `turn_lengths` splits them:
 
-    number               int32    which rollout of its step, from 0
-    group                int64    which prompt of its step: samples of one prompt share it
-    episode              int64    branches of one episode of an agent share it within a group; -1 for what is alone
-    status, failure      string   how it ended; of an aborted one, what cut it off
-    reward               float64  that of its turns included
-    reward_parts         JSON     {name: value}, before their weights
-    unscored             JSON     {part: why} where it has no reward
-    advantage, logprob   float64  means over the policy's tokens; null where there are none
+    number               int32    index of the rollout in its step, from 0
+    group                int64    prompt index in the step, shared by the samples of a prompt
+    episode              int64    shared by the branches of an agent's episode within a group; -1 if there is only one
+    status, failure      string   how it ended; for an aborted rollout, why
+    reward               float64  total, including rewards of turns
+    reward_parts         JSON     {name: value}, unweighted
+    unscored             JSON     {part: reason} if it has no reward
+    advantage, logprob   float64  means over the policy's tokens; null if there are none
     tool_calls, tool_errors, drafted, accepted   int32
     seed                 int64
-    turn_lengths         [int32]  tokens of each turn; turn 0 is the prompt
-    turn_is_action       [bool]   whether the policy wrote the turn
-    turn_weight_version  [int32]  -1 for what no policy wrote
-    turn_versions        JSON     {turn: [[version, tokens], ...]} of turns whose weights changed within; else null
-    turn_rewards         [double] what each turn itself was found to be worth
+    turn_lengths         [int32]  tokens per turn; turn 0 is the prompt
+    turn_is_action       [bool]   whether the policy generated the turn
+    turn_weight_version  [int32]  weight version that generated the turn; -1 for other turns
+    turn_versions        JSON     {turn: [[version, tokens], ...]} for turns with a weight sync in between; else null
+    turn_rewards         [double] reward of each turn
     token_ids            [int32]
-    logprobs             [float]  as the engine reported them, 0 for what the policy did not write
-    advantages           [float]  null where the rollout was not trained on
-    messages             JSON     the conversation in words
-    id, data_source      string   of the prompt, as all that follow
+    logprobs             [float]  as reported by the engine; 0 for tokens that the policy did not generate
+    advantages           [float]  null if the rollout was not trained on
+    messages             JSON     the conversation as text
+    id, data_source      string   of the prompt, like the columns up to prompt_token_ids
     ground_truth, tools, extra, prompt_messages  JSON
-    prompt_token_ids     [int32]  null where they are those of turn 0
-    routing              bytes    of the first tokens the experts that each went through, with `train.replay_routing`
-    routing_shape        [int32]  its tokens, MoE layers and experts of a token; of a byte each, or of two
-    support_counts       [int32]  of each token that the policy wrote, how many it could have been, where it was cut off
-    support_ids          [int32]  which, token after token
-    branch, forks        int32    of an agent's episode which branch it is, from 0; how often its client has left the
-                                  history that it had begun, the same on all branches
-    drift                bool     whether its last answer would have been asked for with other ids, rendered afresh
-    trainer_logprobs     [float]  the trainer's before the step's updates, as those are; of steps that have looked
-    unreplayed_logprobs  [float]  likewise, of experts that the trainer chose itself; with `train.replay_routing`
-    turn_cached_tokens   [int32]  of all tokens before a turn of the policy those that the engine had in its cache when
-                                  it was asked for it; -1 for others' turns, and where it did not say
+    prompt_token_ids     [int32]  null if equal to turn 0
+    routing              bytes    experts chosen for the first tokens, with `train.replay_routing`; 1 or 2 bytes each
+    routing_shape        [int32]  its tokens, MoE layers, and experts per token
+    support_counts       [int32]  truncated sampling: size of the sampling mask of each generated token
+    support_ids          [int32]  the token ids in these masks, concatenated
+    branch, forks        int32    agent episodes: index of the branch, from 0; how often the client diverged from the
+                                  history so far, the same for all branches
+    drift                bool     agent episodes: whether rendering the last request afresh gives other token ids
+    trainer_logprobs     [float]  the trainer's, before the step's updates; of steps that computed them
+    unreplayed_logprobs  [float]  the same through the trainer's own experts, with `train.replay_routing`
+    turn_cached_tokens   [int32]  tokens before a policy turn that the engine had cached when the turn was requested; -1
+                                  for other turns, and if the engine did not report it
 
-The four of records are null where there is none, or `track.records` is off; the next three of what is no agent's. Files
-of earlier formats lack the columns of later ones (`COLUMNS_SINCE_FORMAT`), which are read as null. JSON is `exact_json`: NaN is
-{"float": "nan"}. In a plain string half a surrogate pair, which parquet cannot hold, is written as \\ud800. The file's
-metadata say `megarl.format`, `megarl.step`, `megarl.total`, the number of rollouts of the whole step, of which other
-files have those that are not in this one, and `megarl.vocabulary`, a hash of the words that the ids stand for.
+The routing and support columns are null if not recorded or if `track.records` is off, the next three if the rollout is
+not an agent's. Files of earlier formats lack later columns (`COLUMNS_SINCE_FORMAT`), which are read as null. JSON is
+`exact_json`: NaN is {"float": "nan"}. In plain strings a lone surrogate, which parquet cannot hold, is written as
+\\ud800. The file's metadata have `megarl.format`, `megarl.step`, `megarl.total` (rollouts of the whole step, over the
+files of all ranks) and `megarl.vocabulary` (a hash of the tokenizer's vocabulary).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 FORMAT = 6
-"""Another number for other columns."""
+"""Version of the file format; changes with the columns."""
 
 
 def _list(kind: pa.DataType) -> pa.DataType:
@@ -91,15 +91,15 @@ ORDER = (
     *("branch", "forks", "drift", "trainer_logprobs", "unreplayed_logprobs", "turn_cached_tokens"),
 )
 TRAINER_COLUMNS = ("routing", "support_counts", "support_ids")
-"""Columns that only a trainer reads, and which may be larger than all others."""
+"""Columns that only a trainer reads; they may be larger than all others together."""
 COLUMNS_SINCE_FORMAT: dict[int, tuple[str, ...]] = {
     4: ("routing_shape", *TRAINER_COLUMNS),
     5: ("branch", "forks", "drift", "trainer_logprobs", "unreplayed_logprobs"),
     6: ("turn_cached_tokens",),
 }
-"""Columns by the first format that has them; those of format 3 are in all that are read."""
+"""Columns by the format that introduced them. All other columns exist since format 3, the oldest that is read."""
 _LATER_COLUMNS = tuple(name for names in COLUMNS_SINCE_FORMAT.values() for name in names)
 NULLABLE = ("advantage", "logprob", "advantages", "turn_versions", "prompt_token_ids", *_LATER_COLUMNS)
 SCHEMA = pa.schema([pa.field(name, TYPES[name], nullable=name in NULLABLE) for name in ORDER])
 DICTIONARY_COLUMNS = [name for name in ORDER if TYPES[name] == pa.string() and name != "messages"]
-"""Columns in which values come again and again, which a dictionary makes small."""
+"""Columns with many repeated values, which dictionary encoding compresses."""

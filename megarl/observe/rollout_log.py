@@ -1,9 +1,9 @@
-"""Every rollout of a step on disk, for people and for exact repeats.
+"""Record every rollout of a step on disk, for inspection and exact replay.
 
     <run>/rollouts/step_000012/rank_00003.parquet
 
-Each rank writes the rollouts that it has, in the background; `rollout_columns` says what is in a file. A step is whole
-when its files together have as many rollouts as each of them says that the step has.
+Each rank writes its own rollouts in the background; `rollout_columns` documents the file format. A step is complete
+when its files together have as many rollouts as each file's metadata say that the step has.
 """
 
 from __future__ import annotations
@@ -28,33 +28,35 @@ from megarl.observe.rollout_table import Record, TrainerLogprobs, iter_table_row
 from megarl.types import Rollout
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Tokens from which on a row group is full: what is held in two forms at once while it is written."""
+"""Tokens per row group. While a row group is written, it is held in memory twice."""
 TOKEN_BYTES = 12
-"""Bytes of a token, its log-prob and its advantage; as many of a record count as one."""
+"""Bytes of a token with its log-prob and advantage; routing and sampling masks count as a token per so many bytes."""
 
 _PART_NAME = re.compile(r"rank_(\d{5,9})\.parquet")
-"""Of a file, with the number of the rank."""
+"""Name of a rank's file."""
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
-    """Where the rollouts of a step lie; steps count from 1."""
+    """Return the folder of a step's rollouts. Steps count from 1."""
     return Path(run_dir) / "rollouts" / f"step_{step:06d}"
 
 
 def part_file(run_dir: str | Path, step: int, rank: int) -> Path:
-    """Where a rank writes its share of them."""
+    """Return the file to which a rank writes its rollouts of a step."""
     return step_folder(run_dir, step) / f"rank_{rank:05d}.parquet"
 
 
 def recorded_steps(run_dir: str | Path) -> list[int]:
-    """Steps that have a folder, ascending; the last may still be written."""
+    """Return the steps with a folder, ascending. The last one may be incomplete."""
     names = (re.fullmatch(r"step_(\d{6,12})", path.name) for path in Path(run_dir, "rollouts").glob("step_*"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def remove_after(run_dir: str | Path, step: int) -> None:
-    """Remove what is recorded of the steps after this one, which are to be taken again, maybe by another number of
-    ranks. Raises OSError."""
+    """Remove the rollouts of steps after `step`, which will be repeated, possibly by another number of ranks.
+
+    Raises OSError.
+    """
     for later in recorded_steps(run_dir):
         if later > step:
             shutil.rmtree(step_folder(run_dir, later))
@@ -64,11 +66,13 @@ def remove_after(run_dir: str | Path, step: int) -> None:
 
 
 class RolloutLog:
-    """Writes this rank's rollouts on one thread of its own, beside training.
+    """Writes this rank's rollouts in a background thread.
 
-    warn: called by `write`, `settle` and `close`, on their thread, with what is to be said where an earlier step could
-    not be written. Nothing is raised for that, and no more is said of later ones. records: whether those of routing,
-    and of what could have been drawn, are written, too. vocabulary: a hash of it.
+    Args:
+        warn: called by `write`, `drain` and `close`, on the caller's thread, with the first failure to write. Nothing
+            is raised, and later failures are silent.
+        records: whether to write routing and sampling masks (`TRAINER_COLUMNS`).
+        vocabulary: hash of the tokenizer's vocabulary.
     """
 
     def __init__(
@@ -96,24 +100,29 @@ class RolloutLog:
         advantages: Sequence[np.ndarray | None] | None = None,
         trainer: Sequence[TrainerLogprobs | None] | None = None,
     ) -> None:
-        """Hand over this rank's rollouts of a step; `numbers` says which they are of its `total`. Once per step.
+        """Queue this rank's rollouts of a step for writing. Call once per step.
 
-        advantages: [tokens] float32 of each, None for one that was not trained on; trainer: likewise. What is handed
-        over must not be changed later. Waits until the step before is on disk, so that never more than one is held for
-        that.
+        Waits until the previous step is on disk, so that at most one step is held in memory. The arguments must not be
+        modified afterwards.
+
+        Args:
+            total: rollouts of the step on all ranks.
+            numbers: index of each rollout in the step.
+            advantages: [tokens] float32 per rollout, None for a rollout that was not trained on.
+            trainer: trainer log-probs per rollout, likewise.
         """
         self.drain()
         if rollouts:
-            given = [None] * len(rollouts) if advantages is None else list(advantages)
+            advantage_list = [None] * len(rollouts) if advantages is None else list(advantages)
             if not self._has_trainer_columns:
                 rollouts = [replace(rollout, routing=None, sampling_mask=None) for rollout in rollouts]
             file = part_file(self._run_dir, step, self._rank)
             self._pending_write = self._thread.submit(
-                write_part, file, step, total, numbers, rollouts, given, self._vocabulary, trainer
+                write_part, file, step, total, numbers, rollouts, advantage_list, self._vocabulary, trainer
             )
 
     def drain(self) -> None:
-        """Wait until all that was handed over is on disk."""
+        """Wait until everything queued is on disk; warn if it could not be written."""
         if self._pending_write is None:
             return
         error = self._pending_write.exception()
@@ -124,13 +133,13 @@ class RolloutLog:
             self._warn(f"could not record rollouts: {what}; training goes on without them")
 
     def make_drain(self) -> Callable[[], None]:
-        """What waits for that in another thread, and not for what is handed over later."""
-        under_way = [] if self._pending_write is None else [self._pending_write]
+        """Return a function that waits, on any thread, for what is queued now but not for later writes."""
+        pending = [] if self._pending_write is None else [self._pending_write]
 
-        def settle() -> None:
-            wait(under_way)  # whether it could be written is said by `write`
+        def drain() -> None:
+            wait(pending)  # a failure is reported by the next `write` or `drain`
 
-        return settle
+        return drain
 
     def close(self) -> None:
         self.drain()
@@ -147,21 +156,23 @@ def write_part(
     vocabulary: str = "",
     trainer: Sequence[TrainerLogprobs | None] | None = None,
 ) -> None:
-    """Write some of a step's `total` rollouts, as `RolloutLog.write` is given them; the file appears under its name
-    when it is whole. Raises OSError, and ValueError or OverflowError for values that the columns cannot hold."""
-    about = {"megarl.format": FORMAT, "megarl.step": step, "megarl.total": total, "megarl.vocabulary": vocabulary}
-    schema = SCHEMA.with_metadata({name: str(value) for name, value in about.items()})
-    own = [None] * len(rollouts) if advantages is None else advantages
-    says = [None] * len(rollouts) if trainer is None else trainer
+    """Write some of a step's rollouts to `file`, which appears atomically. Arguments as for `RolloutLog.write`.
+
+    Raises OSError, and ValueError or OverflowError for values that the columns cannot hold.
+    """
+    metadata = {"megarl.format": FORMAT, "megarl.step": step, "megarl.total": total, "megarl.vocabulary": vocabulary}
+    schema = SCHEMA.with_metadata({name: str(value) for name, value in metadata.items()})
+    advantage_list = [None] * len(rollouts) if advantages is None else advantages
+    trainer_list = [None] * len(rollouts) if trainer is None else trainer
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}")  # readers of whole folders leave out what begins with a dot
+    partial = file.with_name(f".{file.name}")  # readers of whole folders skip dot files
     try:
         with pq.ParquetWriter(
             partial.absolute(), schema, compression="zstd", use_dictionary=DICTIONARY_COLUMNS, write_page_checksum=True
         ) as writer:
-            for first, end in _split_row_groups(rollouts):
-                part = slice(first, end)
-                writer.write_batch(to_batch(numbers[part], rollouts[part], own[part], says[part]))
+            for start, end in _split_row_groups(rollouts):
+                part = slice(start, end)
+                writer.write_batch(to_batch(numbers[part], rollouts[part], advantage_list[part], trainer_list[part]))
         partial.replace(file)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -169,18 +180,18 @@ def write_part(
 
 
 def _split_row_groups(rollouts: Sequence[Rollout]) -> Iterator[tuple[int, int]]:
-    first = tokens = 0
+    start = tokens = 0
     for end, rollout in enumerate(rollouts, 1):
         tokens += rollout.num_tokens + _record_bytes(rollout) // TOKEN_BYTES
         if tokens >= ROW_GROUP_TOKENS or end == len(rollouts):
-            yield first, end
-            first, tokens = end, 0
+            yield start, end
+            start, tokens = end, 0
 
 
 def _record_bytes(rollout: Rollout) -> int:
-    routing, support = rollout.routing, rollout.sampling_mask
+    routing, sampling_mask = rollout.routing, rollout.sampling_mask
     return (0 if routing is None else routing.nbytes) + (
-        0 if support is None else support.counts.nbytes + support.ids.nbytes
+        0 if sampling_mask is None else sampling_mask.counts.nbytes + sampling_mask.ids.nbytes
     )
 
 
@@ -188,17 +199,27 @@ def _record_bytes(rollout: Rollout) -> int:
 
 
 def read_rollouts(run_dir: str | Path, step: int, rank: int = 0, world: int = 1, whole: bool = False) -> list[Rollout]:
-    """The rollouts of a step in their order, equal to those written; where this is one of several ranks those that it
-    had, or in a larger world had a rank that it stands for. whole: with their records of routing and of what could have
-    been drawn. Raises ConfigError where some of the step are missing, or a file is damaged or of another format."""
+    """Return a step's rollouts in order, equal to those written.
+
+    Args:
+        rank, world: return only the rollouts written by ranks congruent to `rank` modulo `world`, so that a smaller
+            world covers the files of a larger one.
+        whole: include `TRAINER_COLUMNS`: routing and sampling masks.
+
+    Raises:
+        ConfigError: if the step is incomplete, or a file is damaged or of an unknown format.
+    """
     return [record.rollout for record in read_records(run_dir, step, rank, world, whole)]
 
 
 def read_records(
     run_dir: str | Path, step: int, rank: int = 0, world: int = 1, whole: bool = False, without: Sequence[str] = ()
 ) -> list[Record]:
-    """As `read_rollouts`, with numbers, advantages and what the trainer says. without: of `TRAINER_COLUMNS`, those that are
-    left out all the same."""
+    """Like `read_rollouts`, with indices, advantages and trainer log-probs.
+
+    Args:
+        without: columns to omit even if `whole`.
+    """
     records = []
     names = [name for name in SCHEMA.names if name not in (without if whole else TRAINER_COLUMNS)]
     for file, part in open_complete_parts(run_dir, step):
@@ -213,13 +234,13 @@ def read_records(
 
 
 def is_complete(run_dir: str | Path, step: int) -> bool:
-    """Whether all rollouts of a step are there. Raises ConfigError where a file is damaged."""
+    """Return whether all rollouts of a step are on disk. Raises ConfigError if a file is damaged."""
     parts = _open_parts(run_dir, step)
     return bool(parts) and sum(part.metadata.num_rows for _, part in parts) == _read_metadata(*parts[0], "total")
 
 
 def open_complete_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
-    """The files of a step, which have each of its rollouts once. Raises ConfigError."""
+    """Open the files of a step. Raises ConfigError unless they hold each of its rollouts exactly once."""
     folder = step_folder(run_dir, step)
     parts = _open_parts(run_dir, step)
     if not parts:
@@ -228,16 +249,16 @@ def open_complete_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.P
     if len(totals) > 1:
         raise ConfigError(f"{folder} has files of steps of {min(totals)} and of {max(totals)} rollouts: of two runs")
     counts = Counter(row["number"] for file, part in parts for row in iter_rows(file, part, ["number"]))
-    if twice := [number for number, count in counts.items() if count > 1]:
-        raise ConfigError(f"{folder} has rollout {min(twice)} twice: its files are of two runs")
+    if duplicates := [number for number, count in counts.items() if count > 1]:
+        raise ConfigError(f"{folder} has rollout {min(duplicates)} twice: its files are of two runs")
     (total,) = totals
     if missing := set(range(total)) - set(counts):
         raise ConfigError(
             f"{folder} has {len(counts)} of the {total} rollouts of its step, rollout {min(missing)} is missing: the "
             "file of another rank is not there"
         )
-    if beyond := set(counts) - set(range(total)):
-        raise ConfigError(f"{folder} has a rollout {max(beyond)}, but its step has {total}: it is damaged")
+    if out_of_range := set(counts) - set(range(total)):
+        raise ConfigError(f"{folder} has a rollout {max(out_of_range)}, but its step has {total}: it is damaged")
     return parts
 
 
@@ -250,26 +271,28 @@ def _open_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFi
         if wrong := [name for name in names if name not in part.schema_arrow.names]:
             raise ConfigError(f"{file} is not a file of recorded rollouts: it has no column {wrong[0]!r}")
         if wrong := [name for name in names if not part.schema_arrow.field(name).equals(SCHEMA.field(name))]:
-            kind, own = part.schema_arrow.field(wrong[0]), SCHEMA.field(wrong[0])
-            what = "may be null" if kind.type == own.type else f"is of {kind.type}, not of {own.type}"
+            kind, expected = part.schema_arrow.field(wrong[0]), SCHEMA.field(wrong[0])
+            what = "may be null" if kind.type == expected.type else f"is of {kind.type}, not of {expected.type}"
             raise ConfigError(f"{file} is not a file of recorded rollouts: its column {wrong[0]!r} {what}")
-        if (found := _read_metadata(file, part, "step")) != step:
-            raise ConfigError(f"{file} is of step {found}: it has been moved")
+        if (recorded_step := _read_metadata(file, part, "step")) != step:
+            raise ConfigError(f"{file} is of step {recorded_step}: it has been moved")
         parts.append((file, part))
     return parts
 
 
 def _format_columns(file: Path, part: pq.ParquetFile) -> list[str]:
-    """That a file of its format has. Raises ConfigError for a format that is not read."""
-    known = range(min(COLUMNS_SINCE_FORMAT) - 1, FORMAT + 1)
-    if (found := _read_metadata(file, part, "format")) not in known:
-        raise ConfigError(f"{file} is of format {found}, and this program reads formats {known[0]} to {FORMAT} only")
-    later = {name for format, names in COLUMNS_SINCE_FORMAT.items() if format > found for name in names}
+    """Return the columns of the file's format. Raises ConfigError for an unsupported format."""
+    supported = range(min(COLUMNS_SINCE_FORMAT) - 1, FORMAT + 1)
+    if (file_format := _read_metadata(file, part, "format")) not in supported:
+        raise ConfigError(
+            f"{file} is of format {file_format}, and this program reads formats {supported[0]} to {FORMAT} only"
+        )
+    later = {name for format, names in COLUMNS_SINCE_FORMAT.items() if format > file_format for name in names}
     return [name for name in SCHEMA.names if name not in later]
 
 
 def _read_metadata(file: Path, part: pq.ParquetFile, name: str) -> int:
-    """A number in the file's metadata."""
+    """Return an integer from the file's metadata."""
     value = (part.schema_arrow.metadata or {}).get(f"megarl.{name}".encode(), b"")
     if not value.isdigit():
         raise ConfigError(f"{file} is not a file of recorded rollouts: its metadata have no megarl.{name}")
@@ -277,17 +300,17 @@ def _read_metadata(file: Path, part: pq.ParquetFile, name: str) -> int:
 
 
 def iter_rows(file: Path, part: pq.ParquetFile, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """These columns of each row, with None where the file is of a format before a column's. Raises ConfigError."""
-    there = set(_format_columns(file, part))
-    missing = dict.fromkeys(name for name in columns if name not in there)
+    """Yield these columns of each row; None for columns newer than the file's format. Raises ConfigError."""
+    available = set(_format_columns(file, part))
+    missing = dict.fromkeys(name for name in columns if name not in available)
     for group in range(part.num_row_groups):
         with _raise_config_error(file):
-            found = list(iter_table_rows(part.read_row_group(group, [name for name in columns if name in there])))
-        yield from ({**row, **missing} for row in found) if missing else found
+            rows = list(iter_table_rows(part.read_row_group(group, [name for name in columns if name in available])))
+        yield from ({**row, **missing} for row in rows) if missing else rows
 
 
 def read_vocabulary_hash(part: pq.ParquetFile) -> str:
-    """Hash of that of the tokenizer, empty where it is not on record."""
+    """Return the hash of the tokenizer's vocabulary; empty if not recorded."""
     return str((part.schema_arrow.metadata or {}).get(b"megarl.vocabulary", b"").decode(errors="replace"))
 
 

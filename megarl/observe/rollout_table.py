@@ -1,4 +1,4 @@
-"""Rollouts as rows of a table, and rows as rollouts again; `rollout_columns` says what is in the columns."""
+"""Convert rollouts to table rows and back. `rollout_columns` documents the columns."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from megarl.utils import exact_json
 
 
 class TrainerLogprobs(NamedTuple):
-    """[tokens] float32 log-probs of a rollout by the trainer's weights before the updates of its step, 0 for what the
-    policy did not write. unreplayed: of experts that it chose itself, None where none were to be replayed."""
+    """Trainer log-probs of a rollout before its step's updates: [tokens] float32, 0 for tokens of other turns.
+
+    `unreplayed` are those through the trainer's own experts; None unless routing was replayed.
+    """
 
     logprobs: np.ndarray
     unreplayed: np.ndarray | None = None
 
 
 class Record(NamedTuple):
-    """A rollout with what training said of it."""
+    """A recorded rollout with its training values."""
 
     number: int
-    """Which of its step."""
+    """Index in its step."""
     rollout: Rollout
     advantage: float | None
-    """Mean over the policy's tokens; None where it was not trained on."""
+    """Mean over the policy's tokens; None if it was not trained on."""
     advantages: np.ndarray | None
-    """[tokens] float32, of all turns end to end."""
+    """[tokens] float32, all turns concatenated."""
     trainer_logprobs: TrainerLogprobs | None = None
 
 
@@ -44,29 +46,32 @@ def to_batch(
     advantages: Sequence[np.ndarray | None],
     trainer: Sequence[TrainerLogprobs | None] | None = None,
 ) -> pa.RecordBatch:
-    """One row per rollout. `advantages`, and what the trainer says, are as long as the rollouts' tokens. Raises
-    ValueError or OverflowError for what the columns cannot hold."""
+    """Convert rollouts to a record batch with one row each.
+
+    `advantages` and `trainer` have one value per token of each rollout. Raises ValueError or OverflowError for values
+    that the columns cannot hold.
+    """
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = np.array([len(turn.token_ids) for turn in turns], np.int32)
-    written = np.array([turn.is_action for turn in turns], bool)
+    is_action = np.array([turn.is_action for turn in turns], bool)
     turn_ends = _offsets([len(rollout.turns) for rollout in rollouts])
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[turn_ends]
     tokens = _concat([turn.token_ids for turn in turns], np.int32)
-    nothing = np.zeros(int(lengths.max(initial=0)), np.float32)
+    zeros = np.zeros(int(lengths.max(initial=0)), np.float32)
     logprobs = _concat(
-        [turn.logprobs if turn.is_action else nothing[: len(turn.token_ids)] for turn in turns], np.float32
+        [turn.logprobs if turn.is_action else zeros[: len(turn.token_ids)] for turn in turns], np.float32
     )
-    sizes, says = np.diff(ends).tolist(), [None] * len(rollouts) if trainer is None else trainer
+    sizes, trainer_logprobs = np.diff(ends).tolist(), [None] * len(rollouts) if trainer is None else trainer
     branches = [rollout.branch for rollout in rollouts]
     spans = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
-    mask = np.repeat(written, lengths)
-    starts = [_starts_with_prompt(rollout) for rollout in rollouts]
-    prompt_ids = [() if same else rollout.prompt.token_ids for same, rollout in zip(starts, rollouts, strict=True)]
-    of_prompt: dict[int, tuple[str, ...]] = {}  # samples of a prompt share it
+    mask = np.repeat(is_action, lengths)
+    is_turn_0 = [_starts_with_prompt(rollout) for rollout in rollouts]
+    prompt_ids = [() if same else rollout.prompt.token_ids for same, rollout in zip(is_turn_0, rollouts, strict=True)]
+    prompt_values: dict[int, tuple[str, ...]] = {}  # samples share a prompt object
     for rollout in rollouts:
-        if id(rollout.prompt) not in of_prompt:
-            of_prompt[id(rollout.prompt)] = _prompt_values(rollout.prompt)
-    prompts = list(zip(*(of_prompt[id(rollout.prompt)] for rollout in rollouts), strict=True))
+        if id(rollout.prompt) not in prompt_values:
+            prompt_values[id(rollout.prompt)] = _prompt_values(rollout.prompt)
+    prompts = list(zip(*(prompt_values[id(rollout.prompt)] for rollout in rollouts), strict=True))
     columns: dict[str, Any] = {
         "number": np.asarray(numbers, np.int32),
         "group": [rollout.group for rollout in rollouts],
@@ -86,7 +91,7 @@ def to_batch(
             for name in ("tool_calls", "tool_errors", "drafted", "accepted", "seed")
         },
         "turn_lengths": (turn_ends, lengths),
-        "turn_is_action": (turn_ends, written),
+        "turn_is_action": (turn_ends, is_action),
         "turn_weight_version": (turn_ends, np.array([turn.weight_version for turn in turns], np.int32)),
         "turn_versions": [_dump_versions(rollout) for rollout in rollouts],
         "turn_cached_tokens": (turn_ends, np.array([turn.cached_tokens for turn in turns], np.int32)),
@@ -96,7 +101,7 @@ def to_batch(
         "advantages": _float_lists(advantages, sizes, "advantages"),
         "messages": [exact_json.dumps(rollout.messages) for rollout in rollouts],
         **dict(zip(_PROMPT_COLUMNS, prompts, strict=True)),
-        "prompt_token_ids": (_offsets(map(len, prompt_ids)), _concat(prompt_ids, np.int32), starts),
+        "prompt_token_ids": (_offsets(map(len, prompt_ids)), _concat(prompt_ids, np.int32), is_turn_0),
         "routing": [None if rollout.routing is None else _tensor_bytes(rollout.routing) for rollout in rollouts],
         "routing_shape": _int_lists(
             [None if rollout.routing is None else rollout.routing.shape for rollout in rollouts]
@@ -110,9 +115,21 @@ def to_batch(
         "branch": [None if branch is None else branch.number for branch in branches],
         "forks": [None if branch is None else branch.forks for branch in branches],
         "drift": [None if branch is None else branch.has_drifted for branch in branches],
-        "trainer_logprobs": _float_lists([None if one is None else one.logprobs for one in says], sizes, "log-probs"),
+        "trainer_logprobs": _float_lists(
+            [
+                None if logprobs_of_rollout is None else logprobs_of_rollout.logprobs
+                for logprobs_of_rollout in trainer_logprobs
+            ],
+            sizes,
+            "log-probs",
+        ),
         "unreplayed_logprobs": _float_lists(
-            [None if one is None else one.unreplayed for one in says], sizes, "log-probs"
+            [
+                None if logprobs_of_rollout is None else logprobs_of_rollout.unreplayed
+                for logprobs_of_rollout in trainer_logprobs
+            ],
+            sizes,
+            "log-probs",
         ),
     }
     return pa.record_batch([_array(columns[name], TYPES[name]) for name in ORDER], schema=SCHEMA)
@@ -122,13 +139,13 @@ _PROMPT_COLUMNS = ("id", "data_source", "ground_truth", "tools", "extra", "promp
 
 
 def _prompt_values(prompt: Prompt) -> tuple[str, ...]:
-    rest = map(exact_json.dumps, (prompt.ground_truth, prompt.tools, prompt.extra, prompt.messages))
-    return (_escape_surrogates(prompt.id), _escape_surrogates(prompt.data_source), *rest)
+    json_values = map(exact_json.dumps, (prompt.ground_truth, prompt.tools, prompt.extra, prompt.messages))
+    return (_escape_surrogates(prompt.id), _escape_surrogates(prompt.data_source), *json_values)
 
 
 def _dump_versions(rollout: Rollout) -> str | None:
-    found = {str(number): turn.versions for number, turn in enumerate(rollout.turns) if turn.versions}
-    return exact_json.dumps(found) if found else None
+    versions = {str(number): turn.versions for number, turn in enumerate(rollout.turns) if turn.versions}
+    return exact_json.dumps(versions) if versions else None
 
 
 def _spans(found: Any) -> tuple[tuple[int, int], ...]:
@@ -148,28 +165,28 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _offsets(lengths: Any) -> np.ndarray:
-    """[n + 1], where each of the lists laid end to end begins, and where the last ends."""
+    """Return the [n + 1] offsets of n concatenated lists."""
     return np.cumsum([0, *lengths], dtype=np.int64)
 
 
 def _concat(parts: Sequence[Any], dtype: type) -> np.ndarray:
-    """End to end; plain numbers become an array first."""
+    """Concatenate arrays or sequences of numbers."""
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
 
 def _float_lists(values: Sequence[np.ndarray | None], sizes: Sequence[int], what: str) -> tuple[Any, ...]:
-    """A column with one for each token, of which some are None."""
-    for own, size in zip(values, sizes, strict=True):
-        if own is not None and len(own) != size:
-            raise ValueError(f"{len(own)} {what} for a rollout of {size} tokens")
-    found = [np.zeros(0, np.float32) if own is None else own for own in values]
-    return _offsets(map(len, found)), _concat(found, np.float32), [own is None for own in values]
+    """Build a nullable column of one float per token."""
+    for array, size in zip(values, sizes, strict=True):
+        if array is not None and len(array) != size:
+            raise ValueError(f"{len(array)} {what} for a rollout of {size} tokens")
+    arrays = [np.zeros(0, np.float32) if array is None else array for array in values]
+    return _offsets(map(len, arrays)), _concat(arrays, np.float32), [array is None for array in values]
 
 
 def _int_lists(values: Sequence[Any]) -> tuple[Any, ...]:
-    """A column of lists of whole numbers, of which some are None."""
-    found = [np.zeros(0, np.int32) if value is None else np.asarray(value, np.int32) for value in values]
-    return _offsets(map(len, found)), _concat(found, np.int32), [value is None for value in values]
+    """Build a nullable column of integer lists."""
+    arrays = [np.zeros(0, np.int32) if value is None else np.asarray(value, np.int32) for value in values]
+    return _offsets(map(len, arrays)), _concat(arrays, np.int32), [value is None for value in values]
 
 
 def _tensor_bytes(record: torch.Tensor) -> memoryview:
@@ -188,15 +205,18 @@ def _array(column: Any, kind: pa.DataType) -> pa.Array:
 
 
 def iter_table_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Each row by column; lists are views of numpy arrays."""
+    """Yield each row as a dict; lists are numpy views."""
     columns = [_column_values(column.combine_chunks()) for column in table.columns]
     for values in zip(*columns, strict=True):
         yield dict(zip(table.column_names, values, strict=True))
 
 
 def to_record(row: dict[str, Any]) -> Record:
-    """The rollout that a row was made of, without records where the row lacks `TRAINER_COLUMNS`, and without what is `COLUMNS_SINCE_FORMAT`
-    than its format. Raises ValueError where it is no such row."""
+    """Convert a row back to a record.
+
+    Values are None if the row lacks their columns, be it `TRAINER_COLUMNS` or columns newer than its format. Raises
+    ValueError for an invalid row.
+    """
     check_turns(row)
     tokens, logprobs = row["token_ids"], row["logprobs"]
     ends = _offsets(row["turn_lengths"]).tolist()
@@ -206,36 +226,38 @@ def to_record(row: dict[str, Any]) -> Record:
         raise ValueError("a token id is negative")
     columns = (row[name].tolist() for name in ("turn_is_action", "turn_weight_version", "turn_rewards"))
     cached = row.get("turn_cached_tokens")
-    known = [-1] * (len(ends) - 1) if cached is None else cached.tolist()
-    spans = zip(ends, ends[1:], *columns, known, strict=False)
-    several = {} if row["turn_versions"] is None else _load_json(row, "turn_versions", dict)
-    own = [_spans(several.get(str(number), ())) for number in range(len(ends) - 1)]
+    cached_tokens = [-1] * (len(ends) - 1) if cached is None else cached.tolist()
+    spans = zip(ends, ends[1:], *columns, cached_tokens, strict=False)
+    version_spans = {} if row["turn_versions"] is None else _load_json(row, "turn_versions", dict)
+    turn_versions = [_spans(version_spans.get(str(number), ())) for number in range(len(ends) - 1)]
     turns = tuple(
-        Turn(tokens[a:b], logprobs[a:b] if written else no_logprobs(), written, version, versions, reward, served)
-        for (a, b, written, version, reward, served), versions in zip(spans, own, strict=True)
+        Turn(
+            tokens[a:b], logprobs[a:b] if is_action else no_logprobs(), is_action, version, versions, reward, num_cached
+        )
+        for (a, b, is_action, version, reward, num_cached), versions in zip(spans, turn_versions, strict=True)
     )
-    first, parts = row["prompt_token_ids"], _load_json(row, "reward_parts", dict)
-    if wrong := [name for name, value in parts.items() if type(value) not in (int, float)]:
-        raise ValueError(f"its reward part {wrong[0]} is {parts[wrong[0]]!r}, not a number")
+    prompt_ids, reward_parts = row["prompt_token_ids"], _load_json(row, "reward_parts", dict)
+    if invalid := [name for name, value in reward_parts.items() if type(value) not in (int, float)]:
+        raise ValueError(f"its reward part {invalid[0]} is {reward_parts[invalid[0]]!r}, not a number")
     unscored = _load_json(row, "unscored", dict)
-    if wrong := [part for part, why in unscored.items() if not isinstance(why, str)]:
-        raise ValueError(f"why it has no {wrong[0]} is {unscored[wrong[0]]!r}, not text")
+    if invalid := [part for part, why in unscored.items() if not isinstance(why, str)]:
+        raise ValueError(f"why it has no {invalid[0]} is {unscored[invalid[0]]!r}, not text")
     prompt = Prompt(
         id=row["id"],
         messages=tuple(_load_json(row, "prompt_messages", list)),
-        token_ids=turns[0].token_ids if first is None else first,
+        token_ids=turns[0].token_ids if prompt_ids is None else prompt_ids,
         data_source=row["data_source"],
         ground_truth=_load_json(row, "ground_truth"),
         tools=tuple(_load_json(row, "tools", list)),
         extra=_load_json(row, "extra", dict),
     )
-    of_rollout = ("status", "reward", "seed", "group", "episode", "failure")
-    names = (*of_rollout, "tool_calls", "tool_errors", "drafted", "accepted")
+    fields = ("status", "reward", "seed", "group", "episode", "failure")
+    names = (*fields, "tool_calls", "tool_errors", "drafted", "accepted")
     rollout = Rollout(
         prompt=prompt,
         turns=turns,
         messages=tuple(_load_json(row, "messages", list)),
-        reward_parts=parts,
+        reward_parts=reward_parts,
         unscored=unscored,
         routing=_read_routing(row, len(tokens)),
         sampling_mask=_read_sampling_mask(row),
@@ -246,8 +268,8 @@ def to_record(row: dict[str, Any]) -> Record:
         if (values := row.get(name)) is not None and len(values) != len(tokens):
             raise ValueError(f"{len(values)} {name} for a rollout of {len(tokens)} tokens")
     logs = row.get("trainer_logprobs")
-    says = None if logs is None else TrainerLogprobs(logs, row.get("unreplayed_logprobs"))
-    return Record(row["number"], rollout, row["advantage"], row["advantages"], says)
+    trainer = None if logs is None else TrainerLogprobs(logs, row.get("unreplayed_logprobs"))
+    return Record(row["number"], rollout, row["advantage"], row["advantages"], trainer)
 
 
 def _read_branch(row: dict[str, Any]) -> Branch | None:
@@ -261,34 +283,36 @@ def _read_routing(row: dict[str, Any], tokens: int) -> torch.Tensor | None:
         return None
     size = 0 if shape is None or len(shape) != 3 or shape.min() < 0 else int(np.prod(shape, dtype=np.int64))
     if shape is None or len(content) not in (size, 2 * size) or shape[0] > tokens:
-        said = None if shape is None else shape.tolist()
-        raise ValueError(f"its routing has {len(content)} bytes, for {tokens} tokens and a shape of {said}")
-    found = torch.from_numpy(content.copy())  # not a view of a whole row group
-    return (found if len(content) == size else found.view(torch.int16)).view(shape.tolist())
+        shape_list = None if shape is None else shape.tolist()
+        raise ValueError(f"its routing has {len(content)} bytes, for {tokens} tokens and a shape of {shape_list}")
+    routing = torch.from_numpy(content.copy())  # a copy, so as not to keep the whole row group in memory
+    return (routing if len(content) == size else routing.view(torch.int16)).view(shape.tolist())
 
 
 def _read_sampling_mask(row: dict[str, Any]) -> SamplingMask | None:
     counts, ids = row.get("support_counts"), row.get("support_ids")
     if counts is None or ids is None:
         return None
-    written = int(row["turn_lengths"][row["turn_is_action"]].sum())
-    if len(counts) != written or (written and counts.min() < 0) or counts.sum() != len(ids):
-        raise ValueError(f"of {written} tokens of the policy, {len(counts)} say that they could be {len(ids)} in all")
+    num_actions = int(row["turn_lengths"][row["turn_is_action"]].sum())
+    if len(counts) != num_actions or (num_actions and counts.min() < 0) or counts.sum() != len(ids):
+        raise ValueError(
+            f"of {num_actions} tokens of the policy, {len(counts)} say that they could be {len(ids)} in all"
+        )
     if len(ids) and ids.min() < 0:
         raise ValueError("a token that could have been drawn is negative")
     return SamplingMask(torch.from_numpy(counts.copy()), torch.from_numpy(ids.copy()))
 
 
 def check_turns(row: dict[str, Any]) -> None:
-    """Raise ValueError where the columns that are not of tokens do not say how a rollout went."""
-    lengths, written = row["turn_lengths"], row["turn_is_action"]
+    """Raise ValueError if the per-rollout and per-turn columns are inconsistent."""
+    lengths, is_action = row["turn_lengths"], row["turn_is_action"]
     if row["status"] not in get_args(Status):
         raise ValueError(f"a rollout does not end as {row['status']!r}")
     names = ("turn_weight_version", "turn_rewards", "turn_cached_tokens")
-    others = [row[name] for name in names if row.get(name) is not None]
-    if any(len(other) != len(lengths) for other in (written, *others)):
+    turn_columns = [row[name] for name in names if row.get(name) is not None]
+    if any(len(column) != len(lengths) for column in (is_action, *turn_columns)):
         raise ValueError("its turns are not as many in every column")
-    if not len(lengths) or written[0]:
+    if not len(lengths) or is_action[0]:
         raise ValueError("its first turn is not a prompt")
     if lengths.min() < 0:
         raise ValueError("a turn has a negative length")
@@ -306,9 +330,9 @@ def _load_json(row: dict[str, Any], name: str, kind: Callable[..., Any] | None =
 
 def _column_values(column: pa.Array) -> list[Any]:
     if pa.types.is_large_binary(column.type):
-        return [None if not one.is_valid else np.frombuffer(one.as_buffer(), np.uint8) for one in column]
+        return [None if not value.is_valid else np.frombuffer(value.as_buffer(), np.uint8) for value in column]
     if not pa.types.is_list(column.type):
         return column.to_pylist()
     values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
-    there = column.is_valid().to_pylist()
-    return [values[a:b] if is_there else None for a, b, is_there in zip(ends, ends[1:], there, strict=False)]
+    validity = column.is_valid().to_pylist()
+    return [values[a:b] if is_valid else None for a, b, is_valid in zip(ends, ends[1:], validity, strict=False)]

@@ -1,4 +1,4 @@
-"""The run folder: created, locked and described before anything else starts."""
+"""The run folder: create, lock and describe it before anything else starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.observe.webhook import ENV_PREFIX
 
 
 def last_step(run: Path) -> int:
-    """The last step that has figures; 0 where none has, or they cannot be read."""
+    """Return the last step with metrics; 0 if there is none or they cannot be read."""
     try:
         return max(read_metrics(run), default=0)
     except (OSError, ValueError):
@@ -31,22 +31,24 @@ def last_step(run: Path) -> int:
 
 
 def describe_fresh_start(run: Path) -> str:
-    """What is said of a run that is asked to go on in this folder, which has no checkpoint."""
-    lost = last_step(run)
-    again = (
-        f"; there are figures of {lost} steps, which are taken again, and their rollouts are removed" if lost else ""
+    """Return the message for a resume in a folder without checkpoints."""
+    last = last_step(run)
+    repeated = (
+        f"; there are figures of {last} steps, which are taken again, and their rollouts are removed" if last else ""
     )
-    return f"no checkpoint in the run folder yet: starting afresh{again}"
+    return f"no checkpoint in the run folder yet: starting afresh{repeated}"
 
 
 def has_checkpoints(run: Path) -> bool:
-    """Whole ones or others: which of them are, a resume says."""
+    """Return whether there are checkpoints, complete or not; a resume checks for completeness."""
     return any((run / "checkpoints").glob("step_*"))
 
 
 def is_finished(run: Path, config: Config) -> bool:
-    """Whether the run of this configuration has come to its end in this folder: there is what it exports or, where it
-    exports nothing, its last step has figures."""
+    """Return whether the run of this configuration is finished in this folder.
+
+    It is if its export is there or, without export, if its last step has metrics.
+    """
     if config.run.export:
         return (run / "export" / "config.json").is_file()
     return last_step(run) >= config.run.num_rollout
@@ -68,13 +70,13 @@ IDENTITY_KEYS = (
     "critic.path",
     "train.mtp",
 )
-"""Keys, and beginnings of keys, that make a run the run that it is: what is trained, on which data in which order. Of
-`train.mtp` only whether it is 0. Others may change when it is resumed, and hold from there on."""
+"""Keys and key prefixes that identify a run: what is trained, and on which data in which order. For `train.mtp` only
+whether it is 0 matters. All other keys may change on resume and apply from there on."""
 
 PRIVATE_MODE = 0o700
-"""Mode of a run folder: its rollouts, weights and logs are for its owner."""
+"""Mode of a run folder: only the owner may read its rollouts, weights and logs."""
 UNREPORTED_KEYS = ("run.resume", "run.dir", "track.")
-"""Those whose change is not worth a line."""
+"""Key prefixes whose changes are not logged."""
 
 CHECKPOINTS = "checkpoints"
 RESULT_NAMES = ("metrics.jsonl", "rollouts", CHECKPOINTS, "export")
@@ -124,7 +126,7 @@ A page to look through it in a browser: .venv/bin/python tools/view.py <this fol
 
 
 class Change(NamedTuple):
-    """A key that is not what it was when the run was started last."""
+    """A configuration key that has changed since the run was last started."""
 
     key: str
     old: Any
@@ -135,9 +137,9 @@ class Change(NamedTuple):
 
 
 class RunFolder:
-    """A claimed run folder; the claim ends with `release` or with the process, however it dies.
+    """A locked run folder. The lock ends with `release` or with the process, however it dies.
 
-    Until `begin` nothing of it has changed, and a `release` before that leaves it as it was found.
+    Nothing in the folder changes before `begin`; a `release` before that restores the folder as it was.
     """
 
     def __init__(self, path: Path, config: Config, resumes: bool, lock: IO[str], made: list[Path]) -> None:
@@ -146,11 +148,14 @@ class RunFolder:
         self._config = config
         self._lock: IO[str] | None = lock
         self._created = made
-        """What was made for the claim, the innermost first."""
+        """Paths created by `claim`, innermost first."""
 
     def begin(self, step: int = 0) -> list[Change]:
-        """Write config.yaml, README.txt and the user's code; the run goes on after step `step`, from which on the
-        changes hold that are returned. Raises ConfigError where that cannot be written."""
+        """Write config.yaml, README.txt and the user's code, for a run that continues after step `step`.
+
+        Return the configuration and code changes that apply from there on. Raises ConfigError if the folder cannot be
+        written.
+        """
         changes = check_earlier_run(self.path, self._config, self.is_resumed)
         text = yaml.safe_dump(redact_config(self._config), sort_keys=False, allow_unicode=True)
         try:
@@ -174,10 +179,10 @@ class RunFolder:
 
 
 def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
-    """Make the folder and lock it. Called by one process of the job.
+    """Create and lock the folder. Called by one process of the job.
 
-    Raises ConfigError where it cannot be written, where another job holds it, where it has results and `resume` is
-    False, or where it has results of another run (see IDENTITY); nothing is changed then.
+    Raises ConfigError, without changing anything, if the folder cannot be written, is locked by another job, has
+    results although `resume` is False, or has results of another run (see `IDENTITY_KEYS`).
     """
     path = Path(run_dir)
     made: list[Path] = []
@@ -190,10 +195,10 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
         if not lock_file.exists():
             made.insert(0, lock_file)
         lock = _lock(lock_file)
-        check_earlier_run(path, config, resume)  # another job may just have ended
+        check_earlier_run(path, config, resume)  # again under the lock: another job may just have ended
         _probe(path)
         if config.run.save_every and (path / CHECKPOINTS).is_dir():
-            _probe(path / CHECKPOINTS)  # else the first checkpoint is what says it, hours later
+            _probe(path / CHECKPOINTS)  # or else the first checkpoint would fail, hours later
         return RunFolder(path, config, resume and _has_results(path), lock, made)
     except (OSError, ConfigError) as error:
         if lock is not None:
@@ -203,7 +208,7 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
 
 
 def check_folder(config: Config) -> None:
-    """What `claim` would say of a folder that is another run's, before processes are started for this one."""
+    """Raise the ConfigError that `claim` would raise for a folder of another run, before any process is started."""
     path = Path(config.run.dir)
     try:
         check_earlier_run(path, config, config.run.resumes)
@@ -212,7 +217,7 @@ def check_folder(config: Config) -> None:
 
 
 def claim_and_begin(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
-    """`claim` and `begin` in one, where no checkpoint decides between them from which step on the run goes."""
+    """Do `claim` and `begin` together, for runs that do not resume from a checkpoint."""
     folder = claim(run_dir, config, resume)
     try:
         folder.begin()
@@ -223,7 +228,7 @@ def claim_and_begin(run_dir: str | Path, config: Config, resume: bool) -> RunFol
 
 
 def diff_configs(old: Config, new: Config) -> list[Change]:
-    """Every leaf that differs, in order."""
+    """Return the keys that differ, sorted, except `UNREPORTED_KEYS`."""
     before, after = _leaves(to_dict(old)), _leaves(to_dict(new))
     return [
         Change(key, before.get(key), after.get(key))
@@ -239,15 +244,17 @@ def _is_identity(change: Change) -> bool:
 
 
 def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
-    """What has changed since the run in this folder was started last; nothing where there is none. Raises ConfigError
-    where the folder belongs to another run, or where `config` does not ask to go on. Only looks."""
+    """Return the changes since the run in this folder was last started; empty if there is no such run. Read-only.
+
+    Raises ConfigError if the folder belongs to another run, or has results although `resume` is False.
+    """
     file = path / "config.yaml"
     if not _has_results(path):
-        for own in (path / "README.txt", file):  # new, or a start that came to nothing: then both are ours
-            if own.exists() and not _is_ours(path / "README.txt"):
+        for target in (path / "README.txt", file):  # a new folder, or a start without results, which wrote both
+            if target.exists() and not _is_ours(path / "README.txt"):
                 raise ConfigError(
-                    f"run.dir={path} is no run folder and has a {own.name} that a run would overwrite; set run.dir to "
-                    "a new folder"
+                    f"run.dir={path} is no run folder and has a {target.name} that a run would overwrite; set run.dir "
+                    "to a new folder"
                 )
         return []
     if not file.is_file():
@@ -256,14 +263,16 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
         old = load_config(file)
         changes = diff_configs(old, config)
     except (OSError, ValueError, RecursionError) as error:
-        what = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(
-            f"run folder {path} has results, but {file} cannot be read as their configuration ({what}); set run.dir to "
-            "another folder"
+            f"run folder {path} has results, but {file} cannot be read as their configuration ({reason}); set run.dir "
+            "to another folder"
         ) from None
-    others = [change for change in changes if _is_identity(change)]
-    if others and config.run.resume != "forced":
-        shown = "; ".join(map(str, others[:8])) + (f"; and {len(others) - 8} more" if len(others) > 8 else "")
+    identity_changes = [change for change in changes if _is_identity(change)]
+    if identity_changes and config.run.resume != "forced":
+        shown = "; ".join(map(str, identity_changes[:8])) + (
+            f"; and {len(identity_changes) - 8} more" if len(identity_changes) > 8 else ""
+        )
         raise ConfigError(
             f"run folder {path} belongs to another run ({shown}); set run.dir to another folder, set these keys "
             "back, or set run.resume=forced to go on with them all the same"
@@ -287,7 +296,7 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
 
 
 def redact_config(config: Config) -> dict[str, Any]:
-    """The configuration as others may read it. `track.webhook` by the name of a variable is none."""
+    """Return the configuration without secrets: the URL in `track.webhook`, unless given as an `env:` variable."""
     tree = to_dict(config)
     if not config.track.webhook.startswith(ENV_PREFIX):
         tree["track"]["webhook"] = ""
@@ -306,7 +315,7 @@ def _is_ours(readme: Path) -> bool:
 
 
 def _create_folders(path: Path, made: list[Path]) -> None:
-    """As `mkdir -p`; what it makes is put in front of `made`."""
+    """Like `mkdir -p`; prepend the created folders to `made`."""
     missing = []
     while not path.exists():
         if path.is_symlink():
@@ -319,12 +328,14 @@ def _create_folders(path: Path, made: list[Path]) -> None:
         folder.mkdir(exist_ok=True)
         made.insert(0, folder)
     if missing:
-        missing[0].chmod(PRIVATE_MODE)  # whatever the umask
+        missing[0].chmod(PRIVATE_MODE)  # regardless of the umask
 
 
 def _restrict_access(path: Path) -> None:
-    """Others may not enter a run folder, and so read nothing in it, whatever the modes within. One that somebody has
-    opened after the run began stays open."""
+    """Restrict a new run folder to its owner, regardless of the modes of files in it.
+
+    A folder with results keeps its mode, since the user may have opened it to others.
+    """
     if _has_results(path) or not stat.S_IMODE(path.stat().st_mode) & ~PRIVATE_MODE:
         return
     try:
@@ -334,7 +345,7 @@ def _restrict_access(path: Path) -> None:
 
 
 def _probe(folder: Path) -> None:
-    """Raise ConfigError where no file can be written there."""
+    """Raise ConfigError if no file can be written in the folder."""
     probe = folder / ".probe"
     try:
         probe.write_text("")
@@ -345,7 +356,7 @@ def _probe(folder: Path) -> None:
 
 def _remove_created(made: list[Path]) -> None:
     for path in made:
-        with contextlib.suppress(OSError):  # another job has put something there
+        with contextlib.suppress(OSError):  # another job has written into it
             path.unlink() if path.name == ".lock" else path.rmdir()
 
 
@@ -373,7 +384,7 @@ def _close(lock: IO[str]) -> None:
     try:
         lock.close()
     except OSError:
-        pass  # the disk is full, which has been said
+        pass  # the disk is full, which has been reported
 
 
 def _write(path: Path, text: str) -> None:
@@ -396,7 +407,7 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        # A mapping that passes through (model.megatron, rollout.sglang) may be empty: that is a value, too.
+        # Pass-through mappings (model.megatron, rollout.sglang) may be empty, which counts as a value.
         if isinstance(value, dict) and value:
             leaves |= _leaves(value, f"{prefix}{key}.")
         else:

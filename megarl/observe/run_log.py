@@ -1,4 +1,4 @@
-"""All that a run writes down, behind one object: folder, log, metrics, recorded rollouts, display."""
+"""A run's outputs behind one object: run folder, log, metrics, recorded rollouts, display."""
 
 from __future__ import annotations
 
@@ -32,12 +32,17 @@ from megarl.types import Rollouts, TrainBatch
 
 
 class RunLog:
-    """Made on every rank, by all of them together. Each records its rollouts; all else is written and printed by rank
-    0, and idle on the others.
+    """Logs and records a run. The constructor is collective.
 
-    vocabulary: a hash of it, which recorded rollouts have. trains: whether anything is trained. Raises ConfigError on
-    all ranks where the run folder cannot be had. Where it holds a run to go on with, nothing in it changes before
-    `begin`. Later failures to write are warned of once.
+    Every rank records its own rollouts; rank 0 writes and prints everything else. When a run is resumed, nothing in its
+    folder changes before `begin`. Failures to write are warned of once per kind.
+
+    Args:
+        vocabulary: hash of the tokenizer's vocabulary, stored with recorded rollouts.
+        trains: whether anything is trained.
+
+    Raises:
+        ConfigError: on all ranks, if the run folder cannot be claimed.
     """
 
     def __init__(self, config: Config, job: ranks.Job, vocabulary: str = "", trains: bool = True) -> None:
@@ -48,10 +53,10 @@ class RunLog:
         self._webhook: Webhook | None = None
         self._step = 0
         self._last_recorded_step = 0
-        """The last step whose rollouts are."""
+        """The last step whose rollouts are recorded."""
         self._folder: RunFolder | None = None
         self._pending_lines: list[str] | None = []
-        """Lines said before `begin`."""
+        """Lines logged before `begin`; None afterwards."""
 
         def prepare() -> None:
             self._folder = claim(self.run_dir, config, resume=config.run.resumes)
@@ -83,8 +88,10 @@ class RunLog:
         self.log(f"run folder {self.run_dir}")
 
     def begin(self, step: int) -> None:
-        """The run goes on after step `step`, with what has changed in its configuration, which is said and recorded.
-        Rollouts of later steps are removed: those steps are taken again."""
+        """Continue the run after step `step`: log and record configuration changes.
+
+        Removes the rollouts of later steps, which will be repeated. Collective.
+        """
         changes: list[Change] = []
 
         def begin() -> None:
@@ -99,14 +106,14 @@ class RunLog:
                     ) from None
 
         self._on_lead(begin)
-        early, self._pending_lines = self._pending_lines or [], None
-        for text in early:
+        pending_lines, self._pending_lines = self._pending_lines or [], None
+        for text in pending_lines:
             self._append_line(text)
         for change in changes:
             self.log(f"changed, from step {step + 1} on: {change}")
 
     def alarm(self, text: str) -> None:
-        """What must not be overlooked: in the log, in the trackers, and posted to `track.webhook`."""
+        """Raise an alarm: log it, send it to the trackers, and post it to `track.webhook`."""
         self.log(f"ALARM: {text}")
         if self._tracker is not None:
             self._tracker.alarm(self._step, text)
@@ -121,8 +128,10 @@ class RunLog:
             self.log(failure)
 
     def report_quarantined(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """Rollouts that nothing is trained on, for a number of them is none: for quarantine.jsonl, and an alarm. They
-        are recorded with the others; `prompt` and `seed` find them there."""
+        """Append rollouts with non-finite values, which are not trained on, to quarantine.jsonl and raise an alarm.
+
+        They are recorded with the step's other rollouts; `prompt` and `seed` identify them there.
+        """
         if not self.is_writer:
             return
         try:
@@ -130,14 +139,16 @@ class RunLog:
                 file.writelines(json.dumps({"step": step, **rollout}) + "\n" for rollout in rollouts)
         except OSError as error:
             self._warn(f"could not write quarantine.jsonl: {error.strerror}; training goes on without it")
-        shown = ", ".join(f"{one['prompt']} ({', '.join(one['not_finite']) or 'a branch'})" for one in rollouts[:3])
+        shown = ", ".join(
+            f"{entry['prompt']} ({', '.join(entry['not_finite']) or 'a branch'})" for entry in rollouts[:3]
+        )
         more = f" and {len(rollouts) - 3} more" if len(rollouts) > 3 else ""
         self.alarm(
             f"step {step}: not finite, so nothing is trained on them: rollouts of {shown}{more}; quarantine.jsonl"
         )
 
     def alarm_any_rank(self, text: str) -> None:
-        """What one rank alone has seen, whichever it is; from any of its threads."""
+        """Raise an alarm from any rank and thread."""
         if self.is_writer:
             self.alarm(text)
             return
@@ -145,7 +156,7 @@ class RunLog:
         self._append_line(f"ALARM: {text}")
 
     def _on_lead(self, work: Callable[[], None]) -> None:
-        """Do it on rank 0; its ConfigError is raised on all ranks."""
+        """Run `work` on rank 0 and raise its ConfigError on all ranks. Collective."""
         error = None
         if self.is_writer:
             try:
@@ -159,21 +170,21 @@ class RunLog:
             raise ConfigError(error)
 
     def log(self, text: str) -> None:
-        """A line for the terminal and for log.txt."""
+        """Log a line to the terminal and log.txt. Does nothing on other ranks than 0."""
         if self.is_writer:
             self._progress.log(text)
             self._append_line(text)
 
     def begin_phase(self, name: str) -> None:
-        """What is going on now, for the display."""
+        """Show the current phase on the display."""
         self._progress.begin_phase(name)
 
     def update_phase(self, done: int, total: int) -> None:
-        """How far the work of this phase is."""
+        """Report progress of the current phase."""
         self._progress.update_phase(done, total)
 
     def begin_step(self, step: int) -> None:
-        """Steps count from 1."""
+        """Start step `step`, counted from 1."""
         self._step = step
         self._check_webhook()
         self._progress.begin_step(step)
@@ -186,14 +197,29 @@ class RunLog:
         batch: TrainBatch | None = None,
         trained: Rollouts | None = None,
     ) -> dict[str, float]:
-        """A step is done: its metrics, and its rollouts, which each rank records that has some, in the background, with
-        the batch that was made of the `trained` ones in their order; of all by default. Returns the metrics with those
-        of the guards. Raises ConfigError on all ranks where a guard ends the run."""
+        """Check the guards, record the step's rollouts in the background, and log its metrics.
+
+        Args:
+            rollouts: the step's rollouts; each rank records its local ones.
+            batch: the training batch, made of the `trained` rollouts in their order.
+            trained: rollouts that were trained on; all by default.
+
+        Returns:
+            The metrics with those of the guards.
+
+        Raises:
+            ConfigError: on all ranks, if a guard ends the run.
+        """
         metrics = {**metrics, **self.guards.check(step, metrics)}
         if rollouts is not None and self._rollouts is not None:
-            of = rollouts if trained is None else trained
-            own, says = split_advantages(rollouts, batch, of), split_trainer_logprobs(rollouts, batch, of)
-            self._rollouts.write(step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local, own, says)
+            trained_on = rollouts if trained is None else trained
+            advantages, trainer_logprobs = (
+                split_advantages(rollouts, batch, trained_on),
+                split_trainer_logprobs(rollouts, batch, trained_on),
+            )
+            self._rollouts.write(
+                step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local, advantages, trainer_logprobs
+            )
             self._last_recorded_step = step
         if self.is_writer:
             self._write(step, metrics, rollouts)
@@ -201,8 +227,7 @@ class RunLog:
         return metrics
 
     def record_failed_step(self, step: int, made: Sequence[Rollouts]) -> None:
-        """A step does not come to its end: what it has sampled so far is recorded all the same, so that it can be
-        replayed. Not collective."""
+        """Record the rollouts sampled so far by a step that failed, so that it can be replayed. Not collective."""
         if made and step > self._last_recorded_step and self._rollouts is not None:
             rollouts = Rollouts.concat(made)
             self._rollouts.write(step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local)
@@ -220,15 +245,15 @@ class RunLog:
         self._append_line(self._progress.format_step(step, metrics))
 
     def write_spans(self, spans: Iterable[Span]) -> None:
-        """What this rank did since the last call, for the timeline."""
+        """Append this rank's spans to its timeline."""
         self._timeline.write(spans)
 
     def make_drain(self) -> Callable[[], None]:
-        """What waits, in whatever thread, until that is on disk which this rank has recorded up to now."""
+        """Return a function that waits, on any thread, until the rollouts recorded so far are on disk."""
         return (lambda: None) if self._rollouts is None else self._rollouts.make_drain()
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Figures of the state after `step` steps that are not a step's own: an evaluation."""
+        """Log evaluation metrics of the state after `step` steps."""
         if not self.is_writer:
             return
         assert self._tracker is not None
@@ -236,14 +261,19 @@ class RunLog:
         self._append_line(self._progress.report_evaluation(step, metrics))
 
     def log_end(self, error: BaseException, orderly: bool, cause: str = "") -> None:
-        """Say in log.txt what ends the run early; cause: what another rank said that this one has lost. Where it is
-        neither `orderly` nor a mistake of the user's, the traceback goes to logs/rank_N.log, and the error gets a note
-        that says so."""
+        """Log in log.txt why the run ends early.
+
+        Unless the end is `orderly` or the user's error, write the traceback to logs/rank_N.log and add a note on this
+        to the error.
+
+        Args:
+            cause: message of another rank whose failure caused this error.
+        """
         if self.is_writer:
-            said = cause or (str(error) if orderly else f"{type(error).__name__}: {error}")
-            self._append_line(said)
+            message = cause or (str(error) if orderly else f"{type(error).__name__}: {error}")
+            self._append_line(message)
             if not orderly:
-                self._post(f"the run has ended: {said}")
+                self._post(f"the run has ended: {message}")
         if orderly or (isinstance(error, ConfigError) and error.__cause__ is None):
             return
         file = self.run_dir / "logs" / f"rank_{self._rank}.log"
@@ -253,7 +283,7 @@ class RunLog:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{''.join(traceback.format_exception(error))}\n")
             error.add_note(f"the whole traceback is in {file}")
         except OSError:
-            pass  # then it goes to the terminal
+            pass  # the traceback goes to the terminal instead
 
     def close(self) -> None:
         self._progress.close()
@@ -261,7 +291,7 @@ class RunLog:
             self._rollouts.close()
         if self._tracker is not None:
             self._tracker.close()
-        if self._webhook is not None:  # last of those that may have an alarm
+        if self._webhook is not None:  # last, since the others may still raise alarms
             self._webhook.close()
             self._check_webhook()
         if self._folder is not None:
@@ -286,20 +316,29 @@ class RunLog:
 
 
 def split_advantages(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[np.ndarray | None]:
-    """[tokens] float32 for each rollout that is here, a view of the batch that was made of the `trained` ones, in their
-    order; None for others, and without advantages."""
+    """Split the batch's advantages by rollout.
+
+    Args:
+        batch: made of the `trained` rollouts in their order.
+
+    Returns:
+        [tokens] float32 per local rollout, a view of the batch; None if it was not trained on or has no advantages.
+    """
     return _split_by_rollout(rollouts, batch, trained, None if batch is None else batch.advantages)
 
 
 def split_trainer_logprobs(
     rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts
 ) -> list[TrainerLogprobs | None]:
-    """Likewise what the trainer says of their tokens, where it has looked."""
-    logs, unreplayed = (
+    """Split the batch's trainer log-probs by rollout, like `split_advantages`; None if they were not computed."""
+    logprob_lists, unreplayed = (
         _split_by_rollout(rollouts, batch, trained, _mask_actions(batch, name))
         for name in ("trainer_logprobs", "unreplayed_logprobs")
     )
-    return [None if own is None else TrainerLogprobs(own, free) for own, free in zip(logs, unreplayed, strict=True)]
+    return [
+        None if logprobs is None else TrainerLogprobs(logprobs, unreplayed_logprobs)
+        for logprobs, unreplayed_logprobs in zip(logprob_lists, unreplayed, strict=True)
+    ]
 
 
 def _mask_actions(batch: TrainBatch | None, name: str) -> torch.Tensor | None:
@@ -313,5 +352,5 @@ def _split_by_rollout(
     if batch is None or column is None:
         return [None] * len(rollouts.local)
     ends = batch.cu_seqlens[1:-1].tolist()
-    own = dict(zip(map(id, trained.local), np.split(column.numpy(), ends), strict=False))
-    return [own.get(id(rollout)) for rollout in rollouts.local]
+    values_by_id = dict(zip(map(id, trained.local), np.split(column.numpy(), ends), strict=False))
+    return [values_by_id.get(id(rollout)) for rollout in rollouts.local]

@@ -1,10 +1,10 @@
-"""Who did what when, on disk: spans as Chrome trace events, which Perfetto and chrome://tracing draw.
+"""Timeline files: spans as Chrome trace events, for Perfetto and chrome://tracing.
 
     <run>/timeline/rank_00003.json
 
-An array with an event a line, which is not closed, for the run may go on. Each rank writes its own; times are
-microseconds since 1970, the process is the rank. With each step its span comes first, then what ended since the step
-before; `tools/timeline.py` joins the files.
+Each rank writes its own file: a JSON array with one event per line, left unclosed because the run may go on. Times are
+microseconds since the Unix epoch; the trace's process is the rank. Each step's span comes first, followed by the spans
+that ended since the previous step. `tools/timeline.py` joins the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def timeline_file(run_dir: str | Path, rank: int) -> Path:
 
 
 class Timeline:
-    """Appends one rank's spans. What cannot be written is left out, and `warn` is told."""
+    """Appends one rank's spans to its file. Spans that cannot be written are dropped with a warning."""
 
     def __init__(self, run_dir: Path, rank: int, warn: Callable[[str], None]) -> None:
         self._file, self._rank, self._warn = timeline_file(run_dir, rank), rank, warn
@@ -30,33 +30,33 @@ class Timeline:
         self._has_steps = False
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Of a run that ends before its first step there is nothing to show, and nothing is written."""
-        found = sorted(spans, key=_steps_first)
-        self._has_steps = self._has_steps or any(span.category == STEP for span in found)
-        lines = [line for span in found for line in self._events(span)] if self._has_steps else []
+        """Append spans. Nothing is written before the first step is done."""
+        ordered = sorted(spans, key=_steps_first)
+        self._has_steps = self._has_steps or any(span.category == STEP for span in ordered)
+        lines = [line for span in ordered for line in self._events(span)] if self._has_steps else []
         if not lines:
             return
         try:
             self._file.parent.mkdir(exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
-                # What a killed process left of a line is one that no reader takes.
+                # Start a new line: a killed process may have left a partial one, which readers skip.
                 lines.insert(0, "[" if file.tell() == 0 else "")
                 file.write("\n".join(lines) + "\n")
         except OSError as error:
             self._warn(f"could not write the timeline: {error.strerror}; training goes on without it")
 
     def _events(self, span: Span) -> list[str]:
-        found: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         if span.thread not in self._threads:
             self._threads[span.thread] = len(self._threads)
-            found.append({"name": "thread_name", "ph": "M", "args": {"name": span.thread}})
+            events.append({"name": "thread_name", "ph": "M", "args": {"name": span.thread}})
         begin, end = round(span.begin * 1e6), round(span.end * 1e6)
         args = {"ranks": list(span.ranks)} if span.ranks else {}
-        found.append(
+        events.append(
             {"name": span.name, "cat": span.category, "ph": "X", "ts": begin, "dur": end - begin, "args": args}
         )
-        place = {"pid": self._rank, "tid": self._threads[span.thread]}
-        return [json.dumps(event | place) + "," for event in found]
+        ids = {"pid": self._rank, "tid": self._threads[span.thread]}
+        return [json.dumps(event | ids) + "," for event in events]
 
 
 def _steps_first(span: Span) -> tuple[bool, float]:

@@ -1,5 +1,4 @@
-"""Where metrics go: `metrics.jsonl` always, and the trackers that are asked for. A full disk costs metrics, never the
-run."""
+"""Write metrics to `metrics.jsonl` and the configured trackers. A full disk costs metrics, never the run."""
 
 from __future__ import annotations
 
@@ -16,8 +15,13 @@ from megarl.utils import exact_json
 
 
 class Tracker:
-    """Writes the metrics of one run folder. On rank 0 only. warn: is told, once, what cannot be written. config: what
-    trackers may show of it."""
+    """Writes the metrics of a run. On rank 0 only.
+
+    Args:
+        names: trackers to feed, keys of `TRACKERS`.
+        warn: called once for each kind of output that cannot be written.
+        config: configuration that trackers show, without secrets.
+    """
 
     def __init__(
         self,
@@ -30,53 +34,55 @@ class Tracker:
         self.path = run_dir / "metrics.jsonl"
         self._started = False
         self._failed: set[str] = set()
-        told = TrackerRun(run_dir, config=config or {})
+        tracker_run = TrackerRun(run_dir, config=config or {})
         self._workers = [
             TrackerWorker(
                 TRACKERS[name].title,
                 partial(open_adapter, name),
-                told,
+                tracker_run,
                 TrackerState(run_dir / "trackers" / f"{name}.json"),
             )
             for name in names
         ]
 
     def log(self, step: int, metrics: Mapping[str, float], now: int = 0) -> None:
-        """Append a line `{"step": ..., "time": seconds since 1970, name: value, ...}`, and give the same to the
-        trackers, which write in the background, since all ranks wait for the one that writes.
+        """Append a line `{"step": ..., "time": seconds since the Unix epoch, name: value, ...}` and feed the trackers.
 
-        A step may have several lines (training, evaluation); after a resume the last value of a name counts. now: the
-        step under way, where that is a later one. Trackers that take no earlier step have the figures at that one, with
-        `eval/after_step`, the step that they are of.
+        Trackers write in the background, because all ranks wait for this one. A step may have several lines (training,
+        evaluation); after a resume the last value of a metric counts.
+
+        Args:
+            now: the current step, if later than `step`. Append-only trackers log the metrics at that step, with their
+                own step as `eval/after_step`.
         """
         if not self._started:
             self._started = True
             self._try("metrics.jsonl", lambda: self._drop_repeated(step, metrics))
         line = exact_json.dumps({"step": step, "time": time.time(), **metrics}) + "\n"
         self._try("metrics.jsonl", lambda: self._append(line))
-        for outlet in self._workers:
-            outlet.log_metrics(step, metrics, now)
+        for worker in self._workers:
+            worker.log_metrics(step, metrics, now)
         self._check_failures()
 
     def alarm(self, step: int, text: str) -> None:
-        """For the trackers, among their texts."""
-        for outlet in self._workers:
-            outlet.log_text(step, text)
+        """Send an alarm to the trackers as text."""
+        for worker in self._workers:
+            worker.log_text(step, text)
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
-        """For the trackers: some of the step's rollouts, by `trackers.sink.COLUMNS`."""
+        """Send a table of rollouts to the trackers, with the columns `trackers.adapter.COLUMNS`."""
         if rows:
-            for outlet in self._workers:
-                outlet.log_table(step, rows)
+            for worker in self._workers:
+                worker.log_table(step, rows)
 
     def _check_failures(self) -> None:
-        for outlet in self._workers:
-            if failure := outlet.pop_failure():
+        for worker in self._workers:
+            if failure := worker.pop_failure():
                 self._warn(failure)
 
     def close(self) -> None:
-        for outlet in self._workers:
-            outlet.close()
+        for worker in self._workers:
+            worker.close()
         self._check_failures()
 
     def _append(self, line: str) -> None:
@@ -84,19 +90,21 @@ class Tracker:
             file.write(line)
 
     def _drop_repeated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A resumed run does the steps after its checkpoint again: drop their lines, and one that a crash cut short.
-        metrics: those that are said of `step` now; what else was said of it, by an evaluation, stays."""
+        """Drop the lines of steps that a resumed run repeats, and a line truncated by a crash.
+
+        Lines of `step` itself are dropped only if they share a name with `metrics`: those of an evaluation stay.
+        """
         if not self.path.is_file():
             return
-        again = metrics.keys() - {"step", "time"}
+        names = metrics.keys() - {"step", "time"}
         lines = _whole_lines(self.path)
-        kept = [line for line in lines if line["step"] < step or line["step"] == step and not again & line.keys()]
+        kept_lines = [line for line in lines if line["step"] < step or line["step"] == step and not names & line.keys()]
         partial = self.path.with_suffix(".tmp")
-        partial.write_text("".join(exact_json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.write_text("".join(exact_json.dumps(line) + "\n" for line in kept_lines), encoding="utf-8")
         partial.replace(self.path)
 
     def _try(self, what: str, write: Any) -> None:
-        """Do it; the first failure of each kind is said, further ones are silent and every one is survived."""
+        """Call `write` and survive any failure; warn of the first failure of each kind."""
         try:
             write()
         except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises must not end a training run
@@ -106,7 +114,7 @@ class Tracker:
 
 
 def read_metrics(run_dir: str | Path) -> dict[int, dict[str, float]]:
-    """Metrics by step, of a run that may still be running. Empty where there are none."""
+    """Return metrics by step, also of a run in progress; empty if there are none."""
     path = Path(run_dir) / "metrics.jsonl"
     steps: dict[int, dict[str, float]] = {}
     if path.is_file():

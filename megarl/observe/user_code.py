@@ -1,8 +1,8 @@
-"""The user's own modules of a run: copied into `<run>/code` and compared when the run is resumed.
+"""Copy the user's own modules into `<run>/code` and compare them when the run is resumed.
 
-They are the modules that the configuration names as `module:name`, what these import, and the script that builds the
-flow. Nothing is imported to find them. Installed packages and MegaRL itself are left out: a checkpoint's manifest has
-MegaRL's revision (`checkpoint/provenance.py`).
+These are the modules that the configuration names as `module:name`, what they import, and the script that builds the
+flow. They are found without importing anything. Installed packages and MegaRL itself are excluded: a checkpoint's
+manifest has MegaRL's revision (`checkpoint/provenance.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megarl.config import Config, ConfigError, to_dict
 
 FOLDER = "code"
 CHANGES = "changes.jsonl"
-"""In FOLDER: {"step": 21, "file": "my_reward.py", "old": hash, "new": hash, "time": ...} for each file that changed."""
+"""In FOLDER; one line {"step": 21, "file": "my_reward.py", "old": hash, "new": hash, "time": ...} per changed file."""
 MAX_FILES = 500
 MAX_COPY_BYTES = 1 << 20
-"""Bytes of a file that is copied; larger ones are only compared."""
+"""Larger files are compared but not copied."""
 HASH_CHARS = 16
-"""Of a SHA-256 in hexadecimal."""
+"""Length of the hexadecimal SHA-256 prefix."""
 
 _SPEC = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]")
 _MEGARL = Path(megarl.__file__).resolve().parent
@@ -40,16 +40,16 @@ _INSTALLED = tuple(
 
 
 def find(config: Config) -> dict[str, Path]:
-    """Return the run's own source files by their names in FOLDER, such as `lab/sign.py` of the module `lab.sign`."""
+    """Return the user's source files by their names in FOLDER, such as `lab/sign.py` for the module `lab.sign`."""
     files: dict[str, Path] = {}
-    waiting = [match[1] for text in _iter_strings(to_dict(config)) if (match := _SPEC.match(text))]
+    pending = [match[1] for text in _iter_strings(to_dict(config)) if (match := _SPEC.match(text))]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script and _is_user_file(Path(script)):
         files[Path(script).name] = Path(script).resolve()
-        waiting += _imported_names(Path(script), "")
+        pending += _imported_names(Path(script), "")
     seen: set[str] = set()
-    while waiting and len(files) < MAX_FILES:
-        module = waiting.pop()
+    while pending and len(files) < MAX_FILES:
+        module = pending.pop()
         if module in seen:
             continue
         seen.add(module)
@@ -57,15 +57,17 @@ def find(config: Config) -> dict[str, Path]:
             if file not in files.values():
                 package = name if file.name == "__init__.py" else name.rpartition(".")[0]
                 files[name.replace(".", "/") + ("/__init__.py" if name == package else ".py")] = file
-                waiting += _imported_names(file, package)
+                pending += _imported_names(file, package)
     return files
 
 
 def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tuple[str, str | None, str | None]]:
-    """Copy the files into FOLDER. Return (file, old hash, new hash) of each that changed, None where there was, or is,
-    no such file, of a run that is resumed after step `step`; its old copy is then in FOLDER/until_step_N.
+    """Copy the user's files into FOLDER and return what changed since the last start.
 
-    Raises OSError where the folder cannot be written, ConfigError where it is somebody else's.
+    For a run resumed after step `step`, return (file, old hash, new hash) for each changed file, with None for a file
+    that did not or no longer exists. Old copies are moved to FOLDER/until_step_N.
+
+    Raises OSError if the folder cannot be written, and ConfigError if it was not created by a run.
     """
     folder = run_dir / FOLDER
     files = find(config)
@@ -79,7 +81,7 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
         if folder.exists() and not index.is_file():
             raise ConfigError(f"run.dir={run_dir} has a {FOLDER} that is not of a run; set run.dir to a new folder")
         if not resumes:
-            shutil.rmtree(folder, ignore_errors=True)  # left by a start that took no step
+            shutil.rmtree(folder, ignore_errors=True)  # left by a start that completed no step
     elif not changed:
         return []
     for name in changed:
@@ -91,17 +93,17 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
     folder.mkdir(exist_ok=True)
-    partial = index.with_suffix(".tmp")  # a start that is killed before the end leaves the index of before
+    partial = index.with_suffix(".tmp")  # a start killed before `replace` keeps the old index
     partial.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     partial.replace(index)
     if not changed:
         return []
-    found = [(name, (old or {}).get(name), new.get(name)) for name in changed]
+    changes = [(name, (old or {}).get(name), new.get(name)) for name in changed]
     with (folder / CHANGES).open("a", encoding="utf-8") as lines:
-        for name, before, after in found:
+        for name, before, after in changes:
             line = {"step": step + 1, "file": name, "old": before, "new": after, "time": time.time()}
             lines.write(json.dumps(line) + "\n")
-    return found
+    return changes
 
 
 def _iter_strings(tree: Any) -> Iterator[str]:
@@ -116,9 +118,8 @@ def _iter_strings(tree: Any) -> Iterator[str]:
 
 
 def _module_files(module: str) -> Iterator[tuple[str, Path]]:
-    """The files of a module and of the packages that it is in, with their dotted names; none for what is not the
-    user's, or cannot be found."""
-    top, *below = module.split(".")
+    """Yield (dotted name, file) of a module and its parent packages; nothing if not found or not the user's."""
+    top, *remaining = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
@@ -133,9 +134,9 @@ def _module_files(module: str) -> Iterator[tuple[str, Path]]:
             if not _is_user_file(file):
                 return
             yield name, file.resolve()
-        if not below:
+        if not remaining:
             return
-        part = below.pop(0)
+        part = remaining.pop(0)
         name = f"{name}.{part}"
         files = [path for folder in folders for path in (folder / part / "__init__.py", folder / f"{part}.py")]
         file = next(filter(Path.is_file, files), None)
@@ -148,7 +149,7 @@ def _is_user_file(file: Path) -> bool:
 
 
 def _imported_names(file: Path, package: str) -> list[str]:
-    """Dotted names of what a source file imports; `from a import b` names `a.b`, which may be a module."""
+    """Return the dotted names that a source file imports; `from a import b` yields `a.b`, which may be a module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError, RecursionError):
@@ -159,8 +160,8 @@ def _imported_names(file: Path, package: str) -> list[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parts = package.split(".") if package else []
-            above = parts[: len(parts) - node.level + 1] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
+            parents = parts[: len(parts) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
             names += [f"{base}.{alias.name}" if base else alias.name for alias in node.names if alias.name != "*"]
             names += [base] if base else []
     return names
@@ -171,7 +172,7 @@ def _hash(file: Path) -> str:
 
 
 def _read_index(index: Path) -> dict[str, str] | None:
-    """The hashes of the last start by file; None where nothing of that form is there."""
+    """Return the file hashes of the last start; None if the index is missing or invalid."""
     try:
         tree = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -181,7 +182,10 @@ def _read_index(index: Path) -> dict[str, str] | None:
 
 
 def _move(source: Path, target: Path) -> None:
-    """A copy that is there already is of the steps that were taken: of a later start at the same step none was."""
+    """Move a file unless the target exists.
+
+    An existing target is the code of the steps taken so far; a later start at the same step has taken none.
+    """
     if target.exists():
         source.unlink()
         return

@@ -1,8 +1,8 @@
-"""Alarms posted to a URL, as Slack and others take them: in the background, and never in the way of the run.
+"""Post alarms to a URL in the background, in a format that Slack and others accept. Never blocks the run.
 
     {"text": "MegaRL runs/a on node7, step 12: ...", "run": "runs/a", "step": 12, "alarm": "...", "host": "node7"}
 
-The URL is a secret, for whoever has it may post: it is in no log, no message and no copy of the configuration.
+The URL is a secret, since anyone who has it may post: no log, message or copy of the configuration contains it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from megarl.utils.addresses import is_known_private, is_public
 
 KEY = "track.webhook"
 PRIVATE_ENV = "MEGARL_WEBHOOK_PRIVATE"
-"""Environment variable; 1 where the webhook is on this machine or in a private network."""
+"""Environment variable; 1 allows a webhook on this machine or in a private network."""
 ENV_PREFIX = "env:"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _QUEUE_SIZE = 32
-"""Alarms that wait to be posted; further ones are left out."""
+"""Pending alarms; further ones are dropped while the queue is full."""
 _TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 5.0
-"""How long a run that ends waits for what was not posted yet."""
+"""How long the end of a run waits for pending alarms."""
 
 
 def check_webhook(setting: str) -> None:
-    """Raise ConfigError, without the URL, for what is none, or may not be asked."""
+    """Raise ConfigError, without the URL in its text, for a URL that is invalid or not allowed."""
     if setting:
         resolve_url(setting)
 
 
 def resolve_url(setting: str) -> str:
-    """The URL that `track.webhook` means, of this process. Raises ConfigError, without the URL, for what is none."""
+    """Return the URL that `track.webhook` means in this process's environment. Raises like `check_webhook`."""
     if setting.startswith(ENV_PREFIX):
         name = setting.removeprefix(ENV_PREFIX)
         if not _NAME.fullmatch(name):
@@ -60,12 +60,13 @@ def resolve_url(setting: str) -> str:
 def _parts(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
-        good = False
-    if not good or not (url.isascii() and url.isprintable()) or " " in url:
+        is_valid = False
+    if not is_valid or not (url.isascii() and url.isprintable()) or " " in url:
         raise ConfigError(
-            f"{KEY} is no address such as https://hooks.example.com/T1/x, and not {ENV_PREFIX}NAME of a variable with one"
+            f"{KEY} is no address such as https://hooks.example.com/T1/x, and not {ENV_PREFIX}NAME of a variable with "
+            "one"
         )
     return parts
 
@@ -81,7 +82,7 @@ class Alarm:
 
 
 class Webhook:
-    """Posts the alarms of a run, one after another, in a thread of its own. Nothing here raises or waits."""
+    """Posts the alarms of a run one by one in a background thread. `post` neither raises nor blocks."""
 
     def __init__(self, url: str, run: str) -> None:
         self._url, self._run, self._host = url, run, socket.gethostname()
@@ -100,39 +101,39 @@ class Webhook:
             self._num_dropped += 1
 
     def pop_failure(self) -> str:
-        """What went wrong first, once, in a line without the URL; else nothing."""
-        said, self._failure = self._failure, ""
-        return said
+        """Return a message on the first failure, once and without the URL; else an empty string."""
+        message, self._failure = self._failure, ""
+        return message
 
     def close(self) -> None:
-        """Wait a little for what was not posted yet."""
+        """Wait up to `_CLOSE_TIMEOUT_S` for pending alarms."""
         if self._thread is None:
             return
-        until = time.monotonic() + _CLOSE_TIMEOUT_S
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         try:
             self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
         except queue.Full:
             return
-        self._thread.join(max(0.0, until - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _serve(self) -> None:
-        failed = False
+        has_failed = False
         while (alarm := self._queue.get()) is not None:
             try:
                 problem = self._send(alarm)
-            except Exception as error:  # noqa: BLE001  whatever it is, the run goes on; a message may have the URL
+            except Exception as error:  # noqa: BLE001  the run goes on; messages are dropped: one may have the URL
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
                 problem = f"{type(error).__name__}{f': {reason}' if reason else ''}"
-            if problem and not failed:
-                failed = True
+            if problem and not has_failed:
+                has_failed = True
                 self._failure = f"an alarm could not be posted to {KEY} ({problem}); it is tried again with the next"
 
     def _send(self, alarm: Alarm) -> str:
-        """Returns what is wrong with the answer."""
-        lost, self._num_dropped = self._num_dropped, 0
-        left_out = f" ({lost} further alarms were left out)" if lost else ""
+        """Post an alarm. Return what is wrong with the response, empty if it was accepted."""
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        dropped_note = f" ({num_dropped} further alarms were left out)" if num_dropped else ""
         body = {
-            "text": f"MegaRL {self._run} on {self._host}, step {alarm.step}: {alarm.text}{left_out}",
+            "text": f"MegaRL {self._run} on {self._host}, step {alarm.step}: {alarm.text}{dropped_note}",
             "run": self._run,
             "step": alarm.step,
             "alarm": alarm.text,
@@ -155,18 +156,18 @@ class Webhook:
 
 
 def _connect(host: str, port: int) -> socket.socket:
-    """To an address that may be asked, which is looked at of the very one that is connected to."""
+    """Connect to an allowed address of `host`. The check and the connection use the same resolved address."""
     problem: OSError = OSError(0, "there is no such host")
-    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if not _is_private_allowed() and not is_public(str(place[0])):
+    for family, sock_type, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if not _is_private_allowed() and not is_public(str(address[0])):
             problem = OSError(0, f"it is on this machine or in a private network; {PRIVATE_ENV}=1 allows it")
             continue
-        made = socket.socket(family, kind, protocol)
+        connection = socket.socket(family, sock_type, protocol)
         try:
-            made.settimeout(_TIMEOUT_S)
-            made.connect(place)
-            return made
+            connection.settimeout(_TIMEOUT_S)
+            connection.connect(address)
+            return connection
         except OSError as error:
             problem = error
-            made.close()
+            connection.close()
     raise problem

@@ -1,1 +1,1 @@
-"""Small helpers that several packages share: lossless JSON, text that can be encoded, kinds of IP addresses."""
+"""Small helpers shared by several packages: lossless JSON, encodable text, classification of IP addresses."""

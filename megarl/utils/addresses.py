@@ -1,4 +1,4 @@
-"""Which addresses are of the public internet, and which of this machine or of a private network."""
+"""Tell public IP addresses from those of this machine or a private network."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet, and stands for no other that is not."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
-        if found in _NAT64:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(str(inner))
-    return found.is_global and not found.is_multicast
+    """Return whether an IP address, and any IPv4 address embedded in it, is public."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        embedded = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
+        if ip in _NAT64:
+            embedded = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if embedded is not None:
+            return is_public(str(embedded))
+    return ip.is_global and not ip.is_multicast
 
 
 def is_known_private(host: str) -> bool:
-    """Whether that can be known without asking for the address of a name."""
+    """Return whether a host is known to be private without resolving its name."""
     try:
         return not is_public(host)
     except ValueError:

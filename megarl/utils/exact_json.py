@@ -1,7 +1,7 @@
-"""JSON that gives back every float that went in, and that any other reader of JSON can read, too.
+"""JSON that round-trips every float and stays readable for any other JSON parser.
 
-Python writes the shortest decimal that reads back as the same double, so finite floats are exact by themselves. JSON
-has no NaN and no infinity: they are written as `{"float": "nan"}`, `"inf"` or `"-inf"`.
+Python writes the shortest decimal that parses to the same double, so finite floats are exact already. JSON has no NaN
+or infinity: they are written as `{"float": "nan"}`, `"inf"` or `"-inf"`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def dumps(value: Any) -> str:
-    """One line of ASCII. Tuples become lists, arrays become lists; what JSON cannot say at all becomes its `str`.
+    """Serialize to one line of ASCII. Tuples and arrays become lists; unsupported values become their `str`.
 
-    ASCII because a model may write what no encoding takes, half a surrogate pair say, and line ends that are not ours.
+    ASCII, because a model may write lone surrogates, which cannot be encoded, and unusual line separators.
     """
     try:
         return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):  # the rare cases pay for the walk
+    except (TypeError, ValueError):  # only the rare cases pay for the conversion
         return json.dumps(_plain(value), allow_nan=False)
 
 

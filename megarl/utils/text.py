@@ -1,17 +1,17 @@
-"""Text that can be encoded: what comes from a file, a tool or a policy's JSON may hold halves of a character."""
+"""Make text encodable: text from a file, a tool or a policy's JSON may contain lone surrogates."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MAX_DEPTH = 100
-"""Of lists and objects inside of each other. Python's own JSON stops near a thousand, depending on who asks."""
+"""Maximum nesting of lists and objects. Python's own JSON fails near a thousand, depending on the caller's stack."""
 
 _MEDIA_TYPES = ("image_url", "image", "input_audio", "audio", "video_url", "video", "file")
 
 
 def find_media_type(value: Any) -> str:
-    """The kind of the first part of what a tool returned that is no text, in OpenAI's or MCP's form; "" if all are."""
+    """Return the type of the first non-text part of a tool result in OpenAI or MCP format; "" if all parts are text."""
     for part in value if isinstance(value, list) else [value]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _MEDIA_TYPES and {kind, "data", "source"} & part.keys():
@@ -20,10 +20,10 @@ def find_media_type(value: Any) -> str:
 
 
 def replace_surrogates(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """The value, as of JSON, with U+FFFD for every lone surrogate in its texts, such as of an emoji cut in half, which
-    neither a tokenizer nor a file can take. Surrogates that make a pair become the character that they mean.
+    """Return a JSON value with U+FFFD for every lone surrogate in its strings, keys included.
 
-    Raises ValueError for what is nested more than `levels` deep.
+    Neither tokenizers nor files accept lone surrogates, such as half of an emoji. Surrogate pairs become the character
+    that they encode. Raises ValueError if the value is nested more than `levels` deep.
     """
     if isinstance(value, str):
         if value.isascii():

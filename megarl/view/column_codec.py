@@ -1,4 +1,4 @@
-"""Columns of numbers as text that a page decodes in milliseconds, and JSON that cannot leave its script element."""
+"""Encode numeric columns as compact text for the page, and JSON that is safe inside a script element."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ import numpy as np
 
 
 def pack(values: np.ndarray) -> dict[str, Any]:
-    """[n] numbers as {kind, size, data}: little-endian, deflated, base64. kind: u8, u16, i32, f32; with `among` the
-    numbers are places in that list, whose NaN is None. Whole numbers and floats of up to 65,536 different values come
-    back as they are (whole ones within 32 bits), others as float32."""
+    """Pack [n] numbers as {kind, size, data}: little-endian, deflated, base64.
+
+    kind is u8, u16, i32 or f32. With `among` the packed numbers are indices into that list, in which None is NaN.
+    Integers within 32 bits are exact, and so are floats if they have few distinct values (at most 65,536, and at most
+    the larger of 256 and n / 8); other numbers become float32.
+    """
     values = np.asarray(values)
-    found: dict[str, Any] = {"size": len(values)}
+    packed: dict[str, Any] = {"size": len(values)}
     if values.dtype.kind in "fc" or len(values) and (values.max() >= 2**31 or values.min() < -(2**31)):
         numbers = values.astype(np.float64)
-        among, places = np.unique(numbers, return_inverse=True) if len(numbers) else (numbers, numbers)
-        # A list of nearly all values would cost more than the values.
-        if len(among) <= min(1 << 16, max(256, len(values) // 8)):
-            found["among"] = [finite_or_none(value) for value in among.tolist()]
-            values = places
+        distinct, indices = np.unique(numbers, return_inverse=True) if len(numbers) else (numbers, numbers)
+        # A lookup table with nearly all values would be larger than the values.
+        if len(distinct) <= min(1 << 16, max(256, len(values) // 8)):
+            packed["among"] = [finite_or_none(value) for value in distinct.tolist()]
+            values = indices
         else:
             values = numbers.astype(np.float32)
     kind = _kind(values)
     raw = values.astype({"u8": "<u1", "u16": "<u2", "i32": "<i4", "f32": "<f4"}[kind]).tobytes()
-    return found | {"kind": kind, "data": base64.b64encode(zlib.compress(raw, 6)).decode()}
+    return packed | {"kind": kind, "data": base64.b64encode(zlib.compress(raw, 6)).decode()}
 
 
 def _kind(values: np.ndarray) -> str:
     if values.dtype.kind == "f" and len(values):
         return "f32"
-    least, most = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    return "u8" if 0 <= least and most < 256 else "u16" if 0 <= least and most < 1 << 16 else "i32"
+    lowest, highest = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+    return "u8" if 0 <= lowest and highest < 256 else "u16" if 0 <= lowest and highest < 1 << 16 else "i32"
 
 
 def finite_or_none(value: Any) -> Any:
-    """A number as JSON has it: None for what is not finite."""
+    """Return the value, or None for a non-finite float, which JSON lacks."""
     return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def to_json(value: Any) -> str:
-    """ASCII without `<`, `>` or `&`, so that it ends no element, is no comment and, in a script, no line of its own."""
+    """Serialize to one line of ASCII JSON without `<`, `>` or `&`, which cannot end an element or open a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step, rollout and token that are not the same in both."""
+"""Find where two runs diverge: the first step, rollout and token that differ."""
 
 from __future__ import annotations
 
@@ -11,51 +11,57 @@ from megarl.view.rollout_files import Notes, flatten_lists, iter_groups, list_st
 from megarl.view.run_data import RunData
 
 _VOLATILE_PREFIXES = ("time/", "perf/", "memory/")
-"""Beginnings of metrics that no two runs have alike."""
+"""Prefixes of metrics that differ between any two runs."""
 
 
 def find_divergence(one: RunData, other: RunData) -> dict[str, Any]:
-    """{steps: how many both have, tokens: {step, number, token, ids} or None, metrics: {step, names} or None}; `token`
-    is a place among all tokens of the rollout, `ids` are those there, -1 where one has ended."""
+    """Return {steps, tokens, metrics} for the first differences between two runs.
+
+    - steps: number of recorded steps that both have.
+    - tokens: {step, number, token, ids} of the first differing token, or None. `token` is its index in the rollout,
+      `ids` are both token ids, -1 if the rollout has ended.
+    - metrics: {step, names} of the first differing metrics, or None.
+    """
     notes = Notes()
     steps = sorted(set(list_steps(one.path, notes)) & set(list_steps(other.path, notes)))
     tokens = next(
-        (found for step in steps if (found := _first_token_difference(one.path, other.path, step, notes))), None
+        (difference for step in steps if (difference := _first_token_difference(one.path, other.path, step, notes))),
+        None,
     )
     return {"steps": len(steps), "tokens": tokens, "metrics": _first_metric_difference(one, other)}
 
 
 def _first_token_difference(one: Path, other: Path, step: int, notes: Notes) -> dict[str, Any] | None:
-    mine, theirs = _read_tokens(one, step, notes), _read_tokens(other, step, notes)
-    for number in sorted(mine.keys() & theirs.keys()):
-        a, b = mine[number], theirs[number]
+    tokens_a, tokens_b = _read_tokens(one, step, notes), _read_tokens(other, step, notes)
+    for number in sorted(tokens_a.keys() & tokens_b.keys()):
+        a, b = tokens_a[number], tokens_b[number]
         shared = min(len(a), len(b))
-        unlike = np.flatnonzero(a[:shared] != b[:shared])
-        if len(unlike) or len(a) != len(b):
-            at = int(unlike[0]) if len(unlike) else shared
-            ids = [int(ids[at]) if at < len(ids) else -1 for ids in (a, b)]
-            return {"step": step, "number": number, "token": at, "ids": ids}
+        different = np.flatnonzero(a[:shared] != b[:shared])
+        if len(different) or len(a) != len(b):
+            index = int(different[0]) if len(different) else shared
+            ids = [int(ids[index]) if index < len(ids) else -1 for ids in (a, b)]
+            return {"step": step, "number": number, "token": index, "ids": ids}
     return None
 
 
 def _read_tokens(run_dir: Path, step: int, notes: Notes) -> dict[int, np.ndarray]:
-    found: dict[int, np.ndarray] = {}
+    tokens: dict[int, np.ndarray] = {}
     for part in open_parts(run_dir, step, notes):
         if "token_ids" not in part.names:
             continue
         for _, table in iter_groups(part, ("number", "token_ids"), notes):
             ids, ends = flatten_lists(table, "token_ids")
             for row, number in enumerate(table.column("number").to_pylist()):
-                found[number] = ids[ends[row] : ends[row + 1]]
-    return found
+                tokens[number] = ids[ends[row] : ends[row + 1]]
+    return tokens
 
 
 def _first_metric_difference(one: RunData, other: RunData) -> dict[str, Any] | None:
     for step in sorted(one.metrics.keys() & other.metrics.keys()):
         a, b = one.metrics[step], other.metrics[step]
         shared = [name for name in sorted(a.keys() & b.keys()) if not name.startswith(_VOLATILE_PREFIXES)]
-        if unlike := [
+        if different := [
             name for name in shared if a[name] != b[name] and not (a[name] != a[name] and b[name] != b[name])
         ]:
-            return {"step": step, "names": unlike[:8]}
+            return {"step": step, "names": different[:8]}
     return None

@@ -1,8 +1,8 @@
-"""The page: one HTML file that needs no network, and the files beside it with what is looked at later.
+"""Render the page: one offline HTML file, and files beside it for data that is loaded on demand.
 
-A block of data has a name. Those of the page are script elements of a type that no browser runs; others are scripts
-`<name>.js` of a folder beside it, or of the server, which hand over the same JSON. All of it is text to the page's
-scripts, which are the only ones that its policy lets run: by their hashes, and what they load themselves.
+Data comes in named blocks. Inline blocks are script elements of a type that browsers do not execute; others are scripts
+`<name>.js` in a folder beside the page, or from the server, that pass the same JSON to the page. The page's scripts
+treat all of it as text. Its content security policy admits only these scripts, by hash, and what they load themselves.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megarl.view.rollout_index import Index, IndexReader, read_index
 from megarl.view.run_data import RunData, read_run
 
 SCRIPTS = ("blocks", "query", "curves", "phases", "table", "tokens", "prompts", "compare", "main")
-"""Ours, in their order."""
+"""MegaRL's scripts in load order."""
 MAX_INLINE_BYTES = 12 << 20
-"""Bytes of rollouts' figures that the page has in itself; more are in a file beside it."""
+"""Size limit of inline rollout indices; larger ones go to a file beside the page."""
 TOKENS_PER_FILE = 50_000
 DEFAULT_DETAILS = 20_000
-"""Rollouts that have their tokens beside the page, unless something else is asked for."""
+"""Default number of rollouts whose tokens are written beside the page."""
 
 SpanLoader = Callable[[Path], "Mapping[str, Any] | None"]
-"""What is drawn of a run's timeline."""
+"""Loads the timeline of a run folder; None if it has none."""
 
 
 @dataclass
 class LoadedRun:
-    """A run as the page has it."""
+    """A run with all that the page shows of it."""
 
     run: RunData
     index: Index
@@ -52,7 +52,11 @@ class LoadedRun:
 
 
 def load(path: Path, spans: SpanLoader | None = None, reader: IndexReader | None = None) -> LoadedRun:
-    """reader: of this folder, where it is read again and again. Raises ConfigError where there is no folder."""
+    """Load a run folder. Raises ConfigError if it does not exist.
+
+    Args:
+        reader: cached reader of this folder, for repeated loads.
+    """
     run = read_run(path)
     index = read_index(path) if reader is None else reader.read()
     if len(index) and not tokenizer_folders(path):
@@ -61,17 +65,18 @@ def load(path: Path, spans: SpanLoader | None = None, reader: IndexReader | None
 
 
 def find_divergences(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
-    """Of the first run and each other."""
+    """Compare the first run with each other one."""
     return [find_divergence(runs[0].run, other.run) for other in runs[1:]]
 
 
 def build_overview(
     runs: Sequence[LoadedRun], live: bool = False, parted: Sequence[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """All that the first view needs. parted: the runs' `find_divergences`, where they are known."""
+    """Return the `overview` block, all that the first view needs. parted: the runs' `find_divergences` if known."""
     return {
         "runs": [
-            {**one.run.to_dict(), "notes": one.notes, "spans": one.spans, "rollouts": len(one.index)} for one in runs
+            {**loaded.run.to_dict(), "notes": loaded.notes, "spans": loaded.spans, "rollouts": len(loaded.index)}
+            for loaded in runs
         ],
         "live": live,
         "partings": find_divergences(runs) if parted is None else list(parted),
@@ -79,14 +84,14 @@ def build_overview(
 
 
 def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
-    """The whole page. folder: where files beside it lie, as a relative address that ends in a slash."""
+    """Render the page. folder: relative URL, ending in a slash, of the files beside it."""
     style = _static("uPlot.min.css") + _static("style.css")
     scripts = [_static("uPlot.iife.min.js"), *(_static(f"{name}.js") for name in SCRIPTS)]
-    allowed = " ".join(map(_hash, scripts))
-    rules = "; ".join(
+    hashes = " ".join(map(_hash, scripts))
+    policy = "; ".join(
         (
             "default-src 'none'",
-            f"script-src {allowed} 'strict-dynamic'",
+            f"script-src {hashes} 'strict-dynamic'",
             f"style-src {_hash(style)}",
             "img-src data:",
             "base-uri 'none'",
@@ -96,14 +101,14 @@ def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
     data = {**blocks, "page": {"folder": folder, "title": title}}
     opening = '<script type="application/json" id="block-'
     parts = [f'{opening}{name}">{to_json(value)}</script>' for name, value in data.items()]
-    head = f'<meta http-equiv="Content-Security-Policy" content="{escape(rules)}">\n<title>{escape(title)}</title>'
+    head = f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n<title>{escape(title)}</title>'
     body = "\n".join([*parts, *(f"<script>{text}</script>" for text in scripts)])
     template = _static("page.html")
     return template.replace("<!--HEAD-->", f"{head}\n<style>{style}</style>").replace("<!--BODY-->", body)
 
 
 def render_block(name: str, value: Any) -> str:
-    """A script that hands a block to the page."""
+    """Render a script that passes a block to the page."""
     return f'megarl.take("{name}", {to_json(value)});\n'
 
 
@@ -113,70 +118,87 @@ def write_page(
     details: int = DEFAULT_DETAILS,
     said: Callable[[str], None] = lambda text: None,
 ) -> dict[str, int]:
-    """Write the page and its files into `<name>_files`. details: rollouts of all runs that get their tokens there.
-    Returns bytes of the page and of the files, and how many rollouts have their tokens. Raises OSError."""
+    """Write the page, and its files into `<name>_files`.
+
+    Args:
+        details: number of rollouts, over all runs, whose tokens are written.
+        said: called with progress messages.
+
+    Returns:
+        `page` and `beside`, bytes of the page and of its files, and `rollouts`, the number of rollouts with tokens.
+
+    Raises:
+        OSError: if they cannot be written.
+    """
     folder = file.with_name(f"{file.stem}_files")
     folder.mkdir(exist_ok=True)
-    for pattern in ("tokens-*.js", "index-*.js"):  # of the page that is written over
-        for old in folder.glob(pattern):
-            old.unlink()
+    for pattern in ("tokens-*.js", "index-*.js"):  # of the page that is overwritten
+        for old_file in folder.glob(pattern):
+            old_file.unlink()
     blocks: dict[str, Any] = {"overview": build_overview(runs)}
-    beside, whole = 0, 0
-    for number, one in enumerate(runs):
-        chosen = select_rollouts(one.index, details // len(runs))
-        words, notes = TokenDecoder(load_decoder(one.run.path)), Notes()
-        places: dict[str, list[list[int]]] = {}
+    beside_bytes, num_rollouts = 0, 0
+    for run_index, loaded in enumerate(runs):
+        chosen = select_rollouts(loaded.index, details // len(runs))
+        decoder, notes = TokenDecoder(load_decoder(loaded.run.path)), Notes()
+        files_by_step: dict[str, list[list[int]]] = {}
         for step, numbers in chosen.items():
-            said(f"{one.run.name}: tokens of step {step}")
-            parts = split_into_files(read_details(one.run.path, step, numbers, words, notes))
-            for at, part in enumerate(parts):
-                name = f"tokens-{number}-{step}-{at}"
-                beside += _write(folder / f"{name}.js", render_block(name, part))
-                places.setdefault(str(step), []).append([detail["number"] for detail in part])
-                whole += len(part)
-        blocks["overview"]["runs"][number]["notes"] += [note for note in notes if note not in one.notes]
-        blocks[f"places-{number}"] = places
-        name, content = f"index-{number}", one.index.to_dict()
+            said(f"{loaded.run.name}: tokens of step {step}")
+            parts = split_into_files(read_details(loaded.run.path, step, numbers, decoder, notes))
+            for file_index, part in enumerate(parts):
+                name = f"tokens-{run_index}-{step}-{file_index}"
+                beside_bytes += _write(folder / f"{name}.js", render_block(name, part))
+                files_by_step.setdefault(str(step), []).append([detail["number"] for detail in part])
+                num_rollouts += len(part)
+        blocks["overview"]["runs"][run_index]["notes"] += [note for note in notes if note not in loaded.notes]
+        blocks[f"places-{run_index}"] = files_by_step
+        name, content = f"index-{run_index}", loaded.index.to_dict()
         if sum(len(column["data"]) for column in content["columns"].values()) <= MAX_INLINE_BYTES // len(runs):
             blocks[name] = content
         else:
-            beside += _write(folder / f"{name}.js", render_block(name, content))
+            beside_bytes += _write(folder / f"{name}.js", render_block(name, content))
     if not any(folder.iterdir()):
         folder.rmdir()
-    title = "MegaRL: " + ", ".join(one.run.name for one in runs)
+    title = "MegaRL: " + ", ".join(loaded.run.name for loaded in runs)
     return {
         "page": _write(file, render_page(blocks, f"{quote(folder.name)}/", title)),
-        "beside": beside,
-        "rollouts": whole,
+        "beside": beside_bytes,
+        "rollouts": num_rollouts,
     }
 
 
 def select_rollouts(index: Index, most: int) -> dict[int, set[int] | None]:
-    """Numbers of rollouts by step whose tokens are shown; None for all of a step. Where not all of a run may be: the
-    last step and the first whole, as far as that goes, and of each other the same number of its best and worst."""
+    """Select at most `most` rollouts whose tokens are shown: their numbers by step, None for a whole step.
+
+    If not all fit, select the whole last and first steps as far as possible, and an equal number of best and worst
+    rollouts of each other step.
+    """
     step, number, reward = (index.columns[name] for name in ("step", "number", "reward"))
     steps = sorted(set(step.tolist()))
     if len(index) <= most:
         return dict.fromkeys(steps)
-    rows = {one: rows_of for one, rows_of in zip(steps, _rows(step, steps), strict=True)}
+    rows = {s: step_rows for s, step_rows in zip(steps, _rows(step, steps), strict=True)}
     chosen: dict[int, set[int] | None] = {}
-    left = most
-    for one in dict.fromkeys((steps[-1], steps[0])):
-        if len(rows[one]) <= left // 2:
-            chosen[one] = None
-            left -= len(rows[one])
-    others = [one for one in steps if one not in chosen]
-    each = left // max(1, len(others))
-    for one in others:
-        order = rows[one][np.argsort(reward[rows[one]], kind="stable")]
-        kept = [*order[: each // 2], *order[len(order) - (each - each // 2) :]] if each < len(order) else order
-        if len(kept):
-            chosen[one] = set(number[list(kept)].tolist())
+    budget = most
+    for s in dict.fromkeys((steps[-1], steps[0])):
+        if len(rows[s]) <= budget // 2:
+            chosen[s] = None
+            budget -= len(rows[s])
+    others = [s for s in steps if s not in chosen]
+    per_step = budget // max(1, len(others))
+    for s in others:
+        order = rows[s][np.argsort(reward[rows[s]], kind="stable")]
+        selected = (
+            [*order[: per_step // 2], *order[len(order) - (per_step - per_step // 2) :]]
+            if per_step < len(order)
+            else order
+        )
+        if len(selected):
+            chosen[s] = set(number[list(selected)].tolist())
     return dict(sorted(chosen.items()))
 
 
 def split_into_files(details: Iterable[Detail]) -> Iterator[list[Detail]]:
-    """In parts of about `TOKENS_PER_FILE`."""
+    """Split into lists of about `TOKENS_PER_FILE` tokens."""
     part: list[Detail] = []
     tokens = 0
     for detail in details:
@@ -190,7 +212,7 @@ def split_into_files(details: Iterable[Detail]) -> Iterator[list[Detail]]:
 
 
 def _rows(step: np.ndarray, steps: list[int]) -> list[np.ndarray]:
-    ends = [*np.searchsorted(step, steps).tolist(), len(step)]  # the index is in the order of steps
+    ends = [*np.searchsorted(step, steps).tolist(), len(step)]  # the index is sorted by step
     return [np.arange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
 
 

@@ -1,7 +1,7 @@
-"""The same page, served on loopback: figures anew as the run goes on, and the tokens of whatever rollout is asked for.
+"""Serve the page on loopback, with live metrics and the tokens of any rollout on demand.
 
-Who does not have the address with its key gets nothing; a request that names another host than this machine is
-refused, so that a page elsewhere, whose name is made to lead here, cannot read it (DNS rebinding).
+Every request needs the secret key in its path. Requests whose Host header is not this machine are refused, so that a
+foreign site cannot read the page by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megarl.view.rollout_index import IndexReader
 
 HOSTS = ("127.0.0.1", "localhost")
 REFRESH_S = 5.0
-"""Seconds for which what was read of a run is shown again."""
+"""Loaded runs are served from memory for this long."""
 _PATH = re.compile(r"/([\w-]{20,100})/(?:(?:data/)([a-z0-9-]{1,80})\.js)?(?:\?\d{1,20})?")
 _TOKENS = re.compile(r"tokens-(\d{1,3})-(\d{1,12})-(\d{1,9})")
 _INDEX = re.compile(r"index-(\d{1,3})")
 
 
 class Server(ThreadingHTTPServer):
-    """Answers for these run folders. port: 0 for any that is free. Raises ConfigError where it is taken."""
+    """Serves these run folders. port: 0 for any free port. Raises ConfigError if the port is not available."""
 
     daemon_threads = True
 
@@ -50,18 +50,18 @@ class Server(ThreadingHTTPServer):
             raise ConfigError(f"--serve {port}: {what}; name another port, or none for one that is free") from None
 
     def _load(self) -> None:
-        found = [load(path, self._spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)]
-        marks = [(len(one.index), len(one.run.metrics)) for one in found]
-        if marks != self._run_sizes:
-            self._divergences, self._run_sizes = find_divergences(found), marks
-        self._runs, self._loaded_at = found, time.monotonic()
+        loaded_runs = [load(path, self._spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)]
+        run_sizes = [(len(loaded.index), len(loaded.run.metrics)) for loaded in loaded_runs]
+        if run_sizes != self._run_sizes:
+            self._divergences, self._run_sizes = find_divergences(loaded_runs), run_sizes
+        self._runs, self._loaded_at = loaded_runs, time.monotonic()
 
     @property
     def address(self) -> str:
         return f"http://{HOSTS[0]}:{self.server_address[1]}/{self.key}/"
 
     def get_runs(self) -> list[LoadedRun]:
-        """As they are now, or were a moment ago."""
+        """Return the runs, reloaded if they are older than `REFRESH_S`."""
         with self._lock:
             if time.monotonic() - self._loaded_at > REFRESH_S:
                 self._load()
@@ -72,13 +72,13 @@ class Server(ThreadingHTTPServer):
         return build_overview(runs, live=True, parted=self._divergences)
 
     def render_block(self, name: str) -> str | None:
-        """The script that hands this block to the page; None where there is no such."""
+        """Render the script that passes a block to the page; None if there is no such block."""
         if name == "overview":
             return render_block(name, self.overview())
-        if (found := _INDEX.fullmatch(name)) and int(found[1]) < len(self._paths):
-            return render_block(name, self.get_runs()[int(found[1])].index.to_dict())
-        if (found := _TOKENS.fullmatch(name)) and int(found[1]) < len(self._paths):
-            run, step, number = map(int, found.groups())
+        if (match := _INDEX.fullmatch(name)) and int(match[1]) < len(self._paths):
+            return render_block(name, self.get_runs()[int(match[1])].index.to_dict())
+        if (match := _TOKENS.fullmatch(name)) and int(match[1]) < len(self._paths):
+            run, step, number = map(int, match.groups())
             with self._lock:
                 if run not in self._token_texts:
                     self._token_texts[run] = TokenDecoder(load_decoder(self._paths[run]))
@@ -96,7 +96,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET alone: the page, and its blocks."""
+    """Handles GET requests for the page and its blocks."""
 
     server: Server
     server_version, sys_version = "MegaRL", ""
@@ -106,13 +106,13 @@ class Handler(BaseHTTPRequestHandler):
         if host[0] not in HOSTS or host[2] != str(self.server.server_address[1]):
             self._answer(421, "text/plain", "This machine is served under its own name alone.\n")
             return
-        found = _PATH.fullmatch(self.path)
-        if found is None or not hmac.compare_digest(found[1], self.server.key):
+        match = _PATH.fullmatch(self.path)
+        if match is None or not hmac.compare_digest(match[1], self.server.key):
             self._answer(404, "text/plain", "There is nothing here; the address with its key is in the terminal.\n")
             return
-        if found[2] is None:
+        if match[2] is None:
             self._answer(200, "text/html", self.server.render_page())
-        elif (text := self.server.render_block(found[2])) is not None:
+        elif (text := self.server.render_block(match[2])) is not None:
             self._answer(200, "text/javascript", text)
         else:
             self._answer(404, "text/plain", "There is no such block.\n")
@@ -137,4 +137,4 @@ class Handler(BaseHTTPRequestHandler):
             pass  # the page has been closed
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing: requests are the page's own, and have the key in them."""
+        """Log nothing: requests contain the key."""

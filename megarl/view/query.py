@@ -1,4 +1,4 @@
-"""Conditions on rollouts, such as `reward<0.5 and turns>2`: read by hand, so that nothing in them is ever run.
+"""Parse conditions on rollouts, such as `reward<0.5 and turns>2`, by hand, so that nothing in them is executed.
 
     condition  = both {"or" both}
     both       = one {"and" one}
@@ -6,7 +6,7 @@
     sign       = < | <= | > | >= | = | == | != | ~          (~: the text has this in it)
     value      = a number, a word, or text in quotes
 
-The page's table reads the same, in `static/query.js`.
+`static/query.js` parses the same language for the page's table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLUMNS: dict[str, str] = {
     "tool_errors": "calls that failed",
     "lag": "versions that its oldest token is behind the newest of its step",
 }
-"""What is known of each rollout, by name."""
+"""Columns of the rollout index, with their descriptions."""
 TEXT_COLUMNS = ("prompt", "source", "status")
 MAX_CHARS, MAX_DEPTH = 1000, 40
 
@@ -55,32 +55,36 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 
 
 def check_column(name: str, option: str) -> str:
-    """The name itself. Raises ConfigError, with those there are, where it is none."""
+    """Return `name` if it is a column. Raises ConfigError, which lists the columns, otherwise."""
     if name not in COLUMNS:
         raise ConfigError(f"{option}: there is no column {name[:40]!r}; there are {', '.join(COLUMNS)}")
     return name
 
 
 def parse_condition(text: str, option: str = "--where") -> Condition:
-    """Whether a row, by the names of `COLUMNS`, is what the text says. What is None is like nothing: only `!=` holds.
-    Raises ConfigError for what is no condition."""
+    """Parse a condition into a predicate on rows with `COLUMNS`.
+
+    A value of None satisfies only `!=`. Raises ConfigError for invalid conditions.
+    """
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{option}: a condition has at most {MAX_CHARS} characters, not {len(text)}")
     return _Parser(_tokenize(text, option), option).parse()
 
 
 def _tokenize(text: str, option: str) -> list[tuple[str, str]]:
-    found, at = [], 0
+    tokens, position = [], 0
     end = len(text.rstrip())
-    while at < end:
-        match = _TOKEN.match(text, at)
+    while position < end:
+        match = _TOKEN.match(text, position)
         if match is None:
-            raise ConfigError(f"{option}: cannot read {text[at : at + 30].strip()!r}; write such as 'reward<0.5'")
+            raise ConfigError(
+                f"{option}: cannot read {text[position : position + 30].strip()!r}; write such as 'reward<0.5'"
+            )
         sign, double, single, word = match.groups()
         quoted = double if double is not None else single
-        found.append(("sign", sign) if sign else ("text", quoted) if quoted is not None else ("word", word))
-        at = match.end()
-    return found
+        tokens.append(("sign", sign) if sign else ("text", quoted) if quoted is not None else ("word", word))
+        position = match.end()
+    return tokens
 
 
 class _Parser:
@@ -88,10 +92,10 @@ class _Parser:
         self._tokens, self._option, self._position = tokens, option, 0
 
     def parse(self) -> Condition:
-        found = self._parse_or(0)
+        condition = self._parse_or(0)
         if self._position < len(self._tokens):
             raise self._syntax_error("and, or, or the end")
-        return found
+        return condition
 
     def _parse_or(self, depth: int) -> Condition:
         parts = [self._parse_and(depth)]
@@ -136,8 +140,8 @@ class _Parser:
         )
 
     def _accept(self, word: str) -> bool:
-        here = self._tokens[self._position] if self._position < len(self._tokens) else ("", "")
-        if here[0] == "text" or here[1] != word:
+        token = self._tokens[self._position] if self._position < len(self._tokens) else ("", "")
+        if token[0] == "text" or token[1] != word:
             return False
         self._position += 1
         return True
@@ -159,8 +163,8 @@ def _text_condition(name: str, sign: str, wanted: str, option: str) -> Condition
         return lambda row: wanted in str(row[name])
     if sign not in ("=", "==", "!="):
         raise ConfigError(f"{option}: {name} is text, which is compared by =, != or ~, not by {sign}")
-    same = sign != "!="
-    return lambda row: (row[name] == wanted) is same
+    is_equal = sign != "!="
+    return lambda row: (row[name] == wanted) is is_equal
 
 
 def _number_condition(name: str, sign: str, text: str, option: str) -> Condition:

@@ -1,6 +1,6 @@
-"""One rollout with its turns and everything recorded per token, as plain data for a page.
+"""Load one rollout with its turns and all per-token records as plain data for the page.
 
-Token ids become text by the run's tokenizer.
+Token ids are decoded with the run's tokenizer.
 """
 
 from __future__ import annotations
@@ -29,67 +29,70 @@ from megarl.view.rollout_files import (
 
 Decode = Callable[[list[int]], str]
 REPLACEMENT_CHAR = "\ufffd"
-"""What a decoder makes of bytes that are no UTF-8."""
+"""What decoders return for bytes that are not UTF-8."""
 MAX_TOKENS_PER_CHAR = 4
-"""Tokens that one character may be spread over, a byte each."""
+"""Tokens that one character may span: one per UTF-8 byte."""
 
 
 def load_decoder_or_default(run_dir: Path) -> Decode:
-    """Ids to text by the tokenizer of the run's model, or by that of its export; where neither is here, the ids."""
+    """Return a decoder from the tokenizer of the run's model or export; without one, it returns the ids as text."""
     return load_decoder(run_dir) or (lambda ids: " ".join(map(str, ids)))
 
 
 def tokenizer_folders(run_dir: Path) -> list[Path]:
-    """Where a tokenizer lies that may be the run's: its model's, also as seen from where the run was started, and that
-    of its export."""
+    """Return folders with a tokenizer for the run: `model.path`, also relative to where the run was started, and the
+    export."""
     folders = []
     try:
         tree = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         model = Path(tree["model"]["path"])
         folders.append(model)
-        here, own = run_dir.resolve(), Path(tree["run"]["dir"])
-        if here.parts[-len(own.parts) :] == own.parts:
-            folders.append(Path(*here.parts[: -len(own.parts)], model))
+        run_path, configured_dir = run_dir.resolve(), Path(tree["run"]["dir"])
+        if run_path.parts[-len(configured_dir.parts) :] == configured_dir.parts:
+            folders.append(Path(*run_path.parts[: -len(configured_dir.parts)], model))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
         pass
     return [folder for folder in (*folders, run_dir / "export") if (folder / "tokenizer_config.json").is_file()]
 
 
 def load_decoder(run_dir: Path) -> Decode | None:
-    """The same, or None."""
+    """Return a decoder from the tokenizer of the run's model or export, or None."""
     for folder in tokenizer_folders(run_dir):
-        from transformers import AutoTokenizer  # seconds, for a run that has texts only
+        from transformers import AutoTokenizer  # takes seconds, unneeded without a tokenizer
 
         try:
             decode: Decode = AutoTokenizer.from_pretrained(folder, local_files_only=True).decode
             return decode
-        except Exception:  # whatever the readers of a broken file raise
+        except Exception:  # a broken tokenizer may raise anything
             continue
     return None
 
 
 class TokenDecoder:
-    """Each token by itself, as a page shows it. decode: None where no tokenizer is known; then a token is its id."""
+    """Decodes tokens one by one for display. decode: None without a tokenizer, to show token ids."""
 
     def __init__(self, decode: Decode | None) -> None:
         self._decode = decode
         self._cache: dict[int, str] = {}
 
     def decode_each(self, ids: Sequence[int]) -> list[str]:
-        """[tokens]. A character that several tokens share is with the last of them, and the others are empty; bytes
-        that are no UTF-8 are U+FFFD each."""
-        found = [self._decode_token(int(one)) for one in ids]
-        at = 0
-        while at < len(found):
-            if REPLACEMENT_CHAR in found[at]:
-                for count in range(2, min(MAX_TOKENS_PER_CHAR, len(found) - at) + 1):
-                    text = self._decode_ids([int(one) for one in ids[at : at + count]])
+        """Return the text of each token.
+
+        A character that spans several tokens is assigned to the last one; the others are empty. Bytes that are not
+        UTF-8 become U+FFFD each.
+        """
+        texts = [self._decode_token(int(one)) for one in ids]
+        index = 0
+        while index < len(texts):
+            if REPLACEMENT_CHAR in texts[index]:
+                for count in range(2, min(MAX_TOKENS_PER_CHAR, len(texts) - index) + 1):
+                    text = self._decode_ids([int(one) for one in ids[index : index + count]])
                     if REPLACEMENT_CHAR not in text:
-                        found[at : at + count] = [""] * (count - 1) + [text]
-                        at += count - 1
+                        texts[index : index + count] = [""] * (count - 1) + [text]
+                        index += count - 1
                         break
-            at += 1
-        return found
+            index += 1
+        return texts
 
     def _decode_token(self, token: int) -> str:
         if token not in self._cache:
@@ -101,7 +104,7 @@ class TokenDecoder:
             return " ".join(map(str, ids)) + " "
         try:
             return self._decode(ids)
-        except Exception:  # an id that the tokenizer does not have, of another model
+        except Exception:  # an id outside the vocabulary, of another model
             return f"[{' '.join(map(str, ids))}]"
 
 
@@ -120,23 +123,26 @@ _SCALAR_COLUMNS += ("tool_errors", "seed", "id", "data_source", "branch", "forks
 _JSON_COLUMNS = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
 _TURN_COLUMNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards", "turn_cached_tokens")
 _TOKEN_COLUMNS = ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs")
-"""Of a float each; the last two are in files of runs that have looked."""
+"""One float per token; the last two only in steps with trainer log-probs."""
 COLUMNS = (*_SCALAR_COLUMNS, *_JSON_COLUMNS, *_TURN_COLUMNS, "token_ids", *_TOKEN_COLUMNS)
 DIGITS = {"advantages": 5}
-"""Behind the point of a number on a token, which is drawn as a colour and read as a few digits."""
+"""Decimal places of per-token values, which are shown as a color and a few digits."""
 LOGPROB_DIGITS = 7
-"""Of a log-prob: what is drawn is how far two of them are apart, which is 1e-6 where all is well."""
+"""Decimal places of log-probs: the page shows differences of two, which are 1e-6 in a healthy run."""
 
 
 class Detail(dict[str, Any]):
-    """A rollout as a page has it: figures; `turns` of {tokens, written, version, runs, reward, cached}; [tokens]
-    `words`, `ids`, `logprobs`, `advantages`, `trainer`, `unreplayed` (None each where it is not on record)."""
+    """A rollout as the page shows it.
+
+    Scalars; `turns` as {tokens, written, version, runs, reward, cached}; and per token `words`, `ids`, `logprobs`,
+    `advantages`, `trainer`, `unreplayed`, each None if not recorded.
+    """
 
 
 def read_details(
     run_dir: Path, step: int, numbers: set[int] | None, words: TokenDecoder, notes: Notes | None = None
 ) -> Iterator[Detail]:
-    """Those of a step that are asked for, all where None. What is broken is noted and left out."""
+    """Yield the requested rollouts of a step, all if `numbers` is None. Damaged ones are noted and skipped."""
     notes = Notes() if notes is None else notes
     for part in open_parts(run_dir, step, notes):
         for group in range(part.file.num_row_groups):
@@ -146,51 +152,55 @@ def read_details(
 def _read_group_details(
     part: Part, group: int, step: int, numbers: set[int] | None, words: TokenDecoder, notes: Notes
 ) -> Iterator[Detail]:
-    own = read_group(part, group, ["number"], notes)
-    if own is None:
+    numbers_table = read_group(part, group, ["number"], notes)
+    if numbers_table is None:
         return
-    wanted = list(range(own.num_rows))
+    rows = list(range(numbers_table.num_rows))
     if numbers is not None:
-        asked = pc.is_in(own.column("number"), pa.array(sorted(numbers), pa.int32()))
-        wanted = np.flatnonzero(asked.to_numpy()).tolist()
-    if not wanted:
+        is_wanted = pc.is_in(numbers_table.column("number"), pa.array(sorted(numbers), pa.int32()))
+        rows = np.flatnonzero(is_wanted.to_numpy()).tolist()
+    if not rows:
         return
     table = read_group(part, group, [name for name in COLUMNS if name in part.names], notes)
     if table is None:
         return
-    for row in wanted:
+    for row in rows:
         try:
             yield _build_detail(table.slice(row, 1), step, words)
         except (*READ_ERRORS, RecursionError) as error:
-            number = own.column("number")[row].as_py()
+            number = numbers_table.column("number")[row].as_py()
             notes.add(f"{part.path}: rollout {number} makes no sense and is left out: {format_error(error)}")
 
 
 def _build_detail(row: pa.Table, step: int, words: TokenDecoder) -> Detail:
-    found = Detail(step=step, **{name: finite_or_none(cell(row, name, 0)) for name in _SCALAR_COLUMNS})
+    detail = Detail(step=step, **{name: finite_or_none(cell(row, name, 0)) for name in _SCALAR_COLUMNS})
     texts = {name: cell(row, name, 0) for name in _JSON_COLUMNS}
-    of = {name: None if text is None else exact_json.loads(text) for name, text in texts.items()}
-    found["reward_parts"] = {str(name): finite_or_none(value) for name, value in (of["reward_parts"] or {}).items()}
-    found["unscored"] = {str(part): str(why) for part, why in (of["unscored"] or {}).items()}
-    found["ground_truth"] = texts["ground_truth"]
-    found["messages"] = [_message(message) for message in of["messages"] or ()]
+    values_json = {name: None if text is None else exact_json.loads(text) for name, text in texts.items()}
+    detail["reward_parts"] = {
+        str(name): finite_or_none(value) for name, value in (values_json["reward_parts"] or {}).items()
+    }
+    detail["unscored"] = {str(part): str(why) for part, why in (values_json["unscored"] or {}).items()}
+    detail["ground_truth"] = texts["ground_truth"]
+    detail["messages"] = [_message(message) for message in values_json["messages"] or ()]
     lengths, written = (flatten_lists(row, name)[0] for name in _TURN_COLUMNS[:2])
     versions, rewards, cached = (
         flatten_lists(row, name)[0].tolist() if _has(row, name) else [None] * len(lengths) for name in _TURN_COLUMNS[2:]
     )
-    several = of["turn_versions"] or {}
+    version_spans = values_json["turn_versions"] or {}
     if not len(lengths) == len(written) == len(versions) == len(rewards) == len(cached):
         raise ValueError("its turns are not as many in every column")
-    found["turns"] = [
+    detail["turns"] = [
         {
             "tokens": int(count),
-            "written": bool(own),
+            "written": bool(is_action),
             "version": version,
-            "runs": [[int(one), int(tokens)] for one, tokens in several.get(str(at), ())],
+            "runs": [
+                [int(weight_version), int(tokens)] for weight_version, tokens in version_spans.get(str(turn_index), ())
+            ],
             "reward": finite_or_none(reward),
-            "cached": None if served is None or served < 0 else served,
+            "cached": None if num_cached is None or num_cached < 0 else num_cached,
         }
-        for at, (count, own, version, reward, served) in enumerate(
+        for turn_index, (count, is_action, version, reward, num_cached) in enumerate(
             zip(lengths, written, versions, rewards, cached, strict=True)
         )
     ]
@@ -201,10 +211,10 @@ def _build_detail(row: pa.Table, step: int, words: TokenDecoder) -> Detail:
     )
     if int(lengths.sum()) != len(ids):
         raise ValueError(f"turns of {int(lengths.sum())} tokens with {len(ids)} token ids")
-    found["ids"], found["words"] = ids.tolist(), words.decode_each(ids.tolist())
+    detail["ids"], detail["words"] = ids.tolist(), words.decode_each(ids.tolist())
     for name in _TOKEN_COLUMNS:
-        found[name.removesuffix("_logprobs")] = _read_token_column(row, name, len(ids))
-    return found
+        detail[name.removesuffix("_logprobs")] = _read_token_column(row, name, len(ids))
+    return detail
 
 
 def _has(row: pa.Table, name: str) -> bool:
@@ -222,7 +232,7 @@ def _read_token_column(row: pa.Table, name: str, tokens: int) -> list[float | No
 
 
 def _message(message: Any) -> dict[str, str]:
-    """Role and text; calls of tools as JSON."""
+    """Return role and text, with tool calls as JSON."""
     if not isinstance(message, dict):
         return {"role": "?", "text": str(message)}
     content = message.get("content")

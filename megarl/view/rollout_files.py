@@ -1,5 +1,7 @@
-"""Files of recorded rollouts as they are: one that is broken, missing or of another version costs what it holds, and no
-more. `megarl.observe.rollout_log` reads steps that must be whole; a viewer looks at what is there."""
+"""Tolerant readers of recorded rollouts: a damaged, missing or incompatible file costs its own content only.
+
+The viewer shows whatever is there, whereas `megarl.observe.rollout_log` requires complete steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from megarl.observe.rollout_columns import COLUMNS_SINCE_FORMAT, FORMAT, SCHEMA
 from megarl.observe.rollout_log import recorded_steps, step_folder
 
 REQUIRED_COLUMNS = ("number", "group", "status", "reward", "turn_lengths", "turn_is_action")
-"""Columns without which a file says nothing of rollouts."""
+"""Columns without which a file is skipped."""
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, LookupError, TypeError)
 MAX_NOTES = 20
 
@@ -29,13 +31,13 @@ class Part(NamedTuple):
         return set(self.file.schema_arrow.names)
 
     def read_metadata(self, name: str) -> int:
-        """A number of the file's metadata, -1 where it is not there."""
+        """Return an integer from the file's metadata, -1 if missing."""
         value = (self.file.schema_arrow.metadata or {}).get(f"megarl.{name}".encode(), b"")
         return int(value) if value.isdigit() else -1
 
 
 class Notes(list[str]):
-    """Sentences about what is wrong, each once, and not too many."""
+    """Messages about problems, without duplicates and at most `MAX_NOTES`."""
 
     def add(self, text: str) -> None:
         if text in self:
@@ -47,19 +49,19 @@ class Notes(list[str]):
 
 
 def list_steps(run_dir: Path, notes: Notes) -> list[int]:
-    """Steps with a folder, ascending. Notes where there are none."""
+    """Return the recorded steps, ascending. Adds a note if there are none."""
     try:
-        found = recorded_steps(run_dir)
+        steps = recorded_steps(run_dir)
     except OSError as error:
         notes.add(f"{run_dir / 'rollouts'} cannot be read: {error.strerror}")
         return []
-    if not found:
+    if not steps:
         notes.add(f"{run_dir} has no recorded rollouts: none is done yet, or track.rollouts is off")
-    return found
+    return steps
 
 
 def open_parts(run_dir: Path, step: int, notes: Notes) -> list[Part]:
-    """The files of a step that can be opened; what is wrong with others is noted."""
+    """Open the readable files of a step; note what is wrong with the others."""
     parts: list[Part] = []
     for path in sorted(step_folder(run_dir, step).glob("rank_*.parquet")):
         try:
@@ -74,16 +76,18 @@ def open_parts(run_dir: Path, step: int, notes: Notes) -> list[Part]:
                 f"{path} is no file of recorded rollouts and is left out: column {(missing + wrong)[0]!r} is amiss"
             )
             continue
-        if (found := part.read_metadata("format")) != FORMAT and found + 1 not in COLUMNS_SINCE_FORMAT:
+        if (file_format := part.read_metadata("format")) != FORMAT and file_format + 1 not in COLUMNS_SINCE_FORMAT:
             notes.add(
-                f"{path.parent.parent} has files of format {found}, and this program knows format {FORMAT}: shown is "
-                "what they have in common"
+                f"{path.parent.parent} has files of format {file_format}, and this program knows format {FORMAT}: "
+                "shown is what they have in common"
             )
         parts.append(part)
     if not parts:
         notes.add(f"{step_folder(run_dir, step)} has no file that can be read")
-    elif (total := parts[0].read_metadata("total")) > (there := sum(part.file.metadata.num_rows for part in parts)):
-        notes.add(f"{step_folder(run_dir, step)} has {there} of the {total} rollouts of its step: it is half written")
+    elif (total := parts[0].read_metadata("total")) > (num_rows := sum(part.file.metadata.num_rows for part in parts)):
+        notes.add(
+            f"{step_folder(run_dir, step)} has {num_rows} of the {total} rollouts of its step: it is half written"
+        )
     return parts
 
 
@@ -92,10 +96,10 @@ def _fits(part: Part, name: str) -> bool:
 
 
 def iter_groups(part: Part, columns: Sequence[str], notes: Notes) -> Iterator[tuple[int, pa.Table]]:
-    """Number and content of each row group, with those of these columns that the file has. A broken one is noted."""
-    there = [name for name in columns if name in part.names]
+    """Yield (index, table) per row group, with those of `columns` that the file has. Notes damaged groups."""
+    available = [name for name in columns if name in part.names]
     for group in range(part.file.num_row_groups):
-        if (table := read_group(part, group, there, notes)) is not None:
+        if (table := read_group(part, group, available, notes)) is not None:
             yield group, table
 
 
@@ -109,7 +113,7 @@ def read_group(part: Part, group: int, columns: Sequence[str], notes: Notes) -> 
 
 
 def flatten_lists(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Values of a column of lists end to end, and [n + 1] where each begins."""
+    """Return the concatenated values of a column of n lists, and their [n + 1] offsets."""
     column = table.column(name).combine_chunks()
     offsets = column.offsets.to_numpy()
     values = column.values.to_numpy(zero_copy_only=False)
@@ -117,10 +121,10 @@ def flatten_lists(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sums(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """[n] sum of each of the n lists that lie end to end."""
+    """Return the [n] sums of n concatenated lists with offsets `ends`."""
     running = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
-    found: np.ndarray = running[ends[1:]] - running[ends[:-1]]
-    return found
+    result: np.ndarray = running[ends[1:]] - running[ends[:-1]]
+    return result
 
 
 def format_error(error: BaseException) -> str:
@@ -128,5 +132,5 @@ def format_error(error: BaseException) -> str:
 
 
 def cell(table: pa.Table, name: str, row: int) -> Any:
-    """One value, None where the file has no such column."""
+    """Return one value; None if the column is missing."""
     return table.column(name)[row].as_py() if name in table.column_names else None

@@ -1,7 +1,7 @@
-"""What a run folder says of a run as a whole: figures by step, bands, alarms; as plain data for a page.
+"""Load run-level data for the page: metrics by step, bands and alarms.
 
-The folder may be half written, of another version, empty or of a run that goes on. What is wrong becomes a sentence
-among `notes`; what can be read is there.
+The folder may be incomplete, empty, of another version, or of a run in progress. Everything readable is loaded; each
+problem becomes a note in `notes`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ MAX_ALARMS = 1000
 
 @dataclass
 class RunData:
-    """metrics: by step. watched: whether `bands` are those that the run's guards look at. alarms: (step, time,
-    text)."""
+    """Run-level data of one run folder.
+
+    Args:
+        metrics: by step.
+        has_band_alarms: whether the run's guards watch `bands`.
+        alarms: (step, time, text).
+    """
 
     path: Path
     name: str
@@ -42,13 +47,15 @@ class RunData:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the page: `metrics` packed, with NaN where a step has none."""
+        """Return plain data for the page, with packed `metrics`, NaN where a step lacks one."""
         steps = list(self.metrics)
         names = sorted({name for values in self.metrics.values() for name in values})
         columns = {
             name: pack(np.array([self.metrics[step].get(name, np.nan) for step in steps], np.float32)) for name in names
         }
-        ends = {name: {"least": band.lower, "most": band.upper, **_remedies(band)} for name, band in self.bands.items()}
+        bands = {
+            name: {"least": band.lower, "most": band.upper, **_remedies(band)} for name, band in self.bands.items()
+        }
         return {
             "name": self.name,
             "path": str(self.path),
@@ -56,7 +63,7 @@ class RunData:
             "running": self.is_running,
             "steps": steps,
             "metrics": columns,
-            "bands": ends,
+            "bands": bands,
             "watched": self.has_band_alarms,
             "alarms": [list(alarm) for alarm in self.alarms],
             "notes": self.notes,
@@ -68,7 +75,7 @@ def _remedies(band: Band) -> dict[str, str]:
 
 
 def read_run(path: Path) -> RunData:
-    """Raises ConfigError where there is no folder; all else is noted."""
+    """Load a run folder. Raises ConfigError if it does not exist; other problems become notes."""
     if not path.is_dir():
         raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
     run = RunData(path, path.resolve().name or str(path))
@@ -80,17 +87,19 @@ def read_run(path: Path) -> RunData:
 
 
 def _is_running(path: Path) -> bool:
-    """Whether the process that the lock names is there, as far as it is of this machine. The lock itself is not tried:
-    a run that begins meanwhile would find it held."""
+    """Return whether the process named in the lock file is alive on this machine.
+
+    The lock itself is not tried, because a run that starts at that moment would find it held.
+    """
     try:
-        found = re.fullmatch(r"process (\d{1,9}) on (\S+)\s*", (path / ".lock").read_text(errors="replace"))
-        if found is None or found[2] != socket.gethostname():
+        match = re.fullmatch(r"process (\d{1,9}) on (\S+)\s*", (path / ".lock").read_text(errors="replace"))
+        if match is None or match[2] != socket.gethostname():
             return False
-        os.kill(int(found[1]), 0)
-        began = Path("/proc", found[1])  # of a process that came later and was given the same number
-        return not began.exists() or began.stat().st_mtime <= (path / ".lock").stat().st_mtime + 1
+        os.kill(int(match[1]), 0)
+        process_dir = Path("/proc", match[1])  # detects a later process with a reused pid
+        return not process_dir.exists() or process_dir.stat().st_mtime <= (path / ".lock").stat().st_mtime + 1
     except PermissionError:
-        return (path / ".lock").is_file()  # somebody else's process
+        return (path / ".lock").is_file()  # another user's process
     except OSError:
         return False
 
@@ -116,8 +125,8 @@ def _read_config(run: RunData) -> None:
         if guards.alarms:
             run.bands, run.has_band_alarms = load_bands(guards), True
     except (ConfigError, OSError, ValueError, RecursionError, TypeError) as error:
-        what = _line(error).partition(" (known here:")[0]  # the list is of this version, and long
-        run.notes.append(f"{file} is of another version of MegaRL ({what}); bands are the usual ones")
+        problem = _line(error).partition(" (known here:")[0]  # the list is long, and that of this version
+        run.notes.append(f"{file} is of another version of MegaRL ({problem}); bands are the usual ones")
 
 
 def _read_metrics(run: RunData) -> None:
@@ -130,25 +139,27 @@ def _read_metrics(run: RunData) -> None:
     except OSError as error:
         run.notes.append(f"{file} cannot be read ({_line(error)})")
         return
-    broken, lines = [], text.split("\n")
+    invalid_lines, lines = [], text.split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found = exact_json.loads(line)
-            step = found["step"]
+            row = exact_json.loads(line)
+            step = row["step"]
             if type(step) is not int or not 0 <= step < 2**53:
                 raise ValueError("its step is no number")
         except (ValueError, LookupError, TypeError, RecursionError):
-            if number < len(lines) or not run.is_running:  # else it is being written
-                broken.append(number)
+            if number < len(lines) or not run.is_running:  # a running process may be writing the last line
+                invalid_lines.append(number)
             continue
-        values = {name: value for name, value in found.items() if name not in ("step", "time") and _is_number(value)}
+        values = {name: value for name, value in row.items() if name not in ("step", "time") and _is_number(value)}
         run.metrics.setdefault(step, {}).update(values)
     run.metrics = dict(sorted(run.metrics.items()))
-    if broken:
-        which = f"line {broken[0]}" + (f" and {len(broken) - 1} more" if len(broken) > 1 else "")
-        run.notes.append(f"{file}: {which} cannot be read and is left out")
+    if invalid_lines:
+        invalid_text = f"line {invalid_lines[0]}" + (
+            f" and {len(invalid_lines) - 1} more" if len(invalid_lines) > 1 else ""
+        )
+        run.notes.append(f"{file}: {invalid_text} cannot be read and is left out")
     if not run.metrics:
         run.notes.append(f"{file} has no metrics yet")
 
@@ -163,15 +174,15 @@ def _read_alarms(run: RunData) -> None:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
-    step, found = 0, []
+    step, alarms = 0, []
     for line in text.splitlines():
-        named = _STEP.search(line)
-        step = int(named[1]) if named else step
-        if alarm := _ALARM.fullmatch(line):
-            found.append((step, alarm[1], alarm[2][:2000]))
-    if len(found) > MAX_ALARMS:
-        run.notes.append(f"{file} has {len(found)} alarms, of which the last {MAX_ALARMS} are shown")
-    run.alarms = found[-MAX_ALARMS:]
+        step_match = _STEP.search(line)
+        step = int(step_match[1]) if step_match else step
+        if alarm_match := _ALARM.fullmatch(line):
+            alarms.append((step, alarm_match[1], alarm_match[2][:2000]))
+    if len(alarms) > MAX_ALARMS:
+        run.notes.append(f"{file} has {len(alarms)} alarms, of which the last {MAX_ALARMS} are shown")
+    run.alarms = alarms[-MAX_ALARMS:]
 
 
 def _line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Third-party trackers: an adapter for each, and the thread that feeds it.
+"""Third-party trackers: one adapter each, and the thread that feeds it.
 
 An adapter imports its package when it is opened, in that thread.
 """

@@ -1,7 +1,7 @@
-"""What a tracker adapter implements, and the thread that feeds it.
+"""The tracker adapter protocol, and the thread that feeds an adapter.
 
-Each tracker has its own thread: a step never waits for it, and no exception of it reaches the run. `rows_of` prepares a
-few rollouts of a step as text for trackers that have tables.
+Each tracker has its own thread: a step never waits for it, and none of its exceptions reaches the run. `make_rows`
+formats a few rollouts of a step for trackers with tables.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, ClassVar, Protocol
 from megarl.types import Rollout
 
 PROJECT = "megarl"
-"""Under which runs are listed, unless the tracker's own environment variable says another."""
+"""Project name, unless the tracker's own environment variable sets another."""
 COLUMNS = ("step", "prompt", "answer", "reward", "tokens", "status")
-"""Of a table of rollouts."""
+"""Columns of the rollout table."""
 
 _INVALID_CHARS = re.compile(r"[^\w\-./ ]")
 _MAX_NAME_CHARS = 250
@@ -34,28 +34,33 @@ Row = tuple[Any, ...]
 
 
 class TrackerAdapter(Protocol):
-    """A run of a tracker. Anything here may raise, and may take its time: it is called in a thread of its own."""
+    """An open run of a tracker. Methods may raise and may block: they are called in the tracker's own thread."""
 
     is_append_only: ClassVar[bool]
-    """Whether what it was given stays, so that a step which is taken again must not be given twice."""
+    """Whether logged values cannot be replaced, so that repeated steps must not be logged again."""
     id: str
-    """By which it goes on with the run when that is resumed."""
+    """The tracker's run id, by which a resumed run continues it."""
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def log_text(self, step: int, text: str) -> None:
-        """An alarm."""
+        """Log an alarm."""
 
     def log_table(self, step: int, rows: Sequence[Row]) -> None:
-        """Rollouts, by `COLUMNS`."""
+        """Log a table of rollouts with `COLUMNS`."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class TrackerRun:
-    """What a tracker is told of a run when it is opened. first: the step of the first figures. id: that of its run so
-    far, empty for a new one. config: without secrets."""
+    """The run that a tracker is opened for.
+
+    Args:
+        first: step of the first metrics.
+        id: the tracker's run id so far; empty for a new run.
+        config: configuration without secrets.
+    """
 
     run_dir: Path
     first: int = 0
@@ -68,25 +73,25 @@ class TrackerRun:
 
 
 class TrackerState:
-    """How far a tracker is with a run, in `<run>/trackers/NAME.json`, so that a resumed run goes on there."""
+    """A tracker's progress in `<run>/trackers/NAME.json`, from which a resumed run continues."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self.id, self.step, self._names = "", -1, set[str]()
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            self.id, self.step, self._names = str(found["id"]), int(found["step"]), set(map(str, found["names"]))
+            state = json.loads(file.read_text(encoding="utf-8"))
+            self.id, self.step, self._names = str(state["id"]), int(state["step"]), set(map(str, state["names"]))
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # a new run, or a file that a crash cut short: then steps may be there twice
+            pass  # a new run, or a file truncated by a crash: then steps may be logged twice
 
     def filter_new(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Those of the figures that the tracker was not given yet: steps only go on."""
+        """Return the metrics that the tracker does not have yet. Steps never go back."""
         if step < self.step:
             return {}
         return {name: value for name, value in values.items() if step > self.step or name not in self._names}
 
     def save(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """That it has them, as the run `name`."""
+        """Save that the tracker has these metrics, under its run id `name`."""
         self._names = {*values} | (self._names if step == self.step else set())
         self.id, self.step = name, step
         self._file.parent.mkdir(exist_ok=True)
@@ -97,13 +102,13 @@ class TrackerState:
 
 
 def sanitize_name(name: str) -> str:
-    """A metric's name as every tracker takes it: parts of letters, digits and `_-. `, with `/` between."""
+    """Return a name that every tracker accepts: letters, digits and `_-. `, in parts separated by `/`."""
     parts = [part.strip(" .") or "_" for part in _INVALID_CHARS.sub("_", name).split("/")]
     return "/".join(parts)[:_MAX_NAME_CHARS].rstrip("/ .")
 
 
 def redact_secrets(text: str) -> str:
-    """What a library says of a failure, in a line, without what this process's environment or a URL has of secrets."""
+    """Return an error message as one line, without secrets from environment variables and URLs."""
     line = " ".join(text.split())
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 6}
     for secret in sorted(secrets, key=len, reverse=True):
@@ -112,25 +117,32 @@ def redact_secrets(text: str) -> str:
 
 
 MAX_ROLLOUTS = 4
-"""Rollouts of a step."""
+"""Rollouts per table."""
 MAX_CELL_CHARS = 1000
-"""Characters of a cell."""
+"""Characters per table cell."""
 
 
 def make_rows(step: int, rollouts: Sequence[Rollout]) -> list[Row]:
-    """By `sink.COLUMNS`: the first sample of each of the first prompts."""
-    firsts: dict[int, Rollout] = {}
+    """Return table rows (`COLUMNS`) for the first sample of each of the first prompts."""
+    first_samples: dict[int, Rollout] = {}
     for rollout in rollouts:
-        firsts.setdefault(rollout.group, rollout)
+        first_samples.setdefault(rollout.group, rollout)
     return [
-        (step, _truncate(_last_user_message(one)), _truncate(one.answer), float(one.reward), one.num_tokens, one.status)
-        for one in islice(firsts.values(), MAX_ROLLOUTS)
+        (
+            step,
+            _truncate(_last_user_message(sample)),
+            _truncate(sample.answer),
+            float(sample.reward),
+            sample.num_tokens,
+            sample.status,
+        )
+        for sample in islice(first_samples.values(), MAX_ROLLOUTS)
     ]
 
 
 def _last_user_message(rollout: Rollout) -> str:
-    said = [message for message in rollout.prompt.messages if message.get("role") == "user"]
-    return str(said[-1].get("content") or "") if said else ""
+    user_messages = [message for message in rollout.prompt.messages if message.get("role") == "user"]
+    return str(user_messages[-1].get("content") or "") if user_messages else ""
 
 
 def _truncate(text: str) -> str:
@@ -138,15 +150,22 @@ def _truncate(text: str) -> str:
 
 
 QUEUE_SIZE = 256
-"""What may wait to be written; what comes then is left out of the tracker."""
+"""Pending writes; further ones are dropped while the queue is full."""
 MAX_FAILURES = 3
-"""Failures in a row after which a tracker is given up."""
+"""Consecutive failures after which a tracker is disabled."""
 CLOSE_TIMEOUT_S = 20.0
-"""How long a run that ends waits for what was not written yet."""
+"""How long the end of a run waits for pending writes."""
 
 
 class TrackerWorker:
-    """Of the tracker `title`. Only `_serve` runs in the thread."""
+    """Feeds one tracker from a queue. Only `_serve` runs in the thread, and what it calls.
+
+    Args:
+        title: name of the tracker in messages.
+        opened: opens the adapter for a run.
+        told: the run to open.
+        standing: what the tracker already has.
+    """
 
     def __init__(
         self, title: str, opened: Callable[[TrackerRun], TrackerAdapter], told: TrackerRun, standing: TrackerState
@@ -159,9 +178,9 @@ class TrackerWorker:
         self._thread: threading.Thread | None = None
 
     def log_metrics(self, step: int, values: Mapping[str, float], now: int = 0) -> None:
-        """now: the step under way, for trackers that take none before it."""
-        given = dict(values)
-        self._put(step, lambda sink: self._write(sink, step, given, now))
+        """Queue metrics. now: the current step, at which append-only trackers log metrics of earlier steps."""
+        metrics = dict(values)
+        self._put(step, lambda sink: self._write(sink, step, metrics, now))
 
     def log_text(self, step: int, text: str) -> None:
         self._put(step, lambda sink: sink.log_text(step, text))
@@ -174,22 +193,22 @@ class TrackerWorker:
         self._put(step, write)
 
     def pop_failure(self) -> str:
-        """What went wrong first, once; else nothing."""
+        """Return a message on the first failure, once; else an empty string."""
         if self._is_reported or not self._failures:
             return ""
         self._is_reported = True
         return f"could not write {self.title}: {self._failures[0]}; training goes on without it"
 
     def close(self) -> None:
-        """Wait a little for what was not written yet."""
+        """Wait up to `CLOSE_TIMEOUT_S` for pending writes."""
         if self._thread is None:
             return
-        until = time.monotonic() + CLOSE_TIMEOUT_S
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         try:
             self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
         except queue.Full:
             pass
-        self._thread.join(max(0.0, until - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._failures.append(f"it does not take what it was given within {CLOSE_TIMEOUT_S:.0f} s")
 
@@ -206,22 +225,22 @@ class TrackerWorker:
             self._failures.append(f"it is behind by {QUEUE_SIZE} writings, and what comes now is left out")
 
     def _serve(self) -> None:
-        sink: TrackerAdapter | None = None
-        in_a_row = 0
+        adapter: TrackerAdapter | None = None
+        consecutive_failures = 0
         while (work := self._queue.get()) is not None:
             if self._is_disabled:
                 continue
             try:
-                sink = sink or self._open_adapter(self._run)
-                work(sink)
-                in_a_row = 0
-            except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a library raises: the run goes on
+                adapter = adapter or self._open_adapter(self._run)
+                work(adapter)
+                consecutive_failures = 0
+            except (Exception, SystemExit) as error:  # noqa: BLE001  a library may raise anything; the run goes on
                 self._failures.append(redact_secrets(str(error)) or type(error).__name__)
-                in_a_row += 1
-                self._is_disabled = in_a_row >= MAX_FAILURES
+                consecutive_failures += 1
+                self._is_disabled = consecutive_failures >= MAX_FAILURES
         try:
-            if sink is not None:
-                sink.close()
+            if adapter is not None:
+                adapter.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._failures.append(redact_secrets(str(error)) or type(error).__name__)
 

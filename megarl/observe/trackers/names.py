@@ -12,7 +12,14 @@ from megarl.observe.trackers.adapter import TrackerAdapter, TrackerRun
 
 
 class TrackerInfo(NamedTuple):
-    """title: as one says it. package: what it imports. cls: the adapter, in the module of its name."""
+    """A supported tracker.
+
+    Args:
+        title: display name.
+        package: top-level package that it imports.
+        class_name: adapter class in the module named like the tracker.
+        install_command: shown if the package is missing.
+    """
 
     title: str
     package: str
@@ -29,23 +36,23 @@ TRACKERS = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError for a tracker whose package is not there, and for one that is named twice. Imports nothing."""
+    """Raise ConfigError for a tracker that is not installed or is named twice. Imports nothing."""
     for name in names:
         if list(names).count(name) > 1:
             raise ConfigError(f"track.trackers: {name} is named twice; name each tracker once")
-        known = TRACKERS[name]
+        info = TRACKERS[name]
         try:
-            there = importlib.util.find_spec(known.package) is not None
+            is_installed = importlib.util.find_spec(info.package) is not None
         except (ImportError, ValueError):
-            there = False
-        if not there:
+            is_installed = False
+        if not is_installed:
             raise ConfigError(
-                f"track.trackers: {name} is not installed; `{known.install_command}`, or take it out of the list"
+                f"track.trackers: {name} is not installed; `{info.install_command}`, or take it out of the list"
             )
 
 
 def open_adapter(name: str, told: TrackerRun) -> TrackerAdapter:
-    """The adapter of that name at work on a run. Raises whatever its package does."""
-    known = TRACKERS[name]
-    sink: TrackerAdapter = getattr(importlib.import_module(f"megarl.observe.trackers.{name}"), known.class_name)(told)
-    return sink
+    """Open a tracker's adapter for a run. Raises whatever its package raises."""
+    info = TRACKERS[name]
+    adapter: TrackerAdapter = getattr(importlib.import_module(f"megarl.observe.trackers.{name}"), info.class_name)(told)
+    return adapter

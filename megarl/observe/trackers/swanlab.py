@@ -1,6 +1,6 @@
-"""SwanLab. `SWANLAB_API_KEY` or `swanlab login`; SWANLAB_PROJECT and SWANLAB_MODE as everywhere.
+"""SwanLab adapter. Needs `SWANLAB_API_KEY` or `swanlab login`; honors SWANLAB_PROJECT and SWANLAB_MODE.
 
-With SWANLAB_MODE=offline what `swanlab sync` sends is in `<run>/swanlab`.
+With SWANLAB_MODE=offline it writes to `<run>/swanlab`, for `swanlab sync`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Weights & Biases. `WANDB_API_KEY` or `wandb login`; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE as everywhere.
+"""Weights & Biases adapter. Needs `WANDB_API_KEY` or `wandb login`; honors WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE.
 
-With WANDB_MODE=offline what `wandb sync` sends is in `<run>/wandb`.
+With WANDB_MODE=offline it writes to `<run>/wandb`, for `wandb sync`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, TrackerRun
 
 
 class Wandb:
-    is_append_only: ClassVar[bool] = True  # it refuses a step before the last one
+    is_append_only: ClassVar[bool] = True  # wandb rejects steps before the last one
 
     def __init__(self, told: TrackerRun) -> None:
         _require_key()
@@ -31,7 +31,7 @@ class Wandb:
             resume="allow",
             dir=str(told.run_dir),
             config=dict(told.config),
-            # Nothing of the terminal, the code or the command line: only what it is given here.
+            # Capture neither terminal output, nor code, nor the command line.
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True
             ),
@@ -52,15 +52,15 @@ class Wandb:
 
 
 def _require_key() -> None:
-    """Raise where it would ask for a key, on a terminal that nobody looks at."""
+    """Raise RuntimeError without a key, for which wandb would prompt on a terminal that nobody watches."""
     if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
     try:
-        known = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+        login = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
     except (OSError, netrc.NetrcParseError):
-        known = None
-    if known is None:
+        login = None
+    if login is None:
         raise RuntimeError("there is no key: export WANDB_API_KEY, or WANDB_MODE=offline")
