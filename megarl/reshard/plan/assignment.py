@@ -227,8 +227,8 @@ MIN_PIECE = 64 << 10
 
 
 class Entries(NamedTuple):
-    """Bytes [lo, hi) of the byte index that go from `src` to `dst`, a rank of a node that needs them. Arrays, in the
-    same order on all ranks.
+    """Bytes [lo, hi) of the byte index that go from `src` to `dst`, a rank of a node that needs them. Arrays, sorted by
+    layer_group, dst, src, lo.
 
     layer_group: number of the (stage, kind); the entry applies to each of its layers. receivers: the ranks of dst's
     node that need and lack the bytes, dst among them, as bits; bit 0 is the node's first rank. dst forwards to the

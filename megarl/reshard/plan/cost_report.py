@@ -1,4 +1,4 @@
-"""A plan on paper: what it costs and how long it should take, beside the bound, without a process or a device."""
+"""Costs and modelled duration of a plan, compared with the bound, without a process or a device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from megarl.reshard.plan.bound import NETWORK_SLACK, Bound
 from megarl.reshard.plan.planner import ALIGN, FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, RankPlan, ReshardPlan
 
 Floats = NDArray[np.float64]
-HASH_BYTES = 8  # of each piece, behind the pieces of its message
+HASH_BYTES = 8  # per piece, after the pieces of the message
 
 
 class Messages(NamedTuple):
-    """What one rank sends and receives; arrays, one entry per message. What stays on the rank is a message from itself.
+    """What one rank sends and receives; arrays with one entry per message. What stays on the rank is a message from
+    itself.
 
-    nbytes: of the pieces; forwarded: of those that are passed on. staged: in the buffer, with alignment and hashes.
+    nbytes: bytes of the pieces. forwarded: bytes of the pieces that are forwarded. staged: bytes in the buffer, with
+    alignment and hashes.
     """
 
     round: np.ndarray
@@ -33,13 +35,16 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Assumed: bytes per second and direction that one GPU gets of each kind of link, 400 Gbit/s of
-    network per GPU, NVLink of an H100 or H200. And seconds of each round:
+    """Assumed link speeds and overheads.
 
-    round_seconds: between two rounds, when nothing is on the wire: to wait for the end, copy what is forwarded and
-    start the next. hand_over: from one order to an engine to the next, while a round is on the wire, so that no round
-    takes less: the message and its answer, and what the loader does for each slice. On a CPU the first took 0.1 ms at
-    best with SGLang, the second 11 us; of these there are up to 120 for each of 512 GPUs. No device was waited for.
+    network_bandwidth, nvlink_bandwidth: bytes per second and direction of one GPU: 400 Gbit/s of network per GPU,
+    NVLink of an H100 or H200.
+    round_overhead: seconds between two rounds, when nothing is on the wire: wait for the end, copy what is forwarded
+    and start the next.
+    send_overhead: seconds from one order to an engine to the next, while a round is on the wire; no round takes less.
+    It covers the message and its answer, and the loader's work per slice. On a CPU the former took 0.1 ms at best with
+    SGLang, the latter 11 us; with 512 GPUs there are up to 120 slices per rank and round. This excludes waiting for a
+    device.
     """
 
     network_bandwidth: float = 50e9
@@ -48,14 +53,17 @@ class LinkSpeeds:
     send_overhead: float = 5e-3
 
     def transfer_seconds(self, network: Any, inside: Any) -> Any:
-        """The slower of the two, which run side by side."""
+        """Return the time of the slower of the two links, which run in parallel."""
         return np.maximum(network / self.network_bandwidth, inside / self.nvlink_bandwidth)
 
 
 @dataclass(frozen=True, eq=False)
 class CostReport:
-    """A plan with all ranks' messages. Arrays are [rounds, ranks] bytes: sent and received over the network (between
-    nodes) and inside of a node, and staged; `total`: [nodes, nodes] bytes from node to node."""
+    """A plan with all ranks' messages.
+
+    Arrays are [rounds, ranks] bytes: sent and received over the network (between nodes) and inside of a node, and
+    staged. node_matrix: [nodes, nodes] bytes from node to node.
+    """
 
     plan: ReshardPlan
     plan_seconds: float
@@ -71,14 +79,15 @@ class CostReport:
     node_matrix: Floats
 
     def round_seconds(self, links: LinkSpeeds) -> Floats:
-        """Of each round, if all ranks went through the rounds in step: what the busiest one of that round takes."""
+        """Return the duration of each round if all ranks go through the rounds in step: that of the round's busiest
+        rank."""
         out = links.transfer_seconds(self.network_out, self.inside_out)
         into = links.transfer_seconds(self.network_in, self.inside_in)
-        found: Floats = np.maximum(np.maximum(out, into).max(axis=1), links.send_overhead) + links.round_overhead
-        return found
+        seconds: Floats = np.maximum(np.maximum(out, into).max(axis=1), links.send_overhead) + links.round_overhead
+        return seconds
 
     def busiest_seconds(self, links: LinkSpeeds) -> float:
-        """If no rank waited for another: what the busiest one takes."""
+        """Return the duration for the busiest rank if no rank waited for another."""
         out = links.transfer_seconds(self.network_out.sum(0), self.inside_out.sum(0))
         into = links.transfer_seconds(self.network_in.sum(0), self.inside_in.sum(0))
         rounds = len(self.network_out)
@@ -86,12 +95,13 @@ class CostReport:
 
 
 def tabulate_messages(rank: RankPlan) -> Messages:
-    """Out of the rank's tables, of which there is one for each kind of layer, without an object for every piece."""
-    line = rank.plan.assignment.byte_index
-    width = np.array([(c.c1 - c.c0) * c.item_bytes for c in line.cells], dtype=np.int64)
-    small: dict[tuple[int, int], np.ndarray] = {}
+    """Return a rank's messages, computed from its tables, of which there is one per kind of layer, without an object
+    per piece."""
+    byte_index = rank.plan.assignment.byte_index
+    width = np.array([(c.c1 - c.c0) * c.item_bytes for c in byte_index.cells], dtype=np.int64)
+    by_table: dict[tuple[int, int], np.ndarray] = {}
     for number, table in rank.tables.items():
-        size = (table.r1 - table.r0) * width[line.cell[table.cell]]
+        size = (table.r1 - table.r0) * width[byte_index.cell[table.cell]]
         sends, forward = (
             (table.operation == SEND) | (table.operation == FORWARD_SEND),
             table.operation >= FORWARD_RECEIVE,
@@ -99,30 +109,30 @@ def tabulate_messages(rank: RankPlan) -> Messages:
         peer = np.where(table.operation == LOCAL, rank.rank, table.peer)
         aligned = -(-size // ALIGN) * ALIGN
         values = np.stack([size, np.where(forward, size, 0), aligned, np.ones_like(size)])
-        small[number] = _sum_by_key(np.stack([table.block_round, sends, peer]), values)
+        by_table[number] = _sum_by_key(np.stack([table.block_round, sends, peer]), values)
     all_rounds = []
-    for slot in rank.plan.round_blocks:
-        for group, _ in slot.members:
-            moved = small[group, slot.num_parts].copy()
-            moved[0] += slot.first_round
-            all_rounds.append(moved)
-    together = np.concatenate(all_rounds, axis=1)
-    number, sends, peer, nbytes, forwarded, aligned, pieces = _sum_by_key(together[:3], together[3:])
+    for block in rank.plan.round_blocks:
+        for group, _ in block.members:
+            table_sums = by_table[group, block.num_parts].copy()
+            table_sums[0] += block.first_round
+            all_rounds.append(table_sums)
+    all_messages = np.concatenate(all_rounds, axis=1)
+    number, sends, peer, nbytes, forwarded, aligned, pieces = _sum_by_key(all_messages[:3], all_messages[3:])
     staged = aligned + -(-HASH_BYTES * pieces // ALIGN) * ALIGN
     return Messages(number, sends.astype(bool), peer, nbytes, forwarded, staged)
 
 
 def _sum_by_key(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Columns of keys above the sums of their values."""
-    different, same = np.unique(keys, axis=1, return_inverse=True)
-    total = np.zeros((len(values), different.shape[1]), dtype=np.int64)
+    """Return the distinct columns of keys, stacked on the sums of their values."""
+    distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
+    total = np.zeros((len(values), distinct.shape[1]), dtype=np.int64)
     for row, value in zip(total, values, strict=True):
-        np.add.at(row, same.ravel(), value)
-    return np.concatenate([different, total])
+        np.add.at(row, inverse.ravel(), value)
+    return np.concatenate([distinct, total])
 
 
 def build_report(make: Callable[[], ReshardPlan]) -> CostReport:
-    """Make the plan of all ranks, as often as is needed to time it, and add up what they do."""
+    """Compute the plan of all ranks, repeatedly in order to time it, and add up what they do."""
     seconds, ranks = [], make().rank_map.participants
     for rank in sorted({ranks[0], ranks[len(ranks) // 2], ranks[-1]}):
         begin = time.perf_counter()
@@ -131,37 +141,39 @@ def build_report(make: Callable[[], ReshardPlan]) -> CostReport:
     begin = time.perf_counter()
     plan = make()
     all_seconds = time.perf_counter() - begin
-    world, here = plan.world, plan.assignment.ranks_per_node
+    world, ranks_per_node = plan.world, plan.assignment.ranks_per_node
     network_out, network_in, inside_out, inside_in, staged_out, staged_in = np.zeros((6, plan.rounds, world))
-    total = np.zeros((world // here, world // here))
-    count = bytes_ = 0
+    total = np.zeros((world // ranks_per_node, world // ranks_per_node))
+    num_messages = num_bytes = 0
     for rank in range(world):
         begin = time.perf_counter()
         rank_plan = plan.plan_rank(rank)
         all_seconds += time.perf_counter() - begin
-        own = tabulate_messages(rank_plan)
-        far, other = own.peer // here != rank // here, own.peer != rank
+        messages = tabulate_messages(rank_plan)
+        is_remote, leaves_rank = messages.peer // ranks_per_node != rank // ranks_per_node, messages.peer != rank
         for sends, network, inside, staged in (
             (True, network_out, inside_out, staged_out),
             (False, network_in, inside_in, staged_in),
         ):
-            chosen = own.is_send == sends
-            for figure, which, value in (
-                (network, chosen & far, own.nbytes),
-                (inside, chosen & other & ~far, own.nbytes),
-                (staged, chosen, own.staged),
+            chosen = messages.is_send == sends
+            for target, mask, value in (
+                (network, chosen & is_remote, messages.nbytes),
+                (inside, chosen & leaves_rank & ~is_remote, messages.nbytes),
+                (staged, chosen, messages.staged),
             ):
-                figure[:, rank] = np.bincount(own.round[which], value[which], plan.rounds)
-        received = ~own.is_send & other
-        count += int(received.sum())
-        bytes_ += int(own.nbytes[received].sum())
-        np.add.at(total[:, rank // here], own.peer[received] // here, own.nbytes[received])
+                target[:, rank] = np.bincount(messages.round[mask], value[mask], plan.rounds)
+        received = ~messages.is_send & leaves_rank
+        num_messages += int(received.sum())
+        num_bytes += int(messages.nbytes[received].sum())
+        np.add.at(
+            total[:, rank // ranks_per_node], messages.peer[received] // ranks_per_node, messages.nbytes[received]
+        )
     return CostReport(
         plan=plan,
         plan_seconds=max(seconds),
         all_ranks_seconds=all_seconds,
-        num_messages=count,
-        message_bytes=bytes_,
+        num_messages=num_messages,
+        message_bytes=num_bytes,
         network_out=network_out,
         network_in=network_in,
         inside_out=inside_out,
@@ -173,10 +185,11 @@ def build_report(make: Callable[[], ReshardPlan]) -> CostReport:
 
 
 def compute_metrics(paper: CostReport, bound: Bound, links: LinkSpeeds) -> dict[str, Any]:
-    """What a program reads: the plan beside the bound; bytes of all ranks together, or of the busiest one."""
+    """Return machine-readable metrics: the plan compared with the bound; bytes of all ranks together, or of the
+    busiest one."""
     network_out, network_in = paper.network_out.sum(0), paper.network_in.sum(0)
     sent, received = network_out + paper.inside_out.sum(0), network_in + paper.inside_in.sum(0)
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "plan_seconds": round(paper.plan_seconds, 4),
         "all_ranks_seconds": round(paper.all_ranks_seconds, 3),
         "model_bytes": bound.model_bytes,
@@ -191,15 +204,15 @@ def compute_metrics(paper: CostReport, bound: Bound, links: LinkSpeeds) -> dict[
     }
     busiest = {"send": sent, "recv": received, "nic_send": network_out, "nic_recv": network_in}
     for name, of_ranks in busiest.items():
-        least = getattr(bound, name)
-        found[f"{name}_max"] = int(of_ranks.max())
-        found[f"{name}_bound"] = round(least)
-        found[f"{name}_max_over_bound"] = _ratio(of_ranks.max(), least)
-    found |= {
-        # Of `send`, where nobody sends much more over the network than has to be.
+        lower_bound = getattr(bound, name)
+        metrics[f"{name}_max"] = int(of_ranks.max())
+        metrics[f"{name}_bound"] = round(lower_bound)
+        metrics[f"{name}_max_over_bound"] = _ratio(of_ranks.max(), lower_bound)
+    metrics |= {
+        # Bound on `send` for plans that keep to NETWORK_SLACK over the network.
         "send_beside_bound": round(bound.send_beside),
         "send_max_over_beside_bound": _ratio(sent.max(), bound.send_beside),
-        # As they are allocated: two halves of the largest round, for each direction.
+        # As allocated: twice the largest round, for each direction.
         "staging_peak_bytes": int((2 * (paper.staged_out.max(0) + paper.staged_in.max(0))).max()),
         "bucket_bytes": paper.plan.bucket_bytes,
         "messages": paper.num_messages,
@@ -216,26 +229,27 @@ def compute_metrics(paper: CostReport, bound: Bound, links: LinkSpeeds) -> dict[
             "seconds_per_hand_over": links.send_overhead,
         },
     }
-    if least := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
-        found["modelled_over_busiest_nic"] = round(found["modelled_seconds"] / least, 4)
-    return found
+    if lower_bound := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
+        metrics["modelled_over_busiest_nic"] = round(metrics["modelled_seconds"] / lower_bound, 4)
+    return metrics
 
 
 def summarize(paper: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
-    """What the figures say, for a reader."""
-    train, here = paper.plan.train, paper.plan.assignment.ranks_per_node
-    engines, nodes = len(paper.plan.rank_map.engine), paper.plan.world // here
+    """Describe the metrics in sentences."""
+    train, ranks_per_node = paper.plan.train, paper.plan.assignment.ranks_per_node
+    engines, nodes = len(paper.plan.rank_map.engine), paper.plan.world // ranks_per_node
     network_out, network_in = paper.network_out.sum(0), paper.network_in.sum(0)
     received = network_in + paper.inside_in.sum(0)
     gathered = engines * bound.model_bytes
-    found = [
-        f"Each GPU{'' if paper.plan.rank_map.is_colocated else ' of an engine'} needs {format_bytes(bound.needed_bytes / engines)}, "
+    sentences = [
+        f"Each GPU{'' if paper.plan.rank_map.is_colocated else ' of an engine'} needs "
+        f"{format_bytes(bound.needed_bytes / engines)}, "
         f"has {format_bytes(bound.local_bytes / engines)} of it and receives {format_bytes(received.sum() / engines)}; "
         f"a gather of the whole model would bring it {format_bytes(bound.model_bytes)}"
         + (f", {gathered / received.sum():.0f} times as much." if received.any() else ".")
     ]
     if nodes > 1:
-        found.append(
+        sentences.append(
             f"{format_bytes(network_in.sum() / engines)} of that come over the network, once for each node that needs "
             f"them, and {format_bytes((received - network_in).sum() / engines)} from GPUs of the same node."
         )
@@ -243,48 +257,50 @@ def summarize(paper: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
             ("sends", network_out, "nic_send", "who alone have what they send", train.world),
             ("receives", network_in, "nic_recv", "of what their nodes need and lack", engines),
         )
-        for verb, values, name, why, among in ends:
+        for verb, values, name, reason, num_ranks in ends:
             rank, least, forced = int(values.argmax()), getattr(bound, name), bound.forced_on[name]
             line = (
                 f"GPU {rank} ({_describe_rank(paper.plan, rank)}) {verb} most over the network: "
-                f"{format_bytes(values[rank])}, where the mean is {format_bytes(values.sum() / among)}."
+                f"{format_bytes(values[rank])}, where the mean is {format_bytes(values.sum() / num_ranks)}."
             )
             if forced:
                 line += (
                     f" No plan can do with less than {format_bytes(least)}: that is the share of each of "
-                    f"{_describe_ranks(forced, paper.plan)}, {why}."
+                    f"{_describe_ranks(forced, paper.plan)}, {reason}."
                 )
-            found.append(line)
+            sentences.append(line)
         if bound.send_beside > 1.001 * bound.send:
             sent = network_out + paper.inside_out.sum(0)
-            found.append(
+            sentences.append(
                 f"Over all links the busiest GPU sends {format_bytes(sent.max())}. Were the network of no account, "
-                f"{format_bytes(bound.send)} would do: those that have most to send inside of their nodes would leave the "
+                f"{format_bytes(bound.send)} would do: those that have most to send inside of their nodes would leave "
+                "the "
                 f"network to others. Some GPU sends {format_bytes(bound.send_beside)} at least, or one sends more than "
                 f"{NETWORK_SLACK:g} of the least over the network."
             )
         sent = network_out + paper.inside_out.sum(0)
         if (ratio := sent.max() / max(bound.send_beside, 1.0)) > NETWORK_SLACK:
-            found.append(
+            sentences.append(
                 f"The busiest GPU sends {ratio:.2f} of what some GPU has to send in all where the network is spared: "
                 "the planner levels what goes over the network first, and what goes inside of nodes not as well in "
                 "engines of such a size."
             )
     seconds, busiest = float(paper.round_seconds(links).sum()), paper.busiest_seconds(links)
-    found.append(
+    sentences.append(
         f"It goes in {paper.plan.rounds} rounds through staging of two buckets of {paper.plan.bucket_bytes >> 20} MiB. "
-        f"Modelled, not measured, at {links.network_bandwidth / 1e9:g} GB/s of network and {links.nvlink_bandwidth / 1e9:g} GB/s inside of "
+        f"Modelled, not measured, at {links.network_bandwidth / 1e9:g} GB/s of network and "
+        f"{links.nvlink_bandwidth / 1e9:g} GB/s inside of "
         f"a node per GPU and direction, {1e6 * links.round_overhead:g} us between rounds and "
         f"{1e3 * links.send_overhead:g} ms at least for each, to hand over the one before: {seconds:.3g} s if all go "
         f"through the rounds in step, {busiest:.3g} s if nobody waited for another."
     )
     if least := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
-        found[-1] += f" The busiest network card needs {least:.3g} s in any plan: {seconds / least:.2f} of that."
-    return found
+        sentences[-1] += f" The busiest network card needs {least:.3g} s in any plan: {seconds / least:.2f} of that."
+    return sentences
 
 
 def format_bytes(value: float) -> str:
-    """Three or four digits, in the unit that fits."""
+    """Format with three or four digits, in a suitable unit."""
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= size:
             digits = max(0, 3 - len(f"{value / size:.0f}"))
@@ -293,13 +309,13 @@ def format_bytes(value: float) -> str:
 
 
 def stage_of(plan: ReshardPlan, rank: int) -> int | None:
-    """Which stage a rank of the job has; None where it does not train."""
-    own = plan.train.trainer_rank(rank)
-    return None if own is None else own // plan.train.stage_ranks
+    """Return the stage of a job rank; None if it does not train."""
+    trainer_rank = plan.train.trainer_rank(rank)
+    return None if trainer_rank is None else trainer_rank // plan.train.stage_ranks
 
 
 def _describe_rank(plan: ReshardPlan, rank: int) -> str:
-    """Which stage, or else which engine, and which node."""
+    """Name the stage, or else the engine, and the node of a rank."""
     stage, engine = stage_of(plan, rank), plan.rank_map.engine_rank(rank)
     node = f"node {rank // plan.rank_map.ranks_per_node}"
     if stage is not None:
@@ -323,7 +339,7 @@ def _describe_ranks(ranks: tuple[int, ...], plan: ReshardPlan) -> str:
 
 
 def _ratio(value: float, least: float) -> float:
-    """1 where there is nothing to do and nothing is done."""
+    """Return the ratio; 1 if both are 0."""
     if not least:
         return 1.0 if not value else float("inf")
     return round(float(value) / least, 6)

@@ -3,8 +3,8 @@
 A setting that moves, swaps or repacks weights without changing a shape would make the weight sync write to wrong
 places: hashes agree, and the engine computes something else. Settings that concern weights are therefore allowed by
 name only, and those of a later SGLang are refused until somebody has read what they do. In addition, a started engine
-describes its layers, and the description is compared (`find_layout_oddities` in `engine/weight_loader.py`); the run ends before
-training where they differ.
+describes its layers, and the description is compared (`find_layout_oddities` in `engine/weight_loader.py`); if they
+differ, the run ends before training.
 
 The tables list every way of SGLang 0.5.23 to compute experts, quantise, dispatch tokens and place experts: supported by
 the layout, or refused by name with a reason. A test fails for every choice in SGLang's source that has no entry.
@@ -20,8 +20,8 @@ from megarl.config.server_args import load_fields
 
 
 class Verdict(NamedTuple):
-    """Whether weights stay where the tables of `models/` say, with the type of the checkpoint, and why or why not.
-    "bf16" is FP32, too; "fp8" is e4m3 with a scale for each block of 128 x 128."""
+    """Whether weights stay where the tables of `models/` say, per checkpoint dtype, and the reason. "bf16" includes
+    FP32; "fp8" is e4m3 with a scale per block of 128 x 128."""
 
     bf16: bool
     fp8: bool
@@ -64,7 +64,7 @@ RUNNERS: dict[str, Verdict] = {
     "hpc_ops": _refused("computes with a copy of the scales"),
     "intel_xpu": _refused("for Intel's GPUs"),
 }
-"""moe_runner_backend, and speculative_moe_runner_backend."""
+"""Choices of moe_runner_backend and speculative_moe_runner_backend."""
 
 A2A: dict[str, Verdict] = {
     "none": _supported("experts by ep, the shared ones cut by tp"),
@@ -81,7 +81,7 @@ A2A: dict[str, Verdict] = {
     "pplx": _refused(_UNREAD),
     "customized": _refused("it is anybody's code"),
 }
-"""moe_a2a_backend."""
+"""Choices of moe_a2a_backend."""
 
 _ITSELF = "the engine quantises by itself, at its start, what it is given in another type afterwards"
 _INTEGERS = "matrices as packed integers, which training has no values for"
@@ -121,7 +121,7 @@ QUANTISATIONS: dict[str, Verdict] = {
     "w4afp8": _refused(_INTEGERS),
     "w8a8_int8": _refused(_INTEGERS),
 }
-"""quantization, as a setting; what a checkpoint says of itself `models/fp8.py` reads."""
+"""Choices of quantization as a setting. `models/fp8.py` reads the checkpoint's own quantization_config."""
 
 FP8_GEMM: dict[str, Verdict] = {
     "auto": _supported("as deep_gemm; on Blackwell MegaRL names triton"),
@@ -134,7 +134,7 @@ FP8_GEMM: dict[str, Verdict] = {
     "cutlass": _refused(_UNREAD),
     "aiter": _refused("shuffles matrices"),
 }
-"""fp8_gemm_runner_backend."""
+"""Choices of fp8_gemm_runner_backend."""
 
 PLACEMENTS: dict[str, Verdict] = {
     "init_expert_location": _refused("experts must be where their numbers say; trivial, the default, is that"),
@@ -145,7 +145,7 @@ PLACEMENTS: dict[str, Verdict] = {
     "enable_waterfill": _refused("has the shared expert among the routed ones, on whichever rank has least to do"),
     "enable_paged_experts": _refused(_UNREAD),
 }
-"""Settings that say where experts are."""
+"""Settings that determine where experts are."""
 
 TABLES: dict[str, dict[str, Verdict]] = {
     "moe_runner_backend": RUNNERS,
@@ -153,32 +153,32 @@ TABLES: dict[str, dict[str, Verdict]] = {
     "quantization": QUANTISATIONS,
     "fp8_gemm_runner_backend": FP8_GEMM,
 }
-"""By SGLang's setting: of each of its choices what becomes of the weights."""
+"""SGLang setting -> verdict on each of its choices."""
 
 
 def supported_choices(setting: str) -> tuple[str, ...]:
-    """The choices of a setting that leave weights in place."""
+    """Return the choices of a setting that leave weights in place."""
     return tuple(name for name, verdict in TABLES[setting].items() if verdict.bf16)
 
 
 def check_blackwell(settings: Mapping[str, Any], fp8: bool) -> None:
-    """Raise ConfigError for what repacks the scales of an FP8 checkpoint on a GPU of this kind. settings: as an engine
-    is started with them."""
+    """Raise ConfigError for a setting that repacks the scales of an FP8 checkpoint on Blackwell. settings: as passed
+    to the engine."""
     if not fp8:
         return
     for name in ("moe_runner_backend", "speculative_moe_runner_backend", "fp8_gemm_runner_backend"):
         if settings.get(name) == "deep_gemm":
-            because = ""
+            reason = ""
             if name == "moe_runner_backend" and settings.get("moe_a2a_backend", "none") != "none":
-                because = f", which rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']} needs"
+                reason = f", which rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']} needs"
             raise ConfigError(
-                f"rollout.sglang.{name}=deep_gemm{because}: with an FP8 checkpoint it repacks the scales on this GPU "
+                f"rollout.sglang.{name}=deep_gemm{reason}: with an FP8 checkpoint it repacks the scales on this GPU "
                 "(Blackwell), so weights cannot be pushed; leave both out, or convert the weights to bfloat16"
             )
 
 
 def as_markdown() -> str:
-    """The tables for `README.md`, which a test compares."""
+    """Return the tables for `README.md`; a test compares them."""
     lines = ["| setting | choice | BF16, FP32 | FP8 in blocks | why |", "|---|---|---|---|---|"]
     words = {True: "carried", False: "refused"}
     for setting, table in TABLES.items():
@@ -209,7 +209,7 @@ _UNRESTRICTED_GROUPS = frozenset(
         "ExecOverlap",
     }
 )
-"""SGLang's groups of settings that know nothing of weights."""
+"""SGLang's groups of settings that do not concern weights."""
 
 _ATTENTION = (
     "triton",
@@ -223,7 +223,7 @@ _ATTENTION = (
     "trtllm_mha",
     "cutedsl_mla",
 )
-"""MLA's w_kc and w_vc, which SGLang computes of kv_b_proj, are computed anew after each push."""
+"""Allowed attention backends. SGLang recomputes MLA's w_kc and w_vc from kv_b_proj after each weight sync."""
 
 _ALLOWED: dict[str, Any] = {
     "load_format": ("auto", "safetensors", "pt", "npcache", "fastsafetensors"),
@@ -286,7 +286,7 @@ _ALLOWED: dict[str, Any] = {
     "disable_outlines_disk_cache": _ANY,
     "enable_deterministic_inference": _ANY,
 }
-"""Of the other groups: what may be set, besides to SGLang's own default."""
+"""Allowed values of settings in the other groups, in addition to SGLang's default."""
 
 _REMEDIES = {
     "init_expert_location": "experts must be where their numbers say; leave it out",
@@ -301,21 +301,21 @@ _REMEDIES = {
     "json_model_override_args": "the engine's model must be the trainer's; change config.json in model.path",
 }
 _NO_SAFE_DEFAULT = {"moe_runner_backend", "speculative_moe_runner_backend"}
-"""SGLang's default of which is not one by name: its own choice on Blackwell swaps gate and up."""
+"""Settings without a safe default: SGLang's own choice on Blackwell swaps gate and up."""
 
 ENVIRONMENT = {
-    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",  # the rows of gate and up in turn
-    "SGLANG_SHARED_EXPERT_TP1": "0",  # shared experts on every rank
-    "SGLANG_FORCE_FP8_MARLIN": "0",  # repacks FP8
-    "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16": "0",  # computes with a copy of the weights
-    "SGLANG_ENABLE_EMBED_REPLICATION": "0",  # the embedding on every rank
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",  # would interleave the rows of gate and up
+    "SGLANG_SHARED_EXPERT_TP1": "0",  # would put whole shared experts on every rank
+    "SGLANG_FORCE_FP8_MARLIN": "0",  # would repack FP8
+    "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16": "0",  # would compute with a copy of the weights
+    "SGLANG_ENABLE_EMBED_REPLICATION": "0",  # would put the whole embedding on every rank
 }
-"""Environment variables of SGLang's that concern weights, as an engine has to have them."""
+"""SGLang's environment variables that concern weights, as every engine must have them."""
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting of `rollout.sglang`, of those that `server_args.check` lets pass, that is not
-    known to leave the weights where they are."""
+    """Raise ConfigError for a setting of `rollout.sglang` that is not known to leave the weights in place, among
+    those that `server_args.check` allows."""
     for name, value in settings.items():
         field, allowed = load_fields()[name], _ALLOWED.get(name)
         if (
@@ -329,14 +329,17 @@ def check(settings: Mapping[str, Any]) -> None:
         if allowed is not None and value in allowed:
             continue
         remedy = _REMEDIES.get(name, f"take one of {', '.join(allowed)}" if allowed else "leave it out")
-        known = TABLES.get(name.removeprefix("speculative_"), {}).get(str(value)) or PLACEMENTS.get(name)
-        if known is not None and name not in _REMEDIES:
-            remedy = f"{known.why}; {remedy}"
+        verdict = TABLES.get(name.removeprefix("speculative_"), {}).get(str(value)) or PLACEMENTS.get(name)
+        if verdict is not None and name not in _REMEDIES:
+            remedy = f"{verdict.why}; {remedy}"
         raise ConfigError(f"rollout.sglang.{name}={value} is not known to leave an engine's weights in place: {remedy}")
 
 
 def choose_runner(settings: Mapping[str, Any], blackwell: bool) -> dict[str, str]:
-    """What a GPU's engine computes with where `rollout.sglang` does not say. SGLang's own choice on Blackwell is, for
-    experts, flashinfer_trtllm, for which gate and up are swapped, and for FP8 deep_gemm, which repacks the scales."""
+    """Return the backends for a GPU engine where `rollout.sglang` does not set them.
+
+    On Blackwell, SGLang's own choice would be flashinfer_trtllm for experts, which swaps gate and up, and deep_gemm for
+    FP8, which repacks the scales.
+    """
     runner = "triton" if settings.get("moe_a2a_backend", "none") == "none" else "deep_gemm"
     return {"moe_runner_backend": runner} | ({"fp8_gemm_runner_backend": "triton"} if blackwell else {})

@@ -1,7 +1,7 @@
 """Layouts and weight-sync plans for a configuration, and advice on splitting layers over pipeline stages.
 
-What only one stage holds, only its GPUs can send, so the stage with the most to send sets the pace. `advise_split`
-minimises its bytes; whether the stages also balance in compute is for the reader to judge.
+Weights that only one stage holds can be sent only by its GPUs, so the stage with the most to send sets the pace.
+`advise_split` minimises its bytes; it does not consider whether the stages also balance in compute.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megarl.reshard.plan.flows import Wire
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, build_rank_map
 from megarl.reshard.plan.planner import ReshardPlan
 
-SPLIT_TOLERANCE = 1.002  # a more even split is preferred to one that is better by less
+SPLIT_TOLERANCE = 1.002  # among splits within this factor of the best, prefer the most even
 
 
 @dataclass(frozen=True)
 class SplitAdvice:
-    """Layers of each stage, and bytes that each GPU of the busiest stage has to send, as it is and as it would be."""
+    """Layers of each stage, and bytes that each GPU of the busiest stage has to send: current and recommended."""
 
     current: tuple[int, ...]
     recommended: tuple[int, ...]
@@ -42,44 +42,47 @@ class SplitAdvice:
 def advise_split(
     hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16", vpp: int = 1
 ) -> SplitAdvice:
-    """The best of all splits that a run can have: numbers of their own on the first and the last stage, equal ones in
-    between, and at least one layer on each, or one for each of the stage's `vpp` parts. Bytes are those that leave the
-    node; where there is one node, those that leave the GPU."""
+    """Find the best of all splits that a run can have.
+
+    The first and the last stage may have any number of layers, those in between have equal numbers, and each stage has
+    at least one layer, or one for each of its `vpp` parts. Bytes are those that leave the node, or those that leave the
+    GPU if there is only one node.
+    """
     model = list_layer_columns(hf, train, engine, wire)
     sides = build_rank_map(train, engine, ranks_per_node)
-    known: dict[tuple[int, int], float] = {}
+    costs_by_stage: dict[tuple[int, int], float] = {}
 
     def cost(columns: Columns, stage: int) -> float:
-        """What each GPU of the stage has to send of a layer if it is there."""
+        """Return the bytes that each GPU of the stage has to send for a layer placed there."""
         key = id(columns), stage
-        if key not in known:
+        if key not in costs_by_stage:
             size = sides.ranks_per_node if sides.ranks_per_node < sides.world else 1
             holds, needs = (
                 np.array(matrix.reshape(-1, size, len(columns.weight)).any(1))
                 for matrix in expand_to_ranks(columns, stage, train, engine, sides)
             )
-            known[key] = float((columns.weight * (needs & ~holds).sum(0)).sum() / train.stage_ranks)
-        return known[key]
+            costs_by_stage[key] = float((columns.weight * (needs & ~holds).sum(0)).sum() / train.stage_ranks)
+        return costs_by_stage[key]
 
     fixed = [sum(cost(m.columns, m.stage) for m in model if m.layer is None and m.stage == s) for s in range(train.pp)]
     layers = [member.columns for member in model if member.layer is not None]
     costs = np.array([[cost(columns, s) for columns in layers] for s in range(train.pp)])
 
     def busiest(stages: Sequence[Sequence[int]]) -> float:
-        return max(fixed[s] + float(costs[s, list(held)].sum()) for s, held in enumerate(stages))
+        return max(fixed[s] + float(costs[s, list(layer_ids)].sum()) for s, layer_ids in enumerate(stages))
 
-    now = tuple(len(held) for held in train.stages)
-    found = {now: busiest(train.stages)}
+    current = tuple(len(layer_ids) for layer_ids in train.stages)
+    loads = {current: busiest(train.stages)}
     for counts in splits(len(layers), train.pp, vpp):
         ends = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
-        found[counts] = busiest(stage_layers(len(layers), train.pp, ends if train.pp > 1 else {}, vpp))
-    limit = min(found.values()) * SPLIT_TOLERANCE
-    better = min((sum(count**2 for count in counts), load, counts) for counts, load in found.items() if load <= limit)
-    return SplitAdvice(now, better[2], found[now], better[1])
+        loads[counts] = busiest(stage_layers(len(layers), train.pp, ends if train.pp > 1 else {}, vpp))
+    limit = min(loads.values()) * SPLIT_TOLERANCE
+    best = min((sum(count**2 for count in counts), load, counts) for counts, load in loads.items() if load <= limit)
+    return SplitAdvice(current, best[2], loads[current], best[1])
 
 
 def splits(layers: int, pp: int, vpp: int = 1) -> Iterator[tuple[int, ...]]:
-    """Numbers of layers of the stages, in all ways that a run can have them."""
+    """Yield the numbers of layers per stage, in all ways that a run can have them."""
     if pp == 1:
         yield (layers,)
         return
@@ -94,7 +97,7 @@ WIRE_BY_DTYPE: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 def train_layout(hf: HFConfig, config: Config, ranks: Sequence[int] | None = None) -> TrainLayout:
-    """Of the ranks that a configuration describes. ranks: the job's numbers of them; where not given, all of them."""
+    """Return the trainer's layout of a configuration. ranks: the trainer's job ranks; all ranks by default."""
     parallel = config.parallel
     stages = stage_layers(int(hf["num_hidden_layers"]), parallel.pp, config.model.megatron, parallel.vpp)
     world, chosen = (parallel.world_size, ()) if ranks is None else (len(ranks), tuple(ranks))
@@ -102,7 +105,7 @@ def train_layout(hf: HFConfig, config: Config, ranks: Sequence[int] | None = Non
 
 
 def engine_layout(config: Config) -> EngineLayout:
-    """Of the engines that a configuration describes. Raises ConfigError for what the reshard cannot serve."""
+    """Return the engines' layout of a configuration. Raises ConfigError for settings that the reshard cannot serve."""
     settings, tp = config.rollout.sglang, config.rollout.tp
     server_args.check(settings)
     engine_settings.check(settings)
@@ -122,14 +125,14 @@ def engine_layout(config: Config) -> EngineLayout:
         config.rollout.ep,
         attention,
         mlp_tp=int(dense or 0),
-        shared_tp=1 if sends_tokens else 0,  # SGLang has them whole on each rank then
+        shared_tp=1 if sends_tokens else 0,  # SGLang then has the shared experts whole on each rank
         head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
-        draft=bool(config.rollout.draft_tokens and config.train.mtp),  # else it stays what it was loaded as
+        draft=bool(config.rollout.draft_tokens and config.train.mtp),  # an untrained draft model stays as loaded
     )
 
 
 def _check_a2a(config: Config) -> None:
-    """What goes with experts to which tokens are sent."""
+    """Check the settings that go with an all-to-all backend of the experts."""
     settings, rollout = config.rollout.sglang, config.rollout
     where = f"rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']}"
     if rollout.ep != rollout.tp:
@@ -152,14 +155,16 @@ def build_plan(
     train_ranks: Sequence[int] | None = None,
     engine_ranks: Sequence[int] | None = None,
 ) -> ReshardPlan:
-    """train_ranks, engine_ranks: the job's numbers of the ranks of the trainer, in the order of its layout, and of the
-    engines, one behind the other; all ranks of the job where not given. Raises ConfigError where the weights cannot be
-    pushed."""
+    """Build the weight-sync plan.
+
+    train_ranks, engine_ranks: job ranks of the trainer, in the order of its layout, and of the engines, one after
+    another; all ranks of the job by default. Raises ConfigError if the weights cannot be synced.
+    """
     world = config.parallel.world_size
     for whose, ranks in (("trainer", train_ranks), ("engines", engine_ranks)):
         if ranks is not None and not all(0 <= rank < world for rank in ranks):
-            odd = next(rank for rank in ranks if not 0 <= rank < world)
-            raise ConfigError(f"the ranks of the {whose} name rank {odd}: the job has ranks 0 to {world - 1}")
+            invalid = next(rank for rank in ranks if not 0 <= rank < world)
+            raise ConfigError(f"the ranks of the {whose} name rank {invalid}: the job has ranks 0 to {world - 1}")
         if ranks is not None and not ranks:
             raise ConfigError(f"the {whose}'s ranks: none are given; name some of the job's {world}")
     wire = WIRE_BY_DTYPE.get(config.model.dtype)
@@ -172,18 +177,18 @@ def build_plan(
                 "set model.dtype=bfloat16"
             )
         wire = "fp8"
-    here, bucket = config.parallel.ranks_per_node, config.rollout.push_bucket_mb << 20
+    ranks_per_node, bucket_bytes = config.parallel.ranks_per_node, config.rollout.push_bucket_mb << 20
     try:
         train = train_layout(hf, config, train_ranks)
         if train_ranks is not None or engine_ranks is not None:
             engine = replace(engine, ranks=tuple(range(world) if engine_ranks is None else engine_ranks))
-        return ReshardPlan(hf, train, engine, here, bucket, wire)
+        return ReshardPlan(hf, train, engine, ranks_per_node, bucket_bytes, wire)
     except ConfigError as error:
         raise ConfigError(f"the weights cannot be pushed to the engines: {error}") from None
 
 
 def plan_from_config(hf: HFConfig, config: Config) -> ReshardPlan:
-    """Of the push from the actor's ranks to the engines', wherever `placement` has them."""
+    """Build the plan from the actor's ranks to the engines', as placed by `placement`."""
     placement = placement_of(config)
     sides = () if placement.is_colocated else (placement.ranks_of("actor"), placement.ranks_of("rollout"))
     return build_plan(hf, config, engine_layout(config), *sides)

@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs nothing else: who sends how much to whom, how busy each GPU is, and each round."""
+"""Render a plan as one self-contained HTML page: who sends how much to whom, how busy each GPU is, and each round."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from megarl.reshard.plan.bound import Bound
 from megarl.reshard.plan.cost_report import CostReport, Floats, LinkSpeeds, format_bytes, stage_of
 
-CELLS = 64  # along each side of the map; more nodes than these are put together
-SIDE = 640  # of the map
-WIDTH, HEIGHT = 900, 150  # of a diagram
-LABEL_WIDTH = 80  # for labels
-NETWORK_COLOUR, INTRANODE_COLOUR = (27, 79, 156), (200, 90, 20)  # colours of what leaves a node and of what does not
+CELLS = 64  # maximum cells per side of the map; more nodes share cells
+SIDE = 640  # side of the map in pixels
+WIDTH, HEIGHT = 900, 150  # size of a chart in pixels
+LABEL_WIDTH = 80  # pixels for labels
+NETWORK_COLOUR, INTRANODE_COLOUR = (27, 79, 156), (200, 90, 20)
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60em; margin: 2em auto;
        padding: 0 1em; }
@@ -26,13 +26,13 @@ th { color: #666; border-bottom: 1px solid #ccc; } .note { color: #666; }
 
 
 def render_page(title: str, paper: CostReport, bound: Bound, links: LinkSpeeds, sentences: Sequence[str]) -> str:
-    """`sentences`: of the text, in order."""
-    several = len(paper.node_matrix) > 1
-    out, into = paper.network_out.sum(0), paper.network_in.sum(0)
-    where, least_out, least_in = "over the network", bound.nic_send, bound.nic_recv
-    if not several:
-        out, into = paper.inside_out.sum(0), paper.inside_in.sum(0)
-        where, least_out, least_in = "", bound.send, bound.recv
+    """Return the HTML page. sentences: paragraphs at its top, in order."""
+    has_several_nodes = len(paper.node_matrix) > 1
+    sent, received = paper.network_out.sum(0), paper.network_in.sum(0)
+    scope, least_out, least_in = "over the network", bound.nic_send, bound.nic_recv
+    if not has_several_nodes:
+        sent, received = paper.inside_out.sum(0), paper.inside_in.sum(0)
+        scope, least_out, least_in = "", bound.send, bound.recv
     seconds = paper.round_seconds(links) * 1e3
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>",
@@ -40,17 +40,18 @@ def render_page(title: str, paper: CostReport, bound: Bound, links: LinkSpeeds, 
         *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
         "<h2>Who sends to whom</h2>",
         f"<p class='note'>{_legend(paper)}</p>",
-        _render_map(paper) if several else "<p>There is one node: nothing leaves it.</p>",
-        f"<h2>Each GPU's bytes {where}</h2>",
+        _render_map(paper) if has_several_nodes else "<p>There is one node: nothing leaves it.</p>",
+        f"<h2>Each GPU's bytes {scope}</h2>",
         "<p class='note'>GPUs in order, the stages behind one another. Dashed: the least that is possible for the "
         "busiest one; dotted: the mean.</p>",
-        _render_chart(out, least_out, f"sent {where}", NETWORK_COLOUR, _stage_marks(paper)),
-        _render_chart(into, least_in, f"received {where}", NETWORK_COLOUR, _stage_marks(paper)),
+        _render_chart(sent, least_out, f"sent {scope}", NETWORK_COLOUR, _stage_marks(paper)),
+        _render_chart(received, least_in, f"received {scope}", NETWORK_COLOUR, _stage_marks(paper)),
         "<h2>The busiest GPUs</h2>",
         _render_busiest(paper),
         "<h2>Rounds</h2>",
         "<p class='note'>Modelled milliseconds of each round: what the busiest GPU of the round takes. A model, not a "
-        f"measurement: {links.network_bandwidth / 1e9:g} GB/s of network, {links.nvlink_bandwidth / 1e9:g} GB/s inside of a node.</p>",
+        f"measurement: {links.network_bandwidth / 1e9:g} GB/s of network, {links.nvlink_bandwidth / 1e9:g} GB/s inside "
+        "of a node.</p>",
         _render_chart(seconds, 0.0, "ms", INTRANODE_COLOUR, [(0, "")], unit="ms"),
         "</html>",
     ]
@@ -63,8 +64,8 @@ def _legend(paper: CostReport) -> str:
     unit = "a node" if step == 1 else f"{step} nodes together"
     return (
         f"Rows send, columns receive; a row or column is {unit}. "
-        f"{_swatch(NETWORK_COLOUR)} over the network, {_swatch(INTRANODE_COLOUR)} inside of a node; the darker, the more. Lines divide the "
-        "stages of the trainer (rows) and the engines (columns). Hover for figures."
+        f"{_swatch(NETWORK_COLOUR)} over the network, {_swatch(INTRANODE_COLOUR)} inside of a node; the darker, the "
+        "more. Lines divide the stages of the trainer (rows) and the engines (columns). Hover for figures."
     )
 
 
@@ -73,7 +74,7 @@ def _swatch(colour: tuple[int, int, int]) -> str:
 
 
 def _shade(colour: tuple[int, int, int], amount: float) -> str:
-    """From nearly white to the colour."""
+    """Blend from nearly white (0) to the colour (1)."""
     red, green, blue = (round(245 + (part - 245) * amount) for part in colour)
     return f"#{red:02x}{green:02x}{blue:02x}"
 
@@ -95,7 +96,7 @@ def _render_map(paper: CostReport) -> str:
                 f"{_node_label(i, step, nodes)} to {_node_label(j, step, nodes)}: {format_bytes(value)}",
                 NETWORK_COLOUR,
             )
-            amount = (value / most_far) ** 0.5  # so that what is little is seen
+            amount = (value / most_far) ** 0.5  # keeps small values visible
             if i == j and not value:
                 what, colour = f"inside of {_node_label(i, step, nodes)}: {format_bytes(near[i])}", INTRANODE_COLOUR
                 amount = (near[i] / most_near) ** 0.5
@@ -103,25 +104,25 @@ def _render_map(paper: CostReport) -> str:
                 f"<rect x='{x:.1f}' y='{y:.1f}' width='{size:.1f}' height='{size:.1f}' fill='{_shade(colour, amount)}'>"
                 f"<title>{what}</title></rect>"
             )
-    train, engine, here = paper.plan.train, paper.plan.engine, paper.plan.assignment.ranks_per_node
-    unit = here * step
+    train, engine, ranks_per_node = paper.plan.train, paper.plan.engine, paper.plan.assignment.ranks_per_node
+    unit = ranks_per_node * step
     lines = []
     sides = paper.plan.rank_map
-    for ranks, across, of in ((train.stage_ranks, True, sides.train), (engine.tp, False, sides.engine)):
+    for ranks, is_row, side_ranks in ((train.stage_ranks, True, sides.train), (engine.tp, False, sides.engine)):
         if ranks < unit:
-            continue  # there are several in each cell
-        for number, first in enumerate(of[::ranks].tolist()):
-            if not _is_contiguous(of[number * ranks : (number + 1) * ranks]):
+            continue  # several share each cell
+        for number, first in enumerate(side_ranks[::ranks].tolist()):
+            if not _is_contiguous(side_ranks[number * ranks : (number + 1) * ranks]):
                 continue
             at = first / unit * size
-            x, y = (LABEL_WIDTH, 20 + at) if across else (LABEL_WIDTH + at, 20)
-            lines.append(f"<path d='M{x:.1f} {y:.1f}{'h' if across else 'v'}{SIDE}' stroke='#888' stroke-width='.5'/>")
+            x, y = (LABEL_WIDTH, 20 + at) if is_row else (LABEL_WIDTH + at, 20)
+            lines.append(f"<path d='M{x:.1f} {y:.1f}{'h' if is_row else 'v'}{SIDE}' stroke='#888' stroke-width='.5'/>")
             room = ranks / unit * size
-            if across and room >= 11:
+            if is_row and room >= 11:
                 lines.append(
                     f"<text x='{LABEL_WIDTH - 6}' y='{y + room / 2 + 4:.1f}' text-anchor='end'>stage {number}</text>"
                 )
-            if not across and room >= 16:
+            if not is_row and room >= 16:
                 word = f"engine {number}" if room >= 60 else str(number)
                 lines.append(f"<text x='{x + room / 2:.1f}' y='14' text-anchor='middle'>{word}</text>")
     inside = "".join(cells) + "".join(lines)
@@ -136,12 +137,12 @@ def _node_label(cell: int, step: int, nodes: int) -> str:
 
 def _stage_marks(paper: CostReport) -> list[tuple[int, str]]:
     train, ranks = paper.plan.train, paper.plan.rank_map.train
-    many = train.pp > 8  # whose words would run into each other
-    each = np.split(ranks, train.pp)
-    if not all(map(_is_contiguous, each)):
+    use_short_labels = train.pp > 8  # long labels would overlap
+    stage_ranks = np.split(ranks, train.pp)
+    if not all(map(_is_contiguous, stage_ranks)):
         return [(0, "")]
-    firsts = sorted((int(own[0]), stage) for stage, own in enumerate(each))
-    return [(first, f"{stage}" if many and stage else f"stage {stage}") for first, stage in firsts]
+    firsts = sorted((int(members[0]), stage) for stage, members in enumerate(stage_ranks))
+    return [(first, f"{stage}" if use_short_labels and stage else f"stage {stage}") for first, stage in firsts]
 
 
 def _is_contiguous(ranks: np.ndarray) -> bool:
@@ -151,24 +152,25 @@ def _is_contiguous(ranks: np.ndarray) -> bool:
 def _render_chart(
     values: Floats, least: float, name: str, colour: tuple[int, int, int], marks: list[tuple[int, str]], unit: str = ""
 ) -> str:
-    """One column per value; `least` dashed where there is any; `marks`: where a new stretch begins, and its name."""
+    """Render one column per value. least: drawn as a dashed line if not 0. marks: (first index, label) of each
+    section."""
 
-    def said(value: float) -> str:
+    def format_value(value: float) -> str:
         return f"{value:.3g} {unit}" if unit else format_bytes(value)
 
-    most = max(float(values.max()), least) or 1.0
+    maximum = max(float(values.max()), least) or 1.0
     step = (WIDTH - LABEL_WIDTH) / len(values)
     bars = []
     path = f"M{LABEL_WIDTH} {HEIGHT}"
     for index, value in enumerate(values):
-        path += f"V{HEIGHT - value / most * (HEIGHT - 20):.1f}H{LABEL_WIDTH + (index + 1) * step:.1f}"
+        path += f"V{HEIGHT - value / maximum * (HEIGHT - 20):.1f}H{LABEL_WIDTH + (index + 1) * step:.1f}"
     bars.append(f"<path d='{path}V{HEIGHT}Z' fill='{_shade(colour, 0.7)}'/>")
     for level, dash, word in ((least, "6 3", "least"), (float(values.mean()), "1 3", "mean")):
         if level:
-            y = HEIGHT - level / most * (HEIGHT - 20)
+            y = HEIGHT - level / maximum * (HEIGHT - 20)
             bars.append(
                 f"<path d='M{LABEL_WIDTH} {y:.1f}H{WIDTH}' stroke='#000' stroke-dasharray='{dash}'>"
-                f"<title>{word}: {said(level)}</title></path>"
+                f"<title>{word}: {format_value(level)}</title></path>"
             )
     room = (marks[1][0] - marks[0][0] if len(marks) > 1 else len(values)) * step
     for first, label in marks:
@@ -176,13 +178,13 @@ def _render_chart(
         bars.append(f"<path d='M{x:.1f} {HEIGHT}v6' stroke='#888'/>")
         if room >= 42:
             bars.append(f"<text x='{x + 2:.1f}' y='{HEIGHT + 16}'>{label}</text>")
-    bars.append(f"<text x='{LABEL_WIDTH - 6}' y='24' text-anchor='end'>{said(most)}</text>")
+    bars.append(f"<text x='{LABEL_WIDTH - 6}' y='24' text-anchor='end'>{format_value(maximum)}</text>")
     bars.append(f"<text x='{LABEL_WIDTH}' y='11'>{name}</text>")
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT + 22}' width='{WIDTH}'>{''.join(bars)}</svg>"
 
 
 def _render_busiest(paper: CostReport, count: int = 8) -> str:
-    here = paper.plan.assignment.ranks_per_node
+    ranks_per_node = paper.plan.assignment.ranks_per_node
     columns = {
         "sent over the network": paper.network_out.sum(0),
         "received over the network": paper.network_in.sum(0),
@@ -193,7 +195,7 @@ def _render_busiest(paper: CostReport, count: int = 8) -> str:
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in ("GPU", "stage", "node", "engine", *columns)) + "</tr>"]
     for rank in order.tolist():
         stage, engine = stage_of(paper.plan, rank), paper.plan.rank_map.engine_rank(rank)
-        places = (rank, stage, rank // here, None if engine is None else engine // paper.plan.engine.tp)
+        places = (rank, stage, rank // ranks_per_node, None if engine is None else engine // paper.plan.engine.tp)
         values = [
             *("-" if place is None else str(place) for place in places),
             *(format_bytes(column[rank]) for column in columns.values()),

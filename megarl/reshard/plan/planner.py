@@ -1,10 +1,10 @@
-"""A push in rounds: what each rank sends, receives and keeps in each of them.
+"""A weight sync in rounds: what each rank sends, receives and keeps in each of them.
 
-The layers of all stages go side by side, the first of each stage in the first slot, the second in the second ... A slot
-takes as many rounds as its busiest rank needs for a staging buffer of bounded size: every transfer is cut into as many
-parts. Slots that fit one round together are one. In a round a rank sends and receives all at once, and the ranks go
-through the rounds in the same order, so nobody can wait for somebody who waits. What came in a round is forwarded
-within the node in the next one.
+The layers of all stages proceed side by side: the first of each stage in the first block, the second in the second, and
+so on. A block takes as many rounds as its busiest rank needs for a staging buffer of bounded size: every transfer is
+cut into that many parts. Blocks that fit one round together are merged. In a round a rank sends and receives everything
+at once, and all ranks go through the rounds in the same order, so there is no deadlock. What arrives in a round is
+forwarded within the node in the next one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from megarl.reshard.plan.flows import Wire
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 
 ALIGN = 16
-"""Every piece of a message begins at a multiple of this many bytes."""
-_OVERHEAD = ALIGN + 8  # bytes that a piece takes at the most beside its own: alignment, and the hash that follows it
+"""Every piece of a message starts at a multiple of this many bytes."""
+_OVERHEAD = ALIGN + 8  # maximum extra bytes per piece: alignment and hash
 
 RECEIVE, SEND, LOCAL, FORWARD_RECEIVE, FORWARD_SEND = range(5)
 
 
 class TensorPiece(NamedTuple):
-    """A box of HF tensor number `source` of a parameter: rows and columns [start, stop); a tensor of one dimension has
-    one column. `item`: bytes of an element on the wire. `scale`: the box is one of the grid of 128 x 128 scales."""
+    """A box of HF tensor number `source` of a parameter: rows and columns [start, stop). A one-dimensional tensor has
+    one column.
+
+    item_bytes: bytes of an element on the wire. is_scale: the box is one of the grid of 128 x 128 scales.
+    """
 
     param: Param
     source: int
@@ -47,8 +50,8 @@ class TensorPiece(NamedTuple):
 
 
 class PeerMessage(NamedTuple):
-    """All that goes from one rank to another in a round: pieces of the sender's own shards, then those that it received
-    in the round before and forwards."""
+    """Everything that one rank sends another in a round: pieces of the sender's shards, then pieces that it received
+    in the previous round and forwards."""
 
     peer: int
     direct: tuple[TensorPiece, ...]
@@ -60,8 +63,8 @@ class PeerMessage(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One message at most from and to each peer, in the order of peers. local: from the rank's own shards to the engine
-    process beside it."""
+    """At most one message from and to each peer, in peer order. local: pieces from the rank's own shards to the
+    engine process of the same rank."""
 
     sends: tuple[PeerMessage, ...]
     receives: tuple[PeerMessage, ...]
@@ -69,18 +72,21 @@ class Round(NamedTuple):
 
 
 def compute_offsets(pieces: Sequence[TensorPiece], first: int = 0) -> tuple[list[int], int]:
-    """Where each piece begins in a buffer from `first` on, and where the next thing may begin."""
-    found = []
+    """Return each piece's offset in a buffer, starting at `first`, and the offset after the last piece."""
+    offsets = []
     for piece in pieces:
-        found.append(first)
+        offsets.append(first)
         first += -(-piece.nbytes // ALIGN) * ALIGN
-    return found, first
+    return offsets, first
 
 
 @dataclass(frozen=True)
 class RoundBlock:
-    """`parts` rounds of these (group, layer) from round `first` on, and one more where something is forwarded. That one
-    may be the first of the next slot, too."""
+    """The rounds of some (group, layer) members.
+
+    They take `num_parts` rounds from `first_round` on, and one more if anything is forwarded; `rounds` is the total.
+    The extra round may overlap the first one of the next block.
+    """
 
     num_parts: int
     rounds: int
@@ -89,11 +95,11 @@ class RoundBlock:
 
 
 class ReshardPlan:
-    """How the whole model goes from the trainer's shards to the engines'.
+    """How the whole model gets from the trainer's shards to the engines'.
 
     bucket_bytes: each rank stages at most this much for sending and as much for receiving, half of it per round, so
-    that a round's transfer overlaps its neighbours' packing and unpacking. For the rest see `Assignment`. Raises
-    ConfigError, also where the buckets are too small for the model's smallest step.
+    that a round's transfer overlaps packing and unpacking of its neighbours. For the other arguments see `Assignment`.
+    Raises ConfigError as `Assignment` does, and if the buckets are too small to divide the model into rounds.
     """
 
     def __init__(
@@ -111,55 +117,55 @@ class ReshardPlan:
         self.bucket_bytes = bucket_bytes
         self.rank_map, self.world = self.assignment.rank_map, self.assignment.world
         self.round_blocks = self._build_blocks()
-        self.rounds = max((slot.first_round + slot.rounds for slot in self.round_blocks), default=0)
+        self.rounds = max((block.first_round + block.rounds for block in self.round_blocks), default=0)
         self.list_transfers = self.assignment.list_transfers
 
     def blocks_in_round(self, number: int) -> list[tuple[RoundBlock, int]]:
-        """The slots of round `number`, and which of the rounds of each that is."""
+        """Return the blocks of round `number`, each with the index of the round within the block."""
         return [
-            (slot, number - slot.first_round)
-            for slot in self.round_blocks
-            if 0 <= number - slot.first_round < slot.rounds
+            (block, number - block.first_round)
+            for block in self.round_blocks
+            if 0 <= number - block.first_round < block.rounds
         ]
 
     def has_draft(self, number: int) -> bool:
-        """Whether any rank gets something for an engine's draft model in this round."""
-        members = [member for slot, _ in self.blocks_in_round(number) for member in slot.members]
+        """Return whether any rank receives something for an engine's draft model in this round."""
+        members = [member for block, _ in self.blocks_in_round(number) for member in block.members]
         return max((layer for _, layer in members if layer is not None), default=0) >= int(self.hf["num_hidden_layers"])
 
     def plan_rank(self, rank: int) -> RankPlan:
-        """What one rank does."""
+        """Return one rank's part of the plan."""
         return RankPlan(self, rank)
 
     def _build_blocks(self) -> list[RoundBlock]:
         groups = self.assignment.layer_groups
-        order: dict[int, list[tuple[int, int | None]]] = {}
+        members_by_stage: dict[int, list[tuple[int, int | None]]] = {}
         for number, group in enumerate(groups):
-            order.setdefault(group.stage, []).extend((number, layer) for layer in group.layers)
-        for members in order.values():  # what is outside of the decoder comes before its layers
+            members_by_stage.setdefault(group.stage, []).extend((number, layer) for layer in group.layers)
+        for members in members_by_stage.values():  # parameters outside of the decoder come before its layers
             members.sort(key=lambda member: -1 if member[1] is None else member[1])
-        sizes, overheads, passed = self._count_bytes()
-        forwards = np.array(passed.any(axis=(0, 2)))
+        sizes, overheads, forwarded = self._count_bytes()
+        forwards = np.array(forwarded.any(axis=(0, 2)))
         capacity = self.bucket_bytes // 2
-        slots: list[RoundBlock] = []
-        together: list[tuple[int, int | None]] = []  # members of the slot being made, which fit one round
+        blocks: list[RoundBlock] = []
+        pending: list[tuple[int, int | None]] = []  # members of the next block, which fit one round
 
-        def close() -> None:
-            if together:
-                slots.append(RoundBlock(1, 1 + int(any(forwards[group] for group, _ in together)), tuple(together)))
-                together.clear()
+        def flush() -> None:
+            if pending:
+                blocks.append(RoundBlock(1, 1 + int(any(forwards[group] for group, _ in pending)), tuple(pending)))
+                pending.clear()
 
-        for number in range(max(len(members) for members in order.values())):
-            present = [members[number] for _, members in sorted(order.items()) if number < len(members)]
-            index = [group for group, _ in together + present]
+        for number in range(max(len(members) for members in members_by_stage.values())):
+            present = [members[number] for _, members in sorted(members_by_stage.items()) if number < len(members)]
+            index = [group for group, _ in pending + present]
             if (sizes[:, index] + overheads[0][:, index]).sum(axis=1).max() <= capacity:
-                together += present
+                pending += present
                 continue
-            close()
+            flush()
             index = [group for group, _ in present]
             size, (whole, cut) = sizes[:, index].sum(axis=1), overheads[:, :, index].sum(axis=2)
             if (size + whole).max() <= capacity:
-                together += present
+                pending += present
                 continue
             room = capacity - cut
             if room.min() <= 0:
@@ -168,46 +174,53 @@ class ReshardPlan:
                     f"in rounds: at least {2 * int(cut.max()) + 2 * ALIGN} are needed"
                 )
             parts = int(np.ceil(size / room).max())
-            slots.append(RoundBlock(parts, parts + int(any(forwards[group] for group in index)), tuple(present)))
-        close()
-        return self._overlap_blocks(slots, sizes, overheads, passed)
+            blocks.append(RoundBlock(parts, parts + int(any(forwards[group] for group in index)), tuple(present)))
+        flush()
+        return self._overlap_blocks(blocks, sizes, overheads, forwarded)
 
     def _overlap_blocks(
         self, slots: list[RoundBlock], sizes: np.ndarray, overheads: np.ndarray, passed: np.ndarray
     ) -> list[RoundBlock]:
-        """With the round of each slot in which is only forwarded, for which the network would lie idle, made one with
-        the first of the next, where both fit it."""
-        found: list[RoundBlock] = []
+        """Overlap each block's forward-only round, in which the network would be idle, with the next block's first
+        round, if both fit into one."""
+        blocks: list[RoundBlock] = []
         first = 0
-        for slot in slots:
-            if found and found[-1].rounds > found[-1].num_parts:
-                before, now = ([group for group, _ in one.members] for one in (found[-1], slot))
-                last = passed[:, before].sum(axis=1) / found[-1].num_parts
-                last += np.where(last > 0, overheads[int(found[-1].num_parts > 1)][:, before].sum(axis=1), 0)
-                begin = (sizes - passed)[:, now].sum(axis=1) / slot.num_parts
-                begin += overheads[int(slot.num_parts > 1)][:, now].sum(axis=1)
-                first -= int((last + begin).max() <= self.bucket_bytes // 2)
-            found.append(replace(slot, first_round=first))
-            first += slot.rounds
-        return found
+        for block in slots:
+            if blocks and blocks[-1].rounds > blocks[-1].num_parts:
+                previous_groups, groups = (
+                    [group for group, _ in member_block.members] for member_block in (blocks[-1], block)
+                )
+                forward_bytes = passed[:, previous_groups].sum(axis=1) / blocks[-1].num_parts
+                forward_bytes += np.where(
+                    forward_bytes > 0, overheads[int(blocks[-1].num_parts > 1)][:, previous_groups].sum(axis=1), 0
+                )
+                first_bytes = (sizes - passed)[:, groups].sum(axis=1) / block.num_parts
+                first_bytes += overheads[int(block.num_parts > 1)][:, groups].sum(axis=1)
+                first -= int((forward_bytes + first_bytes).max() <= self.bucket_bytes // 2)
+            blocks.append(replace(block, first_round=first))
+            first += block.rounds
+        return blocks
 
     def _count_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[2 (send; receive and local), groups, world] bytes of a layer; [2, 2, groups, world] bytes that the pieces
-        take beside them at the most, whole and when cut; of the former what is forwarded."""
-        plan, line = self.assignment, self.assignment.byte_index
-        entries, here, world, groups = plan.entries, plan.ranks_per_node, plan.world, len(plan.layer_groups)
-        first = np.searchsorted(line.start, entries.lo, side="right") - 1
-        last = np.searchsorted(line.start, entries.hi, side="left")
+        """Return bytes per layer, by direction (send; receive and local), layer group and rank.
+
+        First [2, groups, world] bytes of the pieces; then [2, 2, groups, world] the maximum extra bytes of the pieces,
+        whole and when cut; then, of the first, the bytes that are forwarded.
+        """
+        plan, byte_index = self.assignment, self.assignment.byte_index
+        entries, ranks_per_node, world, groups = plan.entries, plan.ranks_per_node, plan.world, len(plan.layer_groups)
+        first = np.searchsorted(byte_index.start, entries.lo, side="right") - 1
+        last = np.searchsorted(byte_index.start, entries.hi, side="left")
         largest = np.array(
             [
-                max((cell.unit_bytes for flow in k.cell_groups for cell in flow.cells), default=0)
+                max((cell.unit_bytes for cell_group in k.cell_groups for cell in cell_group.cells), default=0)
                 for k in plan.layer_kinds
             ]
         )
         kind = np.array([group.kind for group in plan.layer_groups])
         size = entries.hi - entries.lo
         whole = (last - first) * _OVERHEAD
-        figures = np.stack([size, whole, whole + np.minimum(largest[kind[entries.layer_group]], size)]).astype(
+        quantities = np.stack([size, whole, whole + np.minimum(largest[kind[entries.layer_group]], size)]).astype(
             np.float64
         )
         flat = np.zeros((3, 2, groups * world))
@@ -215,39 +228,44 @@ class ReshardPlan:
 
         def add(direction: int, rank: np.ndarray, chosen: np.ndarray, times: np.ndarray | int = 1) -> None:
             place = entries.layer_group[chosen] * world + rank
-            for figure in range(3):
-                weight = figures[figure][chosen] * times
-                flat[figure, direction] += np.bincount(place, weight, groups * world)
+            for quantity in range(3):
+                weight = quantities[quantity][chosen] * times
+                flat[quantity, direction] += np.bincount(place, weight, groups * world)
 
         everything = np.ones(len(size), dtype=bool)
         add(0, entries.src, everything)
         direct[0] = flat[0, 0]
         direct[1] = np.bincount(entries.layer_group * world + entries.dst, size, groups * world)
-        node = entries.dst // here * here
+        node = entries.dst // ranks_per_node * ranks_per_node
         copies = np.zeros(len(size), dtype=np.int64)
-        for bit in range(here):
-            takes = entries.receivers >> bit & 1 == 1
-            copies += takes
-            add(1, (node + bit)[takes], takes)
+        for bit in range(ranks_per_node):
+            receives = entries.receivers >> bit & 1 == 1
+            copies += receives
+            add(1, (node + bit)[receives], receives)
         add(0, entries.dst, everything, copies - 1)
         total = flat.reshape(3, 2, groups, world)
-        passed = total[0] - direct.reshape(2, groups, world)
+        forwarded = total[0] - direct.reshape(2, groups, world)
         for number, group in enumerate(plan.layer_groups):
             needs, holds = plan.matrices[group.kind]
-            own = plan.ranks_on_stage(group.stage)
+            stage_ranks = plan.ranks_on_stage(group.stage)
             flows = slice(plan.first_cell_group[group.kind], plan.first_cell_group[group.kind + 1] + 1)
-            sizes = np.diff(line.cell_group_start[flows])
-            cells = np.diff(np.searchsorted(line.start, line.cell_group_start[flows]))
-            kept = (needs[:, own] & holds).T
-            total[0, 1, number, own] += kept @ sizes
-            total[1, 1, number, own] += kept @ cells * _OVERHEAD
-            total[2, 1, number, own] += kept @ (cells * _OVERHEAD + np.minimum(largest[group.kind], sizes))
-        return total[0], total[1:], passed
+            sizes = np.diff(byte_index.cell_group_start[flows])
+            cells = np.diff(np.searchsorted(byte_index.start, byte_index.cell_group_start[flows]))
+            stays_local = (needs[:, stage_ranks] & holds).T
+            total[0, 1, number, stage_ranks] += stays_local @ sizes
+            total[1, 1, number, stage_ranks] += stays_local @ cells * _OVERHEAD
+            total[2, 1, number, stage_ranks] += stays_local @ (
+                cells * _OVERHEAD + np.minimum(largest[group.kind], sizes)
+            )
+        return total[0], total[1:], forwarded
 
 
 class _Table(NamedTuple):
-    """The pieces of one layer of a group, in the order of rounds; arrays. step: of the slot's rounds. what: RECEIVE ...
-    cell: index into the line's arrays. r0, r1: rows within the cell."""
+    """The pieces of one layer of a group, in round order; arrays.
+
+    block_round: round within the block. operation: RECEIVE, SEND, ... cell: index into the byte index's arrays. r0, r1:
+    rows within the cell.
+    """
 
     block_round: np.ndarray
     operation: np.ndarray
@@ -258,127 +276,135 @@ class _Table(NamedTuple):
 
 
 class RankPlan:
-    """What one rank does, round by round. The tables are made at once, the rounds' objects as they are asked for."""
+    """One rank's part of the plan, round by round. The tables are built at once, the `Round` objects on demand."""
 
     def __init__(self, plan: ReshardPlan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.rounds = plan.rounds
         operations = self._operations()
         self.tables: dict[tuple[int, int], _Table] = {}
-        for slot in plan.round_blocks:
-            for group, _ in slot.members:
-                if (group, slot.num_parts) not in self.tables:
-                    self.tables[group, slot.num_parts] = self._table(
-                        operations[:, operations[0] == group], slot.num_parts
+        for block in plan.round_blocks:
+            for group, _ in block.members:
+                if (group, block.num_parts) not in self.tables:
+                    self.tables[group, block.num_parts] = self._table(
+                        operations[:, operations[0] == group], block.num_parts
                     )
 
     def _operations(self) -> np.ndarray:
-        """[6, N]: group, what, peer, order, lo, hi."""
+        """Return [6, N]: group, operation, peer, order, lo, hi."""
         plan, rank = self.plan.assignment, self.rank
-        entries, here = plan.entries, plan.ranks_per_node
-        node, bit = rank // here, rank % here
-        found = []
+        entries, ranks_per_node = plan.entries, plan.ranks_per_node
+        node, bit = rank // ranks_per_node, rank % ranks_per_node
+        operations = []
 
         def add(what: int, peer: np.ndarray, chosen: np.ndarray) -> None:
             number = np.nonzero(chosen)[0]
             kind = np.full(len(number), what)
-            found.append(
+            operations.append(
                 np.stack([entries.layer_group[number], kind, peer, number, entries.lo[number], entries.hi[number]])
             )
 
-        mine = entries.dst == rank
-        add(RECEIVE, entries.src[mine], mine)
-        sent = entries.src == rank
-        add(SEND, entries.dst[sent], sent)
-        beside = (entries.dst // here == node) & ~mine & (entries.receivers >> bit & 1 == 1)
-        add(FORWARD_RECEIVE, entries.dst[beside], beside)
-        for other in range(here):
-            if other != bit:
-                takes = mine & (entries.receivers >> other & 1 == 1)
-                add(FORWARD_SEND, np.full(int(takes.sum()), node * here + other), takes)
-        own = plan.train.trainer_rank(rank)
-        stage, within = divmod(own, plan.train.stage_ranks) if own is not None else (-1, 0)
+        is_received = entries.dst == rank
+        add(RECEIVE, entries.src[is_received], is_received)
+        is_sent = entries.src == rank
+        add(SEND, entries.dst[is_sent], is_sent)
+        is_forwarded_here = (entries.dst // ranks_per_node == node) & ~is_received & (entries.receivers >> bit & 1 == 1)
+        add(FORWARD_RECEIVE, entries.dst[is_forwarded_here], is_forwarded_here)
+        for other_bit in range(ranks_per_node):
+            if other_bit != bit:
+                forwards = is_received & (entries.receivers >> other_bit & 1 == 1)
+                add(FORWARD_SEND, np.full(int(forwards.sum()), node * ranks_per_node + other_bit), forwards)
+        trainer_rank = plan.train.trainer_rank(rank)
+        stage, stage_position = divmod(trainer_rank, plan.train.stage_ranks) if trainer_rank is not None else (-1, 0)
         for number, group in enumerate(plan.layer_groups):
             if stage == group.stage:
                 needs, holds = plan.matrices[group.kind]
-                kept = np.nonzero(needs[:, rank] & holds[:, within])[0] + plan.first_cell_group[group.kind]
-                columns = [np.full(len(kept), value) for value in (number, LOCAL, rank)]
+                local_groups = (
+                    np.nonzero(needs[:, rank] & holds[:, stage_position])[0] + plan.first_cell_group[group.kind]
+                )
+                columns = [np.full(len(local_groups), value) for value in (number, LOCAL, rank)]
                 starts = plan.byte_index.cell_group_start
-                found.append(np.stack([*columns, kept, starts[kept], starts[kept + 1]]))
-        return np.concatenate(found, axis=1)
+                operations.append(np.stack([*columns, local_groups, starts[local_groups], starts[local_groups + 1]]))
+        return np.concatenate(operations, axis=1)
 
     def _table(self, operations: np.ndarray, parts: int) -> _Table:
-        line = self.plan.assignment.byte_index
-        _, what, peer, order, lo, hi = np.repeat(operations, parts, axis=1)
+        byte_index = self.plan.assignment.byte_index
+        _, operation, peer, order, lo, hi = np.repeat(operations, parts, axis=1)
         part = np.tile(np.arange(parts), operations.shape[1])
         size = hi - lo
-        begin = np.where(part == 0, lo, np.maximum(line.snap_to_cut(lo + size * part // parts), lo))
-        end = np.where(part == parts - 1, hi, np.maximum(line.snap_to_cut(lo + size * (part + 1) // parts), lo))
-        first = np.searchsorted(line.start, begin, side="right") - 1
-        last = np.searchsorted(line.start, end, side="left")
+        begin = np.where(part == 0, lo, np.maximum(byte_index.snap_to_cut(lo + size * part // parts), lo))
+        end = np.where(part == parts - 1, hi, np.maximum(byte_index.snap_to_cut(lo + size * (part + 1) // parts), lo))
+        first = np.searchsorted(byte_index.start, begin, side="right") - 1
+        last = np.searchsorted(byte_index.start, end, side="left")
         count = np.where(end > begin, last - first, 0)
         index = np.repeat(np.arange(len(count)), count)
         cell = first[index] + np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-        width = self._row_bytes[cell]
-        r0 = (np.maximum(begin[index], line.start[cell]) - line.start[cell]) // width
-        r1 = (np.minimum(end[index], line.start[cell + 1]) - line.start[cell]) // width
-        step = part + (what >= FORWARD_RECEIVE)
-        sort = np.lexsort((r0, cell, order[index], peer[index], what[index], step[index]))
-        columns = (step[index], what[index], peer[index], cell, r0, r1)
+        row_bytes = self._row_bytes[cell]
+        r0 = (np.maximum(begin[index], byte_index.start[cell]) - byte_index.start[cell]) // row_bytes
+        r1 = (np.minimum(end[index], byte_index.start[cell + 1]) - byte_index.start[cell]) // row_bytes
+        block_round = part + (operation >= FORWARD_RECEIVE)
+        sort = np.lexsort((r0, cell, order[index], peer[index], operation[index], block_round[index]))
+        columns = (block_round[index], operation[index], peer[index], cell, r0, r1)
         return _Table(*(column[sort] for column in columns))
 
     @cached_property
     def _row_bytes(self) -> np.ndarray:
-        """Bytes of a row of each cell of the line."""
-        line = self.plan.assignment.byte_index
-        return np.array([(c.c1 - c.c0) * c.item_bytes for c in line.cells], dtype=np.int64)[line.cell]
+        """Bytes per row of each cell of the byte index."""
+        byte_index = self.plan.assignment.byte_index
+        return np.array([(c.c1 - c.c0) * c.item_bytes for c in byte_index.cells], dtype=np.int64)[byte_index.cell]
 
     def round(self, number: int) -> Round:
-        """Round `number` of the plan's."""
+        """Build round `number` of the plan."""
         messages: dict[tuple[bool, int], tuple[list[TensorPiece], list[TensorPiece]]] = {}
         local: list[TensorPiece] = []
-        slots = self.plan.blocks_in_round(number)
-        for group, layer, parts, step in (
-            (*member, slot.num_parts, step) for slot, step in slots for member in slot.members
+        blocks = self.plan.blocks_in_round(number)
+        for group, layer, parts, block_round in (
+            (*member, block.num_parts, block_round) for block, block_round in blocks for member in block.members
         ):
             table = self.tables[group, parts]
-            rows = slice(*np.searchsorted(table.block_round, [step, step + 1]))
+            rows = slice(*np.searchsorted(table.block_round, [block_round, block_round + 1]))
             if rows.start == rows.stop:
                 continue
             pieces = self._pieces(group, layer, table, rows)
-            for what, peer, piece in zip(
+            for operation, peer, piece in zip(
                 table.operation[rows].tolist(), table.peer[rows].tolist(), pieces, strict=True
             ):
-                if what == LOCAL:
+                if operation == LOCAL:
                     local.append(piece)
                 else:
-                    direct, forward = messages.setdefault((what in (SEND, FORWARD_SEND), peer), ([], []))
-                    (direct if what in (SEND, RECEIVE) else forward).append(piece)
-        made = [(sends, PeerMessage(peer, tuple(d), tuple(f))) for (sends, peer), (d, f) in sorted(messages.items())]
-        sends = tuple(message for is_send, message in made if is_send)
-        return Round(sends, tuple(message for is_send, message in made if not is_send), tuple(local))
+                    direct, forward = messages.setdefault((operation in (SEND, FORWARD_SEND), peer), ([], []))
+                    (direct if operation in (SEND, RECEIVE) else forward).append(piece)
+        peer_messages = [
+            (sends, PeerMessage(peer, tuple(d), tuple(f))) for (sends, peer), (d, f) in sorted(messages.items())
+        ]
+        sends = tuple(message for is_send, message in peer_messages if is_send)
+        return Round(sends, tuple(message for is_send, message in peer_messages if not is_send), tuple(local))
 
     def _pieces(self, group: int, layer: int | None, table: _Table, rows: slice) -> list[TensorPiece]:
         plan = self.plan.assignment
-        line, kind = plan.byte_index, plan.layer_kinds[plan.layer_groups[group].kind]
+        byte_index, kind = plan.byte_index, plan.layer_kinds[plan.layer_groups[group].kind]
         numbers = table.cell[rows]
-        experts = line.expert[numbers]
-        wanted = sorted(set(experts.tolist()) - {-1})
-        params = kind.params if layer is None else family_of(plan.hf).layer(plan.hf, layer, wanted)
+        experts = byte_index.expert[numbers]
+        expert_ids = sorted(set(experts.tolist()) - {-1})
+        params = kind.params if layer is None else family_of(plan.hf).layer(plan.hf, layer, expert_ids)
         dense = [param for param in params if param.expert is None]
-        routed = {expert: [param for param in params if param.expert == expert] for expert in wanted}
-        seen = [0, 0]  # how many of the kind's parameters were not, and were, of the template's expert
-        place = []
+        routed = {expert: [param for param in params if param.expert == expert] for expert in expert_ids}
+        counts = [0, 0]  # number of dense and of expert parameters so far
+        positions = []
         for param in kind.params:
-            place.append(seen[param.expert is not None])
-            seen[param.expert is not None] += 1
-        found = []
+            positions.append(counts[param.expert is not None])
+            counts[param.expert is not None] += 1
+        pieces = []
         for number, expert, r0, r1 in zip(
-            line.cell[numbers].tolist(), experts.tolist(), table.r0[rows].tolist(), table.r1[rows].tolist(), strict=True
+            byte_index.cell[numbers].tolist(),
+            experts.tolist(),
+            table.r0[rows].tolist(),
+            table.r1[rows].tolist(),
+            strict=True,
         ):
-            cell = line.cells[number]
-            param = (dense if expert < 0 else routed[expert])[place[cell.param]]
-            found.append(
+            cell = byte_index.cells[number]
+            param = (dense if expert < 0 else routed[expert])[positions[cell.param]]
+            pieces.append(
                 TensorPiece(param, cell.source, (cell.r0 + r0, cell.r0 + r1), (cell.c0, cell.c1), cell.item, cell.scale)
             )
-        return found
+        return pieces
