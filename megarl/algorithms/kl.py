@@ -18,17 +18,17 @@ def kl_estimate(
     loss_mask: torch.Tensor | None = None,
     old_logprobs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """KL(policy || reference) in nats, estimated at each token that was drawn; [T], differentiable.
+    """Estimate KL(policy || reference) in nats at each sampled token; [T], differentiable.
 
-    With d = logprobs - ref_logprobs: k1 = d is unbiased, k2 = d^2 / 2 has little variance, k3 = exp(-d) - 1 + d is
-    unbiased and never negative (http://joschu.net/blog/kl-approx.html). So much for their values, where the policy
-    itself drew the tokens. Of their gradients in expectation, k2's is then that of the KL, k3's that of the reversed
-    KL(reference || policy), and k1 has none.
+    With d = logprobs - ref_logprobs: k1 = d is unbiased, k2 = d^2 / 2 has low variance, k3 = exp(-d) - 1 + d is
+    unbiased and never negative (http://joschu.net/blog/kl-approx.html). This holds for the values, on policy. Of the
+    gradients in expectation, on policy, k2's is that of the KL, k3's that of the reversed KL(reference || policy), and
+    k1's is zero.
 
-    k3_unbiased = k3 exp(logprobs - old_logprobs) is right in both, for tokens that `old_logprobs`, an earlier policy,
-    drew (arXiv:2512.02556, section 3.1); None: the policy itself drew them, so that value and k3's are the same.
-    Neither this ratio nor that to the reference, exp(-d), is taken for more than e^20. Where `loss_mask` is False the
-    estimate is 0, whatever the log-probs are there.
+    k3_unbiased = k3 exp(logprobs - old_logprobs) is right in value and gradient for tokens that an earlier policy,
+    `old_logprobs`, sampled (arXiv:2512.02556, section 3.1). None means on policy; the value then equals k3's. This
+    ratio and the ratio to the reference, exp(-d), are clamped to at most e^20. The estimate is 0 where `loss_mask` is
+    False, whatever the log-probs are there.
     """
     mask = torch.ones_like(logprobs, dtype=torch.bool) if loss_mask is None else loss_mask
     zeros = torch.zeros_like(logprobs)
@@ -43,23 +43,23 @@ def kl_estimate(
     estimate = torch.expm1(-difference) + difference
     if kind == "k3":
         return estimate
-    drawn_by = logprobs.detach() if old_logprobs is None else old_logprobs
-    return estimate * torch.exp(torch.where(mask, logprobs - drawn_by, zeros).clamp(max=MAX_LOG_RATIO))
+    behavior_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
+    return estimate * torch.exp(torch.where(mask, logprobs - behavior_logprobs, zeros).clamp(max=MAX_LOG_RATIO))
 
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """The KL coefficient, steered towards a target KL (arXiv:1909.08593, section 2.2); fixed when target is None.
+    """KL coefficient, adapted towards a target KL (arXiv:1909.08593, section 2.2); fixed if target is None.
 
-    A value: `updated` gives the next one.
+    Immutable: `updated` returns the next state.
     """
 
     coef: float
     target: float | None  # nats per token
     horizon: int  # rollouts
-    initial: float | None = field(default=None, compare=False)  # what `coef` began as
-    max_coef: float = math.inf  # what a coefficient that is steered stays at or below
-    max_kl: float | None = None  # nats per token, above which `coef` falls to 0, for good
+    initial: float | None = field(default=None, compare=False)  # first value of `coef`
+    max_coef: float = math.inf  # upper bound of an adapted coefficient
+    max_kl: float | None = None  # nats per token; above it `coef` falls to 0 permanently
 
     def __post_init__(self) -> None:
         if self.initial is None:
@@ -68,11 +68,11 @@ class AdaptiveKL:
             raise ValueError(f"KL target and horizon must be positive, not {self.target} and {self.horizon}")
 
     def updated(self, kl: float, rollouts: int) -> AdaptiveKL:
-        """The controller after `rollouts` rollouts whose mean KL per token was `kl`.
+        """Return the controller after `rollouts` rollouts with mean KL per token `kl`.
 
-        error = clip(kl / target - 1, -0.2, 0.2); coef <- min(coef * (1 + error * rollouts / horizon), most): it rises
-        where the KL is above its target. `kl` is finite, as workers see to it that log-probs are. Of one above the
-        limit coef <- 0, which no factor brings back.
+        error = clip(kl / target - 1, -0.2, 0.2); coef <- min(coef * (1 + error * rollouts / horizon), max_coef): the
+        coefficient rises while the KL is above its target. A KL above `max_kl` sets coef to 0, which no later factor
+        changes. Raises ValueError for a non-finite `kl`; workers ensure finite log-probs.
         """
         if not math.isfinite(kl):
             raise ValueError(f"the KL to the reference is {kl}: the policy has diverged")
@@ -81,7 +81,7 @@ class AdaptiveKL:
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        # A batch of more than five horizons would make the factor negative.
+        # A batch larger than five horizons would make the factor negative.
         factor = max(1.0 + error * rollouts / self.horizon, 0.0)
         return replace(self, coef=min(self.coef * factor, self.max_coef))
 
@@ -90,8 +90,10 @@ class AdaptiveKL:
         return {"coef": self.coef, "initial": self.initial}
 
     def restored(self, state: dict[str, float]) -> AdaptiveKL:
-        """This controller with a saved coefficient; target, horizon and bound stay those of the configuration, and so
-        does the coefficient where the saved one began from another: somebody has set it anew."""
+        """Return this controller with a saved coefficient. Target, horizon and bound stay those of the configuration.
+
+        Keeps the configured coefficient if the saved one started from another value: the user has changed it.
+        """
         if state.get("initial", self.initial) != self.initial:
             return self
         return replace(

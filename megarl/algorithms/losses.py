@@ -14,44 +14,47 @@ from megarl.types import AllReduce, TokenLoss, TrainBatch, local_all_reduce
 
 
 def token_mean_weights(loss_mask: torch.Tensor, actions: int) -> torch.Tensor:
-    """[T] fp32 weights that make a sum of token losses their mean: 1 / (number of action tokens) on each of those.
+    """Return [T] fp32 weights that turn a sum of token losses into their mean: 1 / `actions` on each action token.
 
-    actions: of the whole mini-batch of an optimizer step, of which a rank has a share: the weights stay right however
-    ranks and micro-batches cut it up. All 0 where there is no action token.
+    actions: action tokens of the global mini-batch, so that the weights do not depend on its split into ranks and
+    micro-batches. All 0 without action tokens.
     """
     return loss_mask.float().div_(max(actions, 1))
 
 
 def sequence_mean_weights(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor, sequences: int) -> torch.Tensor:
-    """[T] fp32 weights that make a sum of token losses the mean over sequences of each one's mean over its action
-    tokens (arXiv:2402.03300, eq. 3): 1 / (N * action tokens of the sequence) on each of those.
+    """Return [T] fp32 weights that turn a sum of token losses into the mean over sequences of per-sequence means
+    (arXiv:2402.03300, eq. 3): 1 / (N * action tokens of the sequence) on each action token.
 
-    sequences: N, those of the whole mini-batch that have an action token; others weigh nothing. Of episodes in several
-    branches (`types.Episodes`), which count as one each, `cu_seqlens` are those of episodes, and N counts these.
+    sequences: N, the sequences of the global mini-batch with an action token; others have weight 0. An episode in
+    several branches (`types.Episodes`) counts as one: pass the `cu_seqlens` of episodes, and N counts episodes.
     """
     lengths = cu_seqlens.diff().tolist()
     masks = loss_mask.split(lengths)
     actions = torch.tensor([int(torch.count_nonzero(mask)) for mask in masks], dtype=torch.int64)
-    share = 1.0 / (actions.clamp(min=1) * max(sequences, 1))
+    token_weights = 1.0 / (actions.clamp(min=1) * max(sequences, 1))
     weights = torch.zeros(len(loss_mask))
-    for part, mask, number in zip(weights.split(lengths), masks, share, strict=True):
-        part.masked_fill_(mask, number)
+    for part, mask, weight in zip(weights.split(lengths), masks, token_weights, strict=True):
+        part.masked_fill_(mask, weight)
     return weights
 
 
 def constant_weights(loss_mask: torch.Tensor, length: int, sequences: int) -> torch.Tensor:
-    """[T] fp32 weights that make a sum of token losses the mean over sequences of each one's sum over its action
-    tokens, divided by a constant: 1 / (length * N) on each action token.
+    """Return [T] fp32 weights that turn a sum of token losses into the mean over sequences of per-sequence sums divided
+    by a constant: 1 / (length * N) on each action token.
 
-    Dr. GRPO (arXiv:2503.20783, listing 1), whose constant is the tokens that may be generated: a token of a long answer
-    counts no less than one of a short one. sequences: N as of `sequence_mean_weights`.
+    Dr. GRPO (arXiv:2503.20783, listing 1) takes the maximum number of generated tokens as the constant: a token of a
+    long response then counts as much as a token of a short one. sequences: N as in `sequence_mean_weights`.
     """
     return loss_mask.float().div_(length * max(sequences, 1))
 
 
 def pair_mean_weights(cu_seqlens: torch.Tensor, total: AllReduce = local_all_reduce) -> torch.Tensor:
-    """[T] fp32 weights that make a sum of `bradley_terry` losses their mean over the pairs: 1 / pairs at the last token
-    of each chosen sequence, which are those with even numbers. A share of the pairs has whole ones."""
+    """Return [T] fp32 weights that turn a sum of `bradley_terry` losses into their mean over all ranks' pairs.
+
+    1 / pairs at the last token of each chosen sequence, which has an even index. Both sequences of a pair must be on
+    one rank.
+    """
     chosen = cu_seqlens[1:][0::2] - 1
     weights = torch.zeros(int(cu_seqlens[-1]))
     weights[chosen] = 1.0 / max(1, int(total(chosen.new_tensor(len(chosen)))))
@@ -65,10 +68,11 @@ def value_loss(
     loss_mask: torch.Tensor,
     value_clip: float | None,
 ) -> TokenLoss:
-    """Loss per token, [T]: 0.5 * max((v - R)^2, (clip(v, old - value_clip, old + value_clip) - R)^2).
+    """Return the critic's loss, [T]: 0.5 * max((v - R)^2, (clip(v, old - value_clip, old + value_clip) - R)^2).
 
-    The clipping of OpenAI's baselines (ppo2/model.py); `value_clip` None leaves 0.5 * (v - R)^2. All inputs are [T],
-    aligned as in `types/`. Where `loss_mask` is False loss, gradient and metrics are 0, whatever the inputs are there.
+    The clipping is that of OpenAI Baselines (ppo2/model.py); `value_clip` None gives 0.5 * (v - R)^2. All inputs are
+    [T], aligned as in `types/`. Loss, gradient and metrics are 0 where `loss_mask` is False, whatever the inputs are
+    there.
 
     Metrics: `critic/vf_loss` the loss, `critic/vf_clipfrac` 1 where clipping changed it, `critic/value_mean` v,
     `critic/return_mean` R.
@@ -95,36 +99,38 @@ def value_loss(
 def explained_variance(
     values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor, total: AllReduce = local_all_reduce
 ) -> float:
-    """1 - Var(R - V) / Var(R) over the action tokens of all: 1 is a perfect critic, 0 no better than a constant.
+    """Return 1 - Var(R - V) / Var(R) over all ranks' action tokens: 1 is a perfect critic, 0 no better than a constant.
 
-    0 where the returns are all equal, for then there is nothing to explain.
+    Returns 0 if all returns are equal, since there is no variance to explain. Collective in `total`.
     """
     count = count_action_tokens(loss_mask, total)
     if not count:
         return 0.0
     actual = masked_select(returns, loss_mask, torch.float64)
     unexplained = actual - masked_select(values, loss_mask)
-    weight = len(actual) / count  # 1 where this is all of them: what comes out is then their own mean and variance
-    own = torch.stack([torch.stack(_moments(actual)), torch.stack(_moments(unexplained))])  # [2, mean and variance]
-    means = total(weight * own[:, 0])
-    # Equal returns have this mean but for the rounding of fp64, and so exactly this one in their own dtype.
-    others = torch.count_nonzero(actual != means[0].to(returns.dtype))
-    variances = weight * (own[:, 1] + (own[:, 0] - means).square())
-    variance, rest, different = total(torch.cat([variances, others[None].to(variances.dtype)]))
-    return float(1.0 - rest / variance) if different else 0.0
+    weight = len(actual) / count  # 1 on a single rank, which then gets exactly its local mean and variance
+    local_moments = torch.stack(
+        [torch.stack(_moments(actual)), torch.stack(_moments(unexplained))]
+    )  # [2, mean and variance]
+    means = total(weight * local_moments[:, 0])
+    # If all returns are equal, the mean differs from them by fp64 rounding only, so it is exact in their own dtype.
+    num_different = torch.count_nonzero(actual != means[0].to(returns.dtype))
+    variances = weight * (local_moments[:, 1] + (local_moments[:, 0] - means).square())
+    variance, unexplained_variance, different = total(torch.cat([variances, num_different[None].to(variances.dtype)]))
+    return float(1.0 - unexplained_variance / variance) if different else 0.0
 
 
 def _moments(share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and (population) variance of [n] fp64, 0 of none."""
+    """Return mean and (population) variance of [n] fp64; 0 if empty."""
     return (share.mean(), share.var(correction=0)) if len(share) else (share.new_zeros(()), share.new_zeros(()))
 
 
 def bradley_terry(scores: torch.Tensor, cu_seqlens: torch.Tensor, group: torch.Tensor) -> TokenLoss:
-    """Loss per pair, -log sigmoid(r_chosen - r_rejected), put at the last token of the chosen one and 0 elsewhere, [T].
+    """Return the loss of each pair, -log sigmoid(r_chosen - r_rejected), at the last token of the chosen sequence, [T].
 
-    arXiv:2203.02155, eq. 1, for K = 2 answers to a prompt. `scores` [T]: a sequence's score r is the one at its last
-    token. Sequences 2k and 2k + 1 are the chosen and the rejected one of a pair and have one number in `group` [N].
-    Raises ValueError where they do not, that is, where pairs were parted.
+    arXiv:2203.02155, eq. 1, for K = 2 responses to a prompt; 0 at all other tokens. `scores` [T]: the score r of a
+    sequence is that of its last token. Sequences 2k and 2k + 1 are the chosen and the rejected one of a pair and share
+    a number in `group` [N]. Raises ValueError if they do not, that is, if a pair was split.
 
     Metrics: `reward_model/accuracy` 1 where the chosen one has the higher score, `reward_model/margin` the difference.
     """
@@ -145,21 +151,21 @@ def bradley_terry(scores: torch.Tensor, cu_seqlens: torch.Tensor, group: torch.T
 
 
 def positive_nll(logprobs: torch.Tensor, part: TrainBatch) -> TokenLoss:
-    """VAPO's positive-example LM loss (arXiv:2504.05118, section 4.3), a term to be added with a weight (0.1 there).
+    """Return VAPO's positive-example LM loss (arXiv:2504.05118, section 4.3), to be added with a weight (0.1 there).
 
-        L = -1 / (sum_{o in T} |o|) sum_{o in T} sum_t log pi(a_t | s_t),   T: the answers whose reward is above 0
+        L = -1 / (sum_{o in T} |o|) sum_{o in T} sum_t log pi(a_t | s_t),   T: responses with a reward above 0
 
-    It is normalised by the tokens of these answers in the whole mini-batch, `part.counts.rewarded`, whatever
-    `loss.mean` says: [T], of which sum(loss_weights * loss) is this part's share of L. `logprobs` [T] with a gradient.
-    Metric: `actor/nll_loss`, L. Both are 0 of a mini-batch without such an answer.
+    The loss is normalized by the tokens of these responses in the global mini-batch, `part.counts.positive_actions`,
+    independent of `loss.mean`: for the returned [T], sum(loss_weights * loss) is this part's share of L. `logprobs` [T]
+    with a gradient. Metric: `actor/nll_loss`, L. Both are 0 for a mini-batch without such responses.
     """
     assert part.counts is not None and part.loss_weights is not None
     lengths = part.cu_seqlens.diff().to(logprobs.device)
-    good = (
+    is_positive = (
         torch.repeat_interleave(part.sequence_reward[part.local_indices].to(logprobs.device) > 0, lengths)
         & part.loss_mask
     )
     zeros = torch.zeros_like(logprobs)
-    nll = torch.where(good, -logprobs, zeros) / max(part.counts.positive_actions, 1)
-    loss = torch.where(good, nll / part.loss_weights.where(good, torch.ones_like(zeros)), zeros)
+    nll = torch.where(is_positive, -logprobs, zeros) / max(part.counts.positive_actions, 1)
+    loss = torch.where(is_positive, nll / part.loss_weights.where(is_positive, torch.ones_like(zeros)), zeros)
     return TokenLoss(loss, {"actor/nll_loss": nll.detach() * part.counts.actions})

@@ -1,5 +1,4 @@
-"""The policy losses that `loss.policy` names, with their options. `POLICY_LOSSES` is the table; `README.md` has the
-papers.
+"""Policy losses of `loss.policy` and their options. `POLICY_LOSSES` is the table; `README.md` lists the papers.
 
 - PPO's clipped loss, with dual clip.
 - GSPO, GSPO-token and GMPO use one importance ratio per sequence, the geometric mean of its tokens' ratios. Each action
@@ -7,7 +6,7 @@ papers.
   `token` weights a sequence by its length. Sequences must be whole, which they are in a micro-batch on every rank
   that computes a loss. A branch of an episode counts as a sequence.
 - CISPO and SAPO weight a token instead of clipping it: CISPO by a bounded ratio, SAPO by a soft gate.
-- Clip-Cov and KL-Cov (arXiv:2505.22617) mask or penalise the few tokens that make the policy's entropy fall.
+- Clip-Cov and KL-Cov (arXiv:2505.22617) mask or penalize the few tokens that make the policy's entropy fall.
 
 Entropy falls with the covariance of log-prob and advantage. The contribution of a token, among the N action tokens of a
 mini-batch, is
@@ -33,30 +32,32 @@ from megarl.config.strict import NonNegativeFloat, Range
 from megarl.types import TokenLoss, TrainBatch
 
 MAX_LOG_RATIO = 20.0
-"""Far outside of any clip range; above it exp would overflow and turn even the dual clip's zero gradient into NaN."""
+"""Far outside any clip range; above it exp would overflow and turn even the dual clip's zero gradient into NaN."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The range [1 - low, 1 + high] of a token's ratio, and the bound of PPO's loss for negative advantages."""
+    """Clip range [1 - low, 1 + high] of a token's ratio, and PPO's dual clip for negative advantages."""
 
     low: float = 0.2
     high: float | None = None
-    """None for `low`."""
+    """None means `low`."""
     dual: float | None = None
 
 
 @dataclass(frozen=True)
 class PolicyLossInput:
-    """What a policy loss is given: whole sequences, aligned as in `types/`. Where `loss_mask` is False a loss, its
-    gradient and its metrics are 0, whatever stands there."""
+    """Input of a policy loss: whole sequences, aligned as in `types/`.
+
+    Where `loss_mask` is False, a loss must return 0 as loss, gradient and metrics, whatever the columns contain there.
+    """
 
     logprobs: torch.Tensor  # [T] of the policy, with a gradient
-    old_logprobs: torch.Tensor  # [T] of the one that the ratio is to
+    old_logprobs: torch.Tensor  # [T] denominator of the ratio
     advantages: torch.Tensor  # [T]
     loss_mask: torch.Tensor  # [T] bool
     cu_seqlens: torch.Tensor  # [n + 1]
-    marked: torch.Tensor | None = None  # [T] bool, what the loss has chosen out of the whole mini-batch
+    marked: torch.Tensor | None = None  # [T] bool, tokens selected from the global mini-batch by `PolicyLoss.mark`
 
     @property
     def advantage(self) -> torch.Tensor:
@@ -65,12 +66,12 @@ class PolicyLossInput:
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """[T], 0 where `loss_mask` is False: masked before exp, for 0 * inf would be NaN, in gradients too."""
+        """[T], 0 where `loss_mask` is False. Masked before exp, since 0 * inf would be NaN, in gradients too."""
         return torch.where(self.loss_mask, self.logprobs - self.old_logprobs, torch.zeros_like(self.logprobs))
 
     @property
     def marked_actions(self) -> torch.Tensor:
-        """[T] bool, the tokens that are marked."""
+        """[T] bool, marked action tokens."""
         return torch.zeros_like(self.loss_mask) if self.marked is None else self.marked & self.loss_mask
 
 
@@ -84,14 +85,14 @@ def ppo_policy_loss(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> TokenLoss:
-    """Loss per token, [T] (arXiv:1707.06347, eq. 7, negated), bounded for negative advantages by `dual_clip`.
+    """Return PPO's loss, [T] (arXiv:1707.06347, eq. 7, negated), bounded for negative advantages by `dual_clip`.
 
         ratio = exp(logprobs - old_logprobs), at most e^20
         loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))
         loss  = min(loss, -A * dual_clip) where A < 0          (arXiv:1912.09729, eq. 5)
 
     All inputs are [T], aligned as in `types/`; `clip_high` None means `clip_low`. The gradient flows into `logprobs`
-    only. Where `loss_mask` is False loss, gradient and metrics are 0, whatever the other inputs are there.
+    only. Loss, gradient and metrics are 0 where `loss_mask` is False, whatever the other inputs are there.
 
     Metrics: `actor/pg_clipfrac` 1 where clipping changed the loss, `actor/pg_clipfrac_lower` 1 where the dual clip did,
     `actor/ppo_kl` old - new log-probs, the k1 estimate of KL(old || new).
@@ -100,7 +101,7 @@ def ppo_policy_loss(
         raise ValueError(f"dual_clip must be greater than 1, not {dual_clip}")
     clip_high = clip_low if clip_high is None else clip_high
     zeros = torch.zeros_like(logprobs)
-    # Masked before exp: 0 * inf would be NaN, in the loss as in the gradient.
+    # Mask before exp: 0 * inf would be NaN, in the loss and in the gradient.
     log_ratio = torch.where(loss_mask, logprobs - old_logprobs, zeros)
     advantages = torch.where(loss_mask, advantages, zeros)
     ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
@@ -117,7 +118,7 @@ def ppo_policy_loss(
 
 
 def ppo_loss(sampled: PolicyLossInput, clip: Clip, options: object = None) -> TokenLoss:
-    """`ppo_policy_loss`, as `loss.clip`, `loss.clip_high` and `loss.dual_clip` say; it has no options."""
+    """`ppo_policy_loss` with `loss.clip`, `loss.clip_high` and `loss.dual_clip`; has no options."""
     return ppo_policy_loss(
         sampled.logprobs,
         sampled.old_logprobs,
@@ -135,60 +136,63 @@ Bound = Annotated[float, Range(above=0, most=1000)]
 @dataclass(frozen=True)
 class GSPOOptions:
     clip_low: Bound = 3e-4
-    """The sequence's ratio is clipped to [1 - clip_low, 1 + clip_high]; both as in the paper's section 5.1."""
+    """The sequence's ratio is clipped to [1 - clip_low, 1 + clip_high]; defaults from the paper's section 5.1."""
     clip_high: Bound = 4e-4
 
 
 @dataclass(frozen=True)
 class GMPOOptions:
     clip_low: Bound = 0.4
-    """A token's log ratio is clipped to [-clip_low, clip_high], its ratio to [e^-0.4, e^0.4], as in the paper."""
+    """A token's log ratio is clipped to [-clip_low, clip_high]: by default its ratio to [e^-0.4, e^0.4], as in the
+    paper."""
     clip_high: Bound = 0.4
 
 
 def gspo_loss(sampled: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
-    """Group sequence policy optimisation (arXiv:2507.18071, eq. 5), [T], the same number on each token of a sequence.
+    """Return the loss of GSPO, group sequence policy optimization (arXiv:2507.18071, eq. 5), [T].
 
         s_i    = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp(mean over its action tokens of log pi - log pi_old)
         loss_i = max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
 
-    A is the token's own where tokens of a sequence differ in it. Metrics: `actor/pg_clipfrac`, `actor/ppo_kl` as of
-    `ppo_policy_loss`, `actor/sequence_clipfrac` the share of sequences that were clipped.
+    Every action token carries the loss of its sequence; A is the token's own if it differs within a sequence. Metrics:
+    `actor/pg_clipfrac`, `actor/ppo_kl` as in `ppo_policy_loss`, `actor/sequence_clipfrac` the share of clipped
+    sequences.
     """
     return _clipped_loss(sampled, _expand_to_tokens(_sequence_log_ratio(sampled), sampled), options)
 
 
 def gspo_token_loss(sampled: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
-    """GSPO-token (arXiv:2507.18071, section 4.3), [T]: each token has the sequence's ratio, and its own gradient.
+    """Return the loss of GSPO-token (arXiv:2507.18071, section 4.3), [T]: the sequence's ratio, the token's gradient.
 
         s_it   = sg[s_i] pi(y_it) / sg[pi(y_it)]
         loss_t = max(-A_t s_it, -A_t clip(s_it, 1 - clip_low, 1 + clip_high))
 
-    The same as GSPO where a sequence has one advantage and the mean is over sequences; else for advantages per token.
+    Meant for advantages per token. Equal to GSPO if a sequence has one advantage and the mean is over sequences.
     """
     log_ratio = sampled.log_ratio
-    whole = _expand_to_tokens(_sequence_log_ratio(sampled), sampled).detach()
-    return _clipped_loss(sampled, whole + (log_ratio - log_ratio.detach()), options)
+    sequence_log_ratio = _expand_to_tokens(_sequence_log_ratio(sampled), sampled).detach()
+    return _clipped_loss(sampled, sequence_log_ratio + (log_ratio - log_ratio.detach()), options)
 
 
 def gmpo_loss(sampled: PolicyLossInput, clip: Clip, options: GMPOOptions) -> TokenLoss:
-    """Geometric-mean policy optimisation (arXiv:2507.20673), [T], the same number on each token of a sequence.
+    """Return the loss of GMPO, geometric-mean policy optimization (arXiv:2507.20673), [T].
 
         g_i    = (prod_t rho'_t)^(1 / |o_i|)
         rho'_t = min(rho_t, e^clip_high) where A > 0, max(rho_t, e^-clip_low) where A < 0
         loss_i = -A_i g_i
 
-    which is the paper's objective, with min[rho A, clip(rho, e^-clip_low, e^clip_high) A] of each token inside of the
-    geometric mean. A is the token's own where tokens of a sequence differ in it, with the sign of each for its clip.
-    Metrics: `actor/pg_clipfrac` 1 where the clip changed a token's ratio, `actor/ppo_kl`.
+    This is the paper's objective, with min[rho A, clip(rho, e^-clip_low, e^clip_high) A] of each token inside the
+    geometric mean. Every action token carries the loss of its sequence; if A differs within a sequence, each token uses
+    its own A, and its sign for the clip. Metrics: `actor/pg_clipfrac` 1 where the clip changed a token's ratio,
+    `actor/ppo_kl`.
     """
     log_ratio, advantage = sampled.log_ratio, sampled.advantage
-    within = log_ratio.clamp(-options.clip_low, options.clip_high)
-    kept = torch.where(advantage > 0, torch.minimum(log_ratio, within), torch.maximum(log_ratio, within))
-    kept = torch.where(sampled.loss_mask & (advantage != 0), kept, torch.zeros_like(kept))
-    mean = _expand_to_tokens(_sequence_means(kept, sampled), sampled).clamp(max=MAX_LOG_RATIO)
+    clipped = log_ratio.clamp(-options.clip_low, options.clip_high)
+    bounded = torch.where(advantage > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
+    bounded = torch.where(sampled.loss_mask & (advantage != 0), bounded, torch.zeros_like(bounded))
+    mean = _expand_to_tokens(_sequence_means(bounded, sampled), sampled).clamp(max=MAX_LOG_RATIO)
     metrics = {
-        "actor/pg_clipfrac": (kept != log_ratio).where(advantage != 0, torch.zeros_like(sampled.loss_mask)).to(mean),
+        "actor/pg_clipfrac": (bounded != log_ratio).where(advantage != 0, torch.zeros_like(sampled.loss_mask)).to(mean),
         "actor/ppo_kl": -log_ratio.detach(),
     }
     return TokenLoss(-advantage * torch.exp(mean), metrics)
@@ -200,20 +204,20 @@ def _clipped_loss(sampled: PolicyLossInput, log_ratio: torch.Tensor, options: GS
     clipped = -advantage * ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
     was_clipped = (clipped > plain).to(plain.dtype)
     metrics = {"actor/pg_clipfrac": was_clipped, "actor/ppo_kl": -sampled.log_ratio.detach()}
-    of_sequences = {"actor/sequence_clipfrac": _sequence_means(was_clipped, sampled)}
-    return TokenLoss(torch.maximum(plain, clipped), metrics, of_sequences)
+    sequence_metrics = {"actor/sequence_clipfrac": _sequence_means(was_clipped, sampled)}
+    return TokenLoss(torch.maximum(plain, clipped), metrics, sequence_metrics)
 
 
 def _sequence_log_ratio(sampled: PolicyLossInput) -> torch.Tensor:
-    """[n] the mean log ratio of a sequence's action tokens, 0 where there is none."""
+    """Return [n] the mean log ratio of each sequence's action tokens; 0 without any."""
     return _sequence_means(sampled.log_ratio, sampled)
 
 
 def _sequence_means(x: torch.Tensor, sampled: PolicyLossInput) -> torch.Tensor:
-    """[T], 0 where nothing is trained on -> [n], the mean over each sequence's action tokens; 0 where there is none."""
+    """[T] -> [n]: mean over each sequence's action tokens; 0 without any. `x` must be 0 outside action tokens."""
     lengths = sampled.cu_seqlens.diff().tolist()
     means = [
-        part.sum() / mask.sum().clamp(min=1)  # a sum each: in one order, on a GPU too
+        part.sum() / mask.sum().clamp(min=1)  # one sum per sequence, so that its order is fixed on GPUs too
         for part, mask in zip(x.split(lengths), sampled.loss_mask.split(lengths), strict=True)
     ]
     return torch.stack(means) if means else x[:0]
@@ -222,29 +226,29 @@ def _sequence_means(x: torch.Tensor, sampled: PolicyLossInput) -> torch.Tensor:
 def _expand_to_tokens(x: torch.Tensor, sampled: PolicyLossInput) -> torch.Tensor:
     """[n] -> [T], 0 where `loss_mask` is False."""
     lengths = sampled.cu_seqlens.diff().tolist()
-    spread = [x[:0], *(one.expand(length) for one, length in zip(x, lengths, strict=True))]
-    return torch.where(sampled.loss_mask, torch.cat(spread), torch.zeros_like(sampled.logprobs))
+    parts = [x[:0], *(value.expand(length) for value, length in zip(x, lengths, strict=True))]
+    return torch.where(sampled.loss_mask, torch.cat(parts), torch.zeros_like(sampled.logprobs))
 
 
 @dataclass(frozen=True)
 class CISPOOptions:
     most: Annotated[float, Range(1, 1e6)] = 5.0
-    """Upper bound of the ratio as a weight, the paper's 1 + epsilon_high, of which it gives no number. Others' defaults
-    are 4 (Tinker) and 6 (NeMo RL)."""
+    """Upper bound of the ratio as a weight: the paper's 1 + epsilon_high, for which it gives no value. Other projects
+    default to 4 (Tinker) and 6 (NeMo RL)."""
     least: NonNegativeFloat = 0.0
-    """Lower bound, 1 - epsilon_low; 0 is none, as in the paper."""
+    """Lower bound, 1 - epsilon_low; 0 disables it, as in the paper."""
 
 
 @dataclass(frozen=True)
 class SAPOOptions:
     tau_positive: Annotated[float, Range(above=0, most=1000)] = 1.0
-    """Temperature of the gate where the advantage is positive."""
+    """Temperature of the gate for positive advantages."""
     tau_negative: Annotated[float, Range(above=0, most=1000)] = 1.05
-    """Where it is negative: the gate closes sooner. Both as in the paper."""
+    """Temperature for negative advantages, where the gate closes sooner. Both defaults are the paper's."""
 
 
 def cispo_loss(sampled: PolicyLossInput, clip: Clip, options: CISPOOptions) -> TokenLoss:
-    """CISPO (MiniMax-M1, arXiv:2506.13585, section 3.1), [T]: REINFORCE with a bounded importance weight.
+    """Return CISPO's loss (MiniMax-M1, arXiv:2506.13585, section 3.1), [T]: REINFORCE with a bounded weight.
 
         loss_t = -sg[clip(rho_t, least, most)] A_t log pi(o_t)
 
@@ -259,20 +263,20 @@ def cispo_loss(sampled: PolicyLossInput, clip: Clip, options: CISPOOptions) -> T
 
 
 def sapo_loss(sampled: PolicyLossInput, clip: Clip, options: SAPOOptions) -> TokenLoss:
-    """Soft adaptive policy optimisation (arXiv:2511.20347), [T]: a sigmoid of the ratio in place of a clip.
+    """Return SAPO's loss (soft adaptive policy optimization, arXiv:2511.20347), [T]: a sigmoid instead of a clip.
 
         loss_t = -A_t f(rho_t),  f(x) = 4 / tau sigmoid(tau (x - 1))
         tau    = tau_positive where A_t > 0, else tau_negative
 
-    so that f'(1) = 1: on policy the gradient is that of the plain ratio, and it fades as the ratio leaves 1, on either
+    f'(1) = 1: on policy the gradient is that of the plain ratio, and it fades as the ratio moves away from 1 on either
     side. Metrics: `actor/sapo_gate` the gradient's weight f'(rho) / f'(1), `actor/ppo_kl`.
     """
     log_ratio, advantage = sampled.log_ratio, sampled.advantage
     ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
     tau = torch.full_like(ratio, options.tau_negative).masked_fill_(advantage > 0, options.tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1.0))
-    open_by = (4.0 * gate * (1.0 - gate)).detach() * sampled.loss_mask
-    metrics = {"actor/sapo_gate": open_by, "actor/ppo_kl": -log_ratio.detach()}
+    openness = (4.0 * gate * (1.0 - gate)).detach() * sampled.loss_mask
+    metrics = {"actor/sapo_gate": openness, "actor/ppo_kl": -log_ratio.detach()}
     return TokenLoss(-advantage * gate * (4.0 / tau), metrics)
 
 
@@ -282,26 +286,26 @@ Part = Annotated[float, Range(above=0, most=1)]
 @dataclass(frozen=True)
 class ClipCovOptions:
     share: Part = 2e-4
-    """Of a mini-batch's action tokens that are left out, drawn at random of those whose covariance is in the range."""
+    """Share of a mini-batch's action tokens to leave out, sampled from those with a covariance in the range."""
     least: NonNegativeFloat = 1.0
-    """The range of covariances; these three are the defaults of the paper's authors, in verl."""
+    """Range of the covariance. These three defaults are those of the paper's authors in verl."""
     most: NonNegativeFloat = 5.0
 
 
 @dataclass(frozen=True)
 class KLCovOptions:
     share: Part = 2e-4
-    """Of a mini-batch's action tokens that are held back: those with the largest covariance. Its
-    authors' recipe for a model of 7B has 2e-3."""
+    """Share of a mini-batch's action tokens to penalize, those with the largest covariance. The authors' recipe for a
+    7B model uses 2e-3."""
     coef: Annotated[float, Range(0, 1000)] = 1.0
-    """Weight of the KL to the policy before the update on these."""
+    """Weight of the KL to the policy before the update on these tokens."""
 
 
 def clip_cov_loss(sampled: PolicyLossInput, clip: Clip, options: ClipCovOptions) -> TokenLoss:
-    """PPO's clipped loss, [T], and 0 without a gradient on the tokens that are marked.
+    """Return the loss of Clip-Cov, [T]: PPO's clipped loss, and 0 without a gradient on marked tokens.
 
-    The paper's (section 4.3) is -A rho without a clip: the recipe `clip_cov` opens those of `loss`. Metrics: those of
-    `ppo_policy_loss`, and `actor/cov_frac` 1 on the marked ones.
+    The paper's loss (section 4.3) is -A rho without a clip: the recipe `clip_cov` opens the clips of `loss`. Metrics:
+    those of `ppo_policy_loss`, and `actor/cov_frac` 1 on marked tokens.
     """
     ppo = ppo_loss(sampled, clip)
     loss = torch.where(sampled.marked_actions, torch.zeros_like(ppo.loss), ppo.loss)
@@ -309,11 +313,11 @@ def clip_cov_loss(sampled: PolicyLossInput, clip: Clip, options: ClipCovOptions)
 
 
 def kl_cov_loss(sampled: PolicyLossInput, clip: Clip, options: KLCovOptions) -> TokenLoss:
-    """-A rho, [T], without a clip, plus coef |log rho| on the tokens that are marked.
+    """Return the loss of KL-Cov, [T]: -A rho without a clip, plus coef |log rho| on marked tokens.
 
-    |log pi - log pi_old| is what the paper's authors take for the KL of a token to the policy before the update; it has
-    no gradient where nothing has changed yet. Metrics: `actor/ppo_kl`, `actor/cov_frac`, and `actor/cov_kl` the KL
-    on the marked tokens, 0 elsewhere.
+    The paper's authors use |log pi - log pi_old| as the KL of a token to the policy before the update; it has no
+    gradient in the first update. Metrics: `actor/ppo_kl`, `actor/cov_frac`, and `actor/cov_kl` the KL on marked
+    tokens, 0 elsewhere.
     """
     log_ratio = sampled.log_ratio
     penalty = torch.where(sampled.marked_actions, log_ratio.abs(), torch.zeros_like(log_ratio))
@@ -327,34 +331,35 @@ def kl_cov_loss(sampled: PolicyLossInput, clip: Clip, options: KLCovOptions) -> 
 
 
 def mark_in_range(mini: TrainBatch, options: ClipCovOptions, seed: int) -> torch.Tensor:
-    """[T] bool of the tokens here: floor(share N) of all N action tokens (one, at least), drawn at random from those
-    with least < Cov < most, or all of these where there are fewer. Collective."""
+    """Return [T] bool: max(1, floor(share N)) of all ranks' N action tokens, sampled from those with
+    least < Cov < most; all of these if there are fewer. Collective."""
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > options.least) & (covariance < options.most)
     return _sample_tokens(mini, eligible, _num_marked(options.share, actions), seed)
 
 
 def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Tensor:
-    """[T] bool of the tokens here: the floor(share N) of all N action tokens (one, at least) with the largest
-    covariance, if it is positive. Of those that equal the last of them, which are many where a policy is sure of most
-    tokens, as many are drawn at random as are wanted. Collective."""
+    """Return [T] bool: the max(1, floor(share N)) of all ranks' N action tokens with the largest positive covariance.
+
+    Ties at the threshold, of which a confident policy has many, are broken at random. Collective.
+    """
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > 0)
-    found, wanted = int(mini.all_reduce(eligible.sum())), _num_marked(options.share, actions)
-    if found <= wanted:
+    num_eligible, wanted = int(mini.all_reduce(eligible.sum())), _num_marked(options.share, actions)
+    if num_eligible <= wanted:
         return eligible
-    (last,) = kth_values(covariance[eligible], (found - wanted + 1,), mini.all_reduce)
-    above, equal = eligible & (covariance > last), eligible & (covariance == last)
+    (threshold,) = kth_values(covariance[eligible], (num_eligible - wanted + 1,), mini.all_reduce)
+    above, equal = eligible & (covariance > threshold), eligible & (covariance == threshold)
     return above | _sample_tokens(mini, equal, wanted - int(mini.all_reduce(above.sum())), seed)
 
 
 def _sample_tokens(mini: TrainBatch, eligible: torch.Tensor, wanted: int, seed: int) -> torch.Tensor:
-    """So many of all eligible tokens, [T] bool of the tokens here; all where there are no more."""
+    """Sample `wanted` of all ranks' eligible tokens; [T] bool of the local ones. All if there are no more."""
     if int(mini.all_reduce(eligible.sum())) <= wanted:
         return eligible
-    order = _random_keys(mini, seed)
-    (last,) = kth_values(order[eligible], (wanted,), mini.all_reduce)
-    return eligible & (order <= last)
+    keys = _random_keys(mini, seed)
+    (threshold,) = kth_values(keys[eligible], (wanted,), mini.all_reduce)
+    return eligible & (keys <= threshold)
 
 
 def _num_marked(share: float, actions: int) -> int:
@@ -362,25 +367,25 @@ def _num_marked(share: float, actions: int) -> int:
 
 
 def _covariance(mini: TrainBatch) -> tuple[torch.Tensor, int]:
-    """[T] fp32 of the tokens here, 0 outside of actions; and how many action tokens there are in all."""
+    """Return [T] fp32 covariances of the local tokens, 0 outside action tokens, and the action tokens of all ranks."""
     assert mini.old_logprobs is not None and mini.advantages is not None
     mask = mini.loss_mask
     logprobs, advantages = (torch.where(mask, x.double(), 0.0) for x in (mini.old_logprobs, mini.advantages))
     sums = mini.all_reduce(torch.stack([mask.sum().double(), logprobs.sum(), advantages.sum()]))
-    _, of_logprobs, of_advantages = sums / sums[0].clamp(min=1)
-    product = (logprobs - of_logprobs) * (advantages - of_advantages)
+    _, mean_logprob, mean_advantage = sums / sums[0].clamp(min=1)
+    product = (logprobs - mean_logprob) * (advantages - mean_advantage)
     return torch.where(mask, product, 0.0).float(), int(sums[0])
 
 
 def _random_keys(mini: TrainBatch, seed: int) -> torch.Tensor:
-    """[T] fp32 numbers that are not negative, of each token its own, by its sequence's number in the mini-batch, its
-    place in it, and the seed: a hash, whose bits are read as a number."""
+    """Return [T] non-negative fp32 sort keys: a hash of the token's sequence in the mini-batch, its position and the
+    seed, with the bits reinterpreted as a float."""
     bits = _hash_bits(_hash_bits(mini.sequence_ids + _hash_bits(torch.tensor(seed))) + mini.positions)
     return (bits % 0x7F800000).int().view(torch.float32)  # below infinity
 
 
 def _hash_bits(x: torch.Tensor) -> torch.Tensor:
-    """A hash of the lowest 32 bits of whole numbers, int64: each bit of the result depends on each of them."""
+    """Hash the lowest 32 bits of int64 values; each bit of the result depends on all of them."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # Wellons, nullprogram.com/blog/2018/07/31
         x = ((x ^ ((x & 0xFFFFFFFF) >> shift)) * factor) & 0xFFFFFFFF
     return x ^ (x >> 16)
@@ -388,20 +393,20 @@ def _hash_bits(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of a loss that has none."""
+    """Options of a loss without options."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One of a fork is such a value, or a function like `loss` alone, by `module:name`."""
+    """A policy loss. A fork names such a value, or only a function like `loss`, as `module:name`."""
 
     loss: Callable[[PolicyLossInput, Clip, Any], TokenLoss]
-    """Of `loss.clip`, `clip_high` and `dual_clip` and an `options` -> a number per token."""
+    """(input, clips of the `loss` section, options) -> loss per token."""
     options: type = NoOptions
-    """A frozen dataclass of what `loss.options` may have, with defaults and ranges."""
+    """Frozen dataclass of the keys of `loss.options`, with defaults and ranges."""
     mark: Callable[[TrainBatch, Any, int], torch.Tensor] | None = None
-    """Of a whole mini-batch before it is cut, an `options` and a seed -> [T] bool of the tokens here, which the loss is
-    given as `marked`; collective."""
+    """(global mini-batch before the split, options, seed) -> [T] bool of the local tokens, passed to the loss as
+    `marked`. Collective."""
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

@@ -1,7 +1,7 @@
-"""Figures of tokens of which each rank holds a share, and what such functions need to go through [T] in little memory.
+"""Statistics over the tokens of all ranks, and helpers to process [T] columns in little memory.
 
-Each rank gives the tokens that it holds and gets the figure of all ranks' tokens, the same bits everywhere: only a few
-numbers or a histogram go through `total`. Where one rank holds everything, `alone` is the total.
+Each rank passes its own tokens and gets the statistic over all ranks' tokens, bitwise equal everywhere. Only a few
+numbers or a histogram go through `total`, an all-reduce; on a single rank it is `local_all_reduce`.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import torch
 from megarl.types import AllReduce, local_all_reduce
 
 BLOCK = 1 << 16
-"""Tokens that are looked at together where a whole [T] column of intermediate results would be in the way."""
+"""Tokens processed at a time, to avoid [T] intermediates."""
 
 DIGITS = ((20, 11), (10, 10), (0, 10))
-"""How `kth_values` reads the 31 bits below the sign: digits as (lowest bit, bits), the most significant first."""
+"""Radix digits of the 31 bits below the sign in `kth_values`: (lowest bit, number of bits), most significant first."""
 
 
 @dataclass(frozen=True)
 class DiffStats:
-    """How far two numbers per token are apart, over all action tokens."""
+    """Absolute difference of two columns over all action tokens."""
 
     largest: float
     p95: float
-    """The value that 95 % of the tokens (rounded up) do not exceed, one of theirs."""
+    """Smallest observed value that 95 % of the tokens (rounded up) do not exceed."""
     mean: float
 
 
 def count_action_tokens(mask: torch.Tensor, total: AllReduce = local_all_reduce) -> int:
-    """How many tokens of all are action tokens; `mask` [T] bool are those of this share."""
+    """Count the action tokens of all ranks; `mask` [T] bool is this rank's share."""
     return int(total(torch.count_nonzero(mask)))
 
 
 def token_mean(x: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_reduce) -> float:
-    """The mean over the action tokens of all of `x` [T], which is 0 where `mask` [T] is False; 0 where there is none.
+    """Return the mean of `x` [T] over all ranks' action tokens; 0 without any.
 
-    Computed in the dtype of `x`, one rounding per share.
+    `x` must be 0 where `mask` [T] is False. Computed in the dtype of `x`, with one rounding per rank.
     """
     return _reduce_mean(x.sum(), int(torch.count_nonzero(mask)), total)
 
@@ -46,21 +46,21 @@ def token_mean(x: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all
 def diff_stats(
     one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_reduce
 ) -> DiffStats | None:
-    """|one - other| over the action tokens of all; None where there is no action token. All [T], the numbers fp32."""
-    apart = masked_select(one, mask).sub_(masked_select(other, mask)).abs_()
-    whole, count = _reduce_sum_and_count(apart.sum(), len(apart), total)
+    """Return statistics of |one - other| over all ranks' action tokens; None without any. All [T]; values fp32."""
+    difference = masked_select(one, mask).sub_(masked_select(other, mask)).abs_()
+    difference_sum, count = _reduce_sum_and_count(difference.sum(), len(difference), total)
     if not count:
         return None
-    p95, largest = kth_values(apart, (-(-count * 95 // 100), count), total)
-    return DiffStats(largest, p95, float(whole / count))
+    p95, largest = kth_values(difference, (-(-count * 95 // 100), count), total)
+    return DiffStats(largest, p95, float(difference_sum / count))
 
 
 def kth_values(x: torch.Tensor, ks: tuple[int, ...], total: AllReduce = local_all_reduce) -> list[float]:
-    """The k-th smallest of all values for each of `ks`, counted from 1 as `torch.kthvalue` does, exactly.
+    """Return the exact k-th smallest value over all ranks for each of `ks`, counted from 1 as in `torch.kthvalue`.
 
-    `x` [n] fp32, none of them negative, is this share of them. The bits of such numbers are ordered as the numbers are:
-    one histogram per digit says where the k-th one's digit lies, and then only those that share it are looked at.
-    Three histograms of at most 2,048 numbers per k go through `total`, and no value does.
+    `x` [n] is this rank's share, fp32 and non-negative. The bit patterns of such numbers sort like the numbers: one
+    histogram per digit locates the digit of the k-th value, and the next digit considers only values that share it.
+    Three histograms of at most 2,048 entries per k go through `total`, but no values.
     """
     return batched_kth_values([x], [ks], total)[0]
 
@@ -68,56 +68,58 @@ def kth_values(x: torch.Tensor, ks: tuple[int, ...], total: AllReduce = local_al
 def batched_kth_values(
     several: Sequence[torch.Tensor], ks: Sequence[tuple[int, ...]], total: AllReduce = local_all_reduce
 ) -> list[list[float]]:
-    """`kth_values` of each of several, with their own `ks`, of which there is at least one, in the same exchanges."""
+    """`kth_values` of several tensors, each with its own `ks` (at least one in all), in the same collectives."""
     for x in several:
         if x.dtype != torch.float32:
             raise TypeError(f"kth_values reads the bits of fp32, not of {x.dtype}")
-    asked = [(which, k) for which, own in enumerate(ks) for k in own]
-    found = [0] * len(asked)  # the bits that are known, the others 0
-    left = [k for _, k in asked]  # which one it is among those that share these bits
-    # (which, known bits) -> the own ones of it that share these bits
-    shares = {(which, 0): x.view(torch.int32) for which, x in enumerate(several) if ks[which]}
+    queries = [(index, k) for index, tensor_ks in enumerate(ks) for k in tensor_ks]
+    result_bits = [0] * len(queries)  # known high bits of each result, the others 0
+    remaining_ks = [k for _, k in queries]  # rank of the result among the values that share its known bits
+    # (tensor index, known bits) -> local values that share these bits
+    shares = {(index, 0): x.view(torch.int32) for index, x in enumerate(several) if ks[index]}
     for shift, width in DIGITS:
         counts = total(torch.stack([_histogram(share, shift, width) for share in shares.values()]))
-        of_known = dict(zip(shares, counts, strict=True))
-        sharing: dict[tuple[int, int], torch.Tensor] = {}
-        for i, (which, _) in enumerate(asked):
-            known = (which, found[i])
-            reached = of_known[known].cumsum(0)
-            digit = int(torch.searchsorted(reached, left[i]))
-            left[i] -= int(reached[digit] - of_known[known][digit])
-            found[i] |= digit << shift
-            if (which, found[i]) not in sharing:
-                parts = shares[known].split(BLOCK)
-                sharing[which, found[i]] = torch.cat([part[part >> shift == found[i] >> shift] for part in parts])
-        shares = sharing
-    values = iter(torch.tensor(found, dtype=torch.int32).view(torch.float32).tolist())
-    return [[next(values) for _ in own] for own in ks]
+        histograms = dict(zip(shares, counts, strict=True))
+        next_shares: dict[tuple[int, int], torch.Tensor] = {}
+        for i, (index, _) in enumerate(queries):
+            prefix = (index, result_bits[i])
+            cumulative = histograms[prefix].cumsum(0)
+            digit = int(torch.searchsorted(cumulative, remaining_ks[i]))
+            remaining_ks[i] -= int(cumulative[digit] - histograms[prefix][digit])
+            result_bits[i] |= digit << shift
+            if (index, result_bits[i]) not in next_shares:
+                parts = shares[prefix].split(BLOCK)
+                next_shares[index, result_bits[i]] = torch.cat(
+                    [part[part >> shift == result_bits[i] >> shift] for part in parts]
+                )
+        shares = next_shares
+    values = iter(torch.tensor(result_bits, dtype=torch.int32).view(torch.float32).tolist())
+    return [[next(values) for _ in tensor_ks] for tensor_ks in ks]
 
 
 def masked_select(x: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`x[mask]` in a dtype, without the [T] of indices that picking all at once makes."""
+    """Return `x[mask]` in the given dtype without allocating [T] indices."""
     result = x.new_empty(int(torch.count_nonzero(mask)), dtype=dtype or x.dtype)
     start = 0
-    for part, chosen in iter_blocks(x, mask):
-        values = part.index_select(0, chosen.nonzero().squeeze(1))
+    for part, part_mask in iter_blocks(x, mask):
+        values = part.index_select(0, part_mask.nonzero().squeeze(1))
         result[start : start + len(values)] = values
         start += len(values)
     return result
 
 
 def iter_blocks(*columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of [T] columns, `BLOCK` tokens at a time."""
+    """Iterate over views of [T] columns, `BLOCK` tokens at a time."""
     return zip(*(column.split(BLOCK) for column in columns), strict=True)
 
 
 def _reduce_mean(own_sum: torch.Tensor, own_count: int, total: AllReduce) -> float:
-    whole, count = _reduce_sum_and_count(own_sum, own_count, total)
-    return float(whole / max(1, count))
+    sum_, count = _reduce_sum_and_count(own_sum, own_count, total)
+    return float(sum_ / max(1, count))
 
 
 def _reduce_sum_and_count(own_sum: torch.Tensor, own_count: int, total: AllReduce) -> tuple[torch.Tensor, int]:
-    """Sums in fp32 as those of one rank are, added up in fp64 with the counts, which fp32 would round."""
+    """All-reduce a sum and a count together, in fp64 because fp32 would round the count."""
     both = total(torch.stack([own_sum.double(), own_sum.new_tensor(own_count, dtype=torch.float64)]))
     return both[0].to(own_sum.dtype), int(both[1])
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 ItemKind = Literal["prompts", "conversations", "pairs", "rows"]
 """What the loader yields: prompts, finished conversations, preference pairs, or rows whose format only the algorithm
-knows and which are not checked before its `items` reads them."""
+knows and which are not checked before its `load_items` reads them."""
 
 ITEM_KINDS: tuple[ItemKind, ...] = get_args(ItemKind)
 
