@@ -166,7 +166,7 @@ async def agent(row: dict[str, Any], base_url: str, api_key: str) -> Any:
 
 
 class Choosy:
-    def index_select(
+    def pick(
         self,
         one: Literal["a", "b"],
         many: list[int],

@@ -36,14 +36,14 @@ class Run(Evaluating):
         placed = {"placement": {"actor": 0, "rollout": 1}, "parallel": {"world_size": 2}} if beside else {}
         settings = {"run": {"eval_every": every}, "rollout": {"asynchronous": beside}}
         self.config = from_dict(settings | placed)
-        self.zero_uniform: list[str] = []
+        self.told: list[str] = []
         self.step, self.steps, self.eval_items = 0, steps, ["prompt"]
         told: Any = SimpleNamespace(
-            metrics=lambda step, metrics: self.zero_uniform.append(
+            metrics=lambda step, metrics: self.told.append(
                 f"logged {step} by {metrics['eval/weight_version']:.0f}"
             ),
-            alarm=self.zero_uniform.append,
-            say=self.zero_uniform.append,
+            alarm=self.told.append,
+            say=self.told.append,
             lap=lambda: None,
         )
         self.log = self.clock = told
@@ -54,7 +54,7 @@ class Run(Evaluating):
         )
 
     def begun(self, looks: int, error: str) -> Under:
-        self.zero_uniform.append(f"begun {self.step}")
+        self.told.append(f"begun {self.step}")
         return Under(self.step, looks, error)
 
     def _begin_step(self) -> None:
@@ -65,7 +65,7 @@ class Run(Evaluating):
             if self._eval_due(first=0):
                 self._evaluate()
             self.step += 1
-            self.zero_uniform.append(f"step {self.step}")
+            self.told.append(f"step {self.step}")
             self._poll_evaluation(wait=False)
         last = self._evaluate()
         return last | self._poll_evaluation(wait=True)
@@ -74,7 +74,7 @@ class Run(Evaluating):
 def test_steps_go_on_meanwhile_and_figures_are_of_the_step_after_which_it_began() -> None:
     run = Run(looks=1, steps=4, every=3)
     assert run.loop() == {"eval/weight_version": 4.0}  # the last one is waited for
-    assert run.zero_uniform == [
+    assert run.told == [
         *("begun 0", "step 1", "step 2", "logged 0 by 0", "step 3"),
         *("begun 3", "step 4", "logged 3 by 3", "begun 4", "logged 4 by 4"),
     ]
@@ -83,7 +83,7 @@ def test_steps_go_on_meanwhile_and_figures_are_of_the_step_after_which_it_began(
 def test_the_next_one_waits_for_the_one_under_way() -> None:
     run = Run(looks=99, steps=2, every=1)
     run.loop()
-    assert run.zero_uniform == [
+    assert run.told == [
         *("begun 0", "step 1", "logged 0 by 0", "begun 1", "step 2", "logged 1 by 1", "begun 2", "logged 2 by 2")
     ]
 
@@ -92,18 +92,18 @@ def test_a_failure_is_said_and_the_run_goes_on() -> None:
     run = Run(looks=0, steps=2, every=2, error="an engine was lost")
     assert run.loop() == {}
     said = [f"the evaluation after step {step} has failed: an engine was lost" for step in (0, 2)]
-    assert run.zero_uniform == ["begun 0", "step 1", said[0], "step 2", "begun 2", said[1]]
+    assert run.told == ["begun 0", "step 1", said[0], "step 2", "begun 2", said[1]]
 
 
 def test_without_ranks_of_its_own_it_is_between_steps() -> None:
     run = Run(looks=0, steps=2, every=1, beside=False)
     run.loop()
-    assert run.zero_uniform == ["logged 0 by 0", "step 1", "logged 1 by 1", "step 2", "logged 2 by 2"]
+    assert run.told == ["logged 0 by 0", "step 1", "logged 1 by 1", "step 2", "logged 2 by 2"]
 
 
 def test_a_run_that_stops_does_not_wait() -> None:
     run = Run(looks=9, steps=1, every=1)
     run._evaluate()
     run._drop_evaluation()
-    assert run.zero_uniform[-1] == "the evaluation after step 0 is not over, and is left out"
+    assert run.told[-1] == "the evaluation after step 0 is not over, and is left out"
     assert run._poll_evaluation(wait=True) == {}

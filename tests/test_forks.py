@@ -147,7 +147,7 @@ def test_a_teacher_is_a_role_and_a_folder(lab: Path) -> None:
     ("name", "complaint"),
     [
         ("Lonely", "nobody plays the role judge of algorithm=lab.mine:Lonely: name its worker in the controller's"),
-        ("Eager", "flow.judge is not there yet: the workers start after `items`, which reads the data"),
+        ("Eager", "flow.judge is not there yet: the workers start after `load_items`, which reads the data"),
         ("Asking", "flow.teacher is not there: `roles()` of lab.mine:Asking lists actor, judge; add it to them"),
     ],
 )

@@ -83,7 +83,7 @@ class Wires:
         )
         return number
 
-    def on_namespace_started(self, number: int, work: Any, kind: str, host: bool, tensors: list[torch.Tensor]) -> None:
+    def started(self, number: int, work: Any, kind: str, host: bool, tensors: list[torch.Tensor]) -> None:
         if work is None:
             self.waited(number)
             return
@@ -193,7 +193,7 @@ def _collective(wires: Wires, call: Callable[..., Any], kind: str) -> Callable[.
         tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
         number = wires.post(self, kind, tensors if kind in SAME_SIZE else [])
         made = call(self, *args, **named)
-        wires.on_namespace_started(number, made, kind, self.group_name in wires.hosts, tensors)
+        wires.started(number, made, kind, self.group_name in wires.hosts, tensors)
         return made
 
     return wrapped
@@ -204,7 +204,7 @@ def _exchange(wires: Wires, call: Callable[..., Any], kind: str) -> Callable[...
     def wrapped(self: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         number = wires.post(self, kind, tensors, peer)
         made = call(self, tensors, peer, tag)
-        wires.on_namespace_started(number, made, kind, self.group_name in wires.hosts, tensors)
+        wires.started(number, made, kind, self.group_name in wires.hosts, tensors)
         return made
 
     return wrapped

@@ -62,7 +62,7 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
     sys.path.insert(0, str(folder))  # for modules that a case writes there
     case.prepare(folder)
     before = contents(folder), sorted(os.listdir(ROOT))
-    given = [text.replace("FOLDER", str(folder)) for text in (*case.command, *case.argument)]
+    given = [text.replace("FOLDER", str(folder)) for text in (*case.command, *case.given)]
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update({name: text.replace("FOLDER", str(folder)) for name, text in case.environment.items()})

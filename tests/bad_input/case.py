@@ -25,7 +25,7 @@ class Case:
     name: str
     says: tuple[str, ...]
     """Parts of the one line: what is wrong, by its name, and the remedy."""
-    argument: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
     """Overrides of the configuration."""
     prepare: Callable[[Path], None] = nothing
     """Spoils the copy."""

@@ -121,7 +121,7 @@ CASES = [
     *CHOICES,
     *NAMES,
     *WEIGHTS,
-    *[Case(f"{case.name} on a CPU", case.says, case.argument) for case in HERE],
+    *[Case(f"{case.name} on a CPU", case.says, case.given) for case in HERE],
     Case("pages that do not fit a chunk", ("chunked_prefill_size=100", "page_size=16"), (
         "rollout.sglang={chunked_prefill_size: 100, page_size: 16}",
     )),

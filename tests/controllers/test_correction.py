@@ -41,7 +41,7 @@ class AgedFlow(TableFlow):
 
     def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1, behind: int = 2) -> None:
         super().__init__(config, everyone, world)
-        self.post_setup = behind
+        self.behind = behind
         self.tables = [self.policy.table.detach().clone()]
         self.forwards = 0
         forward = self.policy.forward
@@ -50,7 +50,7 @@ class AgedFlow(TableFlow):
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         self.calls.append("generate")
         now = len(self.tables) - 1
-        versions = [max(0, now - self.post_setup - 1), max(0, now - self.post_setup)]
+        versions = [max(0, now - self.behind - 1), max(0, now - self.behind)]
         here = []
         for group in range(self.comm.rank, len(items), self.world):
             draw = random.Random(f"{len(self.calls)}/{group}")
@@ -132,7 +132,7 @@ def test_off_is_what_it_is_without() -> None:
     """No weights, the ratio to who drew each token, and a loss with the bits of one that knows no weights."""
     config = config_of({})
     flow, _, batch = aged_batch(config)
-    policy = compute_old_logprobs(flow, batch)
+    policy = compute_old_logprobs(flow, batch).wait()
     found, _ = apply_correction(flow, batch, policy, 0)
     assert batch.staleness is not None and bool((batch.staleness[batch.loss_mask] > 0).all())
     assert found.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
@@ -152,7 +152,7 @@ def test_off_is_what_it_is_without() -> None:
 def test_a_weight_is_of_the_surrogate_and_no_token_leaves_the_mean(kind: str) -> None:
     config = config_of({"kind": kind, "low": 0.9, "high": 1.1}, num_update=1, epochs=1)
     flow, rollouts, batch = aged_batch(config)
-    policy = compute_old_logprobs(flow, batch)
+    policy = compute_old_logprobs(flow, batch).wait()
     batch, metrics = apply_correction(flow, batch, policy, 0)
     assert batch.importance is not None and batch.old_logprobs is policy.logprobs
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(float(batch.importance[batch.loss_mask].mean()))
@@ -173,7 +173,7 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
             {"correction": {"kind": "tis"}, "kl": {"place": "loss", "estimator": estimator}, "algorithm": "grpo"}
         )
         flow, _, batch = aged_batch(config)
-        policy = compute_old_logprobs(flow, batch)
+        policy = compute_old_logprobs(flow, batch).wait()
         batch = apply_correction(flow, batch, policy, 0)[0].with_(advantages=torch.zeros(len(batch.tokens)))
         batch = batch.with_(ref_logprobs=batch.rollout_logprobs - 0.1)
         assert batch.importance is not None and policy.logprobs is not None
@@ -187,7 +187,7 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
 def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[str, Any]) -> None:
     config = config_of(correction, num_update=1, epochs=1)
     flow, rollouts, batch = aged_batch(config)
-    batch, _ = apply_correction(flow, batch, compute_old_logprobs(flow, batch), 0)
+    batch, _ = apply_correction(flow, batch, compute_old_logprobs(flow, batch).wait(), 0)
     batch = batch.with_(advantages=torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(1)))
     (mini,) = split_mini_batches(apply_loss_masks(batch, rollouts, config), config, 0)
 
@@ -210,7 +210,7 @@ def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[s
 def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:
     config = config_of({"kind": "reject", "level": "token", "low": 0.5, "high": 1.5}, num_update=1, epochs=1)
     flow, rollouts, batch = aged_batch(config)
-    policy = compute_old_logprobs(flow, batch)
+    policy = compute_old_logprobs(flow, batch).wait()
     batch, metrics = apply_correction(flow, batch, policy, 0)
     assert batch.importance is not None
     kept = batch.importance.reshape(-1, 3)[:, 1:]

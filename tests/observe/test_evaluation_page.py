@@ -24,7 +24,7 @@ def test_options_and_keys_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     helps = ""
     for program in (evaluation, chat):
         with pytest.raises(SystemExit):
-            program.parse_tool_calls(["--help"])
+            program.parse_arguments(["--help"])
         helps += capsys.readouterr().out
     assert set(re.findall(r"(?<![\w-])--[a-z]+", PAGE)) - {"--worst", "--help"} <= set(re.findall(r"--[a-z]+", helps))
     keys = {name for name, _ in describe_keys()}

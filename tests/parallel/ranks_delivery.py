@@ -64,7 +64,7 @@ class Case:
             ]
             for name, (dtype, tail) in self.kinds.items()
         }
-        self.argument = by_name if "routing" in self.kinds or chance.random() < 0.3 else self.lengths
+        self.given = by_name if "routing" in self.kinds or chance.random() < 0.3 else self.lengths
         self.columns, own_chance = {}, random.Random(chance.randrange(1 << 30) + rank)
         for name, rows in self.rows.items():
             dtype, tail = self.kinds[name]
@@ -76,7 +76,7 @@ class Case:
                 self.columns[name] = column
 
     def deliver(self, post: RowExchange) -> Delivery:
-        return post.deliver(self.columns, self.kinds, self.argument, self.homes, self.wants, self.parts)
+        return post.deliver(self.columns, self.kinds, self.given, self.homes, self.wants, self.parts)
 
     def wrong(self, delivery: Delivery, rank: int) -> list[str]:
         found = []

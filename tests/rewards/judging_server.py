@@ -81,7 +81,7 @@ class Judging:
         self.url = f"{self.address}/score"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.num_interrupted = f"http://127.0.0.1:{probe.getsockname()[1]}/score"  # where nobody is
+            self.gone = f"http://127.0.0.1:{probe.getsockname()[1]}/score"  # where nobody is
 
     def batches(self) -> list[list[dict[str, Any]]]:
         return [body["conversations"] for _, _, body in self.requests if body and "conversations" in body]

@@ -144,7 +144,7 @@ def test_no_redirect_is_followed(server: Judging) -> None:
 
 def test_no_proxy_is_used(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, server.num_interrupted)
+        monkeypatch.setenv(name, server.gone)
     assert asker(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
 
 

@@ -84,7 +84,7 @@ def test_what_may_pass_is_tried_again(server: Judging) -> None:
 
 
 def test_another_address_answers_for_one_that_is_lost(server: Judging) -> None:
-    found = service(server, url=[server.num_interrupted, server.url], batch=1).score(ROLLOUTS)
+    found = service(server, url=[server.gone, server.url], batch=1).score(ROLLOUTS)
     assert len(found) == 7 and len(server.requests) == 7
 
 
@@ -157,9 +157,9 @@ def test_a_look_takes_any_answer(server: Judging) -> None:
     service(server).check_reachable()
     assert server.requests == [("GET", "/score", None)]
     with pytest.raises(
-        ConfigError, match=rf"the reward service {server.num_interrupted}: Client.* \(2 tries\); see that it runs"
+        ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); see that it runs"
     ):
-        service(server, url=[server.url, server.num_interrupted], tries=2).check_reachable()
+        service(server, url=[server.url, server.gone], tries=2).check_reachable()
 
 
 def test_how_long_it_may_take() -> None:

@@ -30,7 +30,7 @@ class Obedient(Engine):
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.requests, self.fail = model, 0, ""
         self.draft = torch.nn.Linear(2, 3, bias=False)
-        self.argument: set[str] = set()
+        self.given: set[str] = set()
         self.index, self.config = 0, SimpleNamespace(rollout=SimpleNamespace(hang_timeout=0.5))  # type: ignore[assignment]
 
     def call_loader(self, payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
@@ -38,8 +38,8 @@ class Obedient(Engine):
         if self.fail:
             raise EngineError(self.fail)
         for payload in payloads:
-            assert payload not in self.argument, "what CUDA shares may be opened once"
-            self.argument.add(payload)
+            assert payload not in self.given, "what CUDA shares may be opened once"
+            self.given.add(payload)
             weight_loader.load(self.draft if draft else self.model, pickle.loads(base64.b64decode(payload)))
 
     def _describe_log_tail(self) -> str:
@@ -80,7 +80,7 @@ class LateDevice:
     def __init__(self) -> None:
         self.queued: dict[int, list[Callable[[], Any]]] = defaultdict(list)
 
-    def run_later(self, work: Callable[..., Any]) -> Callable[..., None]:
+    def later(self, work: Callable[..., Any]) -> Callable[..., None]:
         return lambda *args: self.queued[threading.get_ident()].append(lambda: work(*args))
 
     def finish(self, tensor: torch.Tensor, whole: bool = False) -> None:
@@ -94,12 +94,12 @@ def test_the_other_process_looks_when_the_device_is_done(monkeypatch: pytest.Mon
     filled anew."""
     late = LateDevice()
     monkeypatch.setattr(device, "synchronize", late.finish)
-    monkeypatch.setattr(weight_loader, "unpack", late.run_later(weight_loader.unpack))
+    monkeypatch.setattr(weight_loader, "unpack", late.later(weight_loader.unpack))
     hand_over, engine = hand_off()
     buckets = [bucket(0, 0), bucket(0, 0)]
     hand_over.open(buckets)
     for row in range(3):
-        late.run_later(buckets[row % 2].copy_)(bucket(row, row + 0.5))
+        late.later(buckets[row % 2].copy_)(bucket(row, row + 0.5))
         hand_over(buckets[row % 2], order(0, row))
         hand_over.wait_pending()
         assert engine.model.weight[row].tolist() == [row, row + 0.5]

@@ -225,7 +225,7 @@ def kimi_k2(seed: int = 0) -> PreTrainedModel:
     }
     routing = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.827}
     model = deepseek_v3(seed, rope=False, rope_parameters=yarn, **routing)
-    model.config.local_selection = "kimi_k2"
+    model.config.published = "kimi_k2"
     return model
 
 

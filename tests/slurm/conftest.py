@@ -58,7 +58,7 @@ class Cluster:
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
         done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{self.log_folder()}"
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{self.logs()}"
         return done.stdout
 
     def submit(self, *arguments: str, cwd: Path) -> str:
@@ -84,9 +84,9 @@ class Cluster:
         facts = self.fields(job)
         output = Path(facts["StdOut"])
         text = output.read_text()[-6000:] if output.is_file() else "no output"
-        pytest.fail(f"job {job} is {facts['JobState']} ({facts['Reason']}), not {states}:\n{text}{self.log_folder()}")
+        pytest.fail(f"job {job} is {facts['JobState']} ({facts['Reason']}), not {states}:\n{text}{self.logs()}")
 
-    def log_folder(self) -> str:
+    def logs(self) -> str:
         return "".join(f"\n--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(self.folder.glob("*.log")))
 
 
@@ -152,7 +152,7 @@ def _until(condition: object, cluster: Cluster, timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"the local Slurm is not ready after {timeout:g} s{cluster.log_folder()}")
+            pytest.fail(f"the local Slurm is not ready after {timeout:g} s{cluster.logs()}")
         time.sleep(0.2)
 
 

@@ -59,7 +59,7 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
     spec.loader.exec_module(module)
 
     def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
-        code = module.main_role([*arguments, "--json"])
+        code = module.main([*arguments, "--json"])
         out, err = capsys.readouterr()
         return code, json.loads(out) if out else {}, err
 

@@ -40,7 +40,7 @@ def main() -> Callable[[list[str]], int]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main_role  # type: ignore[no-any-return]
+    return module.main  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_report_says_before_after_time_and_files(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool("report").main_role([str(run_dir)]) == 0
+    assert tool("report").main([str(run_dir)]) == 0
     shown = capsys.readouterr().out
     for text in ("grpo", "0.000 -> 0.969", "0.250 -> 0.900", "0.300 -> 0.800", "1.0", str(run_dir / "metrics.jsonl")):
         assert text in shown, text
@@ -64,9 +64,9 @@ def test_a_picture_of_several_runs_takes_no_other_ones_place(
 ) -> None:
     report = tool("report")
     first, second, third = (shutil.copytree(run_dir, tmp_path / name) for name in ("a", "b", "c"))
-    assert report.main_role([str(first)]) == 0
+    assert report.main([str(first)]) == 0
     before = (first / "report.png").read_bytes()
-    assert report.main_role([str(first), str(second)]) == report.main_role([str(first), str(second), str(third)]) == 0
+    assert report.main([str(first), str(second)]) == report.main([str(first), str(second), str(third)]) == 0
     assert (first / "report.png").read_bytes() == before
     pictures = sorted(file.name for file in first.glob("*.png"))
     assert pictures == ["report.png", "report_b.png", "report_b_c.png"]
@@ -82,7 +82,7 @@ def test_first_and_last_steps_do_not_overlap(tmp_path: Path, capsys: pytest.Capt
             for step, one in enumerate(rewards, 1)
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert tool("report").main_role([str(run)]) == 0
+        assert tool("report").main([str(run)]) == 0
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "first and last" in line]
         assert line.split("steps")[1].strip() == shown
 
@@ -107,7 +107,7 @@ def test_runs_without_evaluation_and_a_plot_elsewhere(run_dir: Path, tmp_path: P
 @pytest.mark.parametrize("name", ["gone", "empty"])
 def test_what_is_no_run_is_one_clear_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    assert tool("report").main_role([str(tmp_path / name)]) == 2
+    assert tool("report").main([str(tmp_path / name)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and name in error and error.count("\n") == 1
 
@@ -131,7 +131,7 @@ def with_rollouts(tmp_path: Path) -> Path:
 
 
 def test_rollouts_in_the_terminal(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool("view_rollouts").main_role([str(with_rollouts), "--best", "--show", "1"]) == 0
+    assert tool("view_rollouts").main([str(with_rollouts), "--best", "--show", "1"]) == 0
     shown = capsys.readouterr().out
     assert "step 4: 1 of 2 rollouts" in shown and "prompt p1" in shown and "prompt p0" not in shown
     for text in ("reward 1", "advantage +0.125", "turn 0: given, masked, 2 tokens", "weights 7, mean log-prob -0.250"):
@@ -142,14 +142,14 @@ def test_rollouts_in_the_terminal(with_rollouts: Path, capsys: pytest.CaptureFix
 def test_branches_say_which_episode_they_are_of(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = Rollout(Prompt("p", ()), (Turn((1,)), Turn((3,), (0.0,), True, 0)), group=2, episode=7)
     write_part(part_file(with_rollouts, 5, 0), 5, 2, [0, 1], [one, dataclasses.replace(one, episode=-1)])
-    assert tool("view_rollouts").main_role([str(with_rollouts)]) == 0
+    assert tool("view_rollouts").main([str(with_rollouts)]) == 0
     shown = capsys.readouterr().out
     assert "prompt p  group 2  episode 7  reward 0" in shown and "prompt p  group 2  reward 0" in shown
 
 
 def test_rollouts_as_a_page_escape_everything(with_rollouts: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    assert tool("view_rollouts").main_role([str(with_rollouts), "--step", "3", "--html", str(page)]) == 0
+    assert tool("view_rollouts").main([str(with_rollouts), "--step", "3", "--html", str(page)]) == 0
     text = page.read_text()
     assert "<script>" not in text and "<b>" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "truth &lt;b&gt;42&lt;/b&gt;" in text
@@ -158,9 +158,9 @@ def test_rollouts_as_a_page_escape_everything(with_rollouts: Path, tmp_path: Pat
 
 def test_a_step_under_way_is_not_the_last_one(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part_file(with_rollouts, 4, 1).unlink()
-    assert tool("view_rollouts").main_role([str(with_rollouts)]) == 0
+    assert tool("view_rollouts").main([str(with_rollouts)]) == 0
     assert "step 3: 2 of 2 rollouts" in capsys.readouterr().out
-    assert tool("view_rollouts").main_role([str(with_rollouts), "--step", "4"]) == 2
+    assert tool("view_rollouts").main([str(with_rollouts), "--step", "4"]) == 2
     assert "has 1 of the 2 rollouts of its step, rollout 1 is missing" in capsys.readouterr().err
 
 
@@ -170,13 +170,13 @@ def test_without_the_tokenizer_ids_are_shown(
 ) -> None:
     file = with_rollouts / "config.yaml"
     file.unlink() if config is None else file.write_bytes(config.encode("utf-8", "surrogateescape"))
-    assert tool("view_rollouts").main_role([str(with_rollouts)]) == 0
+    assert tool("view_rollouts").main([str(with_rollouts)]) == 0
     assert "\n1 1\n" in (shown := capsys.readouterr().out) and "\n3 4 5\n" in shown
     shutil.copytree(with_rollouts / "model", with_rollouts / "export")
-    assert tool("view_rollouts").main_role([str(with_rollouts)]) == 0
+    assert tool("view_rollouts").main([str(with_rollouts)]) == 0
     assert "policy &" in capsys.readouterr().out
 
 
 def test_a_step_that_was_not_recorded_is_named(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool("view_rollouts").main_role([str(with_rollouts), "--step", "9"]) == 2
+    assert tool("view_rollouts").main([str(with_rollouts), "--step", "9"]) == 2
     assert "no rollouts of step 9; it has steps 3 to 4" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_an_engine_is_at_work_on_all_of_its_ranks(tmp_path: Path) -> None:
 
 
 def test_picture(run_dir: Path) -> None:
-    lines = [line.to_dict for line in timeline.picture(timeline.load(run_dir), [1], width=54)]
+    lines = [line.plain for line in timeline.picture(timeline.load(run_dir), [1], width=54)]
     assert [line.rstrip() for line in lines[:5]] == [
         "             |1",
         "rank 0                       AA··AAAA    CCCCCCCC",

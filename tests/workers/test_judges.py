@@ -128,7 +128,7 @@ def found(
     gone = {
         "reward": {
             "backend": "http",
-            "options": {"url": server.num_interrupted, "tries": 2, "pause": 0, "private": True},
+            "options": {"url": server.gone, "tries": 2, "pause": 0, "private": True},
         }
     }
     beside = {"functions": ["lab_rewards:length"]}

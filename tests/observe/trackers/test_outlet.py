@@ -33,9 +33,9 @@ class Played:
     is_append_only: ClassVar[bool] = True
 
     def __init__(self, told: TrackerRun, fails: int = 0) -> None:
-        self.zero_uniform, self.fails = told, fails
+        self.told, self.fails = told, fails
         self.id = told.id or "run-1"
-        self.argument: list[tuple[object, ...]] = []
+        self.given: list[tuple[object, ...]] = []
         self.closed = False
         self.may_go_on = threading.Event()
         self.may_go_on.set()
@@ -45,13 +45,13 @@ class Played:
         if self.fails:
             self.fails -= 1
             raise ConnectionError("no way to https://me:hunter22@example.com/x")
-        self.argument.append((step, dict(values)))
+        self.given.append((step, dict(values)))
 
     def text(self, step: int, text: str) -> None:
-        self.argument.append((step, text))
+        self.given.append((step, text))
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
-        self.argument.append((step, len(rows)))
+        self.given.append((step, len(rows)))
 
     def close(self) -> None:
         self.closed = True
@@ -75,8 +75,8 @@ def test_it_is_told_everything_in_order(tmp_path: Path, made: list[Played]) -> N
     tracker.log(1, {"eval/x": 0.75})
     tracker.close()
     (sink,) = made
-    assert sink.argument == [(0, {"eval/x": 0.5}), (1, {"x": 1.0}), (1, 1), (1, "look"), (1, {"eval/x": 0.75})]
-    assert sink.closed and sink.zero_uniform.first == 0 and sink.zero_uniform.config == {"run": {"seed": 1}}
+    assert sink.given == [(0, {"eval/x": 0.5}), (1, {"x": 1.0}), (1, 1), (1, "look"), (1, {"eval/x": 0.75})]
+    assert sink.closed and sink.told.first == 0 and sink.told.config == {"run": {"seed": 1}}
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_and_gives_no_step_twice(tmp_path: Path, made: list[Played]) -> None:
@@ -92,8 +92,8 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_gives_no_step_twice(tmp_path:
     second.log(3, {"x": 30.0, "eval/x": 1.0})
     second.log(4, {"x": 40.0})
     second.close()
-    assert made[1].zero_uniform.id == "run-1"
-    assert made[1].argument == [(3, 1), (3, {"eval/x": 1.0}), (4, {"x": 40.0})]
+    assert made[1].told.id == "run-1"
+    assert made[1].given == [(3, 1), (3, {"eval/x": 1.0}), (4, {"x": 40.0})]
     assert read_metrics(tmp_path)[2] == {"x": 20.0}, "the run's own file has what was done last"
 
 
@@ -106,7 +106,7 @@ def test_figures_of_an_earlier_step_come_at_the_one_under_way(tmp_path: Path, ma
     tracker.log(4, {"eval/x": 0.75}, now=4)
     tracker.close()
     at_3, later = (3, {"eval/x": 0.5, "eval/after_step": 1.0}), [(4, {"x": 2.0}), (4, {"eval/x": 0.75})]
-    assert made[0].argument == [(3, {"x": 1.0}), at_3, *later]
+    assert made[0].given == [(3, {"x": 1.0}), at_3, *later]
     assert read_metrics(tmp_path) == {1: {"eval/x": 0.5}, 3: {"x": 1.0}, 4: {"x": 2.0, "eval/x": 0.75}}
 
 
@@ -130,7 +130,7 @@ def test_a_failure_is_said_once_and_the_next_step_is_tried(tmp_path: Path, monke
     assert said == ["could not write MLflow: no way to https://***@example.com/x; training goes on without it"], (
         "and without the password"
     )
-    assert sinks[0].argument == [(3, {"x": 1.0})]
+    assert sinks[0].given == [(3, {"x": 1.0})]
     assert sorted(read_metrics(tmp_path)) == [1, 2, 3]
 
 
