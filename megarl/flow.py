@@ -112,7 +112,7 @@ class HybridFlow(Items, Evaluating, Keeping):
             raise AttributeError(f"a HybridFlow has no {name!r}")
         if name in declared.roles:
             raise RoleUnavailable(
-                f"flow.{name} is not there yet: the workers start after `items`, which reads the data"
+                f"flow.{name} is not there yet: the workers start after `load_items`, which reads the data"
             )
         roles = f"`roles()` of {declared.name} lists {', '.join(declared.roles)}"
         raise RoleUnavailable(f"flow.{name} is not there: {roles}; add it to them")

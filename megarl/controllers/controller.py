@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -13,11 +13,16 @@ from megarl.algorithms.token_rewards import sequence_sums
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config, strict
 from megarl.controllers.choose_loss import mark_tokens, set_loss_weights
-from megarl.types import Comm, Rollouts, TrainBatch
+from megarl.types import Comm, ModelOutput, Rollouts, TokenLoss, TrainBatch
 from megarl.types.requirements import ItemKind, Requirements
+from megarl.workers.futures import UpdateMetrics, sync_metrics
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
+
+
+LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
+"""A loss of a role's update; see `types.batch.reads`."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,11 @@ class NoOptions:
 class Controller(ABC):
     """An algorithm. Every rank runs the same controller on the same values.
 
-    What it needs is declared by the class, and `declare` puts it together: nothing else is asked to know its name.
+    What it needs is declared by the class, and `declare_requirements` puts it together: nothing else is asked to know its name.
     """
 
     item: ClassVar[ItemKind]
-    """What `items` are, so that a broken file is found before anything starts."""
+    """What `load_items` returns, so that a broken file is found before anything starts."""
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
     """The roles whose models it updates, which checkpoints hold. The first is what is exported; it starts from
     `model.path`, and `parallel` is its layout."""
@@ -181,15 +186,16 @@ class MetricMeans:
     """Averages metrics that are reported once per update."""
 
     def __init__(self) -> None:
-        self._all: list[Mapping[str, float]] = []
+        self._updates: list[UpdateMetrics] = []
 
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """They are read by `result`, so that those who reported them need not be waited for."""
-        self._all.append(metrics)
+    def add(self, metrics: UpdateMetrics) -> None:
+        """Take the metrics of an update. They stay where they are until `sync`, so nobody waits for the update."""
+        self._updates.append(metrics)
 
-    def result(self) -> dict[str, float]:
-        found: dict[str, list[float]] = {}
-        for metrics in self._all:
+    def sync(self) -> dict[str, float]:
+        """Return the means on every rank. Collective where a role is on separate ranks."""
+        values: dict[str, list[float]] = {}
+        for metrics in sync_metrics(self._updates):
             for name, value in metrics.items():
-                found.setdefault(name, []).append(value)
-        return {name: sum(values) / len(values) for name, values in found.items()}
+                values.setdefault(name, []).append(value)
+        return {name: sum(series) / len(series) for name, series in values.items()}

@@ -13,12 +13,13 @@ from megarl.controllers.logprob_check import check_same_policy
 from megarl.controllers.policy_gradient import add_trainer_logprobs, behavior_logprobs
 from megarl.types import ModelOutput, TrainBatch
 from megarl.types.requirements import Requirements
+from megarl.workers.futures import Future
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 
-def compute_old_logprobs(flow: HybridFlow, batch: TrainBatch, needed: bool = True) -> ModelOutput:
+def compute_old_logprobs(flow: HybridFlow, batch: TrainBatch, needed: bool = True) -> Future[ModelOutput]:
     """Log-probs of the policy before the step's updates. They are the trainer's, but where the ratio of the loss is to
     the engine's (`correction.proximal: engine`) nobody needs these, and the engine's are as good.
 
@@ -26,9 +27,9 @@ def compute_old_logprobs(flow: HybridFlow, batch: TrainBatch, needed: bool = Tru
     """
     settings = flow.config.correction
     if settings.resolved_proximal == "engine":
-        return ModelOutput(logprobs=batch.rollout_logprobs)
+        return Future.completed(ModelOutput(logprobs=batch.rollout_logprobs))
     if not needed and settings.kind == "none" and settings.resolved_proximal == "drawn":
-        return ModelOutput()
+        return Future.completed(ModelOutput())
     return flow.actor.forward(batch)
 
 
@@ -49,7 +50,7 @@ def apply_correction(
         if steps % config.rollout.verify_every:
             check_same_policy(flow, batch)
             return batch, {}
-        policy = flow.actor.forward(batch)
+        policy = flow.actor.forward(batch).wait()
     check_same_policy(flow, batch, policy)
     batch, metrics = add_trainer_logprobs(flow, batch, policy, steps)
     if settings.kind == "none" and batch.staleness is None:

@@ -13,8 +13,9 @@ from megarl.algorithms.token_rewards import overlong_penalty
 from megarl.config import ConfigError, Range
 from megarl.config.strict import Share
 from megarl.controllers.choose_loss import max_response_length
-from megarl.controllers.grpo import Experience, GRPOController
+from megarl.controllers.grpo import GRPOController
 from megarl.controllers.policy_gradient import select_trainable
+from megarl.controllers.policy_update import Experience
 from megarl.types import Prompt, Rollouts
 
 if TYPE_CHECKING:

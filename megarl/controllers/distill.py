@@ -100,7 +100,8 @@ class DistillController(PolicyController):
         flow.rollout.sleep()
         taken = select_trainable(rollouts, config)
         batch = TrainBatch.from_rollouts(taken)
-        policy, teacher = compute_old_logprobs(flow, batch), flow.teacher.forward(batch)
+        futures = compute_old_logprobs(flow, batch), flow.teacher.forward(batch)
+        policy, teacher = (future.wait() for future in futures)
         batch, (policy, teacher), odd = mask_nonfinite(flow, taken, batch, policy, teacher)
         batch, metrics = apply_correction(flow, batch, policy, self.steps)
         assert policy.logprobs is not None and teacher.logprobs is not None
@@ -135,7 +136,7 @@ class DistillController(PolicyController):
         # 4. The engine gets the new weights.
         flow.rollout.update_weights(flow.actor)
         self.steps += 1
-        return StepResult(metrics | means.result(), rollouts, batch, taken)
+        return StepResult(metrics | means.sync(), rollouts, batch, taken)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}

@@ -70,7 +70,7 @@ def check_same_policy(flow: HybridFlow, batch: TrainBatch, policy: ModelOutput |
         replicas = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
         count = min(max(CHECK_EPISODES, replicas), len(episodes))
         batch = batch.select(episodes.sequence_indices(list(range(count))))
-        policy = flow.actor.forward(batch)
+        policy = flow.actor.forward(batch).wait()
     assert policy.logprobs is not None
     found = diff_stats(batch.rollout_logprobs, policy.logprobs, current_policy_mask(batch), batch.all_reduce)
     if found is None:

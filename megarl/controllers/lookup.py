@@ -30,9 +30,9 @@ def load_requirements(config: Config) -> Requirements:
         raise ConfigError(f"{key}: {cls.__name__}.roles(config) lists {min(twice)} twice; once will do")
     if missing := [role for role in found.trained_roles if role not in found.roles]:
         what = f"{missing[0]}, which its roles do not list"
-        raise ConfigError(f"{key}: {cls.__name__}.trains names {what} (they are {', '.join(found.roles)})")
+        raise ConfigError(f"{key}: {cls.__name__}.trained_roles names {what} (they are {', '.join(found.roles)})")
     if not found.trained_roles and not found.has_rollout:
-        raise ConfigError(f"{key}: {cls.__name__} trains nothing, and generates nothing: name a role in `trains`")
+        raise ConfigError(f"{key}: {cls.__name__} trains nothing, and generates nothing: name a role in `trained_roles`")
     if found.trained_roles and found.has_rollout and "actor" not in found.roles:
         raise ConfigError(f"{key}: {cls.__name__} lists the role rollout, whose weights are the actor's, but no actor")
     return found

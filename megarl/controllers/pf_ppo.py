@@ -9,18 +9,23 @@ rollouts that it generated.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megarl.checkpoint.manifest import Entry, Write, hash_file, sync, write_nothing
 from megarl.config import Config, ConfigError
 from megarl.config.strict import PositiveInt, Share
+from megarl.controllers.policy_update import Experience
 from megarl.controllers.ppo import PPOController, PPOOptions
 from megarl.observe.rollout_log import part_file, read_records, step_folder, write_part
-from megarl.types import Comm, Rollouts
+from megarl.types import Comm, Prompt, Rollouts
+
+if TYPE_CHECKING:
+    from megarl.flow import HybridFlow
 
 FOLDER = "buffer"
 """In a checkpoint: files as those of recorded rollouts, one of each rank that has some."""
@@ -115,19 +120,21 @@ class PFPPOController(PPOController):
             )
         return super().read_options(config)
 
-    def select_rollouts(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
+    def collect_experience(self, flow: HybridFlow, items: Sequence[Prompt]) -> Experience:
+        """Filter the step's rollouts, and fill up with older ones from the buffer."""
+        experience = super().collect_experience(flow, items)
+        rollouts = experience.trained_rollouts
         draw = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + self.steps)
         fresh = rollouts.select(reliable_mask(rollouts, self.options.filter, draw))
-        count, left = len(rollouts.episodes), len(fresh.episodes)
-        older = self.buffer.sample(count - left, draw)
+        count, remaining = len(rollouts.episodes), len(fresh.episodes)
+        older = self.buffer.sample(count - remaining, draw)
         self.buffer.add(fresh)
         metrics = {
-            "rollout/filtered_frac": 1 - left / max(1, count),
+            "rollout/filtered_frac": 1 - remaining / max(1, count),
             "rollout/buffer": float(len(self.buffer)),
         }
-        if older is None:
-            return fresh, metrics
-        return Rollouts.concat([older, fresh]), metrics
+        trained = fresh if older is None else Rollouts.concat([older, fresh])
+        return dataclasses.replace(experience, trained_rollouts=trained, metrics=experience.metrics | metrics)
 
     def save(self) -> Write:
         return self.buffer.save()

@@ -174,5 +174,5 @@ def add_trainer_logprobs(
     said = batch.with_(trainer_logprobs=policy.logprobs)
     if batch.routing is None or steps % flow.config.rollout.verify_every:
         return said, metrics
-    free = flow.actor.forward(batch.with_(routing=None))
+    free = flow.actor.forward(batch.with_(routing=None)).wait()
     return said.with_(unreplayed_logprobs=free.logprobs), metrics | logprob_diff_metrics(batch, free, "_unreplayed")

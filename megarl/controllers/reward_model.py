@@ -43,7 +43,7 @@ class RewardModelController(Controller):
         means = MetricMeans()
         for part in split_indices(len(items), self.config.run.num_update, self.config.run.epochs, seed=0):
             means.add(flow.reward_model.update(make_pair_batch(flow, [items[i] for i in part]), loss))
-        return StepResult(means.result())
+        return StepResult(means.sync())
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Pair]:
         return flow.load_preferences(self.config.data.eval)
@@ -53,7 +53,7 @@ class RewardModelController(Controller):
         means, at_once = SourceMeans(), self.config.data.prompts_per_step
         for first in range(0, len(items), at_once):
             rollouts, batch = shard_pairs(flow, items[first : first + at_once])
-            scores = flow.reward_model.forward(batch).scores
+            scores = flow.reward_model.forward(batch).wait().scores
             assert scores is not None
             result = bradley_terry(scores, batch.cu_seqlens, batch.group[batch.local_indices])
             for name, values in {"loss": result.loss, **result.metrics}.items():

@@ -38,7 +38,7 @@ class SFTController(Controller):
         means = MetricMeans()
         for mini in split_mini_batches(batch, self.config, seed=0):
             means.add(flow.actor.update(mini, negative_logprob))
-        return StepResult(means.result())
+        return StepResult(means.sync())
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Rollout]:
         return flow.load_conversations(self.config.data.eval)
@@ -50,7 +50,7 @@ class SFTController(Controller):
         for first in range(0, len(items), at_once):
             rollouts = flow.shard(items[first : first + at_once])
             batch = TrainBatch.from_rollouts(rollouts)
-            logprobs = flow.actor.forward(batch).logprobs
+            logprobs = flow.actor.forward(batch).wait().logprobs
             assert logprobs is not None
             nll = torch.where(batch.loss_mask, -logprobs.double(), 0.0)
             means.add("eval/nll", batch.all_gather(sequence_sums(nll, batch.cu_seqlens)), rollouts.actions, rollouts)

@@ -14,6 +14,7 @@ from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import run_on_all
 from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TrainBatch
+from megarl.workers.futures import Future
 from megarl.workers.model_worker import TrainingWorker
 
 
@@ -23,7 +24,7 @@ class ActorWorker(TrainingWorker):
     def start(self) -> None:
         self.build(self.context.hf_config, self.config.model.path, role_config(self.config, self.role))
 
-    def forward(self, batch: TrainBatch) -> ModelOutput:
+    def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Log-probs of the policy as it is now."""
         with self.clock.phase("actor_logprobs", self.phase_owner):
             return self._forward(batch, "log-probs", self.temperature)

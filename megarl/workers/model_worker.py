@@ -30,7 +30,7 @@ from megarl.parallel.placement import placement_of
 from megarl.types import LOCAL, ModelOutput, TrainBatch
 from megarl.types.batch import select_columns
 from megarl.workers.context import Context, Worker
-from megarl.workers.pending_values import Awaited, Reported
+from megarl.workers.futures import Future, UpdateMetrics
 
 
 class ModelWorker(Worker):
@@ -97,8 +97,8 @@ class ModelWorker(Worker):
         """Who is in this role's phases on this rank."""
         return REMOTE if self.model is None else self.name
 
-    def forward(self, batch: TrainBatch) -> ModelOutput:
-        """What the model says of the tokens that are here, [T] fp32 on the host; a handle where the role is apart."""
+    def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
+        """Compute the model's output for this rank's tokens, [T] fp32 on the host. All ranks call it, and `wait`."""
         return self._forward(batch, self.role.replace("_", " "))
 
     def _forward(
@@ -108,9 +108,13 @@ class ModelWorker(Worker):
         temperature: float = 1.0,
         within: AbstractContextManager[None] | None = None,
         every: bool | None = False,
-    ) -> ModelOutput:
-        """what: the numbers' name. within: entered on the role's ranks meanwhile. every: whether all numbers must be
-        finite; if not, those of action tokens are, of at least half of the sequences; None where none must."""
+    ) -> Future[ModelOutput]:
+        """Begin a forward pass; the returned future raises ConfigError for output that is not finite.
+
+        what: name of the output in that error. within: context that the role's ranks enter for the pass. every:
+        whether all values must be finite; if False, those of action tokens in at least half of the sequences; if None,
+        none.
+        """
         names = OUTPUT_NAMES[self.role]
         if self.work is not None:
             self.work.add_forward(batch.lengths.tolist())
@@ -121,13 +125,13 @@ class ModelWorker(Worker):
                 found = self.model.forward(batch, temperature)
             read = found.copy
 
-        def checked() -> dict[str, torch.Tensor]:
+        def receive() -> ModelOutput:
             values = read()
             if every is not None:
                 self.check_finite({what: values[names[0]]}, batch, every, spares=not every)
-            return values
+            return ModelOutput(**values)
 
-        return Awaited(checked) if self.is_disaggregated else ModelOutput(**checked())
+        return Future(receive) if self.is_disaggregated else Future.completed(receive())
 
     def check_finite(
         self, columns: Mapping[str, torch.Tensor], batch: TrainBatch, every: bool = False, spares: bool = False
@@ -217,28 +221,30 @@ class TrainingWorker(ModelWorker):
         """Of the latest updates, if they were skipped: in which step each was."""
         self.skip_failure: tuple[int, str] | None = None
         """On the role's ranks, once too many in a row were skipped: the step of the first of them, and what to say."""
-        self._pending_reports: list[Reported] = []
         self._kl_rollback = KLRollback(self.config.guards.ppo_kl if self.role == "actor" else None)
 
-    def update(self, batch: TrainBatch, loss_fn: LossFn) -> Mapping[str, float]:
-        """One optimizer step on a mini-batch with `loss_weights`; metrics under the role's name. Of a loss that names
-        what it reads, see `types.batch`, nothing else is sent or looked at."""
+    def update(self, batch: TrainBatch, loss_fn: LossFn) -> UpdateMetrics:
+        """Take one optimizer step on a mini-batch that has `loss_weights`. All ranks call it.
+
+        Only the columns that the loss declares (`types.batch.reads`) are sent and checked. Returns metrics under the
+        role's name; their `sync()` makes them known to all ranks.
+        """
         rewards = batch.sequence_reward
         if len(odd := rewards[~torch.isfinite(rewards)]):
             self.raise_nonfinite("sequence_reward in the batch", float(odd[0]), len(odd), len(rewards))
         given = {name: getattr(batch, name) for name in select_columns(loss_fn, batch)}
         self.check_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
-        mine: dict[str, float] | None = None
+        local: dict[str, float] | None = None
         if self.work is not None:
             self.work.add_update(batch.lengths.tolist())
         with self.clock.phase(f"{self.role}_update", self.phase_owner):
             if self.model is None or self._kl_rollback.should_skip(self.step):
                 self.distribution.join_train_step(batch, given)
-                mine = None if self.model is None else {}
+                local = None if self.model is None else {}
             else:
                 self._kl_rollback.before_update(self.step, self.model)
-                mine = self._kl_rollback.after_update(self.model, self._train_step(self.model, batch, loss_fn))
-        return Reported(self.members[0], mine, self._pending_reports) if self.is_disaggregated or mine is None else mine
+                local = self._kl_rollback.after_update(self.model, self._train_step(self.model, batch, loss_fn))
+        return UpdateMetrics(local, self.members[0] if self.is_disaggregated else None)
 
     def _train_step(self, model: MegatronModel, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
         metrics = model.train_step(batch, loss_fn, self.temperature)

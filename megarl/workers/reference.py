@@ -11,6 +11,7 @@ from megarl.observe.clock import REMOTE
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
+from megarl.workers.futures import Future
 
 
 class ReferenceWorker(Worker):
@@ -29,7 +30,7 @@ class ReferenceWorker(Worker):
                 model.without_adapters if self.config.lora.rank else partial(model.swap_weights, model.snapshot())
             )
 
-    def forward(self, batch: TrainBatch) -> ModelOutput:
+    def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Log-probs. Its router chooses for itself: the experts on record are those of other weights."""
         with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
             what, temperature = "log-probs by the first weights", self.actor.temperature

@@ -45,7 +45,7 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
         if part != self.model_part:
             return super().score_part(whole, part)
         batch = TrainBatch.from_rollouts(whole).with_(routing=None)
-        found = self._forward(batch, "scores", every=None).scores
+        found = self._forward(batch, "scores", every=None).wait().scores
         assert found is not None
         scores = found[batch.cu_seqlens[1:] - 1].tolist()
         return [parse_model_score(value) for value in scores]

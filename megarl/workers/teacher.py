@@ -10,6 +10,7 @@ from megarl.models.scalar_head import is_classifier
 from megarl.parallel.placement import role_config
 from megarl.parallel.role_settings import role_settings
 from megarl.types import ModelOutput, TrainBatch
+from megarl.workers.futures import Future
 from megarl.workers.model_worker import ModelWorker
 
 
@@ -35,7 +36,7 @@ class TeacherWorker(ModelWorker):
         train = dataclasses.replace(config.train, replay_routing=False)  # of another model's experts
         self.build(hf, path, dataclasses.replace(config, train=train, lora=LoraConfig()), trains=False)
 
-    def forward(self, batch: TrainBatch, temperature: float | None = None) -> ModelOutput:
+    def forward(self, batch: TrainBatch, temperature: float | None = None) -> Future[ModelOutput]:
         """Log-probs of the batch's tokens, [T]; a handle where the teacher is apart. temperature: divides its logits;
         by default as the policy's are, that of the rollouts."""
         warmth = temperature or self.config.rollout.temperature or 1.0

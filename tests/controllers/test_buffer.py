@@ -29,7 +29,7 @@ def test_all_ranks_keep_and_draw_the_same(tmp_path: Path) -> None:
         buffer.add(share(everyone, 1, world))
         buffer.add(share(everyone, 2, world))
         assert buffer._rollouts is not None and len(buffer) == 8
-        assert not bool(buffer._rollouts.routed.any())
+        assert not bool(buffer._rollouts.routed_tokens.any())
         drawn = buffer.sample(3, torch.Generator().manual_seed(5))
         assert drawn is not None and len(drawn) == 3
         whole = buffer.sample(100, torch.Generator().manual_seed(5))
@@ -48,7 +48,7 @@ def test_all_ranks_keep_and_draw_the_same(tmp_path: Path) -> None:
         buffer = ReplayBuffer(8)
         buffer.restore(tmp_path / "3", everyone)
         assert buffer._rollouts is not None
-        return buffer._rollouts.reward.tolist(), len(buffer._rollouts.here)
+        return buffer._rollouts.reward.tolist(), len(buffer._rollouts.local)
 
     two = as_ranks(2, restored)  # of three: the third rank's are the first's
     assert [found[0] for found in two] == [alone[0]] * 2 and sum(found[1] for found in two) == 8

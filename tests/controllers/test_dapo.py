@@ -39,7 +39,7 @@ def test_what_lacks_is_sampled_from_further_prompts() -> None:
     assert flow.asked == [4, 4]
     assert result.batch.group.tolist() == [1, 1, 4, 4, 6, 6, 7, 7]
     assert result.rollouts.group.tolist() == [g for g in range(8) for _ in range(2)]  # all of them are recorded
-    assert result.trained.here == tuple(r for r in result.rollouts.here if r.group in (1, 4, 6, 7))
+    assert result.trained_rollouts.local == tuple(r for r in result.rollouts.local if r.group in (1, 4, 6, 7))
     result, flow = step([[SOME, SOME, WRONG, SOME], [SOME]], prompts=4)
     assert flow.asked == [4, 1] and result.batch.group.tolist() == [0, 0, 1, 1, 3, 3, 4, 4]
 

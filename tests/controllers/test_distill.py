@@ -93,7 +93,7 @@ def test_advantages_by_hand() -> None:
     even = -torch.tensor(6.0).log()
     plain, cut, mixed = (advantages_of(options) for options in ({}, {"bound": 0.5}, {"bound": 0.5, "reward": 2.0}))
     for flow, batch in (plain, cut, mixed):
-        by_teacher = (flow.taught(batch).logprobs - even)[batch.loss_mask]
+        by_teacher = (flow.taught(batch).wait().logprobs - even)[batch.loss_mask]
         if flow is not plain[0]:
             by_teacher = by_teacher.clamp(-0.5, 0.5)
         rest = batch.advantages[batch.loss_mask] - by_teacher
@@ -105,7 +105,7 @@ def test_advantages_by_hand() -> None:
         own = reward[group == number]
         expected[group == number] = 2.0 * (own - own.mean()) / (own.std() + 1e-6)
     flow, batch = advantages_of({"centre": True})
-    by_teacher = (flow.taught(batch).logprobs - even)[batch.loss_mask]
+    by_teacher = (flow.taught(batch).wait().logprobs - even)[batch.loss_mask]
     torch.testing.assert_close(batch.advantages[batch.loss_mask], by_teacher - by_teacher.mean(), rtol=0, atol=1e-6)
     each = rest.reshape(-1, 2)
     torch.testing.assert_close(each, expected.float()[:, None].expand(-1, 2), rtol=1e-4, atol=1e-5)

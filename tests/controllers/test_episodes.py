@@ -93,7 +93,7 @@ class Told:
         self.actor, self.critic, self.reference = Role(self, "actor"), Role(self, "critic"), Role(self, "reference")
         self.teacher = self.reference
         self.step = 0
-        self.add_update: list[dict[str, Any]] = []
+        self.learned: list[dict[str, Any]] = []
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         """A rank has every `world`-th group."""
@@ -133,7 +133,7 @@ class Role:
             of_tokens[batch.tokens[batch.loss_mask].long()] = column[batch.loss_mask].double()
             table[name] = batch.all_reduce(of_tokens)
         assert batch.counts is not None
-        self.flow.add_update.append({"critic": float(self.name == "critic"), "tokens": batch.counts.actions, **table})
+        self.flow.learned.append({"critic": float(self.name == "critic"), "tokens": batch.counts.actions, **table})
         return UpdateMetrics({})
 
 
@@ -165,7 +165,7 @@ def taken(tree: dict[str, Any], in_branches: bool, everyone: Comm, world: int) -
     prompts = [Prompt(str(i), ()) for i in range(5)]
     metrics = [controller.step(flow, prompts).metrics for _ in range(3)]  # type: ignore[arg-type]
     names = ("rollout/filtered_frac", "rollout/buffer", "rollout/reward_greedy", "actor/kl_coef")
-    return [*flow.add_update, *({name: one[name] for name in names if name in one} for one in metrics)]
+    return [*flow.learned, *({name: one[name] for name in names if name in one} for one in metrics)]
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -300,7 +300,7 @@ def test_a_buffer_counts_episodes_and_knows_those_of_each_step(tmp_path: Path) -
     buffer.add(Rollouts.gather([said(0, 7.0, 1)]))
     kept = buffer._rollouts
     assert kept is not None and len(buffer) == 3
-    assert kept.reward.tolist() == [1, 1, 2, 2, 7] and kept.episodes.row.tolist() == [0, 0, 1, 1, 2]
+    assert kept.reward.tolist() == [1, 1, 2, 2, 7] and kept.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2]
     drawn = buffer.sample(2, torch.Generator().manual_seed(3))
     assert drawn is not None and len(drawn.episodes) == 2
     assert drawn.reward.tolist() in ([1, 1, 2, 2], [1, 1, 7], [2, 2, 7])
@@ -309,7 +309,7 @@ def test_a_buffer_counts_episodes_and_knows_those_of_each_step(tmp_path: Path) -
     restored.restore(tmp_path, LOCAL)
     assert restored._rollouts is not None and len(restored) == 3
     assert restored._rollouts.reward.tolist() == kept.reward.tolist()
-    assert torch.equal(restored._rollouts.episodes.row, kept.episodes.row)
+    assert torch.equal(restored._rollouts.episodes.episode_ids, kept.episodes.episode_ids)
     both = TrainBatch.from_rollouts(Rollouts.concat([kept, Rollouts.gather(as_branches([said(0, 5.0, 1)] * 2, 0))]))
     assert both.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2, 3, 3]
     assert torch.equal(both.local_episodes.episode_ids, Episodes.from_ids(both.sequence_reward).episode_ids)

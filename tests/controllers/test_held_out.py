@@ -27,11 +27,11 @@ PROMPTS = [Prompt(str(i), ()) for i in range(2)]
 class Later(Played):
     """Answers of which the second half of each generation is by newer weights, when they are asked for."""
 
-    def begin(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Any:
+    def start_generation(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Any:
         self.asked.append(samples)
         groups = (self.greedy if greedy else self.sampled).pop(0)
         here = [one(i, reward, version=5 + i) for i, group in enumerate(groups) for reward in group]
-        return SimpleNamespace(is_over=lambda: True, result=lambda: Rollouts.gather(here), begun=5)
+        return SimpleNamespace(is_done=lambda: True, result=lambda: Rollouts.gather(here), start_version=5)
 
 
 def test_both_halves_say_what_is_said_at_once() -> None:

@@ -32,7 +32,7 @@ class TablePolicy:
         # With the eps of every day a gradient that is 0 but for rounding makes steps as large as others.
         self.optimizer = torch.optim.Adam([self.table], lr=0.1, eps=1e-3)
         self.value_optimizer = torch.optim.Adam([self.values_table], lr=0.1, eps=1e-3)
-        self.on_weight_sync = 0
+        self.pushed = 0
 
     def output(self, batch: TrainBatch) -> ModelOutput:
         which = (batch.positions - 1).clamp(0, 1)

@@ -58,7 +58,7 @@ def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
     restored: Any = make_controller(config)
     restored.restore(tmp_path, LOCAL)
     restored.load_state_dict(controller.state_dict())
-    assert restored.buffer._kept.here == controller.buffer._kept.here and len(restored.buffer) == 6
+    assert restored.buffer._rollouts.local == controller.buffer._rollouts.local and len(restored.buffer) == 6
     third, again = (one.step(Played(config, [generation]), prompts) for one in (controller, restored))
     assert third.batch.sequence_reward.tolist() == again.batch.sequence_reward.tolist()
     assert torch.equal(third.batch.tokens, again.batch.tokens)

@@ -258,7 +258,7 @@ def test_vapo_learns_from_what_went_well_besides() -> None:
         result = make_controller(config).step(flow, [])
         found[weight], tables[weight] = result.metrics, flow.policy.table.detach().clone()
         (mini,) = flow.actor_saw
-        assert mini.counts is not None and mini.counts.rewarded == 4  # two answers of two tokens
+        assert mini.counts is not None and mini.counts.positive_actions == 4  # two answers of two tokens
     assert "actor/nll_loss" not in found[0.0]
     right = {weight: float(table[0, 1] + table[1, 4]) for weight, table in tables.items()}  # of the good answer
     assert right[0.0] < right[0.1] < right[0.2]

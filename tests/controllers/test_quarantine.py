@@ -111,7 +111,7 @@ class Spoilt(TableFlow):
     def __init__(self, config: Config, who: str) -> None:
         super().__init__(config)
         self.log: Any = Log()
-        self.category = who
+        self.who = who
         forward = self.policy.forward
         self.policy.forward = lambda batch: self._spoilt("policy", forward(batch), batch)  # type: ignore[method-assign]
 
@@ -119,7 +119,7 @@ class Spoilt(TableFlow):
         return self._spoilt("others", super().forward(batch), batch)
 
     def _spoilt(self, who: str, future: Future[ModelOutput], batch: TrainBatch) -> Future[ModelOutput]:
-        if who != self.category:
+        if who != self.who:
             return future
         output = future.wait()
         at = torch.arange(len(batch.tokens)) == int(batch.cu_seqlens[1]) - 1

@@ -49,7 +49,7 @@ def test_what_ours_declare() -> None:
 
 
 def test_a_fork_is_found_by_module_and_name(lab: Any) -> None:
-    lab("class Mine(SFTController):\n    compares_samples = True\n")
+    lab("class Mine(SFTController):\n    is_group_relative = True\n")
     config = from_dict({"algorithm": "lab_controllers:Mine"})
     found = load_requirements(config)
     assert found == Requirements(
@@ -90,7 +90,7 @@ def test_entries_are_those_of_the_group() -> None:
         ("lab_controllers:Mine", "", r"lab_controllers has no 'Mine'; it has Controller, SFTController$"),
         ("lab_controllers:Mine", "Mine = 3", r"Mine is a int, and no Controller: derive it from megarl\.controllers"),
         ("lab_controllers:Mine", "class Mine: ...", r"Mine is another class, and no Controller"),
-        ("lab_controllers:Mine", "class Mine(Controller): ...", r"Mine lacks items, roles, step, which every"),
+        ("lab_controllers:Mine", "class Mine(Controller): ...", r"Mine lacks load_items, roles, step, which every"),
         (
             "lab_controllers:Mine",
             "class Mine(SFTController):\n    item = 'games'",
@@ -98,13 +98,13 @@ def test_entries_are_those_of_the_group() -> None:
         ),
         (
             "lab_controllers:Mine",
-            "class Mine(SFTController):\n    def roles(self): return ('actor',)\n    trains = ()",
-            r"Mine trains nothing, and generates nothing: name a role in `trains`$",
+            "class Mine(SFTController):\n    def roles(self): return ('actor',)\n    trained_roles = ()",
+            r"Mine trains nothing, and generates nothing: name a role in `trained_roles`$",
         ),
         (
             "lab_controllers:Mine",
-            "class Mine(SFTController):\n    trains = ('critic',)",
-            r"Mine\.trains names critic, which its roles do not list \(they are actor\)$",
+            "class Mine(SFTController):\n    trained_roles = ('critic',)",
+            r"Mine\.trained_roles names critic, which its roles do not list \(they are actor\)$",
         ),
         (
             "lab_controllers:Mine",
@@ -123,7 +123,7 @@ def test_entries_are_those_of_the_group() -> None:
         ),
         (
             "lab_controllers:Mine",
-            "class Mine(SFTController):\n    trains = ('rollout',)\n"
+            "class Mine(SFTController):\n    trained_roles = ('rollout',)\n"
             "    @classmethod\n    def roles(cls, config): return ('rollout',)",
             r"lists the role rollout, whose weights are the actor's, but no actor$",
         ),

@@ -22,7 +22,7 @@ class TableFlow:
         self.reward_model = self
         self.table = torch.zeros(10, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.table], lr=0.1)
-        self.num_updates: list[list[int]] = []
+        self.updates: list[list[int]] = []
 
     def shard(self, finished: list[Rollout], together: int = 1) -> Rollouts:
         return Rollouts.gather(finished)
@@ -36,7 +36,7 @@ class TableFlow:
         self.optimizer.zero_grad()
         (result.loss * batch.loss_weights).sum().backward()
         self.optimizer.step()
-        self.num_updates.append(batch.tokens[batch.cu_seqlens[1:] - 1].tolist())
+        self.updates.append(batch.tokens[batch.cu_seqlens[1:] - 1].tolist())
         return UpdateMetrics(
             {name: float((values * batch.loss_weights).sum()) for name, values in result.metrics.items()}
         )
@@ -69,7 +69,7 @@ def test_it_learns_the_preferences() -> None:
     assert result.metrics["reward_model/accuracy"] == 1.0 and result.rollouts is None
     # Two passes over the four pairs in halves: no pair is parted, and each comes once in a pass.
     ends = sorted([pair.chosen.token_ids[-1], pair.rejected.token_ids[-1]] for pair in PAIRS)
-    for epoch in (flow.num_updates[:2], flow.num_updates[2:4]):
+    for epoch in (flow.updates[:2], flow.updates[2:4]):
         assert [len(update) for update in epoch] == [4, 4]
         seen = [update[i : i + 2] for update in epoch for i in (0, 2)]
         assert sorted(seen) == ends
