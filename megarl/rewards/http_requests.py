@@ -38,6 +38,8 @@ _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  
 
 @dataclass(frozen=True)
 class HttpOptions:
+    """Options of an HTTP client, under `roles.reward.options`."""
+
     url: tuple[str, ...] = ()
     """URLs of the service. Requests rotate over them."""
     concurrency: PositiveInt = 8
@@ -91,6 +93,8 @@ class HttpOptions:
 
 @dataclass(frozen=True)
 class HttpResponse:
+    """A successful response. url: the URL that responded."""
+
     url: str
     data: bytes
 

@@ -56,6 +56,8 @@ last line that is `Score: ` and the number."""
 
 @dataclass(frozen=True)
 class JudgeOptions(HttpOptions):
+    """Options of a generative judge."""
+
     model: str = ""
     """The model's name on the server."""
     prompt: str = PROMPT

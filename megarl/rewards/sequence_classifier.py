@@ -24,6 +24,8 @@ OPTIONS_PREFIX = "roles.reward.options."
 
 @dataclass(frozen=True)
 class ClassifierOptions:
+    """Options of a sequence classifier, under `roles.reward.options`."""
+
     label: str = ""
     """Name or number of the label whose logit is the score. Optional for a single label."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -40,6 +40,8 @@ _NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True)
 class ServiceOptions(HttpOptions):
+    """Options of a reward service."""
+
     batch: PositiveInt = 16
     """Conversations per request."""
 

@@ -48,7 +48,7 @@ _IDLE_CHECK_S = 3600.0
 
 
 class BoxHost(NestsHome, Protocol):
-    """What a box needs from the process that runs it."""
+    """Interface that a box needs from its host process."""
 
     warm_pool: WarmPool
     cores: int

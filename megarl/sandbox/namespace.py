@@ -30,7 +30,7 @@ _OWN_FILES = 8
 
 
 class NamespaceHost(Protocol):
-    """What a namespace needs from the process that runs it."""
+    """Interface that a namespace needs from its host process."""
 
     root: str
     spawner: Spawner | BareSpawner
@@ -43,7 +43,7 @@ class NamespaceHost(Protocol):
 
 @dataclass(frozen=True)
 class BoxSpec:
-    """What cannot, or not cheaply, be changed once bubblewrap has started."""
+    """Settings that are fixed, or expensive to change, once bubblewrap has started."""
 
     command: tuple[str, ...]
     has_channel: bool

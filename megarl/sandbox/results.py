@@ -55,7 +55,7 @@ class Result:
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """What a harness sent on its private channel."""
+    """Results that a harness sent on its private channel."""
 
     results: Mapping[int, Any]
     """Plain JSON values by number, from 0 to count - 1. Omits numbers that came twice, lines without the nonce, and
