@@ -81,9 +81,7 @@ class Items:
         return self._load_files(files, load)
 
     def load_preferences(self, files: str | Sequence[str]) -> ConcatDataset[Pair]:
-        """Read preference pairs. Pairs that exceed a micro-batch or the model's positions are dropped and counted in a
-        note.
-        """
+        """Read preference pairs. Pairs that exceed a micro-batch or the model are dropped and counted in a note."""
         budget = self.config.train.token_budget * self.config.parallel.cp
         longest = self._max_positions()
 
@@ -105,9 +103,7 @@ class Items:
         load: Callable[[str, str, str], tuple[Sequence[T], np.ndarray | None]],
         whole: bool = False,
     ) -> ConcatDataset[T]:
-        """Load each file with `load(path, name, order)`, which also returns the sort keys of its items in training
-        data.
-        """
+        """Load each file with `load(path, name, order)`, which also returns the sort keys of training items."""
         paths, data = (files,) if isinstance(files, str) else tuple(files), self.config.data
         order = data.order if paths == data.train else ""
         names = name_datasets(paths)

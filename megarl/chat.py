@@ -307,9 +307,7 @@ class _StreamingPolicy:
 
 
 class IncrementalDetokenizer:
-    """Incrementally decode tokens to text. Incomplete UTF-8 sequences are held back, and end-of-turn tokens are
-    dropped.
-    """
+    """Decode tokens to text incrementally. Holds back incomplete UTF-8 sequences; drops end-of-turn tokens."""
 
     def __init__(self, chat: ChatTemplate, heard: Callable[[str], None]) -> None:
         self._chat, self._on_text = chat, heard

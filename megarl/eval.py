@@ -114,9 +114,7 @@ def evaluate(options: Namespace) -> int:
 
 
 def check_ground_truths(config: Config) -> int:
-    """Return the number of prompts. Raises ConfigError for files without rows, and for a row that a reward function
-    rejects.
-    """
+    """Return the number of prompts. Raises ConfigError for an empty file or a row that a reward function rejects."""
     from megarl.data.prompt_data import iter_prompts
     from megarl.rewards.functions import load_functions
 
@@ -170,7 +168,7 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
         "without_reward": len(rollouts) - len(answers),
         "seconds": round(seconds, 1),
         "code": code_revision(),
-        "sources": {name: one.as_json() for name, one in metrics.items()},
+        "sources": {name: entry.as_json() for name, entry in metrics.items()},
     }
     lines = (exact_json.dumps(line) for line in iter_json_rows(rollouts, options.right, options.data[0].stem))
     write_atomic(out / "answers.jsonl", "".join(f"{line}\n" for line in lines))

@@ -48,8 +48,7 @@ class Target:
         return path.parent.name if path.name in ("export", "model") else path.name
 
     def prepare(self, out: Path) -> Target:
-        """Return this target with an HF folder as its model: a checkpoint is converted into `out`, which must not
-        exist.
+        """Return this target with an HF folder as its model, converting a checkpoint into `out`, which must not exist.
 
         Raises ConfigError and OSError.
         """

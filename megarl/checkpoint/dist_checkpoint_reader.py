@@ -113,9 +113,9 @@ class CheckpointReader(Mapping[str, StoredTensor]):
             raise ConfigError(f"{folder / METADATA_FILE} cannot be read ({type(error).__name__}: {reason})") from None
         try:
             self._tensors = {
-                name: _parse_tensor(name, about, contents.storage_data)
-                for name, about in contents.state_dict_metadata.items()
-                if isinstance(about, metadata.TensorStorageMetadata)
+                name: _parse_tensor(name, stored_metadata, contents.storage_data)
+                for name, stored_metadata in contents.state_dict_metadata.items()
+                if isinstance(stored_metadata, metadata.TensorStorageMetadata)
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -132,9 +132,7 @@ class CheckpointReader(Mapping[str, StoredTensor]):
         return len(self._tensors)
 
     def read(self, name: str, at: Sequence[int] = ()) -> torch.Tensor:
-        """Return a whole tensor, or its slice at the leading indices `at`, on the host. Raises ConfigError if
-        incomplete.
-        """
+        """Return a whole tensor, or its slice at leading indices, on the host. Raises ConfigError if incomplete."""
         stored = self._tensors[name]
         at, shape = tuple(at), stored.shape[len(at) :]
         result, filled = torch.empty(shape, dtype=stored.dtype), 0

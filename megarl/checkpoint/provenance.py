@@ -29,8 +29,8 @@ def describe_changes(written: Mapping[str, object], now: Mapping[str, str]) -> l
     """Describe what differs from the program that wrote a manifest; entries that it lacks are skipped."""
     names = {"code": "by other code", "config": "under another configuration"}
     return [
-        f"{words} ({written[name]}, now {now[name]})"
-        for name, words in names.items()
+        f"{description} ({written[name]}, now {now[name]})"
+        for name, description in names.items()
         if name in written and name in now and written[name] != now[name]
     ]
 

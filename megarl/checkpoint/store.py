@@ -288,7 +288,7 @@ class CheckpointStore:
         return int(ranks.run_on_all(lambda: _read_host_state(folder)["step"], lead=True)[0] or 0)
 
     def describe_changes(self, folder: Path) -> str:
-        """On the lead, describe how the writer of a checkpoint differs from the running code, as the end of a log line."""
+        """On the lead, describe how a checkpoint's writer differs from the running code, as a suffix of a log line."""
         contents = manifest.read(folder)
         changes = () if isinstance(contents, str) else describe_changes(contents[0], self.provenance)
         return "".join(f", written {text}" for text in changes)
@@ -311,9 +311,7 @@ class CheckpointStore:
         return host
 
     def _write_manifest(self, partial: Path, step: int, finish: Callable[[], None], written: BackgroundWrite) -> None:
-        """Finish the ranks' parts, hash the files nobody has hashed, and write the manifest; after all ranks have
-        written.
-        """
+        """Complete the ranks' parts and write the manifest. Call after all ranks have written."""
 
         def local_files() -> dict[str, Entry]:
             return {str(file.relative_to(partial)): entry for file, entry in written.result().items()}
@@ -394,10 +392,10 @@ class CheckpointStore:
             path for path in steps if self.rollback_before is not None and _parse_step(path) < self.rollback_before
         ][-1:]
         removed = []
-        for old in steps[: -self.keep]:
-            if old.name != name and old not in rollback_target:  # a run may have restarted among old checkpoints
-                removed.append(old.with_suffix(".tmp"))
-                os.rename(old, removed[-1])  # so that a half-removed one is not taken for damaged
+        for folder in steps[: -self.keep]:
+            if folder.name != name and folder not in rollback_target:  # a run may have restarted among old checkpoints
+                removed.append(folder.with_suffix(".tmp"))
+                os.rename(folder, removed[-1])  # so that a half-removed one is not taken for damaged
         # Removing many files takes time. No rank waits for it; the program does at exit.
         self._removal = threading.Thread(target=self._remove, args=(removed,), name="checkpoint")
         self._removal.start()
@@ -418,7 +416,7 @@ class CheckpointStore:
         return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
 
     def _check_checkpoint(self, folder: Path) -> str | None:
-        """Return the fault of a checkpoint on all ranks, or None. Checks sizes, then hashes, split over ranks by bytes."""
+        """Return the fault of a checkpoint, or None, on all ranks. Checks sizes, then hashes; ranks share the files."""
         contents = ranks.run_on_all(lambda: manifest.read(folder), lead=True)[0]
         if contents is None or isinstance(contents, str):
             return contents

@@ -52,8 +52,9 @@ def check_text_only(row: dict[str, Any], where: str) -> None:
 
 
 def row_id(row: dict[str, Any], where: str, name: str, default: str) -> str:
-    """Return a row's id: its column `id`, prefixed by the data set's name since it is unique only there, or the
-    default.
+    """Return a row's id: its column `id`, or the default.
+
+    The column is prefixed by the data set's name, since ids are unique only within a data set.
     """
     identity = row.get("id")
     if isinstance(identity, bool | list | dict):
@@ -136,8 +137,8 @@ def _convert_sharegpt(item: Any, where: str) -> Any:
         return item
     speaker, value = item["from"], item.get("value")
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        known = ", ".join(SHAREGPT_ROLES)
-        raise ConfigError(f"{where} is from {str(speaker)[:80]!r}; one of these it must be: {known}")
+        speakers = ", ".join(SHAREGPT_ROLES)
+        raise ConfigError(f"{where} is from {str(speaker)[:80]!r}; one of these it must be: {speakers}")
     if not isinstance(value, str):
         raise ConfigError(f"{where} has {str(value)[:80]!r} as value, which must be text")
     if speaker not in CALL_SPEAKERS:
@@ -164,7 +165,7 @@ def _parse_hh_dialogue(text: str, where: str, key: str) -> tuple[Message, ...]:
     parts = _HH.split(text)[1:]  # speaker, words, speaker, words ...
     roles = {"Human": "user", "Assistant": "assistant"}
     messages = [
-        {"role": roles[speaker], "content": words.strip()}
-        for speaker, words in zip(parts[::2], parts[1::2], strict=True)
+        {"role": roles[speaker], "content": content.strip()}
+        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
     ]
     return parse_chat_messages(messages, where, key)

@@ -88,8 +88,7 @@ class Subset(Sequence[Item], Generic[Item]):
 
 
 def name_datasets(paths: Sequence[str]) -> tuple[str, ...]:
-    """Name each of several files by the shortest end of its path, without suffix, that is unique; empty for a single
-    file.
+    """Name each file by the shortest unique end of its path, without suffix; empty for a single file.
 
     Raises ConfigError for a file that is named twice.
     """

@@ -154,11 +154,11 @@ def min_micro_batches(sizes: np.ndarray, budget: int) -> int:
     further micro-batches.
     """
     rising = np.sort(sizes)
-    before = np.concatenate([[0], np.cumsum(rising)])  # cumulative tokens of the smallest
+    cumulative = np.concatenate([[0], np.cumsum(rising)])  # cumulative tokens of the smallest
     middle = int(np.searchsorted(rising, budget / 2, "right"))
     k = np.concatenate([[0], rising[:middle]])
     start = np.searchsorted(rising, k, "left")
     large = np.searchsorted(rising, budget - k, "right")  # from here on too large for k
-    free_tokens = (large - middle) * budget - (before[large] - before[middle])
-    excess = before[middle] - before[start] - free_tokens
+    free_tokens = (large - middle) * budget - (cumulative[large] - cumulative[middle])
+    excess = cumulative[middle] - cumulative[start] - free_tokens
     return int((len(rising) - middle + np.maximum(0, -(-excess // budget))).max())

@@ -184,13 +184,13 @@ def partition_near_home(
     for holder_index in np.unique(item_holders):
         bins = np.flatnonzero(free_parts // count == holder_index)
         part[item_holders == holder_index] = bins[partition(costs[rest[item_holders == holder_index]], len(bins))]
-    room = most * len(free_parts) / max(1, int(sizes[rest].sum()))
-    for enough in TOLERANCES:
-        part = exchange_items(costs[rest], part, len(free_parts), enough)
+    size_ratio = most * len(free_parts) / max(1, int(sizes[rest].sum()))
+    for tolerance in TOLERANCES:
+        part = exchange_items(costs[rest], part, len(free_parts), tolerance)
         owner[rest] = free_parts[part]
         yield owner.copy()
         # A part that is too large at average cost has many small items and can exchange some of them.
-        owner[rest] = free_parts[exchange_items(sizes[rest], part, len(free_parts), room)]
+        owner[rest] = free_parts[exchange_items(sizes[rest], part, len(free_parts), size_ratio)]
         yield owner.copy()
 
 
@@ -240,8 +240,8 @@ def _balance_holders(falling: np.ndarray, home: np.ndarray, rooms: np.ndarray) -
     )  # index among the holders with room; -1 at the end, for items without a home
     index_of_holder[open_holders] = np.arange(len(open_holders))
     at, level = index_of_holder[home.clip(min=-1)], falling.sum() / rooms.sum()
-    before = (rooms.max() - rooms[open_holders]) * level  # as if holders with fewer parts had the others filled
-    loads = before + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders))
+    initial_loads = (rooms.max() - rooms[open_holders]) * level  # as if holders with fewer parts had the others filled
+    loads = initial_loads + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders))
     excess = (loads - rooms.max() * level).tolist()
     at = at.copy()
     for item, (cost, holder) in enumerate(zip(falling.tolist(), at.tolist(), strict=True)):
@@ -250,7 +250,7 @@ def _balance_holders(falling: np.ndarray, home: np.ndarray, rooms: np.ndarray) -
             at[item] = -1
     is_unassigned, loads = (
         at < 0,
-        before + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders)),
+        initial_loads + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders)),
     )
     at[is_unassigned] = greedy(falling[is_unassigned], len(open_holders), loads)
-    return open_holders[exchange_items(falling, at, len(open_holders), HOLDER_TOLERANCE, before)]
+    return open_holders[exchange_items(falling, at, len(open_holders), HOLDER_TOLERANCE, initial_loads)]

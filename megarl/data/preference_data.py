@@ -49,9 +49,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class PreferenceDataset(Sequence[Pair]):
-    """The pairs of a file, each read, rendered and tokenized on access (a millisecond); neither rows nor tokens are
-    kept.
-    """
+    """The pairs of a file, read, rendered and tokenized on access (a millisecond); nothing is cached."""
 
     rows: Table
     tokenizer: Any

@@ -48,12 +48,14 @@ def read_prompts(
     """
     file = Path(path)
     prompts: list[Prompt] = []
-    seen: dict[str, str] = {}
+    location_by_id: dict[str, str] = {}
     keys = OrderKeys(order)
     for where, prompt in islice(iter_prompts(file, prompt_key, label_key, name), most):
-        if prompt.id in seen:
-            raise ConfigError(f"{where}: the id {prompt.id!r} is taken by {seen[prompt.id]}; ids must be unique")
-        seen[prompt.id] = where
+        if prompt.id in location_by_id:
+            raise ConfigError(
+                f"{where}: the id {prompt.id!r} is taken by {location_by_id[prompt.id]}; ids must be unique"
+            )
+        location_by_id[prompt.id] = where
         keys.add(prompt.extra, where)
         prompts.append(prompt)
     if not prompts:
@@ -289,5 +291,5 @@ def _pop_column(row: dict[str, Any], whole: dict[str, Any], key: str, where: str
             return row.pop(name)
     empty = f"; the column {key!r} is empty here" if key in row else ""
     none = ' (or to "" if there is no ground truth)' if option == "data.label_key" else ""
-    here = f"columns here: {list_columns(whole)}"
-    raise ConfigError(f"{where}: no {key!r}{empty}; {here}; set {option} to the right one{none}")
+    columns = f"columns here: {list_columns(whole)}"
+    raise ConfigError(f"{where}: no {key!r}{empty}; {columns}; set {option} to the right one{none}")

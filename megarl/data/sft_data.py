@@ -76,9 +76,7 @@ def conversations_too_long_error(path: str, count: int, positions: int, shortest
 
 @dataclass(frozen=True)
 class SFTDataset(Sequence[Rollout]):
-    """The conversations of a file, each read, rendered and tokenized on access (0.6 ms); neither rows nor tokens are
-    kept.
-    """
+    """The conversations of a file, read, rendered and tokenized on access (0.6 ms); nothing is cached."""
 
     rows: Table
     tokenizer: Any

@@ -49,10 +49,9 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row) for each row of a .parquet or .jsonl file; `where` names the row in messages. Raises
-    ConfigError.
+    """Yield (where, row) for each row of a .parquet or .jsonl file; `where` names the row in messages.
 
-    Only a few rows are in memory at a time.
+    Only a few rows are in memory at a time. Raises ConfigError.
     """
     return ((where, row) for _, where, row in scan_rows(file))
 
@@ -229,16 +228,16 @@ class Table(Sequence[Row]):
 
         `use` is called once per row, in order, and may raise for an invalid row.
         """
-        places = array("q")
+        positions = array("q")
         rows = scan_rows(file)
         stamp = _file_stamp(file)
         for count, (place, where, row) in enumerate(rows):
             if count == most:
                 break
             if use(where, row) is not False:
-                places.extend((place, place if is_parquet(file) else int(where.rpartition(":")[2])))
+                positions.extend((place, place if is_parquet(file) else int(where.rpartition(":")[2])))
         source = (_ParquetSource if is_parquet(file) else _JsonlSource)(file, stamp)
-        return Table(source, np.array(places, dtype=np.int64).reshape(-1, 2))
+        return Table(source, np.array(positions, dtype=np.int64).reshape(-1, 2))
 
     def __len__(self) -> int:
         return len(self._places)

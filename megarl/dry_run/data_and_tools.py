@@ -175,7 +175,7 @@ class _RowChecker:
         if self.declared.item == "conversations":
             conversations = iter_conversations(file, tokenizer, data.prompt_key, answer_key(self.config), name)
             return (
-                (((talk.num_tokens,), key(row, where)) for where, row, talk in conversations),
+                (((conversation.num_tokens,), key(row, where)) for where, row, conversation in conversations),
                 lambda tokens: tokens[0] <= positions,
                 lambda count, shortest: conversations_too_long_error(path, count, positions, shortest),
             )

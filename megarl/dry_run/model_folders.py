@@ -130,8 +130,8 @@ def _pieces(file: Path) -> dict[str, int]:
 
 def vocabulary_hash(folder: str) -> str:
     """Return a hash of the vocabulary; empty if the folder has none. Raises ConfigError."""
-    words = sorted((number, word) for word, number in _read_vocabulary(folder).items())
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest() if words else ""
+    tokens = sorted((number, token) for token, number in _read_vocabulary(folder).items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest() if tokens else ""
 
 
 def _check_tokenizer(folder: str, size: int) -> None:
@@ -141,10 +141,10 @@ def _check_tokenizer(folder: str, size: int) -> None:
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         if (file := Path(folder) / name).is_file():
             strict.read_json(file)
-    word, highest = max(_read_vocabulary(folder).items(), key=lambda item: item[1], default=("", -1))
+    token, highest = max(_read_vocabulary(folder).items(), key=lambda item: item[1], default=("", -1))
     if highest >= size:
         raise ConfigError(
-            f"model.path={folder}: the tokenizer gives {word!r} the id {highest}, but config.json has "
+            f"model.path={folder}: the tokenizer gives {token!r} the id {highest}, but config.json has "
             f"vocab_size={size}; the tokenizer is another model's"
         )
 
@@ -306,8 +306,7 @@ def _read_classifier(
 def _read_role_models(
     hf: HFConfig, config: Config, declared: Requirements, teachers: Collection[str], dry_run: bool, warnings: list[str]
 ) -> dict[str, HFConfig]:
-    """Return config.json of the models in `roles` that Megatron computes, by role. They must read the policy's token
-    ids.
+    """Return config.json of the `roles` models that Megatron computes, by role; they must read the policy's token ids.
 
     teachers: roles whose models compute log-probs of tokens.
     """

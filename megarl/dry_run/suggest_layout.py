@@ -35,8 +35,7 @@ RULE = (
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A configuration with its memory by stage and the modelled seconds of an optimizer step of the policy, by
-    activity.
+    """A configuration, its memory by stage, and the modelled seconds of a policy's optimizer step by activity.
 
     recompute: mode of activation recomputation.
     """

@@ -40,9 +40,7 @@ STOPPED_MARGIN_S = 15.0
 """Seconds added to `run.timeout_s`: ranks that detect the hang themselves can report more."""
 _STOPPED_POLL_S = 1.0
 _SUSPEND_GAP_S = 10.0
-"""Seconds between two polls that mean that the launcher was suspended, as by Ctrl-Z or `scontrol suspend`, with its
-ranks.
-"""
+"""Seconds between two polls above which the launcher was suspended (Ctrl-Z, `scontrol suspend`), with its ranks."""
 
 
 class StoppedRankMonitor:
@@ -54,8 +52,7 @@ class StoppedRankMonitor:
         self._over = False
 
     def poll(self, ranks: Callable[[], Mapping[int, int]], rules: RestartPolicy | None) -> tuple[int, str] | None:
-        """Kill a rank that has been stopped for too long and return it with a message. The launcher then ends the
-        others.
+        """Kill a rank that has been stopped for too long and return it with a message; the launcher ends the others.
 
         ranks: returns the pids of the running ranks by rank. Call this repeatedly; most calls do nothing.
         """
@@ -153,7 +150,7 @@ class RankMessages:
 
     def restart_policy(self) -> RestartPolicy | None:
         """Return the restart policy that the run has registered, if any."""
-        policies = [word for word in self._messages if word.kind == "run"]
+        policies = [message for message in self._messages if message.kind == "run"]
         return RestartPolicy.from_json(policies[-1].text) if policies else None
 
     def add_late(self, late: tuple[int, str] | None) -> None:
@@ -195,15 +192,15 @@ def determine_outcome(
     which all were asked to end. roles: description of ranks (role or node) for the error.
     """
     if codes and all(code in (0, REQUEUE_EXIT_CODE) for code in codes.values()):
-        stopped = [word for word in words if word.kind == "stopped"]
+        stopped = [message for message in words if message.kind == "stopped"]
         if stopped:
             return RunOutcome(REQUEUE_EXIT_CODE, stopped[0].text, "stopped")
         return RunOutcome(max(codes.values()), "", "stopped" if REQUEUE_EXIT_CODE in codes.values() else "done")
     if asked == signal.SIGINT:
         return RunOutcome(128 + asked, f"ended by {signal_name(asked)}", "asked")
-    late = [word for word in words if word.kind == "late"][-1:]
-    words = [word for word in words if word.kind not in ("run", "late")]
-    ranks_with_message = {word.rank for word in (*words, *late) if word.text}
+    late = [message for message in words if message.kind == "late"][-1:]
+    words = [message for message in words if message.kind not in ("run", "late")]
+    ranks_with_message = {message.rank for message in (*words, *late) if message.text}
     signal_by_rank = {
         rank: -code for rank, code in codes.items() if code < 0 and rank not in ranks_with_message and -code != asked
     }
@@ -211,9 +208,9 @@ def determine_outcome(
         if number != signal.SIGABRT:  # also raised by libraries that lose a peer
             return _killed_outcome(rank, number, roles)
     for kind, status in (("mistake", 2), ("fault", 1)):
-        for word in words:
-            if word.kind == kind:
-                return RunOutcome(status, word.text, kind, word.rank)  # type: ignore[arg-type]
+        for message in words:
+            if message.kind == kind:
+                return RunOutcome(status, message.text, kind, message.rank)  # type: ignore[arg-type]
     if asked:
         return RunOutcome(128 + asked, f"ended by {signal_name(asked)}", "asked")
     if late and late[0].text:
@@ -225,12 +222,12 @@ def determine_outcome(
             return RunOutcome(
                 code, f"error: {_describe_rank(rank, roles)} ended with status {code} and said nothing", "fault", rank
             )
-    for word in words:
-        if word.kind == "lost":
-            return RunOutcome(1, word.text, "lost")
-        if word.kind == "ended":  # not by us
-            text = f"error: {_describe_rank(word.rank, roles)} was {word.text}"
-            return RunOutcome(codes.get(word.rank, 1), text, "killed", word.rank)
+    for message in words:
+        if message.kind == "lost":
+            return RunOutcome(1, message.text, "lost")
+        if message.kind == "ended":  # not by us
+            text = f"error: {_describe_rank(message.rank, roles)} was {message.text}"
+            return RunOutcome(codes.get(message.rank, 1), text, "killed", message.rank)
     return RunOutcome(1, "error: the ranks did not end in time and were killed", "lost")
 
 

@@ -61,7 +61,7 @@ class NodeReport:
     def from_json(text: str) -> NodeReport:
         tree = json.loads(text)
         tree["codes"] = {int(rank): code for rank, code in tree["codes"].items()}
-        tree["words"] = tuple(launcher.RankMessage(**word) for word in tree["words"])
+        tree["words"] = tuple(launcher.RankMessage(**message) for message in tree["words"])
         return NodeReport(**{**tree, "ranks": tuple(tree["ranks"])})
 
 
@@ -175,14 +175,14 @@ def combine_reports(reports: Sequence[NodeReport | None]) -> tuple[RunOutcome, s
     """Combine the nodes' reports (None for a node that does not answer) to an outcome and the node that caused it."""
     received = [report for report in reports if report is not None]
     codes = {rank: code for report in received for rank, code in report.codes.items()}
-    words = [word for report in received for word in report.words]
+    messages = [message for report in received for message in report.words]
     node_of_rank = {rank: report.node for report in received for rank in (*report.codes, *report.ranks)}
     location_of_rank = {rank: f"node {name}" for rank, name in node_of_rank.items() if len(reports) > 1}
     stop_signals = [report.stop_signal for report in received if report.stop_signal]
     silent = [number for number, report in enumerate(reports) if report is None]
     if all(report.has_succeeded for report in received) and not silent:
         return RunOutcome(0, "", "done"), ""
-    end = launcher.determine_outcome(codes, words, stop_signals[0] if stop_signals else 0, location_of_rank)
+    end = launcher.determine_outcome(codes, messages, stop_signals[0] if stop_signals else 0, location_of_rank)
     problems = [report for report in received if report.problem]
     if problems and not codes:
         end = RunOutcome(1, f"error: torchrun: {problems[0].problem}", "lost")

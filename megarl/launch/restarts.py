@@ -1,8 +1,8 @@
 """Decide whether a failed run restarts, from which step, and after how long. README.md lists the causes of an end.
 
 Only failures that may not recur are retried: a killed or hung rank, a lost machine, a fault. Not retried: user
-mistakes, requested stops, and runs without checkpoints (`run.save_every`). A launcher knows a run by what rank 0 has
-registered (`exit_status.register_run`).
+mistakes, requested stops, and runs without checkpoints (`run.save_every`). A launcher knows a run by what the
+node's first rank has registered (`exit_status.register_run`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def use_member_groups(members: Sequence[int]) -> Iterator[None]:
 
     class AmongMembers(parallel_state.RankGenerator):  # type: ignore[misc]
         def get_ranks(self, token: str) -> list[list[int]]:
-            return [[members[place] for place in places] for places in super().get_ranks(token)]
+            return [[members[index] for index in indices] for indices in super().get_ranks(token)]
 
     generator, world_size = parallel_state.RankGenerator, dist.get_world_size
 

@@ -98,8 +98,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
 
 
 def join(world_size: int, timeout_s: float = 1800.0) -> Job:
-    """Join the process group that torchrun describes in the environment. Call once per process, before creating
-    layouts.
+    """Join the process group that torchrun describes in the environment. Call once, before creating layouts.
 
     All ranks communicate once before this returns: NCCL creates a communicator on first use, and a weight sync or a
     pipeline exchange, in which not all ranks may take part, must not be the first.
@@ -185,9 +184,9 @@ def create_layout(
     key, is_member = (member_ranks, sizes), job.rank in member_ranks
     if member_ranks not in _hosts:
         _hosts[member_ranks] = new_host_group(member_ranks)
-    before = _group_globals(parallel_state)
+    previous = _group_globals(parallel_state)
     if not _layouts:
-        _layouts[()] = before  # Megatron without groups
+        _layouts[()] = previous  # Megatron without groups
     vars(parallel_state).update(_layouts.get(key, _layouts[()]))
     if key not in _layouts:
         with use_member_groups(member_ranks):
@@ -209,8 +208,8 @@ def create_layout(
         if is_member and not tensor_parallel.get_cuda_rng_tracker().get_states():
             tensor_parallel.model_parallel_cuda_manual_seed(1)
     ranks = _coordinates(parallel_state, parallel, job, member_ranks) if is_member else None
-    if not is_member or before["_DATA_PARALLEL_GROUP"] is not None:
-        vars(parallel_state).update(before)
+    if not is_member or previous["_DATA_PARALLEL_GROUP"] is not None:
+        vars(parallel_state).update(previous)
     return ranks
 
 

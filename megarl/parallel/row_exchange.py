@@ -43,8 +43,7 @@ _LOCAL_ROWS, _FORWARDED_ROWS = (
 
 
 class RowExchange:
-    """Row exchange over a group. Create it once per process, collectively over `group` (default: host group of all
-    ranks).
+    """Row exchange over `group` (default: host group of all ranks). Create it once per process, collectively.
 
     per_machine: pretend that each machine has this many ranks. All ranks of the group must make all calls of `deliver`
     and `exchange_objects` in the same order. Ranks are numbered within the group.
@@ -80,8 +79,7 @@ class RowExchange:
         wants: Sequence[Sequence[int]],
         parts: Mapping[str, Sequence[Sequence[int] | None]] | None = None,
     ) -> Delivery:
-        """Send rows of `columns` to the ranks that want them, and return the delivery from which this rank reads its
-        rows.
+        """Send rows of `columns` to the ranks that want them; return the delivery from which this rank reads its own.
 
         columns: each [T, *tail] on the CPU, the rows of this rank's sequences in ascending order of sequence number;
         must not be written to afterwards. kinds: dtype and tail of each column. lengths, homes: [N] of all sequences;
@@ -276,8 +274,7 @@ class Delivery:
 
     @traced("wait")
     def rows(self, name: str) -> list[torch.Tensor]:
-        """Return a column's rows of each sequence that this rank wants, in order; waits until all of the delivery is
-        there.
+        """Return a column's rows of each sequence that this rank wants, in order. Waits for the whole delivery.
 
         Each is [length, *tail], with only the needed indices along dim 1. Raises TimeoutError after the timeout of
         collectives, and ConnectionError if a rank is gone.

@@ -122,9 +122,7 @@ class ExchangePlan:
         return next(cut.parts[rank] for cut in self.column_groups if column in cut.columns)
 
     def blocks(self, chosen: Selection, without: Iterable[str] = ()) -> tuple[list[Block], int]:
-        """Return the memory layout of selected rows and its size in bytes. Larger items come first, so that all are
-        aligned.
-        """
+        """Return the memory layout of selected rows and its size in bytes. Larger items come first, for alignment."""
         excluded = set(without)
         order = [
             (name, part, sequences, cut.lengths)

@@ -124,9 +124,7 @@ def export_handle(tensor: torch.Tensor) -> list[int]:
 
 
 def map_handle(process: int, descriptor: int, inode: int, offset: int, size: int) -> torch.Tensor:
-    """Map another process's tensor as [size] uint8; both see each other's writes. Raises OSError if it no longer
-    exists.
-    """
+    """Map another process's tensor as [size] uint8; both see each other's writes. Raises OSError if it is gone."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     local_descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
