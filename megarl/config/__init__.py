@@ -1,11 +1,10 @@
-"""The configuration: dataclasses, strict YAML, `key=value` overrides. Every key is documented in `keys.py` and only
-there.
+"""The configuration: dataclasses, strict YAML, `key=value` overrides. `keys.py` is the only documentation of the keys.
 
-Settings that Megatron or SGLang already name are passed through `model.megatron` and `rollout.sglang`, and checked
-against the fields of `TransformerConfig` and `ServerArgs` when the run starts.
+`model.megatron` and `rollout.sglang` pass settings of Megatron and SGLang through by their own names, checked against
+the fields of `TransformerConfig` and `ServerArgs` when the run starts.
 
-Keys of the type `PathStr` are paths: `~` and `$NAME` in them are expanded (`paths.py`). `recipes.py` has the values
-that the name of an algorithm sets unless the user does.
+Keys of type `PathStr` are paths in which `~` and `$NAME` are expanded (`paths.py`). `recipes.py` has the defaults that
+an algorithm sets.
 """
 
 from __future__ import annotations
@@ -142,26 +141,27 @@ SYNONYMS = {
     "lora_rank": "lora.rank",
     "lora_alpha": "lora.alpha",
 }
-"""What other projects call a key, and which key is meant, for the suggestion of an unknown one."""
+"""Names of keys in other projects, for suggestions in errors about unknown keys."""
 
 
 @dataclass(frozen=True)
 class Config:
     synonyms = SYNONYMS
     algorithm: str = "ppo"
-    """A name of `recipes.py`: ppo, grpo, sft, reward_model; or one of a fork, as `module:name` or by the name of its
-    entry point in the group megarl.controllers. The recipe sets what makes it that algorithm; what is set here wins."""
+    """Algorithm of `recipes.py`, such as ppo, grpo, sft or reward_model, or a fork's, as `module:name` or by the name
+    of its entry point in the group megarl.controllers. The recipe sets the algorithm's defaults; keys set here override
+    them."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the algorithm itself: what its controller's `Options` has, and is documented there."""
+    """Options of the algorithm, documented in its controller's `Options`."""
     placement: dict[str, Any] = field(default_factory=dict)
-    """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`; cpu is processes
-    beside the ranks. A role that is left out is where the actor is, and actor and rollout on all ranks. Two roles have
-    the same ranks, and take turns, or none in common, and work at once. `parallel` is the actor's layout, and that of
-    all that have none of their own."""
+    """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`; cpu means separate
+    processes. A role that is left out shares the actor's ranks; actor and rollout default to all ranks. Two roles
+    either have the same ranks and take turns, or disjoint ranks and run concurrently. `parallel` is the layout of the
+    actor, and of all roles without one of their own."""
     roles: dict[str, Any] = field(default_factory=dict)
-    """Who plays a role, and with what: `{teacher: {model: /models/big, parallel: {tp: 2}}, reward: {backend: http,
-    options: {url: http://judge:8000/score}}, mine: {worker: lab.roles:Mine}}`, as `flow.register_worker` has it. Models
-    and layouts of our own roles are in their sections. `workers/README.md` lists the backends."""
+    """Workers of the roles: `{teacher: {model: /models/big, parallel: {tp: 2}}, reward: {backend: http, options: {url:
+    http://judge:8000/score}}, mine: {worker: lab.roles:Mine}}`, with the parameters of `flow.register_worker`. Models
+    and layouts of the built-in roles are in their sections. `workers/README.md` lists the backends."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -181,23 +181,23 @@ class Config:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     expect: dict[str, Any] = field(default_factory=dict)
-    """What the run must reach, `{eval/reward_greedy: {least: 0.9}}`, also `most` and `step`: for
-    tools/check_recipes.py, which runs it and compares. The run itself takes no notice."""
+    """Expected metrics, `{eval/reward_greedy: {least: 0.9}}`, also with `most` and `step`: tools/check_recipes.py runs
+    the configuration and compares. The run itself ignores them."""
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.
 
-    Paths in it, and the file's own, are expanded (`megarl/config/paths.py`). Models that are named as on the Hub are
-    the copies in this machine's cache. Raises ConfigError, naming the key and the nearest known one, for anything
-    unknown, of the wrong type, out of range or given twice.
+    Expands paths in the file, and the file's own (`megarl/config/paths.py`). Resolves Hub names of models to the copies
+    in this machine's cache. Raises ConfigError, naming the key and the closest known one, for a key that is unknown, of
+    the wrong type, out of range or given twice.
     """
     file = Path(expand(str(path), "the configuration file"))
     try:
-        there = file.is_file()
-    except OSError:  # a name that is too long
-        there = False
-    if not there:
+        exists = file.is_file()
+    except OSError:  # name too long
+        exists = False
+    if not exists:
         if str(path) and os.path.isdir(file):
             raise ConfigError(f"{path} is a folder; name the configuration file, which is YAML")
         raise ConfigError(f"there is no configuration file {path}")
@@ -206,7 +206,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
             "track.webhook=URL on the command line is read by everybody on this machine: put it into the file, or the "
             "URL into an environment variable and track.webhook=env:NAME"
         )
-    from megarl.config import plain_yaml  # imports yaml, and whoever lacks it is told so in one line
+    from megarl.config import plain_yaml  # imports yaml; if that is missing, the error is one line
 
     tree = plain_yaml.read(file)
     tree = {} if tree is None else tree
@@ -216,40 +216,40 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
 
 
 def _find_example_keys() -> dict[str, str]:
-    """Every section, with one of its keys."""
-    found: dict[str, str] = {}
+    """Return one key of every section."""
+    examples: dict[str, str] = {}
     for key in strict.collect_key_types(Config):
-        found.setdefault(key.rpartition(".")[0], key)
-    del found[""]  # algorithm is in none
-    return found
+        examples.setdefault(key.rpartition(".")[0], key)
+    del examples[""]  # `algorithm` is in no section
+    return examples
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
-    """A Config out of nested plain values, with what the algorithm's recipe sets; strict as `load_config`."""
+    """Build a Config from nested plain values and the algorithm's recipe. Validates like `load_config`."""
     name = tree.get("algorithm", Config.algorithm)
-    if isinstance(name, str):  # else it is complained of below
+    if isinstance(name, str):  # `build_dataclass` rejects other types
         tree = apply_recipe(tree, name)
     config: Config = strict.build_dataclass(Config, tree, "", root=Config)
     return expand_config_paths(config)
 
 
 def describe_keys() -> list[tuple[str, Any]]:
-    """Every key with its default, in order: what `--keys` prints and what the tests count."""
+    """Return every key with its default, in order; `--keys` prints these."""
     return strict.list_keys(Config())
 
 
 def describe_ranges() -> dict[str, str]:
-    """What each key may be, in words."""
+    """Return a description of each key's type and range."""
     return {key: strict.describe_type(kind) for key, kind in strict.collect_key_types(Config).items()}
 
 
 def describe_meanings() -> dict[str, str]:
-    """What each key is, in a sentence, where its name does not say it."""
+    """Return the first sentence of each key's documentation."""
     return strict.collect_key_docs(Config)
 
 
 def _resolve_model_folders(config: Config) -> Config:
-    """The same, with folders in place of the names of models that are in the cache."""
+    """Replace Hub names of cached models by their folders."""
     return replace(
         config,
         model=replace(config.model, path=folder_of(config.model.path)),

@@ -1,4 +1,4 @@
-"""What the command lines here have in common: a mistake is one line `error: ...` and exit status 2, before any work."""
+"""Helpers for command lines: a usage error is one line `error: ...` and exit status 2, before any work starts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from megarl.config.paths import expand
 from megarl.config.strict import ConfigError
 
 USAGE_ERROR = 2
-"""Exit status of a program that was told something wrong."""
+"""Exit status for usage and configuration errors."""
 _PYTHON = Path(sys.executable)
 INSTALL_HINT = "bash launch/install.sh in a checkout, or by pip as launch/README.md says"
 _MAX_NAMES_LENGTH = 50
-"""Characters of the names of other runs in the name of a file."""
+"""Maximum length of other runs' names in a file name."""
 
 
 class Parser(argparse.ArgumentParser):
-    """One that raises ConfigError for a mistake, without printing its usage; `--help` shows the text as written, and
-    `--version` the version of MegaRL."""
+    """ArgumentParser that raises ConfigError instead of printing its usage.
+
+    `--help` prints the description verbatim, `--version` the version of MegaRL.
+    """
 
     def __init__(self, description: str | None = None, prog: str | None = None) -> None:
         form = argparse.RawDescriptionHelpFormatter
@@ -41,12 +43,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_path(text: str) -> Path:
-    """The type of an argument that is a path, also where it says `type=Path`: `--out=~/x` is not expanded by shells."""
+    """Argument type for paths, also used for `type=Path`. Expands `~`, since shells do not expand `--out=~/x`."""
     return Path(parse_path_text(text))
 
 
 def parse_path_text(text: str) -> str:
-    """The type of an argument that is a path or a name: text, with `~` and `$NAME` expanded."""
+    """Argument type for a path or a name: text with `~` and `$NAME` expanded."""
     try:
         return expand(text, "path")
     except ConfigError as error:
@@ -54,7 +56,7 @@ def parse_path_text(text: str) -> str:
 
 
 def int_in_range(least: int = 1, most: int = 10**12) -> Callable[[str], int]:
-    """The type of an argument that is a whole number in this range."""
+    """Return an argument type for integers from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -69,7 +71,7 @@ def int_in_range(least: int = 1, most: int = 10**12) -> Callable[[str], int]:
 
 
 def float_in_range(least: float = 0.0, most: float = 1e12) -> Callable[[str], float]:
-    """The type of an argument that is a number above `least` and not above `most`."""
+    """Return an argument type for numbers above `least`, at most `most`."""
 
     def parse(text: str) -> float:
         try:
@@ -84,7 +86,7 @@ def float_in_range(least: float = 0.0, most: float = 1e12) -> Callable[[str], fl
 
 
 def check_writable_file(path: Path | None, option: str) -> None:
-    """Raise ConfigError where the file could not be written, which otherwise shows when the work is done."""
+    """Raise ConfigError if the file cannot be written, before the work instead of after it."""
     if path is None:
         return
     try:
@@ -104,47 +106,52 @@ def check_writable_file(path: Path | None, option: str) -> None:
 
 
 def default_output_file(runs: Sequence[Path], name: str) -> Path:
-    """Where a file about runs goes if none is named: into the first run's folder, as `name`; with the names of the
-    others in it where there are any, so that it takes no other file's place."""
+    """Return the default path of a report on `runs`: `name` in the first run's folder.
+
+    The names of any other runs become part of the file name, so that different reports do not overwrite each other.
+    """
     file = runs[0] / name
     others = "_".join(parse_path.resolve().name for parse_path in runs[1:])
     return file.with_stem(f"{file.stem}_{others[:_MAX_NAMES_LENGTH]}") if others else file
 
 
 def check_writable_folder(path: Path, option: str) -> None:
-    """Raise ConfigError where there is no folder of this name and none can be made."""
+    """Raise ConfigError if the folder does not exist and cannot be created, or is not writable."""
     try:
-        there = next(place for place in (path, *path.absolute().parents) if place.exists() or place.is_symlink())
-        if not there.is_dir():
-            what = "is no folder" if there == path else f"cannot be made: {there} is no folder"
-            raise ConfigError(f"{option} {path} {what}; name another")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"{option} {path} cannot be written: no permission in {there}; name another folder")
+        existing = next(place for place in (path, *path.absolute().parents) if place.exists() or place.is_symlink())
+        if not existing.is_dir():
+            fault = "is no folder" if existing == path else f"cannot be made: {existing} is no folder"
+            raise ConfigError(f"{option} {path} {fault}; name another")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"{option} {path} cannot be written: no permission in {existing}; name another folder")
     except OSError as error:
         raise ConfigError(f"{option} {str(path)[:200]} cannot be written: {error.strerror}; name another") from None
 
 
 def format_command(program: str, *arguments: str | Path) -> str:
-    """A command of this project's folder as a terminal takes it where this program was started, such as
-    `.venv/bin/python tools/report.py 'runs/my run'`: by this interpreter. Empty where the program is absent, as it is
-    where only the package was installed."""
+    """Return a shell command for a program of this repository, such as `.venv/bin/python tools/report.py 'runs/my
+    run'`.
+
+    Uses this interpreter, with paths relative to the working directory. Empty if the program does not exist, because
+    only the package is installed.
+    """
     file = Path(__file__).resolve().parents[2] / program
     if not file.is_file():
         return ""
-    here = Path.cwd()
-    # Not resolved: an environment is known by its own link to the interpreter.
-    places = [
-        str(parse_path.relative_to(here)) if parse_path.is_relative_to(here) else str(parse_path)
+    cwd = Path.cwd()
+    # Do not resolve the path: a virtual environment is identified by its own link to the interpreter.
+    paths = [
+        str(parse_path.relative_to(cwd)) if parse_path.is_relative_to(cwd) else str(parse_path)
         for parse_path in (_PYTHON, file)
     ]
-    return shlex.join([*places, *map(str, arguments)])
+    return shlex.join([*paths, *map(str, arguments)])
 
 
 def run_cli(program: Callable[[], int]) -> int:
-    """The program's exit status; what is wrong with what it was given is one line."""
+    """Run `program` and return its exit status; print configuration and file errors as one line."""
     try:
         return program()
-    except BrokenPipeError:  # who reads the output has seen enough
+    except BrokenPipeError:  # the reader of the output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -160,12 +167,12 @@ def run_cli(program: Callable[[], int]) -> int:
 
 
 def missing_package_hint(error: BaseException) -> str:
-    """What to do about a package that MegaRL imports and that is not installed; empty for any other error."""
+    """Return a remedy for a missing package that MegaRL imports; empty for any other error."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None or error.name.partition(".")[0] == "megarl":
         return ""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [frame.f_code.co_filename for frame in frames if "importlib" not in frame.f_code.co_filename]
-    if not files or Path(__file__).parents[1] not in Path(files[-1]).parents:  # not imported by us
+    if not files or Path(__file__).parents[1] not in Path(files[-1]).parents:  # not imported by MegaRL
         return ""
     return f"the package {error.name.partition('.')[0]} is not installed: {INSTALL_HINT}"
 

@@ -1,6 +1,6 @@
-"""Values against the fields of another package's dataclasses, read from their source: it need not be imported.
+"""Validate values against another package's dataclass fields, parsed from its source without importing it.
 
-A field's annotation says what fits it. What YAML cannot give (a function, a dtype) fits nothing.
+A field's annotation determines the valid values. Types that YAML cannot express (a function, a dtype) accept none.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import Any
 from megarl.config.strict import ConfigError, closest_match
 
 INT32_MAX = 2**31 - 1
-"""No size or count that these packages know is larger, and beyond it their kernels' integers end."""
+"""Upper bound of all sizes and counts in these packages; their kernels use 32-bit integers."""
 _UNKNOWN = object()
 
 
 @dataclass(frozen=True)
 class Field:
-    """annotation: without `Annotated`. choices: where there are only so many. default: None also where there is none,
-    `...` where it is no plain value. minus_one: whether that means something. group: the class that has the field."""
+    """A dataclass field.
+
+    annotation: without `Annotated`. choices: the valid values, if enumerated. default: None also if there is none,
+    `...` if it is not a plain value. allows_minus_one: whether -1 has a meaning. group: the class of the field.
+    """
 
     annotation: ast.expr
     choices: tuple[Any, ...] = ()
@@ -31,42 +34,42 @@ class Field:
 
 
 def parse_fields(body: Iterable[ast.stmt], names: Mapping[str, Any] | None = None, group: str = "") -> dict[str, Field]:
-    """The annotated fields of a class, by name. names: what constants in their metadata stand for."""
-    found = {}
+    """Return the annotated fields of a class body by name. names: values of the constants used in their metadata."""
+    fields = {}
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = _parse_field(node, names or {}, group)
-    return found
+            fields[node.target.id] = _parse_field(node, names or {}, group)
+    return fields
 
 
 def check_field_value(where: str, value: Any, field: Field) -> None:
-    """Raise ConfigError, naming the key `where`, for a value that does not fit its field."""
+    """Raise ConfigError, naming the key `where`, for an invalid value of a field."""
     if value is None and field.default is None:
         return
     if field.choices:
         if not _is_scalar(value) or value not in field.choices:
-            some = ", ".join(map(str, field.choices))
+            choices = ", ".join(map(str, field.choices))
             raise ConfigError(
-                f"{where} must be one of {some}, not {_short_repr(value)}{did_you_mean(value, field.choices)}"
+                f"{where} must be one of {choices}, not {_short_repr(value)}{did_you_mean(value, field.choices)}"
             )
         return
     _check_numbers(where, value, field)
     if not _matches_type(value, field.annotation):
         kind = _describe_type(field.annotation)
         if not kind:
-            needed = ast.unparse(field.annotation)
-            raise ConfigError(f"{where} cannot be set: it is of type {needed}, which YAML cannot give")
+            type_name = ast.unparse(field.annotation)
+            raise ConfigError(f"{where} cannot be set: it is of type {type_name}, which YAML cannot give")
         raise ConfigError(f"{where} must be {kind}, not {_short_repr(value)}{_number_hint(value, kind)}")
 
 
 def did_you_mean(name: Any, known: Iterable[Any]) -> str:
-    """A hint at the nearest of the known names."""
-    found = closest_match(str(name), map(str, known))
-    return f"; did you mean {found}?" if found else ""
+    """Return a hint with the closest known name, or an empty string."""
+    match = closest_match(str(name), map(str, known))
+    return f"; did you mean {match}?" if match else ""
 
 
 def eval_literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
-    """The value of an expression of plain values and known names; `_UNKNOWN` where it is none."""
+    """Evaluate an expression of plain values and known names; `_UNKNOWN` if it is anything else."""
     if node is None:
         return _UNKNOWN
     if isinstance(node, ast.Name):
@@ -84,26 +87,26 @@ def eval_literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
 
 
 def parse_constants(tree: ast.Module) -> dict[str, Any]:
-    """The plain values that a module gives names to."""
-    found: dict[str, Any] = {}
+    """Return the plain values that a module assigns to names."""
+    constants: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            value = eval_literal(node.value, found)
+            value = eval_literal(node.value, constants)
             if value is not _UNKNOWN:
-                found[node.targets[0].id] = value
-    return found
+                constants[node.targets[0].id] = value
+    return constants
 
 
 def _parse_field(node: ast.AnnAssign, names: Mapping[str, Any], group: str) -> Field:
-    annotation, choices, about = node.annotation, (), ""
+    annotation, choices, metadata_text = node.annotation, (), ""
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("A", "Annotated"):
         assert isinstance(annotation.slice, ast.Tuple)
         annotation, *metadata = annotation.slice.elts
         for item in metadata:
-            about += ast.unparse(item)
+            metadata_text += ast.unparse(item)
             for keyword in item.keywords if isinstance(item, ast.Call) else ():
-                if keyword.arg == "choices" and (given := eval_literal(keyword.value, names)) is not _UNKNOWN:
-                    choices = tuple(given)
+                if keyword.arg == "choices" and (values := eval_literal(keyword.value, names)) is not _UNKNOWN:
+                    choices = tuple(values)
     value: Any = None
     if node.value is not None:
         default = node.value
@@ -112,7 +115,7 @@ def _parse_field(node: ast.AnnAssign, names: Mapping[str, Any], group: str) -> F
         value = eval_literal(default, names)
         value = ... if value is _UNKNOWN else value
     negative = isinstance(value, int | float) and value < 0
-    return Field(annotation, choices, value, negative or "-1" in about, group)
+    return Field(annotation, choices, value, negative or "-1" in metadata_text, group)
 
 
 def _matches_type(value: Any, annotation: ast.expr) -> bool:
@@ -155,7 +158,7 @@ def _matches_type(value: Any, annotation: ast.expr) -> bool:
 
 
 def _describe_type(annotation: ast.expr) -> str:
-    """What fits, in words; empty where nothing does that YAML can give."""
+    """Describe the valid values; empty if YAML cannot express any."""
     base, arguments = _split_type(annotation)
     plain = {
         "bool": "true or false",
@@ -182,7 +185,7 @@ def _describe_type(annotation: ast.expr) -> str:
 
 
 def _split_type(annotation: ast.expr) -> tuple[str, list[Any]]:
-    """A type's name in lower case but for typing's own, and what it is of; the values of a Literal."""
+    """Return a type's normalized name and its arguments; for a Literal, its values."""
     if isinstance(annotation, ast.Constant):
         if annotation.value is None:
             return "None", []
@@ -204,7 +207,7 @@ def _split_type(annotation: ast.expr) -> tuple[str, list[Any]]:
 
 
 def _check_numbers(where: str, value: Any, field: Field) -> None:
-    """No number that is none, none that is beyond what integers hold, and no negative size."""
+    """Raise ConfigError for non-finite numbers, numbers beyond 32 bits, and negative sizes."""
     for number in _numbers(value):
         if isinstance(number, float) and not math.isfinite(number):
             raise ConfigError(f"{where} must be a finite number, not {number}")
@@ -228,7 +231,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _number_hint(value: Any, kind: str) -> str:
-    """What was surely meant by 1e6, which YAML reads as text or as a float."""
+    """Suggest the number meant by input such as 1e6, which YAML reads as text or as a float."""
     if "number" not in kind or not isinstance(value, str | float):
         return ""
     try:
@@ -242,6 +245,6 @@ def _number_hint(value: Any, kind: str) -> str:
 
 def _short_repr(value: Any) -> str:
     if isinstance(value, int) and abs(value) > 1 << 200:
-        return f"an integer of {value.bit_length()} bits"  # Python refuses to write out the longest
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print the longest
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."

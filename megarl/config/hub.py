@@ -1,4 +1,4 @@
-"""Models that are named as on the Hugging Face Hub: of those that this machine has a copy of, the folder."""
+"""Resolve Hugging Face Hub names of models to their folders in this machine's cache."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_name(path: str) -> bool:
-    """Whether it may be the Hub's name of a model, as `Qwen/Qwen3-30B-A3B` is, and is nothing here."""
+    """True if `path` looks like a Hub name, such as `Qwen/Qwen3-30B-A3B`, and does not exist locally."""
     return bool(_NAME.fullmatch(path)) and not Path(path).exists()
 
 
 def folder_of(path: str) -> str:
-    """The copy in the Hub's cache (`HF_HOME`) of a model that is named so; else what was given. Nothing is fetched: a
-    job of many ranks would do it many times, and where there is no network."""
+    """Return the folder of a model in the Hub's cache (`HF_HOME`), or `path` itself if it is not there.
+
+    Never downloads: every rank of a job would, and nodes may have no network.
+    """
     if not is_name(path):
         return path
     from huggingface_hub import snapshot_download

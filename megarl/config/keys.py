@@ -27,8 +27,8 @@ class SandboxConfig:
     """`sandbox/README.md` describes the layers of protection."""
 
     backend: str = "bubblewrap"
-    """`bubblewrap` for local boxes, the URL of a service with SandboxFusion's API (`http://sandbox:8080`), or `none`: no
-    protection at all, programs run as the user who runs the training. A run whose reward or environments use the
+    """`bubblewrap` for local boxes, the URL of a service with SandboxFusion's API (`http://sandbox:8080`), or `none`:
+    no protection at all, programs run as the user who runs the training. A run whose reward or environments use the
     sandbox does not start if its layers are not available."""
     memory_mb: Annotated[int, Range(16, 1_048_576)] = 512
     """MiB that one box may use for all its processes and files together; a caller may override it."""
@@ -175,12 +175,12 @@ class TrainConfig:
     """Tokens whose logits are materialized at once: about 18 bytes per token and vocabulary entry in bf16, divided by
     tp."""
     replay_routing: bool = False
-    """MoE: compute the policy's log-probs and updates with the experts that the engine selected for each token, weighted
-    by the trainer's own router (R3, arXiv:2510.11370). Matters in bf16. A rank that leads an engine stores one byte (two
-    with more than 256 experts) per token of its conversations, MoE layer and selected expert, and as much again while a
-    model computes; each rank then also stores that of its replica's tokens and its stage's layers. Not available for
-    conversations that newer weights continue (`rollout.oversample`, `rollout.on_push=retract`), since these prefill
-    their beginning again."""
+    """MoE: compute the policy's log-probs and updates with the experts that the engine selected for each token,
+    weighted by the trainer's own router (R3, arXiv:2510.11370). Matters in bf16. A rank that leads an engine stores one
+    byte (two with more than 256 experts) per token of its conversations, MoE layer and selected expert, and as much
+    again while a model computes; each rank then also stores that of its replica's tokens and its stage's layers. Not
+    available for conversations that newer weights continue (`rollout.oversample`, `rollout.on_push=retract`), since
+    these prefill their beginning again."""
     mtp: Weight = 0.0
     """Loss weight of the policy's multi-token prediction layers, which then learn to predict the policy, without a
     gradient into the rest of the model (arXiv:2412.19437 section 2.2; it uses 0.3 and later 0.1, section 4.2); 0 does
@@ -217,9 +217,9 @@ class TrackConfig:
     """Record every rollout in the run folder, as parquet."""
     records: bool = True
     """With `track.rollouts`: also record each token's expert routing (`train.replay_routing`) and sampling mask
-    (`rollout.top_k`) if there are any, which a replay of the rollouts needs. They take one byte per MoE layer and expert
-    of a token (two with more than 256 experts), and 4 bytes per id of the sampling mask. For a large model this exceeds
-    everything else: 464 bytes per token of DeepSeek-V3, next to 12."""
+    (`rollout.top_k`) if there are any, which a replay of the rollouts needs. They take one byte per MoE layer and
+    expert of a token (two with more than 256 experts), and 4 bytes per id of the sampling mask. For a large model this
+    exceeds everything else: 464 bytes per token of DeepSeek-V3, next to 12."""
     profile: tuple[PositiveInt, ...] = ()
     """Steps to profile, such as [3, 4]: with CUDA for `nsys profile -c cudaProfilerApi`, with NVTX ranges by phase and
     role; without CUDA, torch's profiler writes a Chrome trace of each rank into the run folder."""
@@ -368,8 +368,8 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column of the prompt: a list of chat messages, or a string that becomes one user message."""
     label_key: str = "ground_truth"
-    """Column of the ground truth if there is no `reward_model.ground_truth`; for SFT, if set, the column of the response
-    to the prompt."""
+    """Column of the ground truth if there is no `reward_model.ground_truth`; for SFT, if set, the column of the
+    response to the prompt."""
     shuffle: bool = True
     """Reshuffle each epoch, with `run.seed`."""
 
@@ -407,9 +407,9 @@ class LossConfig:
     """Divisor of `loss.mean=constant`; null for the tokens that the policy may generate in a conversation, which are
     `rollout.max_new_tokens` times `rollout.max_turns`, at most `rollout.max_context`."""
     truncated: Literal["train", "mask", "drop"] = "train"
-    """Rollouts truncated by a token limit or the number of turns: trained on like others; masked, that is without a loss
-    of their own but counted in their group (DAPO's overlong filtering, arXiv:2503.14476 section 3.4); or dropped like
-    aborted ones, which are never trained on."""
+    """Rollouts truncated by a token limit or the number of turns: trained on like others; masked, that is without a
+    loss of their own but counted in their group (DAPO's overlong filtering, arXiv:2503.14476 section 3.4); or dropped
+    like aborted ones, which are never trained on."""
 
 
 @dataclass(frozen=True)
@@ -420,8 +420,8 @@ class AdvantageConfig:
     normalization over the batch (REINFORCE++ with baseline); `opo`, its group's length-weighted mean (OPO).
     `algorithms/README.md` lists the papers."""
     gamma: Share = 1.0
-    """Discount per action token in PPO and REINFORCE++. Below 1 the first tokens of a long response learn nothing from a
-    reward at its end: 0.99^1000 is 4e-5."""
+    """Discount per action token in PPO and REINFORCE++. Below 1 the first tokens of a long response learn nothing from
+    a reward at its end: 0.99^1000 is 4e-5."""
     lam: Share = 0.95
     """GAE's lambda."""
     whiten: bool = True
@@ -460,8 +460,8 @@ class CorrectionConfig:
     """`algorithms/CORRECTIONS.md` has the equations and the names in other projects."""
 
     kind: Literal["none", "tis", "icepop", "mis", "reject"] = "none"
-    """Correction if the policy that learns differs from the one that sampled, through other kernels or older weights, by
-    the ratio of its probability of a token to the engine's. `tis`: weight a token's loss by the ratio, clipped to
+    """Correction if the policy that learns differs from the one that sampled, through other kernels or older weights,
+    by the ratio of its probability of a token to the engine's. `tis`: weight a token's loss by the ratio, clipped to
     [low, high]; `icepop`: weight it, and mask it outside this range (arXiv:2510.18855); `mis`: the same with the ratio
     of the whole sequence; `reject`: leave out sequences outside the range, and do not weight the others."""
     level: Literal["token", "sequence", "geometric"] | None = None
@@ -512,8 +512,8 @@ _CORRECTION_DEFAULTS: dict[str, tuple[Literal["token", "sequence", "geometric"],
 @dataclass(frozen=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
-    """Reward functions as `module:name`; each takes a Rollout and returns a number, at most 1e6, or a `Reward`. They run
-    in separate processes during generation, coroutine functions concurrently. The reward is their sum."""
+    """Reward functions as `module:name`; each takes a Rollout and returns a number, at most 1e6, or a `Reward`. They
+    run in separate processes during generation, coroutine functions concurrently. The reward is their sum."""
     weights: dict[str, Any] = field(default_factory=dict)
     """Weight of each part of the reward in the sum: functions by name, `environment`, `model`, `service`, `judge`; the
     default is 1. `control.yaml` in the run folder can change it during the run, see `rewards/README.md`."""
@@ -536,15 +536,15 @@ class GuardsConfig:
     do."""
 
     ppo_kl: Annotated[float, Range(above=0, most=1000)] | None = None
-    """`actor/ppo_kl` above which the policy is rolled back to before the step, the step's other updates are skipped, and
-    the learning rate restarts with its warm-up; three rollbacks in a row end the run. A usual value is 0.05. Each rank
-    keeps one host copy of its part of the policy and its optimizer, refreshed at each step."""
+    """`actor/ppo_kl` above which the policy is rolled back to before the step, the step's other updates are skipped,
+    and the learning rate restarts with its warm-up; three rollbacks in a row end the run. A usual value is 0.05. Each
+    rank keeps one host copy of its part of the policy and its optimizer, refreshed at each step."""
     kl: Annotated[float, Range(above=0, most=1000)] | None = None
     """KL to the reference, in nats per token, above which `kl.coef` falls to 0 and stays there until the user changes
     it, because the penalty rather than the reward would drive the policy."""
     memory: bool = False
-    """After an out-of-memory error on any rank, all ranks repeat the pass with half as many tokens per micro-batch, down
-    to one sequence, and then with all layers recomputed. `megatron/oom_retry.py` documents what is covered."""
+    """After an out-of-memory error on any rank, all ranks repeat the pass with half as many tokens per micro-batch,
+    down to one sequence, and then with all layers recomputed. `megatron/oom_retry.py` documents what is covered."""
     alarms: bool = False
     """Raise alarms when metrics leave the bands of `observe/health_bands.py`, and log when they are back."""
     bands: dict[str, Any] = field(default_factory=dict)

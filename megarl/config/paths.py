@@ -1,8 +1,8 @@
-"""Expand `~`, `~user`, `$NAME` and `${NAME}` in paths, once, where configurations and command lines are read.
+"""Expand `~`, `~user`, `$NAME` and `${NAME}` in paths, once, when configurations and command lines are read.
 
-Libraries that expand paths themselves then find nothing left to expand, so all of them mean the same file.
+Libraries that expand paths themselves then find nothing left to expand, so all of them use the same file.
 
-`filled` substitutes `${NAME}` and `${NAME:-default}` in file formats that other programs define (MCP clients, Harbor).
+`substitute_env` replaces `${NAME}` and `${NAME:-default}` in file formats of other programs (MCP clients, Harbor).
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ _PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
 def substitute_env(text: str, where: str) -> str:
-    """`text` with each name replaced. Raises ConfigError, saying where it stands, for one that is not set: processes
-    of environments have of the run's environment what `rollout.pass_env` lists."""
+    """Return `text` with each placeholder replaced.
+
+    Raises ConfigError, prefixed with `where`, for an unset variable: processes of environments only see the variables
+    listed in `rollout.pass_env`.
+    """
 
     def value(found: re.Match[str]) -> str:
         name, default = found.groups()
@@ -36,17 +39,17 @@ def substitute_env(text: str, where: str) -> str:
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\}|(?=\{))", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PATH_NAME = re.compile(r"(.*_)?(path|dir|folder|file)")
-"""Keys that are paths in mappings which pass through: `rollout.sglang.download_dir`, `options.tasks_file`."""
+"""Keys that are paths in pass-through mappings: `rollout.sglang.download_dir`, `options.tasks_file`."""
 _WORD = re.compile(r"""(?:[^\s'"\\]|'[^']*'|"(?:\\.|[^"\\])*"|\\.)+""")
 _FILE_SPECS = ("mcp", "harbor")
-"""Prefixes of `rollout.tools` and `rollout.environments` with a path behind the colon."""
+"""Prefixes of `rollout.tools` and `rollout.environments` with a path after the colon."""
 
 
 def expand(text: str, key: str) -> str:
-    """Return a path with `~` and variables of the environment replaced.
+    """Return a path with `~` and environment variables replaced. Idempotent.
 
-    Raises ConfigError, naming the key and the variable, where one is not set, or empty: `$SCRATCH/runs` would be /runs.
-    What is returned has nothing left to expand, so that expanding it again changes nothing.
+    Raises ConfigError, naming the key and the variable, if a variable is unset or empty, since `$SCRATCH/runs` would
+    become /runs.
     """
 
     def value_of(match: re.Match[str]) -> str:
@@ -75,8 +78,8 @@ def expand(text: str, key: str) -> str:
 def expand_spec(spec: str, key: str) -> str:
     """Return an entry of `rollout.tools` or `rollout.environments` with the paths in it expanded.
 
-    Those are FILE of `mcp:FILE`, FOLDER of `harbor:FOLDER`, and in `program:COMMAND` the words without quotation marks
-    and backslashes, which a shell would expand, too.
+    These are FILE of `mcp:FILE`, FOLDER of `harbor:FOLDER`, and in `program:COMMAND` the words without quotation marks
+    and backslashes, as in a shell.
     """
     prefix, colon, rest = spec.partition(":")
     if prefix in _FILE_SPECS:
@@ -89,7 +92,7 @@ def expand_spec(spec: str, key: str) -> str:
 def _is_command(text: str) -> bool:
     try:
         return bool(shlex.split(text))
-    except ValueError:  # a quotation mark without its other, which the loader complains of
+    except ValueError:  # unbalanced quotation marks, which the loader reports
         return False
 
 
@@ -122,7 +125,7 @@ def _expand_section(section: _Section, prefix: str) -> _Section:
 
 
 def _expand_mapping(mapping: dict[str, Any], key: str) -> dict[str, Any]:
-    """Of a mapping that passes through to others: by the names of its keys, and `roles.<role>.model`."""
+    """Expand paths in a pass-through mapping: keys named like paths, and `roles.<role>.model`."""
 
     def expanded(name: str, value: Any) -> Any:
         where = f"{key}.{name}"
@@ -135,7 +138,7 @@ def _expand_mapping(mapping: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _map_strings(function: Callable[[str, str], str], value: Any, key: str) -> Any:
-    """A text, or each of a list, through the function; what is neither is left for the check of its type."""
+    """Apply the function to a string or to each item of a list; leave other types to validation."""
     if isinstance(value, str):
         return function(value, key)
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""YAML without its surprises: what a configuration says is what one reads in it.
+"""A YAML subset without surprises.
 
-YAML 1.1 takes 010 for 8, 12:30:45 for 45045, `no` for false and 1e-6 for text, and of a key that is there twice it
-keeps the last. Here numbers are decimal, true and false are the only words for them, and a key is there once. Anchors
-and merge keys (`<<`) are as in YAML; tags are refused.
+YAML 1.1 reads 010 as 8, 12:30:45 as 45045, `no` as false and 1e-6 as text, and keeps the last of duplicate keys. Here
+numbers are decimal, only true and false are booleans, and duplicate keys are errors. Anchors and merge keys (`<<`) work
+as in YAML; tags are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from megarl.config.strict import ConfigError, short_repr
 
 MAX_BYTES, MAX_DEPTH, MAX_VALUES = 1 << 20, 40, 100_000
-"""Bytes of a file; mappings and lists within each other; values, aliases written out. No configuration has as many."""
+"""Limits far above any configuration: bytes of a file, nesting depth, and values with aliases expanded."""
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
 _KEY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -39,7 +39,7 @@ for _kind, _pattern, _first in (
 
 
 def _construct_int(loader: yaml.SafeLoader, node: Any) -> int:
-    # Python refuses to read numbers of more than 4,300 digits; no key has room for nearly as many.
+    # Python refuses to parse numbers of more than 4,300 digits; every key's range is exceeded long before.
     return int(loader.construct_scalar(node).replace("_", "")[:1000])
 
 
@@ -52,7 +52,7 @@ _Loader.add_constructor(f"{_TAG}float", _construct_float)
 
 
 def read(path: str | Path) -> Any:
-    """What a file says; None for an empty one. Raises ConfigError, naming file and line."""
+    """Parse a file; None if it is empty. Raises ConfigError, naming file and line."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -62,7 +62,7 @@ def read(path: str | Path) -> Any:
 
 
 def parse_bytes(data: bytes, path: str) -> Any:
-    """What a file says that has this in it. Raises ConfigError, naming file and line."""
+    """Parse the content of the file `path`. Raises ConfigError, naming file and line."""
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which is no configuration")
     try:
@@ -76,7 +76,7 @@ def parse_bytes(data: bytes, path: str) -> Any:
 
 
 def parse(text: str, where: str) -> Any:
-    """What a text says. `where` begins the message of a ConfigError."""
+    """Parse YAML text. `where` is the prefix of a ConfigError."""
     if not _is_printable(text):
         raise ConfigError(f"{where} has characters that are no text")
     loader = _Loader(text)
@@ -92,8 +92,8 @@ def parse(text: str, where: str) -> Any:
 
 
 def parse_scalar(text: str, where: str) -> Any:
-    """The value behind `key=` on a command line: YAML where it begins as a list, a mapping or a quotation does; else
-    a number, true, false, null or text as it stands."""
+    """Parse the value of `key=value` on a command line: YAML if it starts like a list, a mapping or a quoted string;
+    otherwise a number, true, false, null or literal text."""
     if text.lstrip()[:1] in ("[", "{", '"', "'") and text.strip():
         return parse(text, where)
     node = yaml.ScalarNode(_Loader("").resolve(yaml.ScalarNode, text.strip(), (True, False)), text.strip())
@@ -101,21 +101,22 @@ def parse_scalar(text: str, where: str) -> Any:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], sections: Mapping[str, str]) -> dict[str, Any]:
-    """The tree with `section.key=value` set in it, in place. sections: all there are, each with one of its keys.
+    """Apply `section.key=value` overrides to `tree` in place and return it. sections: every section, with one of its
+    keys.
 
-    Raises ConfigError for what is no override, for a key that two of them set, and for a value in place of a section.
+    Raises ConfigError for a malformed override, for a key that is set twice, and for a value in place of a section.
     """
-    given: dict[str, str] = {}
+    by_key: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         where = f"override {short_repr(override)}"
         if not equals or not _KEY.fullmatch(key):
             raise ConfigError(f"{where} is not of the form key=value, such as run.seed=2")
-        for other in given:
+        for other in by_key:
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
-                both = f"{short_repr(given[other])} and {short_repr(override)}"
-                raise ConfigError(f"{other} is given twice, in {both}; leave one out")
-        given[key] = override
+                overrides_text = f"{short_repr(by_key[other])} and {short_repr(override)}"
+                raise ConfigError(f"{other} is given twice, in {overrides_text}; leave one out")
+        by_key[key] = override
         value = parse_scalar(text, where)
         if key in sections and not isinstance(value, dict):
             raise ConfigError(f"{where}: {key} is a section of keys; set one of them, such as {sections[key]}=...")
@@ -136,7 +137,8 @@ def _is_printable(text: str) -> bool:
 
 
 def _check_events(text: str, where: str) -> None:
-    """Before anything is built that recursion could break on, or a tag could call for."""
+    """Reject tags and deep nesting before any object is constructed, since they could call code or exhaust the
+    stack."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1 if event.start_mark else 0
@@ -151,30 +153,30 @@ def _check_events(text: str, where: str) -> None:
 
 
 def _check_node(node: yaml.Node, where: str, sizes: dict[int, int], above: tuple[int, ...]) -> int:
-    """The number of values of a node, aliases written out. Raises ConfigError for too many and for what is no key."""
+    """Count the values of a node, with aliases expanded. Raises ConfigError for too many values or an invalid key."""
     line = node.start_mark.line + 1
     if id(node) in above:
         raise ConfigError(f"{where}, line {line}: the anchor is part of itself")
     if id(node) in sizes:
         return sizes[id(node)]
-    inside, size = (*above, id(node)), 1
+    ancestors, size = (*above, id(node)), 1
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
-            here = key.start_mark.line + 1
+            key_line = key.start_mark.line + 1
             if key.tag != _MERGE:
                 if key.tag != f"{_TAG}str":
                     shown = getattr(key, "value", "")
                     shown = shown if isinstance(shown, str) else "a list or mapping"
-                    raise ConfigError(f"{where}, line {here}: {shown or 'null'} is no name of a key")
+                    raise ConfigError(f"{where}, line {key_line}: {shown or 'null'} is no name of a key")
                 if key.value in seen:
                     raise ConfigError(
-                        f"{where}: {key.value} is there twice, in line {seen[key.value]} and line {here}; remove one"
+                        f"{where}: {key.value} is there twice, in line {seen[key.value]} and line {key_line}; remove one"
                     )
-                seen[key.value] = here
-            size += 1 + _check_node(value, where, sizes, inside)
+                seen[key.value] = key_line
+            size += 1 + _check_node(value, where, sizes, ancestors)
     elif isinstance(node, yaml.SequenceNode):
-        size += sum(_check_node(item, where, sizes, inside) for item in node.value)
+        size += sum(_check_node(item, where, sizes, ancestors) for item in node.value)
     if size > MAX_VALUES:
         raise ConfigError(f"{where}, line {line}: more than {MAX_VALUES:,} values, with aliases written out")
     sizes[id(node)] = size
@@ -184,6 +186,6 @@ def _check_node(node: yaml.Node, where: str, sizes: dict[int, int], above: tuple
 def _one_line(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
-        at = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        return f"{', '.join(part for part in (error.context, error.problem) if part)}{at}".replace("\n", " ")
+        position = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        return f"{', '.join(part for part in (error.context, error.problem) if part)}{position}".replace("\n", " ")
     return " ".join(str(error).split())

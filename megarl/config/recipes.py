@@ -1,8 +1,8 @@
-"""Algorithms by name: a controller, and the values that make it that algorithm.
+"""Recipes: algorithms by name, each a controller with defaults for configuration keys.
 
-`algorithm: dapo` in a configuration is all that it takes. What a recipe sets is the default of these keys; what the
-user sets wins. One of a fork is found by `module:name`, or by an entry point in the group megarl.controllers: a
-`Recipe`, or a controller, whose recipe is that it sets nothing.
+`algorithm: dapo` in a configuration is enough to select one. Keys that the user sets override the recipe. A fork's
+recipe is named by `module:name` or by an entry point in the group megarl.controllers; it is a `Recipe`, or a controller
+without defaults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megarl.config import plugins
 from megarl.config.strict import ConfigError, closest_match
 
 ENTRY_POINT_GROUP = "megarl.controllers"
-"""Entry points of a fork's recipes and controllers."""
+"""Entry point group of a fork's recipes and controllers."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Recipe:
     controller: str | type
     """`module:name` of the class, or the class."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Keys as `section.key`, and what they are where the user says nothing."""
+    """Default values of keys, as `section.key`."""
 
 
 PPO = "megarl.controllers.ppo:PPOController"
@@ -35,9 +35,9 @@ _GROUP = {"advantage.kind": "group", "advantage.group_std": True}
 
 RECIPES: dict[str, Recipe] = {
     # --- with a critic ---
-    # arXiv:1707.06347, token by token, with the KL in the reward as in arXiv:1909.08593.
+    # arXiv:1707.06347, per token, with the KL in the reward as in arXiv:1909.08593.
     "ppo": Recipe(PPO),
-    # arXiv:2504.05118: a critic that is trained first, on whole returns; a lambda that follows the length.
+    # arXiv:2504.05118: critic warm-up on full returns; a lambda that depends on the length.
     "vapo": Recipe(
         PPO,
         {
@@ -49,32 +49,32 @@ RECIPES: dict[str, Recipe] = {
             "critic.warmup_steps": 50,
         },
     ),
-    # arXiv:2409.06957: the samples whose reward can be relied on, and a buffer of them.
+    # arXiv:2409.06957: filters for samples with a reliable reward, and buffers them.
     "pf_ppo": Recipe("megarl.controllers.pf_ppo:PFPPOController"),
-    # --- against the other samples of the prompt ---
+    # --- relative to the other samples of the prompt ---
     # arXiv:2402.03300, with the KL in the loss (eq. 3). Its mean over sequences is `loss.mean=sequence`.
     "grpo": Recipe(GRPO, {**_KL_LOSS, **_GROUP}),
-    # arXiv:2503.20783: without the two normalisations, by the group's deviation and by an answer's length.
+    # arXiv:2503.20783: no normalization by the group's deviation or by the response's length.
     "dr_grpo": Recipe(
         GRPO, {**_NO_KL, "advantage.kind": "group", "advantage.group_std": False, "loss.mean": "constant"}
     ),
-    # arXiv:2503.14476: clip-higher, sampling until the batch is full, token mean, a penalty of what is too long.
+    # arXiv:2503.14476: clip-higher, dynamic sampling until the batch is full, token mean, overlong penalty.
     "dapo": Recipe(
         "megarl.controllers.dapo:DAPOController",
         {**_NO_KL, **_GROUP, "loss.clip": 0.2, "loss.clip_high": 0.28, "loss.mean": "token"},
     ),
-    # arXiv:2402.14740: the mean of the others is the baseline; the KL is in the reward.
+    # arXiv:2402.14740: leave-one-out baseline; the KL is in the reward.
     "rloo": Recipe(GRPO, {"advantage.kind": "rloo", "kl.place": "reward"}),
-    # arXiv:2501.03262: no group, the KL in the reward, normalised over the batch; then with the group's mean as
-    # baseline, and the KL in the loss.
+    # arXiv:2501.03262: no group, the KL in the reward, normalized over the batch; the second has the group's mean as
+    # baseline and the KL in the loss.
     "reinforce_pp": Recipe(GRPO, {"advantage.kind": "reinforce", "kl.place": "reward"}),
     "reinforce_pp_baseline": Recipe(GRPO, {**_KL_LOSS, "advantage.kind": "reinforce_baseline", "kl.estimator": "k2"}),
-    # arXiv:2505.23585: on policy, the baseline weighted by length, neither KL nor entropy.
+    # arXiv:2505.23585: on policy, length-weighted baseline, no KL, no entropy bonus.
     "opo": Recipe(GRPO, {**_NO_KL, "advantage.kind": "opo"}),
-    # arXiv:2310.10505: against the greedy answer.
+    # arXiv:2310.10505: the greedy response's reward is the baseline.
     "remax": Recipe("megarl.controllers.remax:ReMaxController", {"kl.place": "reward"}),
-    # --- as GRPO, with another loss ---
-    # arXiv:2507.18071, with its clip range, two orders of magnitude below that of tokens.
+    # --- GRPO with another loss ---
+    # arXiv:2507.18071, with its clip range, two orders of magnitude below that of token ratios.
     "gspo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "gspo", "loss.mean": "sequence"}),
     # arXiv:2506.13585.
     "cispo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "cispo", "loss.mean": "token"}),
@@ -82,8 +82,8 @@ RECIPES: dict[str, Recipe] = {
     "sapo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "sapo", "loss.mean": "sequence"}),
     # arXiv:2507.20673.
     "gmpo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "gmpo", "loss.mean": "sequence"}),
-    # arXiv:2505.22617. Neither loss has PPO's clip or a dual clip: the range of Clip-Cov's ratio is opened as far as
-    # the keys go (its authors' scripts bound it by 2).
+    # arXiv:2505.22617. Neither loss has PPO's clip or a dual clip: Clip-Cov's clip range is as wide as the keys allow
+    # (its authors' scripts bound the ratio by 2).
     "clip_cov": Recipe(
         GRPO,
         {
@@ -97,48 +97,48 @@ RECIPES: dict[str, Recipe] = {
     ),
     "kl_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "kl_cov"}),
     # --- without a reward ---
-    # Reverse KL to the role `teacher`, which is what holds the policy.
+    # Reverse KL to the role `teacher`, in place of a KL to the reference.
     "distill": Recipe("megarl.controllers.distill:DistillController", {"kl.place": "none"}),
     "sft": Recipe("megarl.controllers.sft:SFTController"),
     # arXiv:2203.02155, section 3.5.
     "reward_model": Recipe("megarl.controllers.reward_model:RewardModelController"),
-    # --- nothing is trained ---
-    # Rollouts of a data set, scored and recorded.
+    # --- without training ---
+    # Generates, scores and records rollouts for a data set.
     "generate": Recipe("megarl.controllers.generate:GenerateController", {"run.export": False, "data.shuffle": False}),
 }
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe that `algorithm` names. Raises ConfigError for one that is not there or cannot be imported."""
+    """Return the recipe of an algorithm. Raises ConfigError if it is unknown or cannot be imported."""
     if name in RECIPES:
         return RECIPES[name]
     declared = plugins.list_entry_points(ENTRY_POINT_GROUP)
     if name in declared:
-        found = plugins.load(declared[name].value, f"algorithm={name}")
+        target = plugins.load(declared[name].value, f"algorithm={name}")
     elif ":" in name:
-        found = plugins.load(name, "algorithm")
+        target = plugins.load(name, "algorithm")
     else:
         known = [*RECIPES, *declared]
-        near = closest_match(name, known)
-        hint = f"; did you mean {near}?" if near else ""
+        match = closest_match(name, known)
+        hint = f"; did you mean {match}?" if match else ""
         raise ConfigError(
             f"algorithm must be one of {', '.join(known)}, or module:name of a Controller, not {name[:200]!r}{hint}"
         )
-    return found if isinstance(found, Recipe) else Recipe(found)
+    return target if isinstance(target, Recipe) else Recipe(target)
 
 
 def apply_recipe(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    """The tree of a configuration with what the recipe sets where it sets nothing; the given one stays as it is."""
-    made = dict(tree)
+    """Return a copy of a configuration tree with the recipe's defaults for keys that it does not set."""
+    merged = dict(tree)
     for key, value in find_recipe(name).defaults.items():
         section, _, leaf = key.rpartition(".")
         if not section and isinstance(value, Mapping):
-            given = made.get(leaf) or {}
-            made[leaf] = {**value, **given} if isinstance(given, dict) else given
+            user_values = merged.get(leaf) or {}
+            merged[leaf] = {**value, **user_values} if isinstance(user_values, dict) else user_values
         elif not section:
-            made.setdefault(leaf, value)
+            merged.setdefault(leaf, value)
         elif isinstance(
-            given := made.get(section) or {}, dict
+            user_values := merged.get(section) or {}, dict
         ):  # else it is no section, which is said where it is read
-            made[section] = {leaf: value, **given}
-    return made
+            merged[section] = {leaf: value, **user_values}
+    return merged

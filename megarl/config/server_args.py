@@ -1,6 +1,6 @@
-"""`rollout.sglang` against SGLang's own ServerArgs, read from its source so that a rank need not import SGLang.
+"""Validate `rollout.sglang` against SGLang's ServerArgs, parsed from source so that ranks need not import SGLang.
 
-Which settings leave the engine's weights where they are pushed to is in `reshard/plan/engine_settings.py`.
+`reshard/plan/engine_settings.py` lists the settings under which weight sync finds the engine's weights in place.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MANAGED_FIELDS = {
     "speculative_accept_threshold_single": "nothing, drafts must not change what the policy samples",
     "speculative_accept_threshold_acc": "nothing, drafts must not change what the policy samples",
 }
-"""Fields that MegaRL sets, and what sets them."""
+"""Fields that MegaRL sets, and the key that determines each."""
 
 
 _POSITIVE_FIELDS = (
@@ -68,12 +68,12 @@ _POSITIVE_FIELDS = (
 )
 """Numbers that must be above 0."""
 _FRACTION_FIELDS = ("mem_fraction_static", "swa_full_tokens_ratio")
-"""Numbers between 0 and 1, both excluded or, for the second, 1 included."""
+"""Numbers between 0 and 1, both excluded; the second may be 1."""
 _CHOICE_LISTS = {
     "sampling_backend": ("arg_groups/choices.py", "SAMPLING_BACKEND_CHOICES"),
     "reasoning_parser": ("parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
 }
-"""Fields whose choices do not stand beside them, and where these are."""
+"""Fields whose choices are defined elsewhere: (file, name of the list)."""
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def _sglang_folder() -> Path:
 
 
 def check_installed() -> None:
-    """Raise ConfigError where SGLang is not installed, without which nothing is generated."""
+    """Raise ConfigError if SGLang is not installed."""
     _sglang_folder()
 
 
@@ -98,38 +98,40 @@ def _parse_source(file: str) -> ast.Module:
 
 
 def _read_choices(file: str, name: str) -> tuple[str, ...]:
-    found = foreign_dataclasses.parse_constants(_parse_source(file)).get(name)
-    if not isinstance(found, list | tuple):
+    choices = foreign_dataclasses.parse_constants(_parse_source(file)).get(name)
+    if not isinstance(choices, list | tuple):
         raise ConfigError(f"{_sglang_folder() / file} has no list {name}; MegaRL needs SGLang 0.5.23")
-    return tuple(found)
+    return tuple(choices)
 
 
 @functools.cache
 def load_fields() -> dict[str, foreign_dataclasses.Field]:
-    """ServerArgs' fields in the installed SGLang, by name, each with the class that groups it. Raises ConfigError where
-    SGLang is missing."""
+    """Return the ServerArgs fields of the installed SGLang by name, each with the class that groups it.
+
+    Raises ConfigError if SGLang is missing.
+    """
     names = foreign_dataclasses.parse_constants(_parse_source("arg_groups/choices.py"))
-    found: dict[str, foreign_dataclasses.Field] = {}
+    fields: dict[str, foreign_dataclasses.Field] = {}
     for path in sorted((_sglang_folder() / "arg_groups" / "fields").glob("*.py")):
         for node in _parse_source(f"arg_groups/fields/{path.name}").body:
             if isinstance(node, ast.ClassDef):
-                found |= foreign_dataclasses.parse_fields(node.body, names, node.name)
-    found = {name: field for name, field in found.items() if name in load_field_names()}
-    for name, where in _CHOICE_LISTS.items():
-        found[name] = replace(found[name], choices=_read_choices(*where))
-    return found
+                fields |= foreign_dataclasses.parse_fields(node.body, names, node.name)
+    fields = {name: field for name, field in fields.items() if name in load_field_names()}
+    for name, location in _CHOICE_LISTS.items():
+        fields[name] = replace(fields[name], choices=_read_choices(*location))
+    return fields
 
 
 @functools.cache
 def load_field_names() -> frozenset[str]:
-    """Names of ServerArgs' fields in the installed SGLang that may be set at all."""
+    """Return the names of the public ServerArgs fields of the installed SGLang."""
     order = _read_choices("arg_groups/field_order.py", "POSITIONAL_FIELD_ORDER")
     return frozenset(name for name in order if not name.startswith("_"))
 
 
 def check(settings: dict[str, Any]) -> None:
-    """Raise ConfigError for a key of `rollout.sglang` that MegaRL sets itself, or that SGLang does not know, and for a
-    value that does not fit it."""
+    """Raise ConfigError for a key of `rollout.sglang` that MegaRL sets itself or SGLang does not know, and for an
+    invalid value."""
     for key, value in settings.items():
         where = f"rollout.sglang.{key}"
         if key in _MANAGED_FIELDS:
@@ -142,7 +144,7 @@ def check(settings: dict[str, Any]) -> None:
 
 
 def _check_range(where: str, key: str, value: Any) -> None:
-    """What SGLang would find only when it has started, or never."""
+    """Check ranges that SGLang would check only after starting, or never."""
     if value is None:
         return
     if key in _POSITIVE_FIELDS and value <= 0:
@@ -156,14 +158,14 @@ def _check_range(where: str, key: str, value: Any) -> None:
 
 
 def tool_call_parsers() -> tuple[str, ...]:
-    """Names of SGLang's parsers of tool calls; none where it is not installed."""
+    """Return the names of SGLang's tool call parsers; empty if SGLang is not installed."""
     if importlib.util.find_spec("sglang") is None:
         return ()
     return _read_choices("function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES")
 
 
 def speculative_args(draft_tokens: int) -> dict[str, Any]:
-    """ServerArgs by which the model's own layer of multi-token prediction drafts so many tokens at a time."""
+    """Return the ServerArgs with which the model's multi-token prediction layer drafts `draft_tokens` at a time."""
     if not draft_tokens:
         return {}
     return {
@@ -175,22 +177,27 @@ def speculative_args(draft_tokens: int) -> dict[str, Any]:
 
 
 def sampling_args(rollout: RolloutConfig) -> dict[str, Any]:
-    """ServerArgs by which an engine can say what it could have sampled: of how many tokens at most. As many as are tied
-    with the last one are among them, too; room for what is never there costs the sampler time at each token."""
+    """Return the ServerArgs that bound the size of reported sampling masks.
+
+    A mask may exceed `top_k`, because it includes all ties with the last token. Unused capacity costs the sampler time
+    at each token.
+    """
     return {"sampling_mask_max_tokens": max(256, 4 * rollout.top_k)} if rollout.has_truncated_sampling else {}
 
 
 def check_sampling(rollout: RolloutConfig) -> None:
-    """Raise ConfigError where sampling is to be cut off, and an engine would not say what it could have sampled: then
-    nobody could train on the distribution that was drawn from."""
+    """Raise ConfigError for truncated sampling with settings under which SGLang does not report sampling masks.
+
+    Without the masks the trainer could not compute the distribution that was sampled from.
+    """
     keys = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
-    set_ = [f"rollout.{name}={getattr(rollout, name):g}" for name, is_set in keys.items() if is_set]
+    settings_text = [f"rollout.{name}={getattr(rollout, name):g}" for name, is_set in keys.items() if is_set]
     if rollout.top_k in (0, 1):
         remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
         raise ConfigError(f"rollout.top_k={rollout.top_k} leaves nothing to choose; set it to {remedy}")
     if not rollout.has_truncated_sampling:
         return
-    what, why = " and ".join(set_), "what could have been sampled, which training needs"
+    what, why = " and ".join(settings_text), "what could have been sampled, which training needs"
     if rollout.top_k < 0:
         raise ConfigError(
             f"{what} without rollout.top_k: SGLang does not say {why}, unless it is of a bounded number of tokens; set "
@@ -201,11 +208,11 @@ def check_sampling(rollout: RolloutConfig) -> None:
             f"{what} with rollout.draft_tokens={rollout.draft_tokens}: with drafts SGLang does not say {why}; set one "
             "of them only"
         )
-    most = rollout.sglang.get("sampling_mask_max_tokens")
-    if most is not None and rollout.top_k > most:
+    max_mask_tokens = rollout.sglang.get("sampling_mask_max_tokens")
+    if max_mask_tokens is not None and rollout.top_k > max_mask_tokens:
         raise ConfigError(
-            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the number of "
-            f"tokens of which SGLang says {why}; leave the second out"
+            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={max_mask_tokens}, the
+            number of " f"tokens of which SGLang says {why}; leave the second out"
         )
     if (backend := rollout.sglang.get("sampling_backend")) == "ascend":
         raise ConfigError(f"{what} with rollout.sglang.sampling_backend={backend}, which does not say {why}")

@@ -1,5 +1,7 @@
-"""Nested plain values into dataclasses, strictly: what is unknown, of the wrong type or out of range is named, with the
-remedy. A range is part of a field's type: `lr: Annotated[float, Range(0, 1)]`.
+"""Build dataclasses from nested plain values with strict validation.
+
+Errors name the key that is unknown, of the wrong type or out of range, and the remedy. A range is part of a field's
+type: `lr: Annotated[float, Range(0, 1)]`.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration: one line that names the key and the remedy."""
+    """An error in the configuration: one line that names the key and the remedy."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`, which are in it, or above and below numbers that are not."""
+    """A range of numbers: `least` and `most` are inclusive bounds, `above` and `below` exclusive ones."""
 
     least: float | None = None
     most: float | None = None
@@ -44,41 +46,41 @@ class Range:
         )
 
     def __str__(self) -> str:
-        ends = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
-        return " and ".join(f"{word} {_format_number(end)}" for word, end in ends if end is not None)
+        bounds = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
+        return " and ".join(f"{word} {_format_number(bound)}" for word, bound in bounds if bound is not None)
 
 
 UNBOUNDED = Range()
 INT32_MAX = 2**31 - 1
-"""What others keep in 32 bits: numpy's seeds, SGLang's counts of tokens."""
+"""Limit of values that other packages store in 32 bits: numpy's seeds, SGLang's token counts."""
 PositiveInt = Annotated[int, Range(1, INT32_MAX)]
 NonNegativeInt = Annotated[int, Range(0, INT32_MAX)]
-"""0 is none, or off."""
+"""0 means none, or off."""
 Share = Annotated[float, Range(0, 1)]
 PositiveFloat = Annotated[float, Range(above=0, most=1e12)]
 NonNegativeFloat = Annotated[float, Range(0, 1e12)]
 Seconds = Annotated[float, Range(above=0, most=2_000_000)]
-"""Of a wait: poll() knows no longer ones, 23 days."""
+"""A timeout; poll() supports no longer ones than these 23 days."""
 
 
 @dataclass(frozen=True)
 class PathMarker:
-    """Marks text that is a path, in which `~` and `$NAME` are expanded (`megarl/config/paths.py`)."""
+    """Marks a string type as a path, in which `~` and `$NAME` are expanded (`megarl/config/paths.py`)."""
 
 
 PathStr = Annotated[str, PathMarker()]
 
 LFS_HEADER = b"version https://git-lfs"
-"""How the note begins that Git LFS leaves in the place of a file."""
+"""First bytes of a Git LFS pointer file."""
 LFS_REMEDY = "is a pointer of Git LFS, not the file itself: run git lfs pull in its folder, or copy the file there"
-_MAX_PATH_LENGTH, _MAX_NAME_LENGTH = 4000, 255  # of a path and of each part of it, which all texts here might be
+_MAX_PATH_LENGTH, _MAX_NAME_LENGTH = 4000, 255  # of a path and of each component; any string may be used as a path
 _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _REPR = reprlib.Repr()
 _REPR.maxstring, _REPR.maxother, _REPR.maxlevel = 80, 80, 3
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain values, of which `build` makes the same again."""
+    """Convert a dataclass to nested plain values; `build_dataclass` is the inverse."""
     tree: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -89,7 +91,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def list_keys(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Every key of a dataclass and of those in it, `section.key`, with its value, in order."""
+    """Return every key of nested dataclasses as `section.key`, with its value, in order."""
     rows: list[tuple[str, Any]] = []
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -99,7 +101,7 @@ def list_keys(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def collect_key_types(cls: type, prefix: str = "") -> dict[str, Any]:
-    """The type of every key, with its range; keys as of `list_keys`."""
+    """Return the type of every key, including its range; keys as in `list_keys`."""
     kinds: dict[str, Any] = {}
     for name, kind in field_types(cls).items():
         section = dataclasses.is_dataclass(kind)
@@ -108,33 +110,33 @@ def collect_key_types(cls: type, prefix: str = "") -> dict[str, Any]:
 
 
 def collect_key_docs(cls: type, prefix: str = "") -> dict[str, str]:
-    """The first sentence of what stands behind each key's line, where something does; keys as of `list_keys`."""
+    """Return the first sentence of the docstring under each documented field; keys as in `list_keys`."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    said: dict[str, str] = {}
-    for line, behind in itertools.pairwise(tree.body):
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(behind, ast.Expr):
-            text = " ".join(str(ast.literal_eval(behind.value)).split())
-            said[line.target.id] = re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", text)[0].rstrip(".")
-    found: dict[str, str] = {}
+    own_docs: dict[str, str] = {}
+    for field, following in itertools.pairwise(tree.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(following, ast.Expr):
+            text = " ".join(str(ast.literal_eval(following.value)).split())
+            own_docs[field.target.id] = re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", text)[0].rstrip(".")
+    docs: dict[str, str] = {}
     for name, kind in field_types(cls).items():
         if dataclasses.is_dataclass(kind):
-            found |= collect_key_docs(typing.cast(type, kind), f"{prefix}{name}.")
-        elif name in said:
-            found[prefix + name] = said[name]
-    return found
+            docs |= collect_key_docs(typing.cast(type, kind), f"{prefix}{name}.")
+        elif name in own_docs:
+            docs[prefix + name] = own_docs[name]
+    return docs
 
 
 def is_path_type(kind: Any) -> bool:
-    """Whether a field holds a path, or a list of them."""
+    """True for the type of a path or of a list of paths."""
     if get_origin(kind) is Annotated:
         return any(isinstance(note, PathMarker) for note in get_args(kind)[1:])
     return get_origin(kind) in (tuple, list) and is_path_type(get_args(kind)[0])
 
 
 def describe_type(kind: Any) -> str:
-    """A type in words: `a number, above 0 and at most 1, or null`."""
-    base, within, optional = _split_type(kind)
+    """Describe a type in words: `a number, above 0 and at most 1, or null`."""
+    base, range_, optional = _split_type(kind)
     origin, args = get_origin(base), get_args(base)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
     if origin is Literal:
@@ -143,20 +145,20 @@ def describe_type(kind: Any) -> str:
         text = "a list of text" if args and _split_type(args[0])[0] is str else "a list"
     else:
         text = words[origin or base]
-    return text + (f", {within}" if str(within) else "") + (", or null" if optional else "")
+    return text + (f", {range_}" if str(range_) else "") + (", or null" if optional else "")
 
 
 def is_valid(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type as it stands, and in its range; floats must be finite."""
-    base, within, optional = _split_type(kind)
+    """True if a value has the type, without conversion, and is in its range; floats must be finite."""
+    base, range_, optional = _split_type(kind)
     origin, args = get_origin(base), get_args(base)
     if value is None:
         return optional
     if base is int:
-        return isinstance(value, int) and not isinstance(value, bool) and value in within
+        return isinstance(value, int) and not isinstance(value, bool) and value in range_
     if base is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and (isinstance(value, int) or math.isfinite(value)) and value in within
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and (isinstance(value, int) or math.isfinite(value)) and value in range_
     if base is str:
         return isinstance(value, str) and _is_text(value)
     if origin is Literal:
@@ -167,17 +169,17 @@ def is_valid(value: Any, kind: Any) -> bool:
 
 
 def check_value(value: Any, kind: Any, name: str) -> None:
-    """Raise ConfigError unless a value `fits`."""
+    """Raise ConfigError unless `is_valid`."""
     if not is_valid(value, kind):
         base, _, _ = _split_type(kind)
         hint = ""
         if get_origin(base) is Literal:
-            near = closest_match(short_repr(value).strip("'"), get_args(base))
-            hint = f"; did you mean {near}?" if near else ""
+            match = closest_match(short_repr(value).strip("'"), get_args(base))
+            hint = f"; did you mean {match}?" if match else ""
         if base is str and isinstance(value, str):
-            odd = any(c < " " for c in value) or not _is_text(value, whole=False)
-            fault = "without control characters and halves of characters" if odd else "that is a name"
-            why = "" if odd else ", which is too long; choose another"
+            has_bad_characters = any(c < " " for c in value) or not _is_text(value, whole=False)
+            fault = "without control characters and halves of characters" if has_bad_characters else "that is a name"
+            why = "" if has_bad_characters else ", which is too long; choose another"
             raise ConfigError(f"{name} must be text {fault}, not {short_repr(value)}{why}")
         if base is str and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
             hint = f"; in quotes it is text: {name}: '{value}' in a file, \"{name}='{value}'\" on a command line"
@@ -187,8 +189,8 @@ def check_value(value: Any, kind: Any, name: str) -> None:
 
 
 def check_dataclass(config: Any, where: str = "") -> None:
-    """Raise ConfigError for the first value of a dataclass that does not fit its field, as `build` would: for those
-    that were made in Python."""
+    """Raise ConfigError for the first invalid field of a dataclass that was constructed in Python, with the checks of
+    `build_dataclass`."""
     for name, kind in field_types(type(config)).items():
         value = getattr(config, name)
         if not dataclasses.is_dataclass(kind):
@@ -200,10 +202,12 @@ def check_dataclass(config: Any, where: str = "") -> None:
 
 
 def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = None) -> Any:
-    """A dataclass out of nested plain values. `where`: what comes before its keys in messages; `root`: the dataclass of
-    all keys, among which a key that is in the wrong section is looked for; `default`: an instance that has the values
-    of keys which the tree lacks, where it is not `cls()`: a section may have defaults of its own. Raises ConfigError
-    for anything unknown, of the wrong type or out of range."""
+    """Build a dataclass from nested plain values.
+
+    where: prefix of its keys in messages. root: the dataclass of all keys, searched for keys in the wrong section.
+    default: instance with the values of keys that `tree` lacks, if not `cls()`, since a section may have defaults of
+    its own. Raises ConfigError for anything unknown, of the wrong type or out of range.
+    """
     if not isinstance(tree, dict):
         raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {short_repr(tree)}")
     known = {item.name: item for item in dataclasses.fields(cls)}
@@ -214,8 +218,8 @@ def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = 
         if key not in known:
             raise ConfigError(_unknown_key_message(key, where, list(known), root))
         if dataclasses.is_dataclass(hints[key]):
-            tree_of_it = {} if value is None else value
-            values[key] = build_dataclass(hints[key], tree_of_it, f"{where}{key}.", root, getattr(default, key))
+            section_tree = {} if value is None else value
+            values[key] = build_dataclass(hints[key], section_tree, f"{where}{key}.", root, getattr(default, key))
         else:
             values[key] = _convert(value, hints[key], f"{where}{key}")
     return dataclasses.replace(default, **values)
@@ -223,20 +227,23 @@ def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = 
 
 def _unknown_key_message(key: Any, where: str, known: list[str], root: type) -> str:
     everywhere = [name for name, _ in list_keys(root())]
-    if (whole := f"{where}{key}") in everywhere:
-        section, _, leaf = whole.rpartition(".")
-        return f"unknown key {whole!r}: a dot is for the command line; in a file it is {leaf} in the section {section}"
-    near = closest_match(str(key), known)
+    if (full_key := f"{where}{key}") in everywhere:
+        section, _, leaf = full_key.rpartition(".")
+        return (
+            f"unknown key {full_key!r}: a dot is for the command line; in a file it is {leaf} in the section {section}"
+        )
+    match = closest_match(str(key), known)
     elsewhere = [name for name in everywhere if name.split(".")[-1] == key]
     elsewhere += [name for name in [getattr(root, "synonyms", {}).get(str(key).lower())] if name]
-    meant = f"{where}{near}" if near else elsewhere[0] if elsewhere else ""
-    hint = f"; did you mean {meant}?" if meant else ""
+    suggestion = f"{where}{match}" if match else elsewhere[0] if elsewhere else ""
+    hint = f"; did you mean {suggestion}?" if suggestion else ""
     name = str(key) if str(key).isidentifier() and len(str(key)) < 80 else short_repr(key)
     return f"unknown key {where}{name}{hint} (known here: {', '.join(known)})"
 
 
 def _convert(value: Any, kind: Any, name: str) -> Any:
-    """A value as its field has it: numbers out of text and 1e3 to 1000, one text to a list of it, lists to tuples."""
+    """Convert a value to its field's type: strings to numbers, 1e3 to 1000, a string to a list of one, lists to
+    tuples."""
     base, _, optional = _split_type(kind)
     if base is str and value is None and not optional:
         value = ""  # `data.eval=` on the command line
@@ -258,21 +265,21 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
 
 
 def closest_match(word: str, known: typing.Iterable[str]) -> str:
-    """Which of the known names is meant, whatever its case; empty where none is near."""
+    """Return the closest known name, ignoring case; empty if none is close."""
     by_lower = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1)
-    return by_lower[found[0]] if found else ""
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return by_lower[matches[0]] if matches else ""
 
 
 def short_repr(value: Any) -> str:
-    """A value in a message: in one line, and short whatever it is."""
+    """Format any value for a message: one short line."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
     return _REPR.repr(value)
 
 
 def describe_lfs_pointer(file: Path) -> str:
-    """What is wrong with a file in whose place Git LFS has left a note of it, and the remedy; else empty."""
+    """Return an error with remedy if a file is a Git LFS pointer; otherwise an empty string."""
     try:
         with file.open("rb") as begin:
             is_pointer = begin.read(len(LFS_HEADER)) == LFS_HEADER
@@ -282,19 +289,19 @@ def describe_lfs_pointer(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ConfigError, naming the file, for anything else, and for a key that is
-    in an object twice."""
+    """Read a JSON file that contains an object. Raises ConfigError, naming the file, for anything else, and for
+    duplicate keys."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
             names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"{file} has {short_repr(twice)} twice; remove one")
-        return found
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"{file} has {short_repr(duplicate)} twice; remove one")
+        return mapping
 
     try:
-        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
+        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicates)
     except ConfigError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -305,7 +312,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _check_plain(value: Any, name: str, depth: int = 0) -> None:
-    """Of mappings that pass through to others: what every file format can hold, and no NaN."""
+    """Check pass-through mappings for values that every file format can represent, without NaN."""
     if isinstance(value, dict) and depth < 20:
         for key, item in value.items():
             if not isinstance(key, str) or not _is_text(key):
@@ -325,7 +332,7 @@ def _check_plain(value: Any, name: str, depth: int = 0) -> None:
 
 
 def _is_text(value: str, whole: bool = True) -> bool:
-    """Without control characters and halves of characters; whole: and no longer than a path may be."""
+    """True without surrogates and NUL; `whole` also rejects control characters, and text longer than a path may be."""
     names = [len(name.encode(errors="replace")) for name in value.split("/")]
     if whole and (sum(names) > _MAX_PATH_LENGTH or max(names) > _MAX_NAME_LENGTH):
         return False
@@ -333,12 +340,12 @@ def _is_text(value: str, whole: bool = True) -> bool:
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """The type of each field of a dataclass, with its notes."""
+    """Return the type of each field of a dataclass, with its annotations."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
 def _split_type(kind: Any) -> tuple[Any, Range, bool]:
-    """A type without its range and null, the range, and whether null is allowed."""
+    """Return a type without range and null, its range, and whether null is allowed."""
     optional = get_origin(kind) in (types.UnionType, typing.Union)
     if optional:
         kind = next(arg for arg in get_args(kind) if arg is not type(None))
