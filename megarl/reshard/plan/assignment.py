@@ -511,11 +511,11 @@ class Assignment:
         bit = 1 << rank % ranks_per_node
         forwards = inside.receivers & bit > 0
         parts, dst = [inside.select(forwards)], [rank[forwards]]
-        for place in range(ranks_per_node):
-            takes = ~forwards & (inside.receivers >> place & 1 == 1)
-            copy = inside.select(takes)
-            parts.append(copy._replace(receivers=np.full(len(copy.lo), 1 << place), local_holders=bit[takes]))
-            dst.append(copy.node * ranks_per_node + place)
+        for position in range(ranks_per_node):
+            is_copy = ~forwards & (inside.receivers >> position & 1 == 1)
+            copy = inside.select(is_copy)
+            parts.append(copy._replace(receivers=np.full(len(copy.lo), 1 << position), local_holders=bit[is_copy]))
+            dst.append(copy.node * ranks_per_node + position)
         return NodeDemands(*map(np.concatenate, zip(*parts, strict=True))), np.concatenate(dst)
 
     def list_transfers(self) -> Transfers:

@@ -144,8 +144,8 @@ def compute_bound(
         weight = columns.weight
         needed += needs @ weight
         local += (needs & holds) @ weight
-        node_shards, node_lacks = (m.reshape(len(internode), node_size, -1) for m in (holds, needs & ~holds))
-        copies, is_in_node = node_lacks.sum(1), node_shards.any(1)
+        node_holds, node_lacks = (m.reshape(len(internode), node_size, -1) for m in (holds, needs & ~holds))
+        copies, is_in_node = node_lacks.sum(1), node_holds.any(1)
         enters = (copies > 0) & ~is_in_node
         internode += enters @ weight
         job_ranks = sides.train[stage * ranks_per_stage : (stage + 1) * ranks_per_stage]
@@ -159,10 +159,10 @@ def compute_bound(
         nic_recv.add(*receivers, weight[atom], network=True)
         send.add(*receivers, weight[atom] * (copies[node, atom] - 1), network=False)
         node, atom = np.nonzero((copies > 0) & is_in_node)
-        send.add(node * node_size, node_shards[node, :, atom], weight[atom], network=False)
+        send.add(node * node_size, node_holds[node, :, atom], weight[atom], network=False)
         send.add(
             node * node_size,
-            (node_shards | node_lacks)[node, :, atom],
+            (node_holds | node_lacks)[node, :, atom],
             weight[atom] * (copies[node, atom] - 1),
             network=False,
         )
@@ -252,7 +252,7 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
     columns = []
     for param, owns, wants, count in by_signature.values():
         holds = [train.slices_of_rank(rank, param) if owned else [] for rank, owned in enumerate(owns)]
-        needs = [engine.slices_of_rank(rank, param) if wanted else [] for rank, wanted in enumerate(wants)]
+        needs = [engine.slices_of_rank(rank, param) if is_needed else [] for rank, is_needed in enumerate(wants)]
         is_fp8 = wire == "fp8" and is_quantised(param)
         for source, tensor in enumerate(param.hf):
             shape = (*tensor.shape, 1)[:2]
@@ -281,8 +281,8 @@ def _atoms(boxes: Sequence[Sequence[Sequence[tuple[int, int]]]], shape: Sequence
     kind = [distinct.setdefault(tuple(map(tuple, rank)), len(distinct)) for rank in boxes]
     edges = []
     for dim in (0, 1):
-        places = {at for rank in distinct for box in rank for at in box[dim]}
-        edges.append(np.array(sorted(places | {0, shape[dim]})))
+        cut_points = {at for rank in distinct for box in rank for at in box[dim]}
+        edges.append(np.array(sorted(cut_points | {0, shape[dim]})))
     member = np.zeros((len(distinct), len(edges[0]) - 1, len(edges[1]) - 1), bool)
     for index, rank in enumerate(distinct):
         for box in rank:

@@ -18,8 +18,8 @@ HASH_BYTES = 8  # per piece, after the pieces of the message
 
 
 class Messages(NamedTuple):
-    """What one rank sends and receives; arrays with one entry per message. What stays on the rank is a message from
-    itself.
+    """The messages that one rank sends and receives; arrays with one entry per message. Data that stay on the rank
+    count as a message from itself.
 
     nbytes: bytes of the pieces. forwarded: bytes of the pieces that are forwarded. staged: bytes in the buffer, with
     alignment and hashes.
@@ -258,14 +258,14 @@ def summarize(paper: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
             ("receives", network_in, "nic_recv", "of what their nodes need and lack", engines),
         )
         for verb, values, name, reason, num_ranks in ends:
-            rank, least, forced = int(values.argmax()), getattr(bound, name), bound.forced_on[name]
+            rank, minimum, forced = int(values.argmax()), getattr(bound, name), bound.forced_on[name]
             line = (
                 f"GPU {rank} ({_describe_rank(paper.plan, rank)}) {verb} most over the network: "
                 f"{format_bytes(values[rank])}, where the mean is {format_bytes(values.sum() / num_ranks)}."
             )
             if forced:
                 line += (
-                    f" No plan can do with less than {format_bytes(least)}: that is the share of each of "
+                    f" No plan can do with less than {format_bytes(minimum)}: that is the share of each of "
                     f"{_describe_ranks(forced, paper.plan)}, {reason}."
                 )
             sentences.append(line)
@@ -294,8 +294,10 @@ def summarize(paper: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
         f"{1e3 * links.send_overhead:g} ms at least for each, to hand over the one before: {seconds:.3g} s if all go "
         f"through the rounds in step, {busiest:.3g} s if nobody waited for another."
     )
-    if least := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
-        sentences[-1] += f" The busiest network card needs {least:.3g} s in any plan: {seconds / least:.2f} of that."
+    if minimum := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
+        sentences[-1] += (
+            f" The busiest network card needs {minimum:.3g} s in any plan: {seconds / minimum:.2f} of that."
+        )
     return sentences
 
 

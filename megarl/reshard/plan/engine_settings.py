@@ -1,4 +1,4 @@
-"""Which SGLang settings keep an engine's weights where the layout tables say they are, from reading SGLang 0.5.23.
+"""SGLang settings that keep an engine's weights where the layout tables say they are, from reading SGLang 0.5.23.
 
 A setting that moves, swaps or repacks weights without changing a shape would make the weight sync write to wrong
 places: hashes agree, and the engine computes something else. Settings that concern weights are therefore allowed by
@@ -20,8 +20,8 @@ from megarl.config.server_args import load_fields
 
 
 class Verdict(NamedTuple):
-    """Whether weights stay where the tables of `models/` say, per checkpoint dtype, and the reason. "bf16" includes
-    FP32; "fp8" is e4m3 with a scale per block of 128 x 128."""
+    """Verdict on whether weights stay where the tables of `models/` say, per checkpoint dtype, with the reason.
+    "bf16" includes FP32; "fp8" is e4m3 with a scale per block of 128 x 128."""
 
     bf16: bool
     fp8: bool

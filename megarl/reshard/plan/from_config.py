@@ -161,12 +161,12 @@ def build_plan(
     another; all ranks of the job by default. Raises ConfigError if the weights cannot be synced.
     """
     world = config.parallel.world_size
-    for whose, ranks in (("trainer", train_ranks), ("engines", engine_ranks)):
+    for side, ranks in (("trainer", train_ranks), ("engines", engine_ranks)):
         if ranks is not None and not all(0 <= rank < world for rank in ranks):
             invalid = next(rank for rank in ranks if not 0 <= rank < world)
-            raise ConfigError(f"the ranks of the {whose} name rank {invalid}: the job has ranks 0 to {world - 1}")
+            raise ConfigError(f"the ranks of the {side} name rank {invalid}: the job has ranks 0 to {world - 1}")
         if ranks is not None and not ranks:
-            raise ConfigError(f"the {whose}'s ranks: none are given; name some of the job's {world}")
+            raise ConfigError(f"the {side}'s ranks: none are given; name some of the job's {world}")
     wire = WIRE_BY_DTYPE.get(config.model.dtype)
     if wire is None:
         raise ConfigError(f"model.dtype={config.model.dtype}: weights can be pushed in {' or '.join(WIRE_BY_DTYPE)}")

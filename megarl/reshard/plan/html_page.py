@@ -83,26 +83,26 @@ def _render_map(paper: CostReport) -> str:
     nodes = len(paper.node_matrix)
     step = -(-nodes // CELLS)
     edges = range(0, nodes, step)
-    near = np.add.reduceat(np.diag(paper.node_matrix), edges)
+    local = np.add.reduceat(np.diag(paper.node_matrix), edges)
     total = np.add.reduceat(np.add.reduceat(paper.node_matrix, edges, axis=0), edges, axis=1)
-    far = total - np.diag(near)
-    most_far, most_near = far.max() or 1.0, near.max() or 1.0
+    remote = total - np.diag(local)
+    max_remote, max_local = remote.max() or 1.0, local.max() or 1.0
     size = SIDE / len(total)
     cells = []
-    for i, row in enumerate(far):
+    for i, row in enumerate(remote):
         for j, value in enumerate(row):
             x, y = LABEL_WIDTH + j * size, 20 + i * size
-            what, colour = (
+            title, colour = (
                 f"{_node_label(i, step, nodes)} to {_node_label(j, step, nodes)}: {format_bytes(value)}",
                 NETWORK_COLOUR,
             )
-            amount = (value / most_far) ** 0.5  # keeps small values visible
+            amount = (value / max_remote) ** 0.5  # keeps small values visible
             if i == j and not value:
-                what, colour = f"inside of {_node_label(i, step, nodes)}: {format_bytes(near[i])}", INTRANODE_COLOUR
-                amount = (near[i] / most_near) ** 0.5
+                title, colour = f"inside of {_node_label(i, step, nodes)}: {format_bytes(local[i])}", INTRANODE_COLOUR
+                amount = (local[i] / max_local) ** 0.5
             cells.append(
                 f"<rect x='{x:.1f}' y='{y:.1f}' width='{size:.1f}' height='{size:.1f}' fill='{_shade(colour, amount)}'>"
-                f"<title>{what}</title></rect>"
+                f"<title>{title}</title></rect>"
             )
     train, engine, ranks_per_node = paper.plan.train, paper.plan.engine, paper.plan.assignment.ranks_per_node
     unit = ranks_per_node * step
@@ -195,9 +195,9 @@ def _render_busiest(paper: CostReport, count: int = 8) -> str:
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in ("GPU", "stage", "node", "engine", *columns)) + "</tr>"]
     for rank in order.tolist():
         stage, engine = stage_of(paper.plan, rank), paper.plan.rank_map.engine_rank(rank)
-        places = (rank, stage, rank // ranks_per_node, None if engine is None else engine // paper.plan.engine.tp)
+        cells = (rank, stage, rank // ranks_per_node, None if engine is None else engine // paper.plan.engine.tp)
         values = [
-            *("-" if place is None else str(place) for place in places),
+            *("-" if cell is None else str(cell) for cell in cells),
             *(format_bytes(column[rank]) for column in columns.values()),
         ]
         rows.append("<tr>" + "".join(f"<td>{value}</td>" for value in values) + "</tr>")

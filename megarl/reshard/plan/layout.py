@@ -1,4 +1,4 @@
-"""Where every tensor lies on the trainer's ranks and on the engines' ranks.
+"""Layouts: where every tensor lies on the trainer's ranks and on the engines' ranks.
 
 Plain data for any number of ranks, without processes. A `ShardSlice` is an interval of one HF tensor within a local
 tensor of one rank. Everything that the reshard moves is an intersection of such intervals of both sides. `RankMap` says

@@ -95,7 +95,7 @@ class RoundBlock:
 
 
 class ReshardPlan:
-    """How the whole model gets from the trainer's shards to the engines'.
+    """Plan to move the whole model from the trainer's shards to the engines'.
 
     bucket_bytes: each rank stages at most this much for sending and as much for receiving, half of it per round, so
     that a round's transfer overlaps packing and unpacking of its neighbours. For the other arguments see `Assignment`.
@@ -227,10 +227,10 @@ class ReshardPlan:
         direct = np.zeros((2, groups * world))
 
         def add(direction: int, rank: np.ndarray, chosen: np.ndarray, times: np.ndarray | int = 1) -> None:
-            place = entries.layer_group[chosen] * world + rank
+            index = entries.layer_group[chosen] * world + rank
             for quantity in range(3):
                 weight = quantities[quantity][chosen] * times
-                flat[quantity, direction] += np.bincount(place, weight, groups * world)
+                flat[quantity, direction] += np.bincount(index, weight, groups * world)
 
         everything = np.ones(len(size), dtype=bool)
         add(0, entries.src, everything)

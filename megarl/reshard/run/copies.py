@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
     """Copy boxes into a buffer of bytes (uint8 [n], contiguous). Raises ValueError, before writing anything, if a
     box does not fit."""
-    places = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
+    targets = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
     if buffer.is_cuda:
         _kernels().pack(boxes, buffer)
         return
-    for (view, _), place in zip(boxes, places, strict=True):
-        place.copy_(view)
+    for (view, _), target in zip(boxes, targets, strict=True):
+        target.copy_(view)
 
 
 def unpack(buffer: torch.Tensor, boxes: Sequence[Box]) -> None:
     """Copy out of a buffer what `pack` wrote with the same boxes. The boxes must not overlap. Raises as `pack` does."""
-    places = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
+    sources = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
     if buffer.is_cuda:
         _kernels().unpack(buffer, boxes)
         return
-    for (view, _), place in zip(boxes, places, strict=True):
-        view.copy_(place)
+    for (view, _), source in zip(boxes, sources, strict=True):
+        view.copy_(source)
 
 
 def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.Tensor) -> None:
@@ -46,20 +46,20 @@ def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.
     scaled: one per box. On CUDA each element is read once, in one launch per dtype. Raises ValueError if a box does not
     fit its place or its grid, or is to compute scales but has only part of a block.
     """
-    places = [_place(view, offset, buffer, FP8) for view, offset in boxes]
+    targets = [_place(view, offset, buffer, FP8) for view, offset in boxes]
     for (view, _), scales in zip(boxes, scaled, strict=True):
         _check_scaled(view, scales)
     if buffer.is_cuda:
         _kernels().pack_fp8(boxes, scaled, buffer)
         return
-    for (view, _), scales, place in zip(boxes, scaled, places, strict=True):
+    for (view, _), scales, target in zip(boxes, scaled, targets, strict=True):
         if scales.should_compute:
             top, left = scales.r0 // BLOCK, scales.c0 // BLOCK
             rows, columns = grid_shape(view.shape)
             scales.grid[top : top + rows, left : left + columns] = compute_scales(
                 block_amax(view, 0, 0, (rows, columns))
             )
-        place.copy_(quantise(view, scales.grid, scales.r0, scales.c0))
+        target.copy_(quantise(view, scales.grid, scales.r0, scales.c0))
 
 
 def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

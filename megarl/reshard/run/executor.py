@@ -322,7 +322,7 @@ def _transfer(
 ) -> list[tuple[dist.Work, int]]:
     """Start receiving from and sending to these ranks; return each request with its peer.
 
-    NCCL runs the operations as one group; on gloo that is as good as a group.
+    All operations form one group on NCCL, and effectively so on gloo.
     """
     operations = [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in takes]
     operations += [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in gives]
