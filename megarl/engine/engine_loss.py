@@ -31,7 +31,7 @@ class EngineLost(EngineError):
 
 
 class WatchedClient(Protocol):
-    """What `watch` needs of a `Client`."""
+    """The part of `Client` that `watch` uses."""
 
     num_pending: int
     """Number of responses in flight."""
@@ -44,7 +44,7 @@ class WatchedClient(Protocol):
 
 
 class WatchedEngine(Protocol):
-    """What `watch` needs of an `Engine`."""
+    """The part of `Engine` that `watch` uses."""
 
     @property
     def is_paused(self) -> bool:

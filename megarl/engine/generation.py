@@ -1,4 +1,4 @@
-"""What can continue a conversation (an engine, `client.py`, or a script in a test), and the result."""
+"""Generation protocols and their result, for an engine (`client.py`) or a script in a test."""
 
 from __future__ import annotations
 
