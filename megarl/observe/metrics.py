@@ -47,8 +47,9 @@ class ZeroSpreadWarning:
         return (
             f"step {step}: for {WARN_AFTER_STEPS} steps all answers to each prompt have had the same reward "
             f"({ZERO_SPREAD} 1, mean {mean:.3g}): they tell no answer from another, and nothing is learned from them. "
-            "Read some answers (tools/view_rollouts.py): does the reward find what is right in them? If so, take easier prompts where "
-            "all are wrong (or sft first), harder ones where all are right; or raise rollout.samples_per_prompt or "
+            "Read some answers (tools/view_rollouts.py): does the reward find what is right in them? If so, take "
+            "easier prompts where all are wrong (or sft first), harder ones where all are right; or raise "
+            "rollout.samples_per_prompt or "
             f"rollout.temperature{other}"
         )
 

@@ -115,6 +115,6 @@ class StepProfiler:
 
 def check_profile(config: Config) -> None:
     """Raise ConfigError if `track.profile` has a step beyond the end of the run."""
-    late = [step for step in config.track.profile if step > config.run.num_rollout]
-    if late:
-        raise ConfigError(f"track.profile names step {late[0]}, but run.num_rollout={config.run.num_rollout}")
+    out_of_range = [step for step in config.track.profile if step > config.run.num_rollout]
+    if out_of_range:
+        raise ConfigError(f"track.profile names step {out_of_range[0]}, but run.num_rollout={config.run.num_rollout}")

@@ -76,16 +76,16 @@ def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int 
         raise ConfigError(f"{key}: there is no such run folder")
     if not (folder / "rollouts").is_dir():
         raise ConfigError(f"{key} has no folder rollouts; name a run with track.rollouts=true")
-    first, last = 1, until or config.run.num_rollout
+    first_step, last_step = 1, until or config.run.num_rollout
     if config.run.resumes:  # steps up to the checkpoint are not repeated
         saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
-        first += max((int(number) for number in saved if number.isdecimal()), default=0)
-    for step in range(first, last + 1):
+        first_step += max((int(number) for number in saved if number.isdecimal()), default=0)
+    for step in range(first_step, last_step + 1):
         recorded_step = recorded.recorded_step(step)
         if not step_folder(folder, recorded_step).is_dir():
             available = recorded_steps(folder)
             available_text = f"it has steps {available[0]} to {available[-1]}" if available else "it has none"
-            remedy = f"lower run.num_rollout={last}, or replay a run of as many steps"
+            remedy = f"lower run.num_rollout={last_step}, or replay a run of as many steps"
             if available and available[0] > recorded_step:
                 remedy = f"{folder}@{available[0]} begins with its first"
             name = step_folder(folder, recorded_step).name
@@ -133,8 +133,8 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
                     )
                     raise ConfigError(
                         f"train.replay_routing=true, but {where}, has {recorded_shape}, and this model has "
-                        f"{expected_shape[0]} layers with {expected_shape[1]}: replay a run that recorded it (with train.replay_routing and "
-                        "track.records), or set train.replay_routing=false"
+                        f"{expected_shape[0]} layers with {expected_shape[1]}: replay a run that "
+                        "recorded it (with train.replay_routing and track.records), or set train.replay_routing=false"
                     )
                 if counts and row["support_counts"] is None:
                     raise ConfigError(

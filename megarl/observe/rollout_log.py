@@ -129,8 +129,8 @@ class RolloutLog:
         self._pending_write = None
         if error is not None and not self._warned:
             self._warned = True
-            what = " ".join(str(error).split()) or type(error).__name__
-            self._warn(f"could not record rollouts: {what}; training goes on without them")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._warn(f"could not record rollouts: {reason}; training goes on without them")
 
     def make_drain(self) -> Callable[[], None]:
         """Return a function that waits, on any thread, for what is queued now but not for later writes."""
@@ -272,8 +272,8 @@ def _open_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFi
             raise ConfigError(f"{file} is not a file of recorded rollouts: it has no column {wrong[0]!r}")
         if wrong := [name for name in names if not part.schema_arrow.field(name).equals(SCHEMA.field(name))]:
             kind, expected = part.schema_arrow.field(wrong[0]), SCHEMA.field(wrong[0])
-            what = "may be null" if kind.type == expected.type else f"is of {kind.type}, not of {expected.type}"
-            raise ConfigError(f"{file} is not a file of recorded rollouts: its column {wrong[0]!r} {what}")
+            problem = "may be null" if kind.type == expected.type else f"is of {kind.type}, not of {expected.type}"
+            raise ConfigError(f"{file} is not a file of recorded rollouts: its column {wrong[0]!r} {problem}")
         if (recorded_step := _read_metadata(file, part, "step")) != step:
             raise ConfigError(f"{file} is of step {recorded_step}: it has been moved")
         parts.append((file, part))
@@ -319,5 +319,5 @@ def _raise_config_error(file: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        what = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(f"{file} is not a file of recorded rollouts, or is damaged: {what}") from None
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(f"{file} is not a file of recorded rollouts, or is damaged: {reason}") from None

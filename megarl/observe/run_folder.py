@@ -185,25 +185,25 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
     results although `resume` is False, or has results of another run (see `IDENTITY_KEYS`).
     """
     path = Path(run_dir)
-    made: list[Path] = []
+    created: list[Path] = []
     lock = None
     try:
         check_earlier_run(path, config, resume)
-        _create_folders(path, made)
+        _create_folders(path, created)
         _restrict_access(path)
         lock_file = path / ".lock"
         if not lock_file.exists():
-            made.insert(0, lock_file)
+            created.insert(0, lock_file)
         lock = _lock(lock_file)
         check_earlier_run(path, config, resume)  # again under the lock: another job may just have ended
         _probe(path)
         if config.run.save_every and (path / CHECKPOINTS).is_dir():
             _probe(path / CHECKPOINTS)  # or else the first checkpoint would fail, hours later
-        return RunFolder(path, config, resume and _has_results(path), lock, made)
+        return RunFolder(path, config, resume and _has_results(path), lock, created)
     except (OSError, ConfigError) as error:
         if lock is not None:
             _close(lock)
-        _remove_created(made)
+        _remove_created(created)
         raise (_unusable(path, error) if isinstance(error, OSError) else error) from None
 
 

@@ -145,7 +145,7 @@ def _module_files(module: str) -> Iterator[tuple[str, Path]]:
 
 def _is_user_file(file: Path) -> bool:
     path = file.resolve()
-    return path.is_file() and not any(place in path.parents for place in (_MEGARL, *_INSTALLED))
+    return path.is_file() and not any(folder in path.parents for folder in (_MEGARL, *_INSTALLED))
 
 
 def _imported_names(file: Path, package: str) -> list[str]:

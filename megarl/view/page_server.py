@@ -46,8 +46,8 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((HOSTS[0], port), Handler)
         except (OSError, OverflowError) as error:
-            what = getattr(error, "strerror", None) or error
-            raise ConfigError(f"--serve {port}: {what}; name another port, or none for one that is free") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--serve {port}: {reason}; name another port, or none for one that is free") from None
 
     def _load(self) -> None:
         loaded_runs = [load(path, self._spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)]
@@ -91,7 +91,7 @@ class Server(ThreadingHTTPServer):
 
     def render_page(self) -> str:
         runs = self.get_runs()
-        title = "MegaRL: " + ", ".join(one.run.name for one in runs)
+        title = "MegaRL: " + ", ".join(loaded.run.name for loaded in runs)
         return render_page({"overview": self.overview()}, "data/", title)
 
 

@@ -153,9 +153,9 @@ class _Parser:
         return self._tokens[self._position - 1]
 
     def _syntax_error(self, wanted: str, back: int = 0) -> ConfigError:
-        at = self._position - back
-        found = repr(self._tokens[at][1][:30]) if at < len(self._tokens) else "the end"
-        return ConfigError(f"{self._option}: expected {wanted}, found {found}; write such as 'reward<0.5 and turns>2'")
+        index = self._position - back
+        actual = repr(self._tokens[index][1][:30]) if index < len(self._tokens) else "the end"
+        return ConfigError(f"{self._option}: expected {wanted}, found {actual}; write such as 'reward<0.5 and turns>2'")
 
 
 def _text_condition(name: str, sign: str, wanted: str, option: str) -> Condition:
@@ -171,10 +171,10 @@ def _number_condition(name: str, sign: str, text: str, option: str) -> Condition
     if sign == "~":
         raise ConfigError(f"{option}: {name} is a number, which ~ does not fit; compare it by =, <, >, <=, >= or !=")
     try:
-        wanted = float(text)
+        number = float(text)
     except ValueError:
         raise ConfigError(f"{option}: {name} is a number, and {text[:30]!r} is none") from None
-    if math.isnan(wanted):
+    if math.isnan(number):
         raise ConfigError(f"{option}: nothing can be compared with {text[:30]!r}")
     compare = _OPERATORS[sign]
 
@@ -182,6 +182,6 @@ def _number_condition(name: str, sign: str, text: str, option: str) -> Condition
         value = row[name]
         if value is None or isinstance(value, str) or math.isnan(value):
             return sign == "!="
-        return compare(value, wanted)
+        return compare(value, number)
 
     return holds

@@ -81,12 +81,12 @@ class TokenDecoder:
         A character that spans several tokens is assigned to the last one; the others are empty. Bytes that are not
         UTF-8 become U+FFFD each.
         """
-        texts = [self._decode_token(int(one)) for one in ids]
+        texts = [self._decode_token(int(token)) for token in ids]
         index = 0
         while index < len(texts):
             if REPLACEMENT_CHAR in texts[index]:
                 for count in range(2, min(MAX_TOKENS_PER_CHAR, len(texts) - index) + 1):
-                    text = self._decode_ids([int(one) for one in ids[index : index + count]])
+                    text = self._decode_ids([int(token) for token in ids[index : index + count]])
                     if REPLACEMENT_CHAR not in text:
                         texts[index : index + count] = [""] * (count - 1) + [text]
                         index += count - 1

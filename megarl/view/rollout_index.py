@@ -114,9 +114,13 @@ class IndexReader:
                 notes.add(note)
         indexed = [self._cache[step][1] for step in steps if self._cache[step][1]]
         columns = {
-            name: np.concatenate([np.zeros(0, np.int64), *(one[name] for one in indexed)]) for name in _INT_COLUMNS
+            name: np.concatenate([np.zeros(0, np.int64), *(step_columns[name] for step_columns in indexed)])
+            for name in _INT_COLUMNS
         }
-        columns |= {name: np.concatenate([np.zeros(0), *(one[name] for one in indexed)]) for name in _FLOAT_COLUMNS}
+        columns |= {
+            name: np.concatenate([np.zeros(0), *(step_columns[name] for step_columns in indexed)])
+            for name in _FLOAT_COLUMNS
+        }
         texts: dict[str, list[str]] = {"status": list(STATUSES)}
         texts |= {name: table.values() for name, table in self._text_tables.items()}
         return Index(columns, texts, notes)
@@ -143,7 +147,7 @@ def _index_step(run_dir: Path, step: int, texts: dict[str, _TextTable], notes: N
                 notes.add(f"{part.path}: {problem}")
     if not groups:
         return {}
-    joined = {name: np.concatenate([one[name] for one in groups]) for name in groups[0]}
+    joined = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
     newest, oldest = joined.pop("newest"), joined["lag"]
     joined["lag"] = np.where(oldest >= 0, newest.max() - oldest, 0)
     joined["step"] = np.full(len(newest), step, np.int64)
@@ -179,7 +183,7 @@ def _index_group(table: pa.Table, texts: dict[str, _TextTable]) -> dict[str, np.
     if "unscored" in table.column_names:
         scored = np.array([text == "{}" for text in table.column("unscored").to_pylist()], bool)
         result["reward"] = np.where(scored, result["reward"], np.nan)
-    status_ids = {name: place for place, name in enumerate(STATUSES)}
+    status_ids = {name: i for i, name in enumerate(STATUSES)}
     result["status"] = np.array([status_ids[text] for text in table.column("status").to_pylist()], np.int64)
     for name, column in (("prompt", "id"), ("source", "data_source")):
         text_column = (

@@ -1,6 +1,6 @@
 "use strict";
-// Data by name: of this page, of a file beside it, or of the server that it came from. All texts are shown by
-// textContent or as text nodes; nothing here ever makes HTML of a string.
+// Loads named data blocks: inline, from a file beside the page, or from its server. All text is shown by textContent or
+// as text nodes; nothing here ever creates HTML from a string.
 const megarl = { known: new Map(), waiting: new Map(), views: {}, count: 0 };
 
 megarl.inline = (name) => {
@@ -8,7 +8,7 @@ megarl.inline = (name) => {
   return found ? JSON.parse(found.textContent) : undefined;
 };
 
-// Called by files of data.
+// Called by data files.
 megarl.take = (name, value) => {
   const waits = megarl.waiting.get(name);
   megarl.waiting.delete(name);
@@ -46,7 +46,7 @@ megarl.need = (name) => {
 
 const KINDS = { u8: Uint8Array, u16: Uint16Array, i32: Int32Array, f32: Float32Array };
 
-// A packed column as numbers; what is none is NaN.
+// Decodes a packed column to numbers; null becomes NaN.
 megarl.column = async (packed) => {
   const bytes = Uint8Array.from(atob(packed.data), (one) => one.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -58,7 +58,7 @@ megarl.column = async (packed) => {
   return found;
 };
 
-// Figures of all rollouts of a run: {size, texts, columns: {name: numbers}}.
+// Returns the rollout index of a run: {size, texts, columns: {name: numbers}}.
 megarl.table = async (run) => {
   const name = "index-" + run;
   const content = await megarl.need(name);
@@ -73,7 +73,7 @@ megarl.table = async (run) => {
   return content.open;
 };
 
-// One rollout with its tokens.
+// Returns one rollout with its tokens.
 megarl.rollout = async (run, step, number) => {
   let found;
   if (megarl.overview.live) {
@@ -101,7 +101,7 @@ function el(tag, props, ...children) {
 }
 
 const shade = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-// Distances of marks on an axis of steps.
+// Tick increments of the step axis.
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 1000000];
 const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16", "#64748b", "#d97706",
   "#06b6d4", "#a16207", "#be185d", "#4d7c0f", "#7dd3fc", "#c4b5fd"];

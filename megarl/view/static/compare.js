@@ -1,5 +1,5 @@
 "use strict";
-// Two runs side by side, from where they part.
+// Compares two runs side by side, from where they diverge.
 {
   const state = { other: 1, step: null, number: null };
 

@@ -1,12 +1,12 @@
 "use strict";
-// Figures by step, all runs in one chart each, with bands, smoothed lines over the raw ones, and alarms.
+// Charts of metrics by step, all runs in each, with bands, smoothed lines over raw ones, and alarms.
 {
   const FIRST = ["rollout/reward_mean", "eval/reward_greedy", "eval/reward_sampled", "rollout/response_length_mean", "actor/entropy",
     "actor/grad_norm", "actor/ppo_kl", "actor/kl_to_reference", "rollout/reward_variance", "actor/advantage_variance", "actor/policy_loss",
     "critic/value_loss", "rollout/zero_spread_frac", "rollout/truncated_frac", "rollout/tool_errors", "time/step", "perf/tokens_per_second_per_rank"];
   const state = { smooth: 0.6, filter: "", charts: [], shown: 12, opened: new Map() };
 
-  // Weighted towards the newest: each value is `weight` of what was before.
+  // Debiased exponential moving average: `weight` is the decay of past values.
   function smoothed(values, weight) {
     let mean = 0, share = 0;
     return values.map((value) => {
@@ -35,13 +35,13 @@
       (band.most !== null && value > band.most * (1 + 1e-3 * Math.sign(band.most)));
   }
 
-  // A figure that does not move has a scale all the same: uPlot's own is empty below what a double resolves.
+  // Gives constant metrics a y range, too: uPlot's own is empty below double precision.
   function span(name, low, high) {
     if (low === null || high === null) return [0, 1];
     const least = Math.max(1e-4 * Math.max(Math.abs(low), Math.abs(high)), 1e-12);
     if (high - low >= least) { const room = 0.08 * (high - low); return [low - room, high + room]; }
     if (low === 0 && name.endsWith("_frac")) return [0, 1];
-    if (low === high) return low === 0 ? [-1, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)]; // in few digits
+    if (low === high) return low === 0 ? [-1, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)]; // few digits on the axis
     return [low - least, high + least];
   }
 
@@ -72,7 +72,7 @@
         lines.push({ label: "smooth", stroke: colour, width: 1.8, spanGaps: true, points: { show: false }, value: (_, value) => said(value) });
       }
     });
-    // A band that no guard looks at is what many runs have; a good one may be elsewhere, so nothing is counted.
+    // A band that no guard watches is a default, which may not fit this run, so values outside are not counted.
     const ends = !band ? "" : band.least === null ? "≤ " + band.most : band.most === null ? "≥ " + band.least : band.least + " to " + band.most;
     const newest = `last ${last.map(([, value]) => said(value)).join(" and ")}`;
     const title = el("h3", {}, name, el("span", { class: bad && watched ? "out" : "" },

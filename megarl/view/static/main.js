@@ -1,5 +1,5 @@
 "use strict";
-// Views, the choice of a run, light and dark, and news of a run that goes on.
+// Views, run selection, light and dark theme, and polling of a live run.
 {
   const POLL = 10000;
   const NAMES = ["Curves", "Time", "Rollouts", "Prompts", "Compare"];
@@ -18,7 +18,7 @@
 
   megarl.go = async (name) => {
     current = name;
-    try { history.replaceState(null, "", "#" + name); } catch { /* a page of a file may not */ }
+    try { history.replaceState(null, "", "#" + name); } catch { /* not allowed for file: pages */ }
     for (const button of document.getElementById("tabs").children) button.classList.toggle("on", button.textContent === name);
     for (const [other, root] of Object.entries(roots)) root.hidden = other !== name;
     try {
@@ -30,7 +30,7 @@
 
   function theme(wanted) {
     document.documentElement.dataset.theme = wanted;
-    try { localStorage.setItem("megarl-theme", wanted); } catch { /* not kept, then */ }
+    try { localStorage.setItem("megarl-theme", wanted); } catch { /* storage is not available */ }
   }
 
   async function poll() {
@@ -54,7 +54,7 @@
     megarl.overview = megarl.inline("overview");
     megarl.run = 0;
     let kept = null;
-    try { kept = localStorage.getItem("megarl-theme"); } catch { /* nor read */ }
+    try { kept = localStorage.getItem("megarl-theme"); } catch { /* storage is not available */ }
     if (kept) document.documentElement.dataset.theme = kept;
     const chooser = document.getElementById("run"), runs = megarl.overview.runs;
     chooser.append(...runs.map((run, i) => el("option", { value: i }, run.name)));

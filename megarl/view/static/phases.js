@@ -1,5 +1,5 @@
 "use strict";
-// Where the time of each step went, and who did what when in the last ones.
+// Step times by phase, and a timeline of the last steps.
 {
   const LEFT = 130;
   const hues = new Map();

@@ -1,5 +1,5 @@
 "use strict";
-// Prompts by what they were worth, and one over the steps.
+// Prompts by reward, and one prompt over the steps.
 {
   const state = { sort: "mean", down: false };
 

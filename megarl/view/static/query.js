@@ -1,5 +1,5 @@
 "use strict";
-// Conditions such as `reward<0.5 and turns>2`, as megarl/view/query.py reads them; a row is its number in the table.
+// Parses conditions such as `reward<0.5 and turns>2`, like megarl/view/query.py, to predicates on row indices.
 megarl.condition = (text, table) => {
   const tokens = [];
   const form = /\s*(?:(<=|>=|==|!=|[<>=~()])|"([^"]*)"|'([^']*)'|([^\s<>=!~()"']+))/y;

@@ -1,7 +1,7 @@
 "use strict";
-// A table of any length, of which only the rows in sight are in the document.
+// A virtual table of any length: only visible rows are in the document.
 megarl.grid = ({ columns, size, cell, open, height }) => {
-  const ROW = 24, MOST = 8e6; // pixels that every browser scrolls
+  const ROW = 24, MOST = 8e6; // pixels of height that every browser can scroll
   const state = { order: null, count: 0, on: -1, first: -1 };
   const share = ({ name, text }) => (name === "prompt" ? 100 : text || name === "step" || name.length > 5 ? 60 : 48);
   const widths = columns.map((column) => `minmax(0, ${share(column)}fr)`).join(" ");
@@ -54,7 +54,7 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
   const state = { where: "", sort: "step", down: true, run: -1 };
   megarl.where = (text) => { state.where = text; state.run = -1; };
 
-  // Rows that fit, in order. What is no number comes last either way.
+  // Returns the matching rows, sorted; NaN comes last in either direction.
   function chosen(table, fits) {
     const order = new Uint32Array(table.size);
     let count = 0;

@@ -1,5 +1,5 @@
 "use strict";
-// One rollout: figures, turns, and tokens coloured by what is asked for.
+// One rollout: values, turns, and tokens colored by the selected mode.
 {
   const MOST = 20000; // tokens drawn at once
   const each = (f) => (one) => one.ids.map((_, i) => f(one, i));
@@ -22,7 +22,7 @@
     one.mask = [];
     one.versions = [];
     one.cached = [];
-    let since = 0, until = 0; // tokens behind the last request, of which the next says what was cached
+    let since = 0, until = 0; // tokens after the last request; the next request tells which of them were cached
     for (const turn of one.turns) {
       const known = turn.written && turn.cached !== null && turn.cached !== undefined;
       if (turn.written) { for (; since < until; since++) one.cached.push(known ? (since < turn.cached ? 1 : 0) : null); }
@@ -34,7 +34,7 @@
     return one;
   }
 
-  // Where colours end: of what has two ends, and of routing, the largest of this rollout, however small it is.
+  // Returns the end of the color scale: for two-sided modes and routing the largest value of this rollout, however small.
   function scale(one) {
     if (["mask", "version", "cache"].includes(mode)) return null;
     const most = MODES[mode].of(one).reduce((a, value, i) => (one.mask[i] && value !== null ? Math.max(a, Math.abs(value)) : a), 0);
@@ -76,7 +76,7 @@
     return parts.join("  ");
   }
 
-  // parts: the token where it leaves another rollout, or -1.
+  // parts: index of the token where it diverges from another rollout, or -1.
   megarl.drawRollout = (root, one, parts = -1) => {
     prepare(one);
     const line = el("div", { class: "about" }, "Point at a token.");
@@ -130,7 +130,7 @@
     const asked = (root.asked = {});
     try {
       const one = await megarl.rollout(run, step, number);
-      if (root.asked !== asked) return null; // another was chosen meanwhile
+      if (root.asked !== asked) return null; // another rollout was selected meanwhile
       if (!one) throw new Error("this rollout cannot be read; see the notes at the top");
       megarl.drawRollout(root, one, parts);
       return one;
