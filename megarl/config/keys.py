@@ -61,8 +61,8 @@ class RunConfig:
     is not finished. Most keys may change on resuming; the folder's README.txt lists those that must not. `forced`
     resumes even if some of those, or the content of `data.train`, have changed: from there on it is a different run."""
     save_every: NonNegativeInt = 0
-    """Steps between checkpoints; the last step always writes one. 0 disables checkpoints. If the disk cannot take a
-    checkpoint, training continues up to the last one and then stops."""
+    """Steps between checkpoints, with one more at the end; 0 disables them. If the disk cannot take a checkpoint,
+    training continues; the run fails only if the last one cannot be written."""
     max_restarts: NonNegativeInt = 3
     """How often in a row the run restarts from its newest checkpoint after a rank died or hung, without having written
     a new one; 0, or a run without `save_every`, never restarts. Configuration errors and requests to stop end the

@@ -163,17 +163,17 @@ def _check_node(node: yaml.Node, where: str, sizes: dict[int, int], above: tuple
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
-            key_line = key.start_mark.line + 1
+            lineno = key.start_mark.line + 1
             if key.tag != _MERGE:
                 if key.tag != f"{_TAG}str":
                     shown = getattr(key, "value", "")
                     shown = shown if isinstance(shown, str) else "a list or mapping"
-                    raise ConfigError(f"{where}, line {key_line}: {shown or 'null'} is no name of a key")
+                    raise ConfigError(f"{where}, line {lineno}: {shown or 'null'} is no name of a key")
                 if key.value in seen:
                     raise ConfigError(
-                        f"{where}: {key.value} is there twice, in line {seen[key.value]} and line {key_line}; remove one"
+                        f"{where}: {key.value} is there twice, in line {seen[key.value]} and line {lineno}; remove one"
                     )
-                seen[key.value] = key_line
+                seen[key.value] = lineno
             size += 1 + _check_node(value, where, sizes, ancestors)
     elif isinstance(node, yaml.SequenceNode):
         size += sum(_check_node(item, where, sizes, ancestors) for item in node.value)

@@ -208,11 +208,11 @@ def check_sampling(rollout: RolloutConfig) -> None:
             f"{what} with rollout.draft_tokens={rollout.draft_tokens}: with drafts SGLang does not say {why}; set one "
             "of them only"
         )
-    max_mask_tokens = rollout.sglang.get("sampling_mask_max_tokens")
-    if max_mask_tokens is not None and rollout.top_k > max_mask_tokens:
+    most = rollout.sglang.get("sampling_mask_max_tokens")
+    if most is not None and rollout.top_k > most:
         raise ConfigError(
-            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={max_mask_tokens}, the
-            number of " f"tokens of which SGLang says {why}; leave the second out"
+            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the number of "
+            f"tokens of which SGLang says {why}; leave the second out"
         )
     if (backend := rollout.sglang.get("sampling_backend")) == "ascend":
         raise ConfigError(f"{what} with rollout.sglang.sampling_backend={backend}, which does not say {why}")
