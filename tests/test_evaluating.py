@@ -23,7 +23,7 @@ class Under:
         self.looks -= 1
         return self.looks < 0
 
-    def figures(self) -> dict[str, float]:
+    def result(self) -> dict[str, float]:
         if self.error:
             raise ConfigError(self.error)
         return {"eval/weight_version": float(self.step)}
@@ -39,15 +39,15 @@ class Run(Evaluating):
         self.told: list[str] = []
         self.step, self.steps, self.eval_items = 0, steps, ["prompt"]
         told: Any = SimpleNamespace(
-            metrics=lambda step, metrics: self.told.append(
+            log_evaluation=lambda step, metrics: self.told.append(
                 f"logged {step} by {metrics['eval/weight_version']:.0f}"
             ),
             alarm=self.told.append,
-            say=self.told.append,
+            log=self.told.append,
             lap=lambda: None,
         )
         self.log = self.clock = told
-        self.requirements: Any = SimpleNamespace(generates=True)
+        self.requirements: Any = SimpleNamespace(has_rollout=True)
         self.controller: Any = SimpleNamespace(
             begin_evaluation=lambda flow, items: self.begun(looks, error),
             evaluate=lambda flow, items: {"eval/weight_version": float(self.step)},

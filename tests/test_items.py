@@ -45,7 +45,7 @@ def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         items.config = from_dict({"data": data, "rollout": {"max_context": 10}, "run": {"num_rollout": 10}})
         items.hf_config = load_hf_config(ROOT / "configs/models/qwen2.5_0.5b.json")
         items.chat = SimpleNamespace(
-            render=lambda prompt: [0] * len(prompt.messages[0]["content"]), tokenizer=Letters()
+            encode_prompt=lambda prompt: [0] * len(prompt.messages[0]["content"]), tokenizer=Letters()
         )
         items._notes = []
         return items

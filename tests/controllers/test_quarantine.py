@@ -33,7 +33,7 @@ class Log:
     def report_quarantined(self, step: int, rollouts: Any) -> None:
         self.seen.append((step, rollouts))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         pass
 
 

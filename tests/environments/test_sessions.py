@@ -126,7 +126,7 @@ def test_tools_that_are_found_when_it_runs() -> None:
     assert within(play, "Found") == (["look", "go"], ToolResult("go of {'x': 'y'}", True))
     for names, complaint in ((["a", "a"], "two tools called a"), (["<|im_end|>"], "its name must be")):
         with pytest.raises(SessionLost, match=complaint):
-            within(lambda sessions, names=names: sessions.begin(prompt(names)), "Found")
+            within(lambda sessions, names=names: sessions.open_session(prompt(names)), "Found")
 
 
 def test_what_is_no_tool_is_not_called() -> None:

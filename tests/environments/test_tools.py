@@ -37,7 +37,7 @@ def run(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 2) -> l
 
     async def all_of_them() -> list[ToolResult]:
         async with pool_of(*NAMES, timeout=timeout, size=size) as pool:
-            session = await pool.begin(PROMPT)
+            session = await pool.open_session(PROMPT)
             return [await session.call(number, *one) for number, one in enumerate(calls)]
 
     return asyncio.run(all_of_them())
@@ -62,19 +62,19 @@ def test_coroutine_functions_are_awaited() -> None:
 def test_calls_that_reach_a_tool_are_counted() -> None:
     async def all_of_them() -> Any:
         async with pool_of("raises", "dies", "table", "slow", timeout=1.0) as pool:
-            session = await pool.begin(PROMPT)
+            session = await pool.open_session(PROMPT)
             calls: list[tuple[str, Any]] = [("raises", {}), ("raises", {}), ("dies", {}), ("table", {})]
             calls += [("slow", {"seconds": 60}), ("slow", {"seconds": "x"}), ("unknown", {}), ("slow", {})]
             for number, call in enumerate(calls):
                 await session.call(number, *call)
-            return pool.calls
+            return pool.tool_call_stats
 
     found = asyncio.run(all_of_them())
-    assert {name: (one.num_calls, one.failed) for name, one in found.items()} == {
+    assert {name: (one.num_calls, one.num_failed) for name, one in found.items()} == {
         **{"raises": (2, 2), "dies": (1, 1), "table": (1, 0), "slow": (1, 1)},
     }
-    assert found["raises"].first.startswith("'no such city' (KeyError at ") and "died" in found["dies"].first
-    assert found["slow"].first == "the tool was stopped after 1 s" and found["table"].first == ""
+    assert found["raises"].first_error.startswith("'no such city' (KeyError at ") and "died" in found["dies"].first_error
+    assert found["slow"].first_error == "the tool was stopped after 1 s" and found["table"].first_error == ""
 
 
 ODD = [

@@ -46,9 +46,9 @@ def check(
         return model
 
     model, given = built(26), tiny.in_shares(batch)
-    plan = model.distribution.plan(given, forward_only=True)
-    sent = model.distribution.give(given, plan, ("tokens",)).take(plan[ranks.dp_rank][0])
-    assert (sent.support is not None) == model.distribution.here.ends  # to nobody else
+    plan = model.dispatcher.plan(given, forward_only=True)
+    sent = model.dispatcher.dispatch(given, plan, ("tokens",)).select(plan[ranks.dp_rank][0])
+    assert (sent.sampling_mask is not None) == model.dispatcher.this_rank.is_last_stage  # to nobody else
     found = {
         name: tiny.whole(given, values)
         for name, values in model.forward(given, temperature=0.7, names=("logprobs", "entropy")).items()

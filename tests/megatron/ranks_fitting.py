@@ -89,7 +89,7 @@ def gap(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def state(model: Any) -> list[Any]:
     """Budget, whether it recomputes, how often memory ran out; the same on all ranks."""
-    found = [model.fitting.token_budget, model.fitting.should_recompute, model.fitting.num_ooms]
+    found = [model.oom_retry.token_budget, model.oom_retry.should_recompute, model.oom_retry.num_ooms]
     assert len({str(one) for one in parallel_ranks.all_gather_objects(found)}) == 1
     return found
 
@@ -105,7 +105,7 @@ def short(model: Any, when: Callable[[Any], bool], how: str = "device") -> Itera
 
     def reading(micro: Any, emitted: torch.Tensor, *rest: Any) -> Any:
         if micro.indices and RANKS.job.rank == 1 and when(micro):
-            seen.append(len(micro.real))
+            seen.append(len(micro.unpadded_indices))
             if how == "host":
                 torch.empty(1 << 60, dtype=torch.uint8)
             elif how == "backward":
@@ -143,13 +143,13 @@ def alone() -> dict[str, Any]:
         found = taken(model, many)
     result["halved again"] = {"gap": gap(found, taken(build(False), many)), "state": state(model)}
     model = build(True, aux=True)
-    with short(model, lambda micro: len(micro.real) > 11 and not model.fitting.should_recompute):
+    with short(model, lambda micro: len(micro.unpadded_indices) > 11 and not model.oom_retry.should_recompute):
         found = taken(model, batch)
     result["recomputed"] = {"gap": gap(found, taken(build(False, aux=True), batch)), "state": state(model)}
     saved = model.sharded_state_dict()["guards"]
     again, anew = build(True), build(True, token_budget=30)
     for other in (again, anew):
-        other.fitting.load_state_dict(json.loads(json.dumps(saved)))
+        other.oom_retry.load_state_dict(json.loads(json.dumps(saved)))
     result["restored"], result["set anew"] = state(again), state(anew)
     layers = next(iter(again.chunks)).module.decoder.config
     result["restored recomputes"] = [layers.recompute_granularity, layers.recompute_method]

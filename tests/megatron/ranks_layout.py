@@ -85,9 +85,9 @@ def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, t
         holders = [(where, tensor) for where, tensor in holders if where.pp_rank == stage]
         shards = []
         expert = param.expert is not None
-        parts, _ = model.ranks.grid(expert)
+        parts, _ = model.ranks.tp_size_and_rank(expert)
         for part in range(parts):
-            copies = [tensor for where, tensor in holders if where.grid(expert)[1] == part]
+            copies = [tensor for where, tensor in holders if where.tp_size_and_rank(expert)[1] == part]
             shards.append(torch.stack(copies).sum(0) if add else copies[0])
             if not add:
                 assert all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs between ranks"

@@ -141,8 +141,8 @@ def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
         holders = [(where, tensors[param.megatron]) for where, tensors in everyone if param.megatron in tensors]
         shards = []
         expert = param.expert is not None
-        for part in range(model.ranks.grid(expert)[0]):
-            copies = [tensor for where, tensor in holders if where.grid(expert)[1] == part]
+        for part in range(model.ranks.tp_size_and_rank(expert)[0]):
+            copies = [tensor for where, tensor in holders if where.tp_size_and_rank(expert)[1] == part]
             shards.append(torch.stack(copies).sum(0) if add else copies[0])
             assert add or all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs"
         result |= unshard(param, shards)
@@ -151,7 +151,11 @@ def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
 
 def trained(model: Any) -> dict[str, torch.nn.Parameter]:
     """This rank's factors and head, as parameters; asserts that nothing else is trained."""
-    found = {param.megatron: tensor for layers in lora()._adapters(model.chunks) for _, param, tensor in layers.named()}
+    found = {
+        param.megatron: tensor
+        for layers in lora()._adapters(model.chunks)
+        for _, param, tensor in layers.named_factors()
+    }
     everything = [pair for chunk in model.chunks for pair in chunk.named_parameters()]
     for name, tensor in everything:
         if name.endswith("output_layer.weight") and tensor.requires_grad:
@@ -224,7 +228,9 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     def fill(model: Any) -> None:
         for param in model.adapter_params():
             if param.megatron in (local := model.local_adapters()):
-                local[param.megatron].copy_(shard(param, factors, *model.ranks.grid(param.expert is not None)))
+                local[param.megatron].copy_(
+                    shard(param, factors, *model.ranks.tp_size_and_rank(param.expert is not None))
+                )
         model.optimizer.reload_model_params()
 
     factors = {name: tensor.detach().clone() for name, tensor in truth.factors.items()}

@@ -67,9 +67,9 @@ def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
     experts = family_of(case.hf).num_experts(case.hf)
     found = {}
     for param in params:
-        own = case.train.own(rank)
-        if own is not None and case.train.holds(own, param, experts):
-            held = case.train.held(own, param)
+        own = case.train.trainer_rank(rank)
+        if own is not None and case.train.has_param(own, param, experts):
+            held = case.train.slices_of_rank(own, param)
             size = max((h.offset + h.stop - h.start for h in held), default=0)
             shape = list(param.hf[0].shape)
             shape[held[0].dim if held else 0] = size
@@ -106,7 +106,7 @@ def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int
     experts = family_of(case.hf).num_experts(case.hf)
     position = position_of(case, rank)
     shapes = {} if position is None else engine_shapes(params, case.engine, position, experts)
-    slots = [(slot, param) for param in params if (slot := case.engine.slot(param))]
+    slots = [(slot, param) for param in params if (slot := case.engine.slot_of(param))]
     kept = {slot.name: param.dtype for slot, param in slots if param.dtype}
     found = {name: torch.full(shape, -5.0, dtype=kept.get(name) or dtype) for name, shape in sorted(shapes.items())}
     for name in {slot.name for slot, param in slots if case.wire == "fp8" and is_quantised(param)}:
@@ -129,12 +129,12 @@ def wanted(case: Any, params: list[Param], full: Tensors, rank: int, empty: Tens
     result = {name: tensor.clone() for name, tensor in empty.items()}
     position = position_of(case, rank)
     for param in params:
-        slot = case.engine.slot(param)
+        slot = case.engine.slot_of(param)
         if slot is None or position is None:
             continue
-        for index in case.engine.indices(position, param, experts):
+        for index in case.engine.expert_indices(position, param, experts):
             target = result[slot.name][index] if slot.grid == "expert" else result[slot.name]
-            held = case.engine.held(position, param)
+            held = case.engine.slices_of_rank(position, param)
             fill(target, param, held, full)
             if case.wire == "fp8" and is_quantised(param):
                 grid = result[slot.name + "_scale_inv"]

@@ -48,7 +48,7 @@ def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypat
     pool = RewardPool(load_functions(specs), specs, 60.0, 1, tmp_path / "rewards.log")
     ahead = RewardPrefetch(pool.submit)
     prompts = [Prompt(f"touch/{mark}", PROMPT.messages), Prompt("routing", PROMPT.messages)]
-    policy, sessions = AfterTheReward(mark), EnvironmentPool(CHAT.known, 60.0, 1)
+    policy, sessions = AfterTheReward(mark), EnvironmentPool(CHAT.catalog, 60.0, 1)
 
     async def run() -> GenerationResult:
         around = RolloutContext(CHAT, sessions, parse, CONFIG, on_rollout_finished=ahead.on_rollout_finished)
@@ -78,7 +78,7 @@ def test_what_failed_is_not_shown_to_anybody() -> None:
                 await asyncio.sleep(600)
             return await super().generate(context, params, routed)
 
-    sessions = EnvironmentPool(CHAT.known, 60.0, 1)
+    sessions = EnvironmentPool(CHAT.catalog, 60.0, 1)
 
     async def run() -> GenerationResult:
         around = RolloutContext(

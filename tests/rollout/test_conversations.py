@@ -27,8 +27,8 @@ from megarl.types import Rollout, Status
 
 
 def some_engine(folder: Path) -> Any:
-    names = dict(url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, version=0, starts=1)
-    return SimpleNamespace(**names, log=folder / "logs/engine_0.log", holds=False, check_runs=lambda start: None)
+    names = dict(url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, weight_version=0, start_number=1)
+    return SimpleNamespace(**names, log=folder / "logs/engine_0.log", is_paused=False, check_running=lambda start: None)
 
 
 def test_the_engine_lets_go_of_what_was_aborted_and_others_are_looked_at_meanwhile(
@@ -151,7 +151,7 @@ def test_a_generation_goes_on_through_a_push_and_says_by_which_weights(
     how: OnWeightSync, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     engine, writer, said_to = some_engine(tmp_path), Writer(pause=0.002), []
-    engine.hold, engine.go_on = lambda: said_to.append("hold"), lambda: said_to.append("go on")
+    engine.pause_generation, engine.resume_generation = lambda: said_to.append("hold"), lambda: said_to.append("go on")
     config = replace(CONFIG, concurrency=2, max_turns=1)
     talks = asking(monkeypatch, RolloutRunner(engine, CHAT, config), Writer(pause=0), writer)
     alone = talks.generate(PROMPTS, samples=1).rollouts
@@ -160,7 +160,7 @@ def test_a_generation_goes_on_through_a_push_and_says_by_which_weights(
     talks.pause(how)
     assert not under_way.done()
     assert said_to == (["hold"] if how == "in_place" else []) and (how == "in_place" or writer.at_once == 0)
-    engine.version = 1
+    engine.weight_version = 1
     talks.resume()
     rollouts = under_way.result().rollouts
     talks.close()
@@ -183,7 +183,7 @@ def test_what_is_under_way_besides_outlives_that_the_engine_lets_go_of_something
         dropped.append(writer.at_once)
         writer.stops += 1
 
-    engine.abort_requests, engine.go_on = drop, lambda: None
+    engine.abort_requests, engine.resume_generation = drop, lambda: None
     talks = asking(
         monkeypatch, RolloutRunner(engine, CHAT, replace(CONFIG, max_turns=1)), writer, Fails(RequestFailed("odd"))
     )

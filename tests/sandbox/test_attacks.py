@@ -68,10 +68,10 @@ def quick(request, box, listening, tmp_path_factory):
     limits = Limits(seconds=60, output_bytes=1 << 20, memory_mb=256 if request.param == "prepared" else 300)
     if request.param == "prepared":
         for _ in range(5):
-            assert box.collect("send(0, 0)", 1, limits=limits).is_complete
+            assert box.run_harness("send(0, 0)", 1, limits=limits).is_complete
         until(lambda: len(waiting(box)) >= 4)
         time.sleep(2.0)
-    found = box.collect(source, 1, limits=limits)
+    found = box.run_harness(source, 1, limits=limits)
     assert found.is_complete, found.run
     assert (found.results[0].pop("age") > 1.5) == (request.param == "prepared")
     return found.results[0]
@@ -129,11 +129,11 @@ def test_open_files_that_a_box_hands_out_are_taken_by_nobody():
     boxes = Boxes(processes=2)
     try:
         for _ in range(3):
-            boxes.collect("send(0, 0)", 1)
+            boxes.run_harness("send(0, 0)", 1)
         until(lambda: len(waiting(boxes)) == 2)
         ends = f"/proc/{boxes.sandbox.runner_pid}/fd"
         before = len(os.listdir(ends))
-        assert boxes.collect(own_attacks.GIVING, 1).results == {}
+        assert boxes.run_harness(own_attacks.GIVING, 1).results == {}
         until(lambda: len(waiting(boxes)) == 2)
         assert len(os.listdir(ends)) < before + 20  # of a thousand; nests that come and go have some
         for end in os.listdir(ends):

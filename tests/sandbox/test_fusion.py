@@ -102,8 +102,8 @@ def test_a_run(tmp_path):
 
 def test_results_of_a_harness_come_by_a_file(tmp_path):
     async def use(sandbox):
-        right = await sandbox.collect("for i in range(3): print(i); send(i, [i, open('x').read()])", 3, {"x": b"y"})
-        cut = await sandbox.collect("import os; send(0, 1); os._exit(0)", 2)
+        right = await sandbox.run_harness("for i in range(3): print(i); send(i, [i, open('x').read()])", 3, {"x": b"y"})
+        cut = await sandbox.run_harness("import os; send(0, 1); os._exit(0)", 2)
         return right, cut
 
     right, cut = asked(tmp_path, use)

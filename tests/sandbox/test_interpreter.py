@@ -34,13 +34,13 @@ def run(box):
 def test_names_stay(run):
     assert run("x = 41").stdout == ""
     output = run("def f(n):\n    return n + 1\nprint('called')\nf(x)")
-    assert output.ok and output.stdout == "called\n42\n" and not output.lost
+    assert output.ok and output.stdout == "called\n42\n" and not output.is_state_lost
 
 
 def test_exceptions_are_told_and_change_nothing(run):
     run("x = 1")
     output = run("x = 2\n1 / 0")
-    assert (output.ok, output.reason, output.lost) == (False, "exit", False)
+    assert (output.ok, output.reason, output.is_state_lost) == (False, "exit", False)
     assert "ZeroDivisionError" in output.stderr and "1 / 0" in output.stderr and "inside" not in output.stderr
     for code in ("raise SystemExit(3)", "exit()", "raise KeyboardInterrupt", "(", "x = '\0'", "raise BaseException"):
         assert run(code).reason == "exit"
@@ -50,7 +50,7 @@ def test_exceptions_are_told_and_change_nothing(run):
 def test_what_hangs_is_ended_and_the_next_call_begins_anew(run):
     run("x = 1")
     output = run("print('before', flush=True)\nwhile True: pass", seconds=0.5)
-    assert (output.reason, output.lost, output.stdout) == ("time", True, "before\n")
+    assert (output.reason, output.is_state_lost, output.stdout) == ("time", True, "before\n")
     assert "NameError" in run("x").stderr
 
 
@@ -67,7 +67,7 @@ def test_what_hangs_is_ended_and_the_next_call_begins_anew(run):
 )
 def test_what_ends_the_interpreter_ends_its_own_session_only(run, code, reason):
     output = run(code)
-    assert (output.ok, output.lost) == (False, True) and output.reason == reason
+    assert (output.ok, output.is_state_lost) == (False, True) and output.reason == reason
     assert run("1 + 1").stdout == "2\n"
 
 

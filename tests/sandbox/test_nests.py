@@ -209,15 +209,15 @@ class Made:
     """A nest of which nothing is ever started."""
 
     def __init__(self, home, number, form, disk_mb, files):
-        self.form, self.init_pid, self.disk_limits = form, number, (disk_mb, files)
+        self.spec, self.init_pid, self.disk_limits = form, number, (disk_mb, files)
         self.is_finished = False
         home.made.append(self)
 
     def start(self):
-        if self.form.command[0] == "refused":
+        if self.spec.command[0] == "refused":
             raise OSError("refused")
 
-    def alive(self):
+    def is_alive(self):
         return not self.is_finished
 
     def resize(self, disk_mb, files):
@@ -227,7 +227,7 @@ class Made:
 
     def kill(self):
         self.is_finished = True
-        self.over()
+        self.on_exited()
 
     def remove(self):
         self.is_finished = True
@@ -257,7 +257,7 @@ def pool(monkeypatch):
         for _ in range(50):
             if found.refill(now[0]) > now[0]:
                 break
-        return [one.form.command[0] for one in found._idle]
+        return [one.spec.command[0] for one in found._idle]
 
     found.filled = filled
     found.asked = lambda name, disk=64: found.take(BoxSpec((name,), False, 1), disk, 100)
@@ -308,7 +308,7 @@ def test_one_that_is_lost_is_replaced_a_little_later(pool):
         pool.asked("a")
     pool.filled()
     lost = pool._idle[1]
-    lost.over()
+    lost.on_exited()
     assert pool.filled() == ["a"] * 3 and lost.is_finished
     assert pool.refill(pool.now[0]) == pool.now[0] + warm_pool.AGAIN_S
     pool.now[0] += warm_pool.AGAIN_S
@@ -326,7 +326,7 @@ def test_what_cannot_be_made_is_not_tried_again_and_again(pool):
     pool.now[0] += warm_pool.AGAIN_S
     pool.filled()
     pool._idle[0].first = 0  # bubblewrap has never come so far
-    pool._idle[0].over()
+    pool._idle[0].on_exited()
     pool.now[0] += warm_pool.AGAIN_S
     assert "a" not in pool.filled()
 

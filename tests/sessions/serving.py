@@ -37,7 +37,7 @@ class Served:
     def texts(self) -> list[list[str]]:
         """Of each branch, its turns as text; actions are marked."""
         return [
-            [("*" if turn.is_action else "") + CHAT.text(turn.token_ids) for turn in branch.turns]
+            [("*" if turn.is_action else "") + CHAT.decode(turn.token_ids) for turn in branch.turns]
             for branch in self.recording.collect_branches()
         ]
 

@@ -75,7 +75,7 @@ def test_results_are_cut_by_tokens_head_and_tail_kept() -> None:
 
 def test_a_flood_is_refused_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A megabyte takes seconds, in which no other session would be answered."""
-    read, own = [0], CHAT.ids
+    read, own = [0], CHAT.encode
 
     def counting(text: str) -> list[int]:
         read[0] += len(text)

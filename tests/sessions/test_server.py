@@ -196,7 +196,7 @@ def test_other_tools_are_another_rendering_and_none_leaves_them_out() -> None:
         without = await served.create(ASK, tools=TOOLS, tool_choice="none")
         assert with_tools.choices[0].message.tool_calls and not without.choices[0].message.tool_calls
         assert without.choices[0].message.content == call("1+2")
-        asked = [CHAT.text(known) for known, *_ in policy.calls]
+        asked = [CHAT.decode(known) for known, *_ in policy.calls]
         assert "calculator" in asked[0] and "calculator" not in asked[1]
         assert served.recording.metrics.forks == 1
 
@@ -326,7 +326,7 @@ def test_what_is_halted_goes_on_by_the_next_policy_and_its_client_does_not_notic
             await asyncio.sleep(0.01)
         later = Numbered("so...")
         recording.set_policy(later, asyncio.Event())
-        assert (await first).choices[0].message.content == CHAT.text(ids("It is 3")[:2]) + "so"
+        assert (await first).choices[0].message.content == CHAT.decode(ids("It is 3")[:2]) + "so"
         assert (await second).choices[0].message.content == "so"
         context, params, routed, _ = next(one for one in later.calls if one[0][: len(FIRST)] == list(FIRST))
         assert context == [*FIRST, *ids("It is 3")[:2]] and params["max_new_tokens"] == 3

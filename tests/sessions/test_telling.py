@@ -181,10 +181,10 @@ def test_reasoning_and_what_follows_it() -> None:
 @given(st.text(), st.sampled_from([(), ("ab",), (" ", "c")]), st.booleans())
 def test_it_is_always_a_beginning(text: str, stops: tuple[str, ...], tools: bool) -> None:
     asked = CompletionRequest(tuple(ASK), tuple(TOOLS) if tools else (), stop_strings=stops)
-    whole = CHAT.text(CHAT.ids(text))
+    whole = CHAT.decode(CHAT.encode(text))
     ends = [whole.find(stop) for stop in stops if stop in whole]
     final = whole[: min(ends)] if ends else whole
     sent = told(CHAT, asked, text)[1]
     assert final.startswith(sent)
-    if not tools and "\ufffd" not in text and not CHAT.controls.among(CHAT.ids(text)) and not stops:
+    if not tools and "\ufffd" not in text and not CHAT.control_tokens.filter_ids(CHAT.encode(text)) and not stops:
         assert sent == final.rstrip()

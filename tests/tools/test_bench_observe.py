@@ -29,13 +29,13 @@ def test_trackers_get_the_steps_of_their_blocks(tmp_path: Path, monkeypatch: pyt
     given: list[int] = []
 
     class Noted:
-        def metrics(self, step: int, values: object, now: int) -> None:
+        def log_metrics(self, step: int, values: object, now: int) -> None:
             given.append(step)
 
-        def table(self, step: int, rows: object) -> None:
+        def log_table(self, step: int, rows: object) -> None:
             pass
 
-        def failure(self) -> str:
+        def pop_failure(self) -> str:
             return ""
 
     tracker._workers = [Noted()]  # type: ignore[list-item]

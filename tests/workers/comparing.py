@@ -78,7 +78,7 @@ class Played(RolloutWorker):
 
 def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Of each model, what is said before anything is trained, and whether its engine may still generate."""
-    chat: Any = SimpleNamespace(schemas=lambda prompt: [], tools={}, known=EnvironmentCatalog())
+    chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], tools={}, catalog=EnvironmentCatalog())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
     shapes = engine_shapes(family_of(hf).params(hf, 1), EngineLayout(1), 0, hf["num_experts"])
     results = {}

@@ -65,7 +65,7 @@ def made(tree: dict[str, Any], role: str) -> Any:
     worker = load_worker(about.config, declared, role, RegisteredWorker())(about)
     worker.begin_step(3)
     ranks.run_on_all(worker.start)
-    worker.ready()
+    worker.wait_ready()
     return worker
 
 
@@ -77,7 +77,7 @@ def score(tree: dict[str, Any]) -> Any:
     except ConfigError as error:
         return str(error)
     parts = {name: values.tolist() for name, values in scored.reward_parts.items()}
-    here = [(int(number), rollout.reward) for number, rollout in zip(scored.own, scored.here, strict=True)]
+    here = [(int(number), rollout.reward) for number, rollout in zip(scored.local_indices, scored.local, strict=True)]
     return {"reward": scored.reward.tolist(), "parts": parts, "here": here, "figures": worker.metrics()}
 
 
@@ -91,7 +91,7 @@ def teach(tree: dict[str, Any]) -> Any:
         logprobs = worker.forward(batch, **options).wait().logprobs
         parts = logprobs.split(batch.cu_seqlens.diff().tolist())
         found[name] = {int(number): part.tolist() for number, part in zip(batch.local_indices, parts, strict=True)}
-    return found | {"spans": sorted({span.name for span in worker.clock.spans()})}
+    return found | {"spans": sorted({span.name for span in worker.clock.drain_spans()})}
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def tried(
     try:
         worker.wait_ready()
         for rollout in given.local[:told]:
-            about.ended(rollout)
+            about.on_rollout_finished(rollout)
         if told and worker._pool is not None:  # all that was begun is done
             list(map(lambda known: known[1].result(), worker._prefetch._pending.values()))
         if weights is not None:

@@ -42,7 +42,7 @@ def worker(engine_ranks: int, play: Callable[..., GenerationResult]) -> Any:
 
     rollout = {"tp": engine_ranks, "max_aborted": 0.5, "tool_call_parser": ""}
     config = tiny.config(tp=2, world=2, rollout=rollout, run={"timeout_s": TIMEOUT})
-    chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=EnvironmentCatalog())
+    chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], catalog=EnvironmentCatalog())
     made = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {"actor": 1}))
     if made._runner is not None:
         engine: Any = made.engines.engine
@@ -58,7 +58,7 @@ def outcome(made: Any) -> Any:
     try:
         found = made.generate([PROMPT, PROMPT], 1)
         return [
-            seed for seeds in found.comm.all_gather_objects([rollout.seed for rollout in found.here]) for seed in seeds
+            seed for seeds in found.comm.all_gather_objects([rollout.seed for rollout in found.local]) for seed in seeds
         ]
     except ConfigError as error:
         return str(error)
@@ -90,11 +90,11 @@ def one_is_lost(made: Any, prompts: Any, tickets: GroupQueue, **_: Any) -> Gener
     calls.append(len(calls))
     back = tickets.claim_returned()
     mine = [tickets.claim()] if back is None else [back.number]
-    if made.engines.index == len(made.engines.members) - 1 and len(calls) < 2:
-        if len(made.engines.members) == 1:
+    if made.engines.engine_index == len(made.engines.engine_ranks) - 1 and len(calls) < 2:
+        if len(made.engines.engine_ranks) == 1:
             mine.append(tickets.claim())
         lost = EngineLost("died", "engine is not running; the last lines")
-        made.engines.engine_restart.lost(lost)
+        made.engines.engine_restart.report_lost(lost)
         tickets.return_group(ReturnedGroup(mine.pop(), (), 3))
         return GenerationResult(rollouts_of(mine), [], engine_loss=lost, num_interrupted=3)
     return GenerationResult(rollouts_of(mine), [], num_restarted=0 if back is None else back.num_interrupted)
@@ -110,7 +110,7 @@ def lost(engine_ranks: int) -> dict[str, Any]:
     made.begin_step(1)
     found = {"seeds": outcome(made), "there": made.engines.recovery.has_available_engine, "figures": made.metrics()}
     found["figures"] = {name: value for name, value in found["figures"].items() if name.startswith("rollout/")}
-    found["away"] = sorted(made.engines.recovery.away)
+    found["away"] = sorted(made.engines.recovery.restarting)
     made.close()
     return found
 

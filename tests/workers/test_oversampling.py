@@ -40,7 +40,7 @@ class Calculator(EnvironmentPool):
     """Tools that take a moment, without a process."""
 
     def __init__(self) -> None:
-        super().__init__(CHAT.known, 60.0, 1)
+        super().__init__(CHAT.catalog, 60.0, 1)
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         await asyncio.sleep(0)

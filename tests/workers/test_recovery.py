@@ -21,14 +21,14 @@ class Played:
         self.lost: EngineLost | None = None
         self.fails, self.begun = False, 0
 
-    def look(self) -> None:
+    def check(self) -> None:
         return None
 
-    def found(self) -> EngineLost | None:
+    def pop_error(self) -> EngineLost | None:
         found, self.lost = self.lost, None
         return found
 
-    def begin(self) -> None:
+    def ensure_started(self) -> None:
         self.begun += 1
 
     def wait(self) -> float:
@@ -83,8 +83,8 @@ def test_all_ranks_know_who_is_away_and_who_is_back(monkeypatch: pytest.MonkeyPa
         own.on_weight_sync(False)  # then nobody has them
         assert own.unsynced == {0, 1} and not own.has_available_engine
         own.on_weight_sync(True)
-        assert own.is_there(0) and own.is_there(1) and not own.exchange()
-        return own.figures()
+        assert own.is_available(0) and own.is_available(1) and not own.exchange_losses()
+        return own.metrics()
 
     *figures, said = ranks_of(monkeypatch, work)
     expected = {"rollout/engine_restarts": 2.0, "time/engine_unnoticed": 1.5, "time/engine_restart": 2.0}

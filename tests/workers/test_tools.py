@@ -17,7 +17,7 @@ class Watched:
     """A `ToolMonitor` of one rank, and what it said."""
 
     def __init__(self, **config: Any) -> None:
-        self.talks = SimpleNamespace(tool_calls={})
+        self.talks = SimpleNamespace(tool_call_stats={})
         self.said: list[str] = []
         self.alarms: list[str] = []
         lines = self.said.append, self.alarms.append
@@ -25,8 +25,8 @@ class Watched:
 
     def step(self, number: int, **calls: ToolCallStats) -> dict[str, float]:
         """Take a step in which these were called."""
-        before = self.talks.tool_calls
-        self.talks.tool_calls = before | {name: before.get(name, ToolCallStats()) + one for name, one in calls.items()}
+        before = self.talks.tool_call_stats
+        self.talks.tool_call_stats = before | {name: before.get(name, ToolCallStats()) + one for name, one in calls.items()}
         self.tools.begin_step()
         self.tools.update(number)
         return self.tools.metrics

@@ -42,7 +42,7 @@ class Recorded(RolloutWorker):
 
 
 def made(config: Any, hf: dict[str, Any], ranks: Ranks) -> Recorded:
-    chat: Any = SimpleNamespace(schemas=lambda prompt: [], known=EnvironmentCatalog())
+    chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], catalog=EnvironmentCatalog())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
     return Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), num_updates={"actor": 1}))
 
@@ -73,7 +73,7 @@ def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, in
 def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
     """Of a step and a half, as a controller goes through them."""
     worker = made(config, hf, ranks)
-    actor: Any = SimpleNamespace(model=SimpleNamespace(merged=dict))
+    actor: Any = SimpleNamespace(model=SimpleNamespace(merged_params=dict))
     worker.generate([], 1)
     worker.sleep()
     worker.update_weights(actor)

@@ -40,17 +40,17 @@ class Played:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.may_go_on.wait(60)
         if self.fails:
             self.fails -= 1
             raise ConnectionError("no way to https://me:hunter22@example.com/x")
         self.given.append((step, dict(values)))
 
-    def text(self, step: int, text: str) -> None:
+    def log_text(self, step: int, text: str) -> None:
         self.given.append((step, text))
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, rows: Sequence[Row]) -> None:
         self.given.append((step, len(rows)))
 
     def close(self) -> None:

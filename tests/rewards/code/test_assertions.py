@@ -105,9 +105,9 @@ def test_humaneval_with_assertions_alone() -> None:
     )
     assert found.tests == (CallTest(2, "equal", "inc(1)"), AssertionTest("assert helper(inc(2)) == 3"))
     assert found.names == ("inc",) and found.code_prefix == PROMPT
-    assert "def helper" in found.before and "def inc" not in found.before and "METADATA" not in found.before
-    assert "def helper" in found.judge and "METADATA" in found.judge and "def inc" not in found.judge
-    assert "check" not in found.judge
+    assert "def helper" in found.setup and "def inc" not in found.setup and "METADATA" not in found.setup
+    assert "def helper" in found.assertion_setup and "METADATA" in found.assertion_setup and "def inc" not in found.assertion_setup
+    assert "check" not in found.assertion_setup
 
 
 def test_humaneval_with_more_than_that() -> None:

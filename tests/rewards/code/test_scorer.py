@@ -63,7 +63,7 @@ def test_the_example_of_the_page() -> None:
     code = [line.strip() for line in lines if line.startswith("    ") and "HiddenTests" in line]
     names: dict[str, Any] = {}
     exec("\n".join(code), names)
-    assert names["mine"].share and names["mine"].how == Grading(max_tests=20, seconds=2, total_seconds=20)
+    assert names["mine"].partial_credit and names["mine"].grading == Grading(max_tests=20, seconds=2, total_seconds=20)
 
 
 def test_many_at_once() -> None:
