@@ -4,29 +4,29 @@
 const megarl = { known: new Map(), waiting: new Map(), views: {}, count: 0 };
 
 megarl.inline = (name) => {
-  const found = document.getElementById("block-" + name);
-  return found ? JSON.parse(found.textContent) : undefined;
+  const element = document.getElementById("block-" + name);
+  return element ? JSON.parse(element.textContent) : undefined;
 };
 
 // Called by data files.
 megarl.take = (name, value) => {
-  const waits = megarl.waiting.get(name);
+  const pending = megarl.waiting.get(name);
   megarl.waiting.delete(name);
-  if (waits) waits.done(value);
+  if (pending) pending.done(value);
 };
 
 megarl.fetch = (name) => {
   if (!megarl.waiting.has(name)) {
-    const wait = {};
-    wait.promise = new Promise((done, failed) => Object.assign(wait, { done, failed }));
-    megarl.waiting.set(name, wait);
+    const pending = {};
+    pending.promise = new Promise((done, failed) => Object.assign(pending, { done, failed }));
+    megarl.waiting.set(name, pending);
     const script = document.createElement("script");
     script.src = megarl.page.folder + name + ".js" + (megarl.overview.live ? "?" + ++megarl.count : "");
     script.onload = () => script.remove();
     script.onerror = () => {
       script.remove();
       megarl.waiting.delete(name);
-      wait.failed(new Error(megarl.overview.live ? "the server does not answer; does tools/view.py still run?"
+      pending.failed(new Error(megarl.overview.live ? "the server does not answer; does tools/view.py still run?"
         : `the file ${script.getAttribute("src")} is not beside this page; keep the two together`));
     };
     document.head.append(script);
@@ -36,10 +36,10 @@ megarl.fetch = (name) => {
 
 megarl.need = (name) => {
   if (!megarl.known.has(name)) {
-    const own = megarl.inline(name);
-    const found = own === undefined ? megarl.fetch(name) : Promise.resolve(own);
-    found.catch(() => megarl.known.delete(name));
-    megarl.known.set(name, found);
+    const inline = megarl.inline(name);
+    const promise = inline === undefined ? megarl.fetch(name) : Promise.resolve(inline);
+    promise.catch(() => megarl.known.delete(name));
+    megarl.known.set(name, promise);
   }
   return megarl.known.get(name);
 };
@@ -48,14 +48,14 @@ const KINDS = { u8: Uint8Array, u16: Uint16Array, i32: Int32Array, f32: Float32A
 
 // Decodes a packed column to numbers; null becomes NaN.
 megarl.column = async (packed) => {
-  const bytes = Uint8Array.from(atob(packed.data), (one) => one.charCodeAt(0));
+  const bytes = Uint8Array.from(atob(packed.data), (item) => item.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const values = new KINDS[packed.kind](await new Response(stream).arrayBuffer());
   if (!packed.among) return values;
-  const among = packed.among.map((one) => (one === null ? NaN : one));
-  const found = new Float64Array(values.length);
-  for (let i = 0; i < values.length; i++) found[i] = among[values[i]];
-  return found;
+  const among = packed.among.map((item) => (item === null ? NaN : item));
+  const result = new Float64Array(values.length);
+  for (let i = 0; i < values.length; i++) result[i] = among[values[i]];
+  return result;
 };
 
 // Returns the rollout index of a run: {size, texts, columns: {name: numbers}}.
@@ -64,10 +64,10 @@ megarl.table = async (run) => {
   const content = await megarl.need(name);
   if (!content.open) {
     const names = Object.keys(content.columns);
-    content.open = Promise.all(names.map((one) => megarl.column(content.columns[one]))).then((columns) => ({
+    content.open = Promise.all(names.map((column) => megarl.column(content.columns[column]))).then((columns) => ({
       size: content.size,
       texts: content.texts,
-      columns: Object.fromEntries(names.map((one, i) => [one, columns[i]])),
+      columns: Object.fromEntries(names.map((column, i) => [column, columns[i]])),
     }));
   }
   return content.open;
@@ -75,29 +75,29 @@ megarl.table = async (run) => {
 
 // Returns one rollout with its tokens.
 megarl.rollout = async (run, step, number) => {
-  let found;
+  let rollouts;
   if (megarl.overview.live) {
-    found = await megarl.need(`tokens-${run}-${step}-${number}`);
-    if (found.error) throw new Error(found.error);
+    rollouts = await megarl.need(`tokens-${run}-${step}-${number}`);
+    if (rollouts.error) throw new Error(rollouts.error);
   } else {
-    const places = (await megarl.need("places-" + run))[step] || [];
-    const at = places.findIndex((numbers) => numbers.includes(number));
-    if (at < 0) throw new Error("The tokens of this rollout are not beside this page. " +
+    const files = (await megarl.need("places-" + run))[step] || [];
+    const index = files.findIndex((numbers) => numbers.includes(number));
+    if (index < 0) throw new Error("The tokens of this rollout are not beside this page. " +
       "Write it with a higher --details, or look with tools/view.py --serve.");
-    found = await megarl.need(`tokens-${run}-${step}-${at}`);
+    rollouts = await megarl.need(`tokens-${run}-${step}-${index}`);
   }
-  return found.find((one) => one.number === number);
+  return rollouts.find((rollout) => rollout.number === number);
 };
 
 function el(tag, props, ...children) {
-  const made = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props || {})) {
-    if (name === "class") made.className = value;
-    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else made[name] = value;
+    if (name === "class") element.className = value;
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element[name] = value;
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
 }
 
 const shade = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

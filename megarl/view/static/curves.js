@@ -38,46 +38,46 @@
   // Gives constant metrics a y range, too: uPlot's own is empty below double precision.
   function span(name, low, high) {
     if (low === null || high === null) return [0, 1];
-    const least = Math.max(1e-4 * Math.max(Math.abs(low), Math.abs(high)), 1e-12);
-    if (high - low >= least) { const room = 0.08 * (high - low); return [low - room, high + room]; }
+    const minSpan = Math.max(1e-4 * Math.max(Math.abs(low), Math.abs(high)), 1e-12);
+    if (high - low >= minSpan) { const margin = 0.08 * (high - low); return [low - margin, high + margin]; }
     if (low === 0 && name.endsWith("_frac")) return [0, 1];
     if (low === high) return low === 0 ? [-1, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)]; // few digits on the axis
-    return [low - least, high + least];
+    return [low - minSpan, high + minSpan];
   }
 
   async function chart(name, card) {
     const runs = megarl.overview.runs;
-    const found = await Promise.all(runs.map((_, run) => series(run, name)));
-    const steps = [...new Set(runs.flatMap((run, i) => (found[i] ? run.steps : [])))].sort((a, b) => a - b);
-    const at = new Map(steps.map((step, i) => [step, i]));
+    const columns = await Promise.all(runs.map((_, run) => series(run, name)));
+    const steps = [...new Set(runs.flatMap((run, i) => (columns[i] ? run.steps : [])))].sort((a, b) => a - b);
+    const index = new Map(steps.map((step, i) => [step, i]));
     const data = [steps], lines = [{ label: "step" }];
-    const band = runs.map((run) => run.bands[name]).find((one) => one);
+    const band = runs.map((run) => run.bands[name]).find((candidate) => candidate);
     const watched = runs.some((run) => run.watched && run.bands[name]);
-    let bad = 0;
-    const last = [];
+    let numOutside = 0;
+    const newestValues = [];
     runs.forEach((run, number) => {
-      if (!found[number]) return;
+      if (!columns[number]) return;
       const values = new Array(steps.length).fill(null);
-      run.steps.forEach((step, i) => { if (!Number.isNaN(found[number][i])) values[at.get(step)] = found[number][i]; });
-      const there = values.filter((value) => value !== null);
-      if (there.length) last.push([run.name, there.at(-1)]);
-      if (band) bad += there.filter((value) => outside(band, value)).length;
-      const few = there.length < 40, colour = COLOURS[number % COLOURS.length];
+      run.steps.forEach((step, i) => { if (!Number.isNaN(columns[number][i])) values[index.get(step)] = columns[number][i]; });
+      const present = values.filter((value) => value !== null);
+      if (present.length) newestValues.push([run.name, present.at(-1)]);
+      if (band) numOutside += present.filter((value) => outside(band, value)).length;
+      const isShort = present.length < 40, colour = COLOURS[number % COLOURS.length];
       data.push(values);
-      const raw = state.smooth > 0 && !few;
-      lines.push({ label: runs.length > 1 ? run.name : "value", stroke: raw ? colour + "55" : colour, width: raw ? 1 : 1.6, spanGaps: true, points: { show: few, size: 4 },
+      const hasRaw = state.smooth > 0 && !isShort;
+      lines.push({ label: runs.length > 1 ? run.name : "value", stroke: hasRaw ? colour + "55" : colour, width: hasRaw ? 1 : 1.6, spanGaps: true, points: { show: isShort, size: 4 },
         value: (_, value) => said(value) });
-      if (raw) {
+      if (hasRaw) {
         data.push(smoothed(values, state.smooth));
         lines.push({ label: "smooth", stroke: colour, width: 1.8, spanGaps: true, points: { show: false }, value: (_, value) => said(value) });
       }
     });
     // A band that no guard watches is a default, which may not fit this run, so values outside are not counted.
     const ends = !band ? "" : band.least === null ? "≤ " + band.most : band.most === null ? "≥ " + band.least : band.least + " to " + band.most;
-    const newest = `last ${last.map(([, value]) => said(value)).join(" and ")}`;
-    const title = el("h3", {}, name, el("span", { class: bad && watched ? "out" : "" },
-      !band ? newest : watched ? `${bad ? bad + " outside " : "within "}${ends}` : `${newest}, often ${ends}`));
-    title.title = [...(last.length > 1 ? last.map(([run, value]) => `${run}: last ${said(value)}`) : []),
+    const newest = `last ${newestValues.map(([, value]) => said(value)).join(" and ")}`;
+    const title = el("h3", {}, name, el("span", { class: numOutside && watched ? "out" : "" },
+      !band ? newest : watched ? `${numOutside ? numOutside + " outside " : "within "}${ends}` : `${newest}, often ${ends}`));
+    title.title = [...(newestValues.length > 1 ? newestValues.map(([run, value]) => `${run}: last ${said(value)}`) : []),
       band && band.low && "below: " + band.low, band && band.high && "above: " + band.high].filter(Boolean).join("\n");
     card.replaceChildren(title);
     const alarms = runs.flatMap((run) => run.alarms.filter((alarm) => alarm[2].includes(name)).map((alarm) => alarm[0]));
@@ -90,8 +90,8 @@
       hooks: { drawClear: [(u) => {
         const { ctx, bbox } = u;
         if (band) {
-          const place = (end, open) => (end === null ? open : Math.min(bbox.top + bbox.height, Math.max(bbox.top, u.valToPos(end, "y", true))));
-          const high = place(band.most, bbox.top), low = place(band.least, bbox.top + bbox.height);
+          const toPixel = (end, open) => (end === null ? open : Math.min(bbox.top + bbox.height, Math.max(bbox.top, u.valToPos(end, "y", true))));
+          const high = toPixel(band.most, bbox.top), low = toPixel(band.least, bbox.top + bbox.height);
           ctx.fillStyle = shade("--band");
           ctx.fillRect(bbox.left, high, bbox.width, low - high);
         }
@@ -108,12 +108,12 @@
       state.charts = [];
       state.opened.clear();
       const all = names(), shown = all.slice(0, state.shown);
-      const again = () => this.draw(root);
+      const redraw = () => this.draw(root);
       if (!root.firstChild) {
-        const slow = (event) => { clearTimeout(state.timer); state.filter = event.target.value.trim(); state.shown = 12; state.timer = setTimeout(again, 200); };
+        const onInput = (event) => { clearTimeout(state.timer); state.filter = event.target.value.trim(); state.shown = 12; state.timer = setTimeout(redraw, 200); };
         root.append(el("div", { class: "bar" },
-          el("input", { type: "search", placeholder: "figures with this in their names", oninput: slow }),
-          el("label", {}, "smoothing ", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, onchange: (event) => { state.smooth = +event.target.value; again(); } })),
+          el("input", { type: "search", placeholder: "figures with this in their names", oninput: onInput }),
+          el("label", {}, "smoothing ", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, onchange: (event) => { state.smooth = +event.target.value; redraw(); } })),
           el("span", { class: "legend", id: "runs-legend" })), el("div", { class: "charts" }), el("div", { class: "bar more" }), el("div", { class: "alarms" }));
       }
       const legend = root.querySelector("#runs-legend"), grid = root.querySelector(".charts");
@@ -126,7 +126,7 @@
       grid.replaceChildren(...(cards.length ? cards : [el("p", { class: "faint" }, "There are no such figures.")]));
       await Promise.all(shown.map((name, i) => chart(name, cards[i])));
       root.querySelector(".more").replaceChildren(...(all.length > shown.length
-        ? [el("button", { onclick: () => { state.shown += 24; again(); } }, `${all.length - shown.length} more figures`)] : []));
+        ? [el("button", { onclick: () => { state.shown += 24; redraw(); } }, `${all.length - shown.length} more figures`)] : []));
       const alarms = megarl.overview.runs.flatMap((run) => run.alarms.map((alarm) => [run.name, ...alarm]));
       root.querySelector(".alarms").replaceChildren(...(alarms.length ? [el("section", { class: "card" }, el("h3", {}, `Alarms (${alarms.length})`),
         el("ul", {}, ...alarms.slice(-100).reverse().map(([run, , time, text]) => el("li", {}, el("span", { class: "faint" }, `${time} ${megarl.overview.runs.length > 1 ? run : ""} `), text))))] : []));

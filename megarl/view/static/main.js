@@ -28,21 +28,21 @@
     }
   };
 
-  function theme(wanted) {
-    document.documentElement.dataset.theme = wanted;
-    try { localStorage.setItem("megarl-theme", wanted); } catch { /* storage is not available */ }
+  function theme(name) {
+    document.documentElement.dataset.theme = name;
+    try { localStorage.setItem("megarl-theme", name); } catch { /* storage is not available */ }
   }
 
   async function poll() {
     try {
       const before = megarl.overview;
       megarl.overview = await megarl.fetch("overview");
-      const more = megarl.overview.runs.some((run, i) => run.rollouts !== before.runs[i].rollouts);
-      const news = more || megarl.overview.runs.some((run, i) => run.steps.length !== before.runs[i].steps.length);
-      if (more) for (const name of [...megarl.known.keys()]) if (name.startsWith("index-")) megarl.known.delete(name);
+      const hasNewRollouts = megarl.overview.runs.some((run, i) => run.rollouts !== before.runs[i].rollouts);
+      const hasNews = hasNewRollouts || megarl.overview.runs.some((run, i) => run.steps.length !== before.runs[i].steps.length);
+      if (hasNewRollouts) for (const name of [...megarl.known.keys()]) if (name.startsWith("index-")) megarl.known.delete(name);
       notes();
-      if (news && (current === "Curves" || current === "Time")) await megarl.go(current);
-      if (more && current === "Rollouts") { megarl.changed = true; await megarl.go(current); megarl.changed = false; }
+      if (hasNews && (current === "Curves" || current === "Time")) await megarl.go(current);
+      if (hasNewRollouts && current === "Rollouts") { megarl.changed = true; await megarl.go(current); megarl.changed = false; }
     } catch (error) {
       document.getElementById("state").textContent = error.message;
     }
@@ -53,9 +53,9 @@
     megarl.page = megarl.inline("page");
     megarl.overview = megarl.inline("overview");
     megarl.run = 0;
-    let kept = null;
-    try { kept = localStorage.getItem("megarl-theme"); } catch { /* storage is not available */ }
-    if (kept) document.documentElement.dataset.theme = kept;
+    let savedTheme = null;
+    try { savedTheme = localStorage.getItem("megarl-theme"); } catch { /* storage is not available */ }
+    if (savedTheme) document.documentElement.dataset.theme = savedTheme;
     const chooser = document.getElementById("run"), runs = megarl.overview.runs;
     chooser.append(...runs.map((run, i) => el("option", { value: i }, run.name)));
     document.getElementById("run-label").hidden = runs.length < 2;
@@ -65,15 +65,15 @@
       theme(dark ? "light" : "dark");
       megarl.go(current);
     };
-    for (const name of NAMES.filter((one) => one !== "Compare" || runs.length > 1)) {
+    for (const name of NAMES.filter((other) => other !== "Compare" || runs.length > 1)) {
       roots[name] = el("div", { hidden: true });
       document.getElementById("views").append(roots[name]);
       document.getElementById("tabs").append(el("button", { onclick: () => megarl.go(name) }, name));
     }
     notes();
-    const [asked, query] = location.hash.slice(1).split("?");
+    const [view, query] = location.hash.slice(1).split("?");
     if (query) megarl.where(decodeURIComponent(query));
-    await megarl.go(roots[asked] ? asked : "Curves");
+    await megarl.go(roots[view] ? view : "Curves");
     let width = innerWidth;
     addEventListener("resize", () => { clearTimeout(start.timer); start.timer = setTimeout(() => { if (innerWidth !== width) { width = innerWidth; megarl.changed = true; megarl.go(current).then(() => { megarl.changed = false; }); } }, 300); });
     const ready = () => { document.documentElement.dataset.ready = Math.round(performance.now()); };

@@ -2,14 +2,14 @@
 // Parses conditions such as `reward<0.5 and turns>2`, like megarl/view/query.py, to predicates on row indices.
 megarl.condition = (text, table) => {
   const tokens = [];
-  const form = /\s*(?:(<=|>=|==|!=|[<>=~()])|"([^"]*)"|'([^']*)'|([^\s<>=!~()"']+))/y;
+  const pattern = /\s*(?:(<=|>=|==|!=|[<>=~()])|"([^"]*)"|'([^']*)'|([^\s<>=!~()"']+))/y;
   const trimmed = text.trimEnd();
   if (trimmed.length > 1000) throw new Error("a condition has at most 1000 characters");
-  for (let at = 0; at < trimmed.length; at = form.lastIndex) {
-    form.lastIndex = at;
-    const found = form.exec(trimmed);
-    if (!found) throw new Error(`cannot read ${trimmed.slice(at, at + 30).trim()}`);
-    const [, sign, double, single, word] = found;
+  for (let at = 0; at < trimmed.length; at = pattern.lastIndex) {
+    pattern.lastIndex = at;
+    const match = pattern.exec(trimmed);
+    if (!match) throw new Error(`cannot read ${trimmed.slice(at, at + 30).trim()}`);
+    const [, sign, double, single, word] = match;
     tokens.push(sign ? ["sign", sign] : word !== undefined ? ["word", word] : ["text", double ?? single]);
   }
   let at = 0;
@@ -68,7 +68,7 @@ megarl.condition = (text, table) => {
     }[sign];
   };
   if (!tokens.length) return null;
-  const found = either(0);
+  const condition = either(0);
   if (at < tokens.length) throw new Error(`expected and, or, or the end, found ${tokens[at][1]}`);
-  return found;
+  return condition;
 };

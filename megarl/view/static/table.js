@@ -16,11 +16,11 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
   const seen = Math.ceil(height / ROW);
 
   function draw() {
-    const whole = state.count * ROW, shown = Math.min(whole, MOST);
+    const fullHeight = state.count * ROW, shown = Math.min(fullHeight, MOST);
     room.style.height = Math.max(shown, 1) + "px";
-    const way = Math.max(1, shown - height);
-    const first = Math.max(0, Math.min(Math.round((scroll.scrollTop / way) * (state.count - seen)), state.count - seen));
-    const found = [];
+    const scrollRange = Math.max(1, shown - height);
+    const first = Math.max(0, Math.min(Math.round((scroll.scrollTop / scrollRange) * (state.count - seen)), state.count - seen));
+    const lines = [];
     for (let i = first; i < Math.min(state.count, first + seen); i++) {
       const row = state.order ? state.order[i] : i;
       const line = el("div", { class: row === state.on ? "row on" : "row" }, ...columns.map((column) => {
@@ -29,18 +29,18 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
       }));
       line.style.gridTemplateColumns = widths;
       line.onclick = () => { state.on = row; draw(); open(row); };
-      found.push(line);
+      lines.push(line);
     }
-    rows.style.height = Math.min(height, Math.max(1, whole)) + "px";
-    rows.replaceChildren(...found);
+    rows.style.height = Math.min(height, Math.max(1, fullHeight)) + "px";
+    rows.replaceChildren(...lines);
   }
   scroll.onscroll = () => { if (!state.frame) state.frame = requestAnimationFrame(() => { state.frame = 0; draw(); }); };
   scroll.onkeydown = (event) => {
-    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!by || !state.count) return;
+    const delta = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!delta || !state.count) return;
     event.preventDefault();
-    const order = state.order, at = order ? order.indexOf(state.on) : state.on;
-    const next = Math.max(0, Math.min(state.count - 1, at + by));
+    const order = state.order, position = order ? order.indexOf(state.on) : state.on;
+    const next = Math.max(0, Math.min(state.count - 1, position + delta));
     state.on = order ? order[next] : next;
     draw();
     open(state.on);
@@ -59,24 +59,24 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
     const order = new Uint32Array(table.size);
     let count = 0;
     for (let row = 0; row < table.size; row++) if (!fits || fits(row)) order[count++] = row;
-    const found = order.subarray(0, count);
+    const rows = order.subarray(0, count);
     let values = table.columns[state.sort];
     if (table.texts[state.sort]) {
-      const texts = table.texts[state.sort], places = texts.map((_, i) => i).sort((a, b) => (texts[a] < texts[b] ? -1 : 1));
+      const texts = table.texts[state.sort], sorted = texts.map((_, i) => i).sort((a, b) => (texts[a] < texts[b] ? -1 : 1));
       const rank = new Uint32Array(texts.length);
-      places.forEach((place, i) => { rank[place] = i; });
-      values = values.map((one) => rank[one]);
+      sorted.forEach((id, i) => { rank[id] = i; });
+      values = values.map((id) => rank[id]);
     }
-    if (state.sort === "step" && !state.down) return [found, count];
-    const way = state.down ? -1 : 1;
-    found.sort((a, b) => {
+    if (state.sort === "step" && !state.down) return [rows, count];
+    const sign = state.down ? -1 : 1;
+    rows.sort((a, b) => {
       const x = values[a], y = values[b];
       if (x === y) return a - b;
       if (x !== x) return y !== y ? a - b : 1;
       if (y !== y) return -1;
-      return way * (x - y);
+      return sign * (x - y);
     });
-    return [found, count];
+    return [rows, count];
   }
 
   megarl.views.Rollouts = {
@@ -89,7 +89,7 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
       root.replaceChildren(el("p", { class: "faint" }, "Reading the rollouts' figures …"));
       const table = await megarl.table(run);
       if (!table.size) { root.replaceChildren(el("p", { class: "faint" }, "There are no rollouts on record that can be read.")); return; }
-      const wordy = table.texts.source.some((text) => text) ? COLUMNS : COLUMNS.filter((name) => name !== "source");
+      const names = table.texts.source.some((text) => text) ? COLUMNS : COLUMNS.filter((name) => name !== "source");
       const detail = before && megarl.opened ? before : el("section", { class: "card detail sticky" }, el("p", { class: "faint" }, "Choose a rollout to see its turns and tokens."));
       const open = (row) => {
         megarl.opened = [run, table.columns.step[row], table.columns.number[row]];
@@ -99,10 +99,10 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
         const value = table.columns[name][row];
         return table.texts[name] ? table.texts[name][value] : said(Math.abs(value) < 100 ? +value.toFixed(3) : value);
       };
-      const columns = wordy.map((name) => ({ name, text: Object.hasOwn(table.texts, name) }));
+      const columns = names.map((name) => ({ name, text: Object.hasOwn(table.texts, name) }));
       const grid = megarl.grid({ columns, size: table.size, cell, open, height: Math.max(240, innerHeight - 190) });
       const count = el("span", { class: "faint" });
-      const again = () => {
+      const update = () => {
         let fits = null;
         try {
           fits = megarl.condition(state.where, table);
@@ -112,21 +112,21 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
           count.textContent = error.message;
           return;
         }
-        const [order, found] = chosen(table, fits);
-        count.textContent = `${found.toLocaleString("en")} of ${table.size.toLocaleString("en")} rollouts`;
+        const [order, numRows] = chosen(table, fits);
+        count.textContent = `${numRows.toLocaleString("en")} of ${table.size.toLocaleString("en")} rollouts`;
         grid.head.replaceChildren(...columns.map(({ name, text }) => el("span", { class: text ? "text" : "", title: name,
-          onclick: () => { state.down = state.sort === name ? !state.down : !text; state.sort = name; again(); } },
+          onclick: () => { state.down = state.sort === name ? !state.down : !text; state.sort = name; update(); } },
         (TITLES[name] || name) + (state.sort === name ? (state.down ? "↓" : "↑") : ""))));
-        grid.show(order, found);
-        if (!megarl.opened && found) { grid.choose(order[0]); open(order[0]); }
+        grid.show(order, numRows);
+        if (!megarl.opened && numRows) { grid.choose(order[0]); open(order[0]); }
       };
       const field = el("input", { type: "text", value: state.where, placeholder: "reward<0.5 and turns>2",
-        oninput: () => { clearTimeout(state.timer); state.timer = setTimeout(() => { state.where = field.value; again(); }, 250); } });
-      const quick = (text, label) => el("button", { onclick: () => { field.value = state.where = text; again(); } }, label);
+        oninput: () => { clearTimeout(state.timer); state.timer = setTimeout(() => { state.where = field.value; update(); }, 250); } });
+      const quick = (text, label) => el("button", { onclick: () => { field.value = state.where = text; update(); } }, label);
       const newest = table.columns.step[table.size - 1];
       root.replaceChildren(el("div", { class: "bar" }, field, quick(`step=${newest}`, "last step"), quick("tool_errors>0", "tool errors"), quick("lag>0", "lagging"),
         quick("status=aborted", "aborted"), quick("", "all"), count), el("div", { class: "split" }, grid.made, detail));
-      again();
+      update();
     },
   };
 }

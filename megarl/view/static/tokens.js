@@ -34,7 +34,7 @@
     return one;
   }
 
-  // Returns the end of the color scale: for two-sided modes and routing the largest value of this rollout, however small.
+  // Returns the end of the color scale: in two-sided modes and routing the rollout's largest value, however small.
   function scale(one) {
     if (["mask", "version", "cache"].includes(mode)) return null;
     const most = MODES[mode].of(one).reduce((a, value, i) => (one.mask[i] && value !== null ? Math.max(a, Math.abs(value)) : a), 0);
