@@ -1,4 +1,4 @@
-"""What the tables of several families share: rows, Megatron's fields, and the check that a table divides."""
+"""Building blocks of family tables: parameter rows, Megatron's fields, and the divisibility check."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from megarl.models.layout_algebra import (
 
 
 def check_divisible(params: list[Param], tp: int, etp: int) -> list[Param]:
-    """The same table; raises ConfigError for the first tensor that `tp`, or of an expert `etp`, does not divide."""
+    """Return the table. Raise ConfigError for the first tensor that `tp`, or `etp` for experts, does not divide."""
     for param in params:
         split_param(param, tp if param.expert is None else etp, 0)
     return params
 
 
 def common_config(hf: HFConfig) -> dict[str, Any]:
-    """Fields of Megatron's configuration: sizes, RMSNorm, gated SiLU, no biases but of attention, no dropout."""
+    """Return Megatron's fields: sizes, RMSNorm, gated SiLU, no biases except in attention, no dropout."""
     return dict(
         num_layers=need(hf, "num_hidden_layers"),
         hidden_size=need(hf, "hidden_size"),
@@ -53,14 +53,14 @@ def common_config(hf: HFConfig) -> dict[str, Any]:
 
 
 def gqa_config(hf: HFConfig, bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
-    """`common_config` with grouped-query attention; see `gqa_params`."""
+    """Return `common_config` with grouped-query attention; see `gqa_params`."""
     return common_config(hf) | dict(
         num_query_groups=num_kv_heads(hf), kv_channels=head_dim(hf), add_qkv_bias=bias, qk_layernorm=qk_norm
     )
 
 
 def require_heads(hf: HFConfig) -> None:
-    """Refuse heads that do not divide, and those that rotary embeddings cannot turn in pairs."""
+    """Raise ConfigError if heads do not divide, or if rotary embeddings cannot rotate them in pairs."""
     heads, hidden = need(hf, "num_attention_heads"), need(hf, "hidden_size")
     if heads % num_kv_heads(hf):
         raise ConfigError(
@@ -70,13 +70,13 @@ def require_heads(hf: HFConfig) -> None:
         raise ConfigError(
             f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim"
         )
-    turned = head_dim(hf) * rope_options(hf)["partial_rotary_factor"]
-    if turned % 2:
-        raise ConfigError(f"config.json: rotary embeddings turn pairs, not {turned:g} of head_dim={head_dim(hf)}")
+    rotary_dim = head_dim(hf) * rope_options(hf)["partial_rotary_factor"]
+    if rotary_dim % 2:
+        raise ConfigError(f"config.json: rotary embeddings turn pairs, not {rotary_dim:g} of head_dim={head_dim(hf)}")
 
 
 def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
-    """Arguments of Megatron's GPTModel: vocabulary, length, rotary embeddings, and whether the head is tied."""
+    """Return arguments of GPTModel: vocabulary, length, rotary embeddings, and whether the head is tied."""
     return dict(
         vocab_size=need(hf, "vocab_size"),
         max_sequence_length=need(hf, "max_position_embeddings"),
@@ -87,7 +87,7 @@ def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
 
 
 def num_kv_heads(hf: HFConfig) -> int:
-    """Key-value heads."""
+    """Return the number of key-value heads."""
     return int(read(hf, "num_key_value_heads") or need(hf, "num_attention_heads"))
 
 
@@ -104,7 +104,7 @@ def simple_param(
     slot: str = "",
     at: int = 0,
 ) -> Param:
-    """A parameter made of one HF tensor, which the engine keeps under that name and cuts the same way."""
+    """Return a parameter with one HF tensor, which the engine keeps under that name and shards in the same way."""
     return Param(megatron, (HFTensor(hf, shape),), cut, EngineSlot(slot or hf, cut, grid, at))
 
 
@@ -114,7 +114,7 @@ def embedding(hf: HFConfig) -> list[Param]:
 
 
 def final_params(hf: HFConfig) -> list[Param]:
-    """Final norm, and the output layer unless it is the embedding's weight again."""
+    """Return the final norm, and the output layer unless it is tied to the embedding."""
     vocab, hidden = need(hf, "vocab_size"), need(hf, "hidden_size")
     rows = [simple_param("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated())]
     if not has_tied_embeddings(hf):
@@ -137,55 +137,73 @@ def gqa_params(
     qk_norm: bool = False,
     before_mlp: str = "post_attention_layernorm",
 ) -> list[Param]:
-    """Both norms of a layer and grouped-query attention between them: fused qkv, output projection, optionally biases
-    of qkv and norms of q and k. `before_mlp`: HF's name of the second norm."""
-    hidden, heads, size, shared = (
+    """Return both norms of a layer and grouped-query attention: fused qkv and output projection.
+
+    bias: add biases of q, k and v.
+    qk_norm: add norms of q and k.
+    before_mlp: HF's name of the second norm.
+    """
+    hidden, heads, size, kv_heads = (
         need(hf, "hidden_size"),
         need(hf, "num_attention_heads"),
         head_dim(hf),
         num_kv_heads(hf),
     )
-    layer_here, layer_there = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    ours, theirs = f"{layer_here}.self_attention", f"{layer_there}.self_attn"
-    sizes = {"q": heads * size, "k": shared * size, "v": shared * size}
-    engine, cut = EngineQKVSharding(heads, shared), QKVSharding(shared)
-    weights = tuple(HFTensor(f"{theirs}.{x}_proj.weight", (rows, hidden)) for x, rows in sizes.items())
-    slot = EngineSlot(f"{theirs}.qkv_proj.weight", engine, "attention")
-    rows = [norm(f"{layer_here}.input_layernorm", f"{layer_there}.input_layernorm", hidden)]
-    rows.append(Param(f"{ours}.linear_qkv.weight", weights, cut, slot))
+    megatron_layer, hf_layer = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    megatron_prefix, hf_prefix = f"{megatron_layer}.self_attention", f"{hf_layer}.self_attn"
+    sizes = {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size}
+    engine_sharding, sharding = EngineQKVSharding(heads, kv_heads), QKVSharding(kv_heads)
+    weights = tuple(HFTensor(f"{hf_prefix}.{x}_proj.weight", (rows, hidden)) for x, rows in sizes.items())
+    slot = EngineSlot(f"{hf_prefix}.qkv_proj.weight", engine_sharding, "attention")
+    rows = [norm(f"{megatron_layer}.input_layernorm", f"{hf_layer}.input_layernorm", hidden)]
+    rows.append(Param(f"{megatron_prefix}.linear_qkv.weight", weights, sharding, slot))
     if bias:
-        biases = tuple(HFTensor(f"{theirs}.{x}_proj.bias", (rows,)) for x, rows in sizes.items())
-        slot = EngineSlot(f"{theirs}.qkv_proj.bias", engine, "attention")
-        rows.append(Param(f"{ours}.linear_qkv.bias", biases, cut, slot))
+        biases = tuple(HFTensor(f"{hf_prefix}.{x}_proj.bias", (rows,)) for x, rows in sizes.items())
+        slot = EngineSlot(f"{hf_prefix}.qkv_proj.bias", engine_sharding, "attention")
+        rows.append(Param(f"{megatron_prefix}.linear_qkv.bias", biases, sharding, slot))
     if qk_norm:
-        rows += [norm(f"{ours}.{x}_layernorm", f"{theirs}.{x}_norm", size) for x in ("q", "k")]
+        rows += [norm(f"{megatron_prefix}.{x}_layernorm", f"{hf_prefix}.{x}_norm", size) for x in ("q", "k")]
     output = Dim1Sharding(heads, "num_attention_heads")
-    rows.append(simple_param(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * size), output))
-    rows.append(norm(f"{layer_here}.pre_mlp_layernorm", f"{layer_there}.{before_mlp}", hidden))
+    rows.append(
+        simple_param(
+            f"{megatron_prefix}.linear_proj.weight", f"{hf_prefix}.o_proj.weight", (hidden, heads * size), output
+        )
+    )
+    rows.append(norm(f"{megatron_layer}.pre_mlp_layernorm", f"{hf_layer}.{before_mlp}", hidden))
     return rows
 
 
 def gated_mlp(
     megatron: str, hf: str, hidden: int, ffn: int, of: str, expert: int | None = None, grid: EngineGrid = "mlp"
 ) -> list[Param]:
-    """Gate and up fused into fc1, and down. `of` is the config key that gives the width, for error messages; `grid` how
-    the engine divides one that is no routed expert."""
+    """Return a gated MLP: gate and up fused into fc1, and down as fc2.
+
+    of: the config key of the width, for error messages.
+    expert: index of the routed expert, if it is one.
+    grid: the engine's rank group for an MLP that is not a routed expert.
+    """
     gate_up = tuple(HFTensor(f"{hf}.{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
     down = (HFTensor(f"{hf}.down_proj.weight", (hidden, ffn)),)
-    both, back = GateUpSharding(ffn, of), Dim1Sharding(ffn, of)
+    gate_up_sharding, down_sharding = GateUpSharding(ffn, of), Dim1Sharding(ffn, of)
     if expert is None:
-        slots = [EngineSlot(f"{hf}.gate_up_proj.weight", both, grid), EngineSlot(f"{hf}.down_proj.weight", back, grid)]
+        slots = [
+            EngineSlot(f"{hf}.gate_up_proj.weight", gate_up_sharding, grid),
+            EngineSlot(f"{hf}.down_proj.weight", down_sharding, grid),
+        ]
     else:
         stack = hf.rpartition(".")[0]  # without the expert's number
-        slots = [EngineSlot(f"{stack}.w13_weight", both, "expert"), EngineSlot(f"{stack}.w2_weight", back, "expert")]
+        slots = [
+            EngineSlot(f"{stack}.w13_weight", gate_up_sharding, "expert"),
+            EngineSlot(f"{stack}.w2_weight", down_sharding, "expert"),
+        ]
     return [
-        Param(f"{megatron}.linear_fc1.weight", gate_up, both, slots[0], expert),
-        Param(f"{megatron}.linear_fc2.weight", down, back, slots[1], expert),
+        Param(f"{megatron}.linear_fc1.weight", gate_up, gate_up_sharding, slots[0], expert),
+        Param(f"{megatron}.linear_fc2.weight", down, down_sharding, slots[1], expert),
     ]
 
 
 def moe_params(layer: int, hidden: int, ffn: int, count: int, wanted: Iterable[int]) -> list[Param]:
-    """The router's weight and the `wanted` ones of the routed experts of a layer, of which there are `count`."""
+    """Return a layer's router weight and the routed experts in `wanted`, out of `count`."""
     megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     rows = [simple_param(f"{megatron}.router.weight", f"{hf}.gate.weight", (count, hidden), Replicated())]
     for e in wanted:

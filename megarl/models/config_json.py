@@ -1,9 +1,10 @@
-"""Reading config.json strictly: an option that a table does not implement is refused by its name, as is a value of the
-wrong type or out of range. Types are as of `config/strict.py`.
+"""Read config.json strictly: reject options that a table does not implement, wrong types and values out of range.
 
-An absent key means what the configuration classes of transformers mean by it (`DEFAULTS`), which SGLang reads
-config.json with; a key without a default there or here is required. Which keys these are, and that trainer and
-transformers agree on each, is what `tests/models/test_config_keys.py` goes through.
+Types are those of `config/strict.py`. Errors name the key.
+
+An absent key has the default of its configuration class in transformers (`DEFAULTS`), with which SGLang reads the file
+too. A key without a default there or here is required. `tests/models/test_config_keys.py` checks for every such key
+that trainer and transformers agree.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Heads = Annotated[int, Range(1, 1 << 16)]
 Layers = Annotated[int, Range(1, 1000)]
 Experts = Annotated[int, Range(1, 4096)]
 Few = Annotated[int, Range(0, 1000)]
-"""No model has more; a table of all layers and experts must be made in seconds."""
+"""Upper bounds beyond any real model, so that building a table of all layers and experts takes seconds at most."""
 
 FIELDS: dict[str, Any] = {
     "vocab_size": Size,
@@ -44,7 +45,7 @@ FIELDS: dict[str, Any] = {
     "layer_types": list[str] | None,
     "quantization_config": dict | None,
 }
-"""What families read, with its type. Null is refused where the type does not allow it, as transformers does."""
+"""Keys that families read, with their types. Null is rejected unless the type allows it, as in transformers."""
 
 ROPE: dict[str, Any] = {
     "type": str,
@@ -62,7 +63,7 @@ ROPE: dict[str, Any] = {
     "attention_factor": float | None,
     "truncate": bool,
 }
-"""The same of rope_parameters and rope_scaling. Any other key is refused: SGLang reads some that change numbers."""
+"""Keys of rope_parameters and rope_scaling. All others are rejected: SGLang reads some that change the output."""
 
 _SHARED: dict[str, Any] = {
     "attention_bias": False,
@@ -96,8 +97,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
 }
-"""What an absent key means, by model: the defaults of its configuration class in transformers. None is null, or
-computed from other keys. Sizes that every published config.json names have no default and are required."""
+"""Defaults of absent keys by model, from its configuration class in transformers.
+
+None means null, or computed from other keys. Sizes that every published config.json has are required and have no
+default.
+"""
 
 ENGINE_ONLY = frozenset(
     # of attention
@@ -111,14 +115,19 @@ ENGINE_ONLY = frozenset(
     # models within a model
     "language_config llm_config text_config thinker_config".split()
 ) | {"per_layer_config"}  # of transformers
-"""Keys by which SGLang, or transformers' general code, computes something else in any model and the trainer does not.
-A family that reads one has it among its fields."""
+"""Keys that change what SGLang, or transformers' generic code, computes in any model, but not what the trainer does.
+
+A family that reads one of them lists it among its fields.
+"""
 
 
 def require_types(hf: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError for a field of the wrong type or out of range: of those that all families read, and of the
-    family's `own`; and for one that only the engine would read. The first that a family checks, for what follows reads
-    them."""
+    """Raise ConfigError for a field of the wrong type or out of range, or for a field that only the engine would read.
+
+    Families call this first, because their other checks read the fields.
+
+    own: the family's fields, in addition to `FIELDS`.
+    """
     name, fields = _name(hf), {**FIELDS, **(own or {})}
     _require_kinds(hf, hf, fields)
     for block in ("rope_scaling", "rope_parameters"):
@@ -128,18 +137,19 @@ def require_types(hf: Mapping[str, Any], own: Mapping[str, Any] | None = None) -
         for key in sorted(options.keys() - ROPE.keys()):
             raise ConfigError(f"config.json of {name}: {block}.{key} is not implemented; known: {', '.join(ROPE)}")
         _require_kinds(hf, options, ROPE, f"{block}.")
-    rope_options(hf)  # refuses blocks that contradict each other
+    rope_options(hf)  # raises if the blocks contradict each other
     for key in sorted(ENGINE_ONLY - fields.keys()):
         if hf.get(key) not in (None, False):
             raise ConfigError(
-                f"config.json of {name}: {key}={strict.short_repr(hf[key])} is not implemented in training; leave it out"
+                f"config.json of {name}: {key}={strict.short_repr(hf[key])} is not implemented in training; "
+                "leave it out"
             )
 
 
 def _require_kinds(
     hf: Mapping[str, Any], values: Mapping[str, Any], kinds: Mapping[str, Any], within: str = ""
 ) -> None:
-    """values: config.json itself, or a block of it. within: that block's name and a point."""
+    """Check the types of `values`, config.json or a block of it. within: the block's name and a dot."""
     for key, kind in kinds.items():
         if values.get(key) is not None:
             strict.check_value(values[key], kind, f"config.json of {_name(hf)}: {within}{key}")
@@ -148,13 +158,13 @@ def _require_kinds(
 
 
 def require_present(hf: Mapping[str, Any], key: str, value: Any) -> None:
-    """Refuse the absence of a key that SGLang reads without a default, and transformers not at all."""
+    """Raise ConfigError if a key is absent that SGLang reads without a default and transformers does not read."""
     if hf.get(key) is None:
         raise ConfigError(f"config.json of {_name(hf)} has no {key}, which SGLang reads; add {json.dumps(value)}")
 
 
 def require_experts(hf: Mapping[str, Any], experts: int) -> None:
-    """Refuse more chosen experts than there are, and tables that nobody waits for."""
+    """Raise ConfigError if more experts are chosen than exist, or if the table would take too long to build."""
     layers, topk = need(hf, "num_hidden_layers"), need(hf, "num_experts_per_tok")
     if topk > experts:
         raise ConfigError(f"config.json of {_name(hf)}: num_experts_per_tok={topk}, but there are {experts} experts")
@@ -163,17 +173,19 @@ def require_experts(hf: Mapping[str, Any], experts: int) -> None:
 
 
 def require_same(hf: Mapping[str, Any], key: str, other: str) -> None:
-    """Refuse two names of one option with different values."""
+    """Raise ConfigError if two names of one option have different values."""
     if key in hf and other in hf and hf[key] != hf[other]:
         raise ConfigError(
-            f"config.json of {_name(hf)}: {key}={strict.short_repr(hf[key])} and {other}={strict.short_repr(hf[other])} are two "
-            "names of an option; leave one out"
+            f"config.json of {_name(hf)}: {key}={strict.short_repr(hf[key])} and "
+            f"{other}={strict.short_repr(hf[other])} are two names of an option; leave one out"
         )
 
 
 def read(hf: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, null included; of an absent one its default in transformers. Raises ConfigError naming a key
-    that is absent and has none."""
+    """Return the value of a key, possibly None; for an absent key, its default in transformers.
+
+    Raises ConfigError, naming the key, if it is absent and has no default.
+    """
     if key in hf:
         return hf[key]
     defaults = _defaults(hf)
@@ -183,20 +195,22 @@ def read(hf: Mapping[str, Any], key: str) -> Any:
 
 
 def need(hf: Mapping[str, Any], key: str) -> Any:
-    """The same of a key that may not be null either."""
+    """Return the value of a key as `read` does. Raises ConfigError if it is null."""
     if (value := read(hf, key)) is None:
         raise ConfigError(f"config.json of {_name(hf)} has no {key}")
     return value
 
 
 def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, ...] = ()) -> None:
-    """Refuse an option unless it is `default` or one of `allowed`. An absent one has its default in transformers, or
-    `default` where there it has none."""
+    """Raise ConfigError unless an option is `default` or in `allowed`.
+
+    An absent option has its default in transformers, or `default` if it has none there.
+    """
     value = hf[key] if key in hf else _defaults(hf).get(key, default)
     if value != default and value not in allowed:
         known = ", ".join(str(item) for item in (default, *allowed))
-        found = f"{key}={strict.short_repr(value)}"
-        raise ConfigError(f"config.json of {_name(hf)}: {found} is not implemented (implemented: {known})")
+        option = f"{key}={strict.short_repr(value)}"
+        raise ConfigError(f"config.json of {_name(hf)}: {option} is not implemented (implemented: {known})")
 
 
 def require_common(
@@ -205,9 +219,13 @@ def require_common(
     activation: str = "silu",
     layer_types: Sequence[str] | None = None,
 ) -> None:
-    """Refuse what no family implements. partial_rotary: whether this one can turn a part of each head only.
-    activation: the one of its MLPs. layer_types: the attention of each layer; None: full everywhere."""
-    is_fp8(hf)  # refuses what is quantised otherwise
+    """Raise ConfigError for options that no family implements.
+
+    partial_rotary: whether this family supports rotating only a part of each head.
+    activation: the activation of its MLPs.
+    layer_types: the attention type of each layer; None for full attention everywhere.
+    """
+    is_fp8(hf)  # raises for any other quantisation
     require(hf, "hidden_act", activation)
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)
@@ -216,32 +234,32 @@ def require_common(
         require(hf, "partial_rotary_factor", 1.0)
     require(hf, "rope_is_neox_style", True)
     require(hf, "pruned_heads", {}, (None,))
-    kinds = hf.get("layer_types") or ()
+    types = hf.get("layer_types") or ()
     if layer_types is not None:
-        if kinds and list(kinds) != list(layer_types):
+        if types and list(types) != list(layer_types):
             raise ConfigError(
-                f"config.json of {_name(hf)}: layer_types={strict.short_repr(kinds)} is not implemented: it would be "
+                f"config.json of {_name(hf)}: layer_types={strict.short_repr(types)} is not implemented: it would be "
                 f"{strict.short_repr(list(layer_types))}"
             )
         return
-    for kind in kinds:
-        if kind != "full_attention":
-            raise ConfigError(f"config.json of {_name(hf)}: layer_types with {kind!r} is not implemented")
-    if kinds and len(kinds) != (layers := need(hf, "num_hidden_layers")):
-        raise ConfigError(f"config.json of {_name(hf)}: layer_types has {len(kinds)} entries for {layers} layers")
+    for layer_type in types:
+        if layer_type != "full_attention":
+            raise ConfigError(f"config.json of {_name(hf)}: layer_types with {layer_type!r} is not implemented")
+    if types and len(types) != (layers := need(hf, "num_hidden_layers")):
+        raise ConfigError(f"config.json of {_name(hf)}: layer_types has {len(types)} entries for {layers} layers")
 
 
 def has_tied_embeddings(hf: Mapping[str, Any]) -> bool:
-    """Whether the output layer's weight is the embedding's. Gemma 2's published config.json does not say that it is."""
+    """Return whether the output layer is tied to the embedding. Gemma 2's published config.json omits the key."""
     return bool(need(hf, "tie_word_embeddings"))
 
 
 def rope_options(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary options in one form: `rope_theta`, `rope_type`, `partial_rotary_factor`, and what the type has besides.
+    """Return normalised rotary options: `rope_theta`, `rope_type`, `partial_rotary_factor` and those of the type.
 
-    transformers 5 writes `rope_parameters`; before it there were `rope_theta` and `rope_scaling`. Raises ConfigError
-    where both are there and mean different embeddings: transformers and SGLang would take `rope_scaling` alone, without
-    even the rope_theta of `rope_parameters`, which nobody who added a block of YaRN to a folder meant.
+    transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`. Raises ConfigError
+    if both are present and differ: transformers and SGLang would use `rope_scaling` alone and ignore even the
+    rope_theta of `rope_parameters`, which is not what a user who adds a YaRN block to a folder wants.
     """
     scaling, parameters = hf.get("rope_scaling"), hf.get("rope_parameters")
     options = _rope(hf, scaling or parameters)
@@ -255,18 +273,18 @@ def rope_options(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
     options = dict(block or {})
-    kind = options.pop("type", None)
-    options["rope_type"] = options.get("rope_type") or kind or "default"
+    legacy_type = options.pop("type", None)
+    options["rope_type"] = options.get("rope_type") or legacy_type or "default"
     for key in ("rope_theta", "partial_rotary_factor"):
         options.setdefault(key, need(hf, key))
-    told = hf.get("original_max_position_embeddings")
+    original_length = hf.get("original_max_position_embeddings")
     if (
-        told is not None
+        original_length is not None
         and options["rope_type"] != "default"
-        and told != options.get("original_max_position_embeddings")
+        and original_length != options.get("original_max_position_embeddings")
     ):
         raise ConfigError(
-            f"config.json of {_name(hf)}: original_max_position_embeddings={strict.short_repr(told)} beside "
+            f"config.json of {_name(hf)}: original_max_position_embeddings={strict.short_repr(original_length)} beside "
             f"{strict.short_repr(options.get('original_max_position_embeddings'))} in rope_scaling or rope_parameters: "
             "transformers and SGLang differ in which counts; give the right one there alone"
         )
@@ -274,7 +292,7 @@ def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, A
 
 
 def require_default_rope(hf: Mapping[str, Any]) -> None:
-    """Refuse any scaled kind of rotary embeddings."""
+    """Raise ConfigError for any scaled rotary embeddings."""
     options = rope_options(hf)
     if options["rope_type"] != "default":
         raise ConfigError(
@@ -287,7 +305,7 @@ def _name(hf: Mapping[str, Any]) -> str:
 
 
 def _defaults(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the model that config.json describes; of one that is not in the table, what all have in common."""
+    """Return the defaults of the model in config.json, or the shared ones if `DEFAULTS` does not have it."""
     architecture = next(iter(hf.get("architectures") or ()), None)
     model = str(hf.get("model_type")) if architecture is None else str(architecture).partition("For")[0]
     return DEFAULTS.get(model.replace("_", "").lower(), _SHARED)

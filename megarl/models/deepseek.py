@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, shared experts, first layers dense.
+"""DeepSeek-V2 and V3: multi-head latent attention, shared experts, and dense first layers.
 
-V3 (and R1, and Kimi K2 by its config.json) routes by sigmoid, by groups and with a bias for balance; V2 by softmax,
-by groups or not.
+V3 (with R1, and Kimi K2 by its config.json) has sigmoid routing with groups and a balancing bias. V2 has softmax
+routing, with or without groups.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FIELDS: dict[str, Any] = {
     "topk_method": str,
     "moe_layer_freq": int,
 }
-"""Of routing and experts; GLM-4.5 has the same."""
+"""Fields of routing and experts, shared with GLM-4.5."""
 LATENT: dict[str, Any] = {
     "q_lora_rank": Size | None,
     "kv_lora_rank": Size,
@@ -58,7 +58,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": Size,
     "v_head_dim": Size,
 }
-"""Of attention."""
+"""Fields of attention."""
 
 
 def _config_v3(hf: HFConfig) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def _config_v3(hf: HFConfig) -> dict[str, Any]:
 
 
 def sigmoid_routing(hf: HFConfig) -> dict[str, Any]:
-    """Megatron's fields for routing by sigmoid, by groups and with a bias for balance."""
+    """Return Megatron's fields for sigmoid routing with groups and a balancing bias."""
     return _groups(hf) | dict(
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
-        moe_router_bias_update_rate=0.0,  # moving it changes the policy outside of the loss
+        moe_router_bias_update_rate=0.0,  # updating the bias would change the policy outside of the loss
     )
 
 
@@ -86,21 +86,21 @@ def _extras_v2(hf: HFConfig) -> Extras:
 
 def _groups(hf: HFConfig) -> dict[str, Any]:
     groups, chosen = _group_counts(hf)
-    limited = chosen < groups
+    is_limited = chosen < groups
     return dict(
-        moe_router_num_groups=groups if limited else None,
-        moe_router_group_topk=chosen if limited else None,
+        moe_router_num_groups=groups if is_limited else None,
+        moe_router_group_topk=chosen if is_limited else None,
     )
 
 
 def _has_group_limit(hf: HFConfig) -> bool:
-    """Whether experts are chosen out of some groups only; choosing all groups is choosing none."""
+    """Return whether experts are chosen from some groups only; choosing all groups is no limit."""
     groups, chosen = _group_counts(hf)
     return chosen < groups
 
 
 def _group_counts(hf: HFConfig) -> tuple[int, int]:
-    """Groups of experts, and how many of them are chosen from. DeepSeek-V2 without groups has null for both."""
+    """Return the numbers of expert groups and of chosen groups. DeepSeek-V2 without groups has null for both."""
     if read(hf, "n_group") is None:
         return 1, 1
     return need(hf, "n_group"), need(hf, "topk_group")
@@ -118,7 +118,7 @@ def _config(hf: HFConfig) -> dict[str, Any]:
             qk_pos_emb_head_dim=need(hf, "qk_rope_head_dim"),
             v_head_dim=need(hf, "v_head_dim"),
             qk_layernorm=True,  # the norms of the latents
-            # Megatron's MLA turns pairs (0, 1), (2, 3).. itself, as HF's rope_interleave does: weights stay.
+            # Megatron's MLA rotates pairs (0, 1), (2, 3).. itself, like HF's rope_interleave: weights stay unchanged.
             rotary_interleaved=False,
             **_rope(hf),
         )
@@ -126,7 +126,7 @@ def _config(hf: HFConfig) -> dict[str, Any]:
 
 
 def experts_config(hf: HFConfig) -> dict[str, Any]:
-    """Megatron's fields for layers of experts after dense ones, with shared experts."""
+    """Return Megatron's fields for MoE layers after dense layers, with shared experts."""
     dense = _dense_layers(hf)
     shared = need(hf, "n_shared_experts") * need(hf, "moe_intermediate_size")
     return dict(
@@ -153,38 +153,38 @@ def _layer_v2(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
 
 def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
     hidden = need(hf, "hidden_size")
-    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    megatron_prefix, hf_prefix = f"decoder.layers.{layer}", f"model.layers.{layer}"
     return [
-        blocks.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden),
+        blocks.norm(f"{megatron_prefix}.input_layernorm", f"{hf_prefix}.input_layernorm", hidden),
         *_attention(hf, layer),
-        blocks.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden),
+        blocks.norm(f"{megatron_prefix}.pre_mlp_layernorm", f"{hf_prefix}.post_attention_layernorm", hidden),
         *mlp(hf, layer, experts, bias),
     ]
 
 
 def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
-    """The MLP of one of the first, dense layers; else router, its bias if there is one, experts and shared experts."""
+    """Return the MLP of a dense layer, or the router, its bias if any, experts and shared experts of an MoE layer."""
     hidden, moe_ffn = need(hf, "hidden_size"), need(hf, "moe_intermediate_size")
     shared = need(hf, "n_shared_experts")
-    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    megatron_prefix, hf_prefix = f"decoder.layers.{layer}", f"model.layers.{layer}"
     if layer < _dense_layers(hf):
         ffn = need(hf, "intermediate_size")
-        return blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, ffn, "intermediate_size")
+        return blocks.gated_mlp(f"{megatron_prefix}.mlp", f"{hf_prefix}.mlp", hidden, ffn, "intermediate_size")
     router, *routed = blocks.moe_params(layer, hidden, moe_ffn, num_experts(hf), experts)
     rows = [router]
     if bias:
-        values = blocks.simple_param(
-            f"{ours}.mlp.router.expert_bias",
-            f"{theirs}.mlp.gate.e_score_correction_bias",
+        expert_bias = blocks.simple_param(
+            f"{megatron_prefix}.mlp.router.expert_bias",
+            f"{hf_prefix}.mlp.gate.e_score_correction_bias",
             (num_experts(hf),),
             Replicated(),
         )
-        rows.append(replace(values, dtype=torch.float32, is_buffer=True))
+        rows.append(replace(expert_bias, dtype=torch.float32, is_buffer=True))
     rows += routed
     if shared:
         rows += blocks.gated_mlp(
-            f"{ours}.mlp.shared_experts",
-            f"{theirs}.mlp.shared_experts",
+            f"{megatron_prefix}.mlp.shared_experts",
+            f"{hf_prefix}.mlp.shared_experts",
             hidden,
             shared * moe_ffn,
             "moe_intermediate_size x n_shared_experts",
@@ -194,27 +194,32 @@ def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Pa
 
 
 def mtp_layer(hf: HFConfig, layer: int, decoder_layer: Callable[[HFConfig, int], list[Param]]) -> list[Param]:
-    """A layer of multi-token prediction, past the decoder's; the engine has it in a draft model. Its embedding and head
-    are the model's. decoder_layer: the table of a layer of the decoder with experts."""
-    hidden, number = need(hf, "hidden_size"), layer - need(hf, "num_hidden_layers")
-    ours, theirs, draft = f"mtp.layers.{number}", f"model.layers.{layer}", "model"
+    """Return the table of a multi-token prediction layer, which the engine keeps in a draft model.
+
+    Its embedding and head are the model's own.
+
+    layer: HF's number, past the decoder's layers.
+    decoder_layer: returns the table of an MoE layer of the decoder.
+    """
+    hidden, mtp_index = need(hf, "hidden_size"), layer - need(hf, "num_hidden_layers")
+    megatron_prefix, hf_prefix, draft = f"mtp.layers.{mtp_index}", f"model.layers.{layer}", "model"
     names = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
     rows = []
-    for mine, theirs_too in names.items():
-        row = blocks.norm(f"{ours}.{mine}", f"{theirs}.{theirs_too}", hidden)
+    for megatron_name, hf_name in names.items():
+        row = blocks.norm(f"{megatron_prefix}.{megatron_name}", f"{hf_prefix}.{hf_name}", hidden)
         rows.append(
-            replace(row, slot=EngineSlot(f"{draft}.{theirs_too}.weight", Replicated(), "attention", is_draft=True))
+            replace(row, slot=EngineSlot(f"{draft}.{hf_name}.weight", Replicated(), "attention", is_draft=True))
         )
-    joint = HFTensor(f"{theirs}.eh_proj.weight", (hidden, 2 * hidden))
-    whole = EngineSlot(f"{draft}.eh_proj.weight", Replicated(), "attention", is_draft=True)
-    rows.append(Param(f"{ours}.eh_proj.weight", (joint,), Dim0Sharding(hidden, "hidden_size"), whole))
-    # Otherwise it is a layer of the decoder. This one comes after the dense ones, however few layers there are.
-    ordinary = {**hf, "num_hidden_layers": layer + 1, "first_k_dense_replace": 0}
-    for row in decoder_layer(ordinary, layer):
+    joint = HFTensor(f"{hf_prefix}.eh_proj.weight", (hidden, 2 * hidden))
+    joint_slot = EngineSlot(f"{draft}.eh_proj.weight", Replicated(), "attention", is_draft=True)
+    rows.append(Param(f"{megatron_prefix}.eh_proj.weight", (joint,), Dim0Sharding(hidden, "hidden_size"), joint_slot))
+    # The rest is a decoder layer. Make it an MoE layer, however few layers the model has.
+    moe_hf = {**hf, "num_hidden_layers": layer + 1, "first_k_dense_replace": 0}
+    for row in decoder_layer(moe_hf, layer):
         assert row.slot is not None
-        mine = row.megatron.replace(f"decoder.layers.{layer}.", f"{ours}.transformer_layer.")
-        slot = row.slot.name.replace(f"{theirs}.", f"{draft}.decoder.")
-        rows.append(replace(row, megatron=mine, slot=replace(row.slot, name=slot, is_draft=True)))
+        megatron_name = row.megatron.replace(f"decoder.layers.{layer}.", f"{megatron_prefix}.transformer_layer.")
+        slot = row.slot.name.replace(f"{hf_prefix}.", f"{draft}.decoder.")
+        rows.append(replace(row, megatron=megatron_name, slot=replace(row.slot, name=slot, is_draft=True)))
     return rows
 
 
@@ -223,53 +228,67 @@ def num_experts(hf: HFConfig) -> int:
 
 
 def untrained_prefixes(hf: HFConfig) -> tuple[str, ...]:
-    """The multi-token prediction layers, which follow the decoder's in HF's numbering."""
+    """Return the prefixes of the multi-token prediction layers, which follow the decoder's in HF's numbering."""
     first = need(hf, "num_hidden_layers")
     return tuple(f"model.layers.{first + k}." for k in range(num_mtp_layers(hf)))
 
 
 def _attention(hf: HFConfig, layer: int) -> list[Param]:
-    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    megatron_prefix, hf_prefix = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     hidden, heads, latent = need(hf, "hidden_size"), need(hf, HEADS), need(hf, "kv_lora_rank")
-    nope, turned, value = need(hf, "qk_nope_head_dim"), need(hf, "qk_rope_head_dim"), need(hf, "v_head_dim")
+    nope, rope, value = need(hf, "qk_nope_head_dim"), need(hf, "qk_rope_head_dim"), need(hf, "v_head_dim")
     by_head = Dim0Sharding(heads, HEADS)
-    query = heads * (nope + turned)
+    query = heads * (nope + rope)
     rows = []
     fused = ""
     if rank := read(hf, "q_lora_rank"):
-        fused = f"{theirs}.fused_qkv_a_proj_with_mqa.weight"
+        fused = f"{hf_prefix}.fused_qkv_a_proj_with_mqa.weight"
         q_a = (rank, hidden)
         rows += [
             blocks.simple_param(
-                f"{ours}.linear_q_down_proj.weight", f"{theirs}.q_a_proj.weight", q_a, Replicated(), slot=fused
+                f"{megatron_prefix}.linear_q_down_proj.weight",
+                f"{hf_prefix}.q_a_proj.weight",
+                q_a,
+                Replicated(),
+                slot=fused,
             ),
-            blocks.norm(f"{ours}.q_layernorm", f"{theirs}.q_a_layernorm", rank),
-            blocks.simple_param(f"{ours}.linear_q_up_proj.weight", f"{theirs}.q_b_proj.weight", (query, rank), by_head),
+            blocks.norm(f"{megatron_prefix}.q_layernorm", f"{hf_prefix}.q_a_layernorm", rank),
+            blocks.simple_param(
+                f"{megatron_prefix}.linear_q_up_proj.weight", f"{hf_prefix}.q_b_proj.weight", (query, rank), by_head
+            ),
         ]
     else:
         rows.append(
-            blocks.simple_param(f"{ours}.linear_q_proj.weight", f"{theirs}.q_proj.weight", (query, hidden), by_head)
+            blocks.simple_param(
+                f"{megatron_prefix}.linear_q_proj.weight", f"{hf_prefix}.q_proj.weight", (query, hidden), by_head
+            )
         )
-    down, up = (latent + turned, hidden), (heads * (nope + value), latent)
+    down, up = (latent + rope, hidden), (heads * (nope + value), latent)
     output = Dim1Sharding(heads, HEADS)
     return rows + [
         blocks.simple_param(
-            f"{ours}.linear_kv_down_proj.weight",
-            f"{theirs}.kv_a_proj_with_mqa.weight",
+            f"{megatron_prefix}.linear_kv_down_proj.weight",
+            f"{hf_prefix}.kv_a_proj_with_mqa.weight",
             down,
             Replicated(),
             slot=fused,
             at=rank or 0,
         ),
-        blocks.norm(f"{ours}.kv_layernorm", f"{theirs}.kv_a_layernorm", latent),
-        blocks.simple_param(f"{ours}.linear_kv_up_proj.weight", f"{theirs}.kv_b_proj.weight", up, by_head),
-        blocks.simple_param(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * value), output),
+        blocks.norm(f"{megatron_prefix}.kv_layernorm", f"{hf_prefix}.kv_a_layernorm", latent),
+        blocks.simple_param(
+            f"{megatron_prefix}.linear_kv_up_proj.weight", f"{hf_prefix}.kv_b_proj.weight", up, by_head
+        ),
+        blocks.simple_param(
+            f"{megatron_prefix}.linear_proj.weight", f"{hf_prefix}.o_proj.weight", (hidden, heads * value), output
+        ),
     ]
 
 
 def _rope(hf: HFConfig) -> dict[str, Any]:
-    """Rotary fields of MLATransformerConfig. YaRN (arXiv:2309.00071): Megatron scales cos and sin by
-    m(mscale) / m(mscale_all_dim) and the softmax by m(mscale_all_dim)^2, with m(x) = 0.1 x ln(factor) + 1, as HF does.
+    """Return the rotary fields of MLATransformerConfig.
+
+    YaRN (arXiv:2309.00071): like HF, Megatron scales cos and sin by m(mscale) / m(mscale_all_dim) and the softmax by
+    m(mscale_all_dim)^2, with m(x) = 0.1 x ln(factor) + 1.
     """
     options = rope_options(hf)
     theta = float(options["rope_theta"])
@@ -311,12 +330,12 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     require(hf, "moe_layer_freq", 1)
     read(hf, "num_key_value_heads")
     require(hf, "num_key_value_heads", need(hf, HEADS), (None,))
-    # transformers writes two more sizes of heads, and reads them.
-    turned = need(hf, "qk_rope_head_dim")
-    for key, size in {"head_dim": turned, "qk_head_dim": need(hf, "qk_nope_head_dim") + turned}.items():
+    # transformers also writes and reads two redundant head sizes.
+    rope_dim = need(hf, "qk_rope_head_dim")
+    for key, size in {"head_dim": rope_dim, "qk_head_dim": need(hf, "qk_nope_head_dim") + rope_dim}.items():
         if key in hf:
             require(hf, key, size)
-    require(hf, "rms_norm_eps", 1e-6)  # SGLang has it in the norms of the latents, where transformers has 1e-6
+    require(hf, "rms_norm_eps", 1e-6)  # SGLang applies it to the latents' norms, for which transformers has 1e-6
     _rope(hf)
 
 
@@ -352,22 +371,22 @@ def _check_v3(hf: HFConfig) -> None:
 
 
 def require_groups(hf: HFConfig) -> None:
-    """Refuse experts that cannot be chosen as told."""
+    """Raise ConfigError if experts cannot be chosen as the config requires."""
     require_experts(hf, experts := num_experts(hf))
     groups, chosen = _group_counts(hf)
     if chosen > groups:
         raise ConfigError(f"config.json: topk_group={chosen} of n_group={groups} groups")
     if experts % groups:
         raise ConfigError(f"config.json: n_routed_experts={experts} in n_group={groups} groups are not of equal size")
-    if (topk := need(hf, "num_experts_per_tok")) > (there := chosen * (experts // groups)):
+    if (topk := need(hf, "num_experts_per_tok")) > (eligible := chosen * (experts // groups)):
         raise ConfigError(
-            f"config.json: topk_group={chosen} of n_group={groups} groups with {there} of n_routed_experts={experts} "
-            f"in all have too few for num_experts_per_tok={topk}"
+            f"config.json: topk_group={chosen} of n_group={groups} groups with {eligible} of "
+            f"n_routed_experts={experts} in all have too few for num_experts_per_tok={topk}"
         )
 
 
 def check_sigmoid_routing(hf: HFConfig) -> None:
-    """Refuse what `sigmoid_routing` would not do."""
+    """Raise ConfigError for options that `sigmoid_routing` does not implement."""
     require(hf, "scoring_func", "sigmoid")
     require_same(hf, "n_routed_experts", "num_local_experts")
     require_same(hf, "num_nextn_predict_layers", "num_mtp_layers")
@@ -390,7 +409,7 @@ def _dense_layers(hf: HFConfig) -> int:
 
 
 def num_mtp_layers(hf: HFConfig) -> int:
-    """transformers has both names for their number, and 1 where config.json has neither."""
+    """Return the number of MTP layers. transformers has two names for it, and defaults to 1."""
     return int(need(hf, "num_nextn_predict_layers" if "num_nextn_predict_layers" in hf else "num_mtp_layers"))
 
 

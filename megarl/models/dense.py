@@ -1,6 +1,6 @@
-"""Dense models with grouped-query attention and gated MLPs: Qwen2 and 2.5, Qwen3, Llama 3 and what is built alike.
+"""Dense models with grouped-query attention and gated MLPs: Qwen2 and 2.5, Qwen3, Llama 3 and similar models.
 
-They differ in three things: Qwen2 has biases of q, k and v; Qwen3 norms of q and k; Llama 3.1 stretches its rotary
+They differ in three points: Qwen2 has biases of q, k and v, Qwen3 has norms of q and k, and Llama 3.1 scales its rotary
 embeddings. DeepSeek-LLM is Llama by its config.json.
 """
 
@@ -25,7 +25,7 @@ from megarl.models.family import Family
 from megarl.models.layout_algebra import HFConfig, Param
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of rope_type llama3: Megatron has these built in."""
+"""Parameters of rope_type llama3 that Megatron hard-codes."""
 
 
 def _megatron_config(hf: HFConfig, check: Callable[[HFConfig], None], bias: bool, qk_norm: bool) -> dict[str, Any]:
@@ -35,15 +35,15 @@ def _megatron_config(hf: HFConfig, check: Callable[[HFConfig], None], bias: bool
 
 def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
     options = rope_options(hf)
-    stretched = options["rope_type"] == "llama3"
+    is_scaled = options["rope_type"] == "llama3"
     return blocks.gpt_kwargs(hf) | (
-        dict(rope_scaling=True, rope_scaling_factor=float(need(options, "factor"))) if stretched else {}
+        dict(rope_scaling=True, rope_scaling_factor=float(need(options, "factor"))) if is_scaled else {}
     )
 
 
 def _layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool, qk_norm: bool) -> list[Param]:
-    ours, theirs, key = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", "intermediate_size"
-    mlp = blocks.gated_mlp(ours, theirs, need(hf, "hidden_size"), need(hf, key), key)
+    megatron_prefix, hf_prefix, key = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", "intermediate_size"
+    mlp = blocks.gated_mlp(megatron_prefix, hf_prefix, need(hf, "hidden_size"), need(hf, key), key)
     return blocks.gqa_params(hf, layer, bias, qk_norm) + mlp
 
 

@@ -1,4 +1,4 @@
-"""Runs of a tensor's elements in row-major order, as the boxes that distributed checkpoints are made of."""
+"""Split row-major runs of a tensor's elements into rectangular boxes, the unit of distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A part of a tensor that is a run of its elements."""
+    """A rectangular part of a tensor that is a contiguous run of its elements."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The elements [start, stop) of a tensor in row-major order, as boxes that follow one another; at most
-    2 len(shape) - 1 of them.
+    """Split the elements [start, stop) of a tensor, in row-major order, into consecutive boxes.
+
+    There are at most 2 len(shape) - 1 of them.
 
     >>> [(*box,) for box in boxes((3, 4), 2, 12)]
     [((0, 2), (1, 2)), ((1, 0), (2, 4))]
@@ -33,9 +34,9 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
             yield Box((number, *offset), (1, *sizes))
 
     if start % row:
-        end = min(stop, start - start % row + row)
-        yield from within(start // row, start % row, end - start + start % row)
-        start = end
+        row_end = min(stop, start - start % row + row)
+        yield from within(start // row, start % row, row_end - start + start % row)
+        start = row_end
     if (rows := stop // row - start // row) > 0:
         yield Box((start // row, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
         start += rows * row

@@ -1,9 +1,9 @@
-"""Count floating point operations from a model's shapes, for model FLOPs utilisation (MFU, arXiv:2204.02311 appendix
-B).
+"""Count floating point operations from a model's shapes, for model FLOPs utilisation (MFU).
 
-Only matrix products count, with 2 operations per multiply-add; norms, activations, rotations and softmax are below 1 %.
-Recomputation and padding do not count. Causal attention counts the n (n + 1) / 2 pairs of a sequence, fewer where a
-layer has a sliding window. `quadratic_cost` gives the relative cost of a sequence for load balancing.
+Source: arXiv:2204.02311, appendix B. Only matrix products count, with 2 operations per multiply-add; norms,
+activations, rotations and softmax are below 1 %. Recomputation and padding do not count. Causal attention counts the n
+(n + 1) / 2 pairs of a sequence, or fewer with a sliding window. `quadratic_cost` gives the relative cost of a sequence
+for load balancing.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from megarl.models.registry import family_of, param_count, part_of
 
 
 def active_params(hf: HFConfig) -> float:
-    """How many weights a token meets: all but the embedding's, and of the experts those chosen; norms and biases among
-    them, which `flops.py` leaves out: this is for comparing sequences."""
+    """Return the number of active weights per token: all but the embedding, and of the experts the chosen ones.
+
+    Includes norms and biases, which FLOPs counting leaves out, because this serves to compare sequences.
+    """
     settings, counts = family_of(hf).megatron_config(hf), param_count(hf)
-    met = float(sum(counts.values()) - counts["embedding"] - counts["experts"])
+    active = float(sum(counts.values()) - counts["embedding"] - counts["experts"])
     if experts := settings.get("num_moe_experts"):
-        met += counts["experts"] * settings["moe_router_topk"] / experts
-    return met if counts["head"] else met + counts["embedding"]  # a tied head
+        active += counts["experts"] * settings["moe_router_topk"] / experts
+    return active if counts["head"] else active + counts["embedding"]  # a tied head
 
 
 def active_expert_params(hf: HFConfig) -> float:
-    """How many of these are routed experts'."""
+    """Return the number of active weights per token in routed experts."""
     settings = family_of(hf).megatron_config(hf)
     experts = settings.get("num_moe_experts")
     return param_count(hf)["experts"] * settings["moe_router_topk"] / experts if experts else 0.0
 
 
 def quadratic_cost(hf: HFConfig) -> float:
-    """q, where a sequence of n tokens costs as much as n + q n^2 times what one token costs without attention.
+    """Return q such that n tokens cost n + q n^2 times as much as one token without attention.
 
-    A token costs 2 operations for each weight that it meets. Causal attention makes n^2 / 2 pairs, of each head and
-    layer, which cost 2 operations for each element of a query and of a value. Sliding windows are not looked at: Gemma
-    2's spares an eighth of the pairs of its longest sequences.
+    A token costs 2 operations per active weight. Causal attention has n^2 / 2 pairs per head and layer, which cost 2
+    operations per element of a query and of a value. Sliding windows are ignored: Gemma 2's saves an eighth of the
+    pairs of its longest sequences.
     """
     settings = family_of(hf).megatron_config(hf)
     pairs = settings["num_layers"] * settings["num_attention_heads"] * attention_width(settings)
@@ -49,7 +51,7 @@ def quadratic_cost(hf: HFConfig) -> float:
 
 
 def attention_width(settings: Mapping[str, Any]) -> int:
-    """Elements of a query and of a value of one head. settings: of Megatron's TransformerConfig."""
+    """Return the elements of a query plus a value of one head. settings: fields of Megatron's TransformerConfig."""
     if settings.get("multi_latent_attention"):
         return int(settings["qk_head_dim"] + settings["qk_pos_emb_head_dim"] + settings["v_head_dim"])
     return 2 * int(settings["kv_channels"])
@@ -65,12 +67,12 @@ PEAK_FLOPS: dict[str, float] = {
     "H100": 989.4e12,  # SXM5: Hopper whitepaper, dense
     "H100 PCIe": 756e12,  # 1,513 with sparsity
     "H100 NVL": 835.5e12,  # 1,671 with sparsity
-    "H800": 989.4e12,  # SXM, of the same chip, with slower links
+    "H800": 989.4e12,  # SXM, same chip with slower links
     "H800 PCIe": 756e12,
     "H20": 148e12,
     "GH200": 989.4e12,  # 1,979 with sparsity
     "A100": 312e12,  # SXM4 and PCIe alike; 624 with sparsity
-    "A800": 312e12,  # of the same chip, with slower links
+    "A800": 312e12,  # same chip with slower links
     "A40": 149.7e12,  # 299.4 with sparsity
     "A30": 165e12,  # 330 with sparsity
     "A10": 125e12,  # 250 with sparsity
@@ -78,35 +80,37 @@ PEAK_FLOPS: dict[str, float] = {
     "L40": 181.05e12,  # 362.1 with sparsity
     "L20": 119.5e12,
     "L4": 121e12,  # 242 with sparsity
-    "RTX 4090": 165.2e12,  # Ada whitepaper: with fp32 accumulation, as trainers have it; 330.3 with fp16's
-    "RTX 4090 D": 147.1e12,  # the same by its 456 of 512 tensor cores
-    "RTX 3090 Ti": 80e12,  # the same of Ampere's GA102 whitepaper
+    "RTX 4090": 165.2e12,  # Ada whitepaper: with fp32 accumulation, as in training; 330.3 with fp16 accumulation
+    "RTX 4090 D": 147.1e12,  # scaled by its 456 of 512 tensor cores
+    "RTX 3090 Ti": 80e12,  # likewise, from Ampere's GA102 whitepaper
     "RTX 3090": 71e12,
 }
-"""Dense bf16 operations per second on tensor cores, by what is in the name that CUDA has for the GPU.
+"""Dense bf16 operations per second on tensor cores, by the words in CUDA's name of the GPU.
 
-Of NVIDIA's data sheet of each, which mostly give the figure with 2:4 sparsity, twice the dense one; where a comment
-names another source, of that. They were read where others quote them, not on NVIDIA's own pages: those of A100, H100,
-H200, B200 and L40S agree with torchtitan's table (pytorch/torchtitan, torchtitan/tools/utils.py), which cites those
-pages. Training in fp8 is measured against bf16 too, so that runs can be compared.
+From NVIDIA's data sheets, which mostly give the value with 2:4 sparsity, twice the dense one, or from the source in the
+comment. The values were taken from quotations, not from NVIDIA's own pages. Those of A100, H100, H200, B200 and L40S
+agree with torchtitan's table (pytorch/torchtitan, torchtitan/tools/utils.py), which cites these pages. FP8 training is
+measured against bf16 too, so that runs are comparable.
 """
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Of a GPU by its name; None for one that is not in the table."""
+    """Return the peak of a GPU by its name, or None if the table does not have it."""
     words = gpu.replace("-", " ").split()
-    fits = [name for name in PEAK_FLOPS if set(name.split()) <= set(words)]
-    return PEAK_FLOPS[max(fits, key=len)] if fits else None
+    matches = [name for name in PEAK_FLOPS if set(name.split()) <= set(words)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of a model.
+    """Floating point operations of a model.
 
-    met: for each token in the forward pass. returned: for each token in the backward pass: gradients of activations
-    and of the weights that are trained. head, head_back: the same of the output layer, for each token with logits.
-    pair: of attention, for each pair of tokens, in all layers without a window. windowed: the same of the layers with
-    one. window: keys that a query of theirs sees, itself among them.
+    forward_per_token: of the forward pass, without attention pairs and output layer.
+    backward_per_token: of the backward pass: gradients of activations and of trained weights.
+    head_forward, head_backward: of the output layer, per token with logits.
+    attention_per_pair: of attention per pair of tokens, over all layers without a window.
+    windowed_per_pair: of attention per pair of tokens, over all layers with a window.
+    window: number of keys that a query sees in these layers, including its own.
     """
 
     forward_per_token: float
@@ -118,12 +122,12 @@ class Flops:
     window: int = 0
 
     def forward(self, lengths: Iterable[int], logits: int | None = None) -> float:
-        """Of sequences of so many tokens. logits: how many of the tokens get them; all where nothing is said."""
+        """Return the operations of a forward pass. logits: the number of tokens with logits; all by default."""
         tokens, attention = self._count_tokens(lengths)
         return tokens * self.forward_per_token + (tokens if logits is None else logits) * self.head_forward + attention
 
     def backward(self, lengths: Iterable[int], logits: int | None = None) -> float:
-        """After that: attention has the gradients of both factors of both of its products."""
+        """Return the operations of the backward pass. Attention needs gradients of both factors of its two products."""
         tokens, attention = self._count_tokens(lengths)
         return (
             tokens * self.backward_per_token
@@ -132,7 +136,7 @@ class Flops:
         )
 
     def _count_tokens(self, lengths: Iterable[int]) -> tuple[int, float]:
-        """Tokens, and operations of attention."""
+        """Return the number of tokens, and the operations of attention in a forward pass."""
         tokens, attention = 0, 0.0
         for length in lengths:
             tokens += length
@@ -143,14 +147,19 @@ class Flops:
 
 
 def windowed_pairs(length: int, window: int) -> float:
-    """Pairs of a query and one of the last `window` keys, its own among them."""
-    near = min(length, window)
-    return near * (near + 1) / 2 + (length - near) * near
+    """Return the number of pairs of a query and one of the last `window` keys, its own included."""
+    capped = min(length, window)
+    return capped * (capped + 1) / 2 + (length - capped) * capped
 
 
 def model_flops(hf: HFConfig, lora: LoraConfig | None = None, valued: bool = False) -> Flops:
-    """Of the model that config.json describes, without layers of multi-token prediction. lora: where only adapters are
-    trained. valued: a critic or reward model, whose head is a single row. Raises ConfigError as its family does."""
+    """Return the operations of the model in config.json, without multi-token prediction layers.
+
+    Raises ConfigError as its family does.
+
+    lora: set if only adapters are trained.
+    valued: whether it is a critic or reward model, whose head is a single row.
+    """
     family = family_of(hf)
     settings, table = family.megatron_config(hf), family.params(hf, 1)
     experts = int(settings.get("num_moe_experts") or 0)
@@ -163,33 +172,36 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, valued: bool = Fal
         for param in adapted_weights(table, lora.targets):
             rows, columns = sum(tensor.shape[0] for tensor in param.hf), param.hf[0].shape[1]
             adapters += 2 * _active_share(param, chosen) * lora.rank * (rows + columns)
-    words = 1 if valued else int(hf["vocab_size"])
-    head = 2.0 * words * int(settings["hidden_size"])
-    # A critic's head is trained in any case, and a row.
-    found = Flops(
+    vocab_size = 1 if valued else int(hf["vocab_size"])
+    head = 2.0 * vocab_size * int(settings["hidden_size"])
+    # A critic's head is a single row and always trained.
+    flops = Flops(
         forward_per_token=base + adapters,
         backward_per_token=(2 if trains_all else 1) * base + 2 * adapters,
         head_forward=head,
         head_backward=(2 if trains_all or valued else 1) * head,
         attention_per_pair=0.0,
     )
-    return _with_attention(found, settings)
+    return _with_attention(flops, settings)
 
 
 def _with_attention(found: Flops, settings: Mapping[str, Any]) -> Flops:
     count = int(settings["num_layers"])
-    each = 2.0 * int(settings["num_attention_heads"]) * attention_width(settings)
+    per_pair = 2.0 * int(settings["num_attention_heads"]) * attention_width(settings)
     window, pattern = settings.get("window_size"), settings.get("window_attn_skip_freq")
     if not window:
-        return replace(found, attention_per_pair=count * each)
-    near = sum(pattern) if isinstance(pattern, list) else count
+        return replace(found, attention_per_pair=count * per_pair)
+    windowed_layers = sum(pattern) if isinstance(pattern, list) else count
     return replace(
-        found, attention_per_pair=(count - near) * each, windowed_per_pair=near * each, window=int(window[0]) + 1
+        found,
+        attention_per_pair=(count - windowed_layers) * per_pair,
+        windowed_per_pair=windowed_layers * per_pair,
+        window=int(window[0]) + 1,
     )
 
 
 def _active_share(param: Param, chosen: float) -> float:
-    """Of the tokens that meet a weight."""
+    """Return the fraction of tokens that use a weight."""
     return chosen if param.expert is not None else 1.0
 
 

@@ -1,16 +1,16 @@
-"""FP8 checkpoints: matrices as e4m3 with an FP32 scale for each block of 128 x 128, as DeepSeek-V3 is published.
+"""FP8 checkpoints: e4m3 matrices with an FP32 scale per block of 128 x 128, the format of DeepSeek-V3.
 
-The definition, for a block x (BF16 or FP32) of the logical tensor, the last ones of a row or column being smaller:
+Definition, for a block x (BF16 or FP32) of the logical tensor, where the last blocks of a row or column may be smaller:
 
     scale = max(amax |x|, 1e-4) / 448        FP32, correctly rounded; the checkpoint's `weight_scale_inv`
     q = e4m3fn(x * (1 / scale))              1 / scale and the product are rounded to FP32, the cast to nearest even
 
-That is `per_block_cast_to_fp8` of DeepGEMM (deep_gemm/utils/math.py) without UE8M0, bit for bit. SGLang makes no such
-blocks as it loads: it takes them from a checkpoint. Where it does cast a BF16 weight by itself it uses this function
-(models/dots3_common, and with the scales rounded up to powers of two its own copy in quantization/fp8_utils.py), and
-its DeepSeek kernels are DeepGEMM's. Other converters divide x / scale, or do not bound amax, by which a block of zeros
-becomes NaN; their last bits differ. An amax that is NaN makes its whole block NaN, an infinite one zeros and NaN.
-The sign of a NaN is the device's.
+This equals `per_block_cast_to_fp8` of DeepGEMM (deep_gemm/utils/math.py) without UE8M0, bit for bit. SGLang does not
+quantise blocks on loading but takes them from the checkpoint. Where it casts a BF16 weight itself, it uses this
+function (models/dots3_common; with scales rounded up to powers of two, its own copy in quantization/fp8_utils.py), and
+its DeepSeek kernels are DeepGEMM's. Other converters divide x / scale, or do not bound amax, which turns a block of
+zeros into NaN; their last bits differ. A NaN amax makes its whole block NaN, and an infinite one makes it zeros and
+NaN. The sign of a NaN depends on the device.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megarl.config import ConfigError, strict
 from megarl.models.layout_algebra import Param
 
 BLOCK = 128
-"""Side of the blocks that share a scale."""
+"""Side length of the blocks that share a scale."""
 SCALE_SUFFIX = "_scale_inv"
-"""A scale grid [ceil(R / 128), ceil(C / 128)] has its matrix's name with this behind it."""
+"""Suffix to a matrix's name for its scale grid, [ceil(R / 128), ceil(C / 128)]."""
 _IMPLEMENTED = {
     "quant_method": ("fp8",),
     "weight_block_size": ([BLOCK, BLOCK],),
@@ -39,51 +39,57 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest number of e4m3fn."""
 MIN_AMAX = 1e-4
-"""The least amax that a scale is made from."""
-_CHUNK_ELEMENTS = 1 << 22  # elements, which bounds the temporary memory
+"""Lower bound on the amax of a scale."""
+_CHUNK_ELEMENTS = 1 << 22  # bounds temporary memory
 
 
 def is_fp8(hf: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the checkpoint is of this kind, and with it SGLang's engine.
+    """Return whether config.json declares an FP8 checkpoint, and so an FP8 engine in SGLang.
 
-    Raises ConfigError for any other quantization_config. Scales that are powers of two (scale_fmt "ue8m0", for
-    Blackwell) are among these.
+    Raises ConfigError for any other quantization_config, including power-of-two scales (scale_fmt "ue8m0", for
+    Blackwell).
     """
-    found = hf.get("quantization_config")
-    if found is None:
+    quantization = hf.get("quantization_config")
+    if quantization is None:
         return False
-    for key, known in _IMPLEMENTED.items():
-        if found.get(key) not in known:
+    for key, implemented in _IMPLEMENTED.items():
+        if quantization.get(key) not in implemented:
             raise ConfigError(
-                f"config.json: quantization_config with {key}={found.get(key)!r} is not implemented (implemented: "
-                f"{', '.join(map(repr, known))}); convert the weights to bfloat16"
+                f"config.json: quantization_config with {key}={quantization.get(key)!r} is not implemented "
+                f"(implemented: {', '.join(map(repr, implemented))}); convert the weights to bfloat16"
             )
-    left_out = found.get("modules_to_not_convert") or found.get("ignored_layers") or []
-    strict.check_value(left_out, list[str], "config.json: modules_to_not_convert of quantization_config")
-    for name in left_out:
+    excluded = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or []
+    strict.check_value(excluded, list[str], "config.json: modules_to_not_convert of quantization_config")
+    for name in excluded:
         if str(name).endswith("_proj"):
             raise ConfigError(f"config.json: quantization_config that leaves out {name} is not implemented")
     return True
 
 
 def is_quantised(param: Param) -> bool:
-    """Whether it is FP8 in such a checkpoint: the matrices of attention, MLP and experts; not the router, norms,
-    embedding, head, and projection of MTP."""
+    """Return whether a parameter is FP8 in such a checkpoint.
+
+    The matrices of attention, MLPs and experts are; router, norms, embedding, head and the MTP projection are not.
+    """
     in_layer = param.megatron.startswith(("decoder.layers.", "mtp.layers."))
-    left_out = ".router." in param.megatron or ".eh_proj." in param.megatron
-    return in_layer and not left_out and all(len(tensor.shape) == 2 for tensor in param.hf)
+    is_excluded = ".router." in param.megatron or ".eh_proj." in param.megatron
+    return in_layer and not is_excluded and all(len(tensor.shape) == 2 for tensor in param.hf)
 
 
 def grid_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Of the scales of a matrix [R, C]: (ceil(R / 128), ceil(C / 128))."""
+    """Return the shape of the scale grid of a matrix [R, C]: (ceil(R / 128), ceil(C / 128))."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def block_amax(weight: torch.Tensor, r0: int, c0: int, grid_shape: Sequence[int]) -> torch.Tensor:
-    """[*grid_shape] FP32: the largest |element| of each logical block that is in a shard `weight` [rows, columns] whose
-    first element is at row r0 and column c0 of the logical tensor; 0 for blocks that it has nothing of, NaN where it
-    has any. Raises ValueError where the shard is not inside of the grid, or not BF16 or FP32.
+    """Return the largest |element| of each logical block within a shard, [*grid_shape] FP32.
+
+    Blocks outside of the shard have 0; blocks with a NaN have NaN. Raises ValueError unless the shard lies within the
+    grid and is BF16 or FP32.
+
+    weight: the shard, [rows, columns].
+    r0, c0: position of its first element in the logical tensor.
     """
     grid = torch.zeros(*grid_shape, dtype=torch.float32, device=weight.device)
     if weight.numel():
@@ -92,20 +98,20 @@ def block_amax(weight: torch.Tensor, r0: int, c0: int, grid_shape: Sequence[int]
 
 
 def update_amax(grid: torch.Tensor, weight: torch.Tensor, r0: int, c0: int) -> None:
-    """Make each element of a grid of maxima at least the shard's."""
-    inside = _block_slices(weight, r0, c0, grid)
+    """Raise the elements of an amax grid to at least those of a shard, in place."""
+    block_slices = _block_slices(weight, r0, c0, grid)
     top, left = r0 % BLOCK, c0 % BLOCK
-    size = weight.abs()
+    magnitude = weight.abs()
     bottom, right = -(top + len(weight)) % BLOCK, -(left + weight.shape[1]) % BLOCK
     if top or bottom or left or right:
-        size = torch.nn.functional.pad(size, (left, right, top, bottom))
-    rows, columns = (n // BLOCK for n in size.shape)
-    found = size.view(rows, BLOCK, columns, BLOCK).amax(dim=3).amax(dim=1).float()
-    grid[inside] = torch.maximum(grid[inside], found)
+        magnitude = torch.nn.functional.pad(magnitude, (left, right, top, bottom))
+    rows, columns = (n // BLOCK for n in magnitude.shape)
+    shard_amax = magnitude.view(rows, BLOCK, columns, BLOCK).amax(dim=3).amax(dim=1).float()
+    grid[block_slices] = torch.maximum(grid[block_slices], shard_amax)
 
 
 def _block_slices(weight: torch.Tensor, r0: int, c0: int, grid: torch.Tensor) -> tuple[slice, slice]:
-    """The blocks that a shard is in."""
+    """Return the grid rows and columns of the blocks that a shard overlaps."""
     if weight.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"weights are quantised from BF16 or FP32, not from {weight.dtype}")
     rows, columns = grid_shape((r0 + weight.shape[0], c0 + weight.shape[1]))
@@ -118,36 +124,42 @@ def _block_slices(weight: torch.Tensor, r0: int, c0: int, grid: torch.Tensor) ->
 
 
 def compute_scales(amax: torch.Tensor) -> torch.Tensor:
-    """FP32, the same shape: the scale of each block, from its amax."""
-    # By a tensor, for by a number CUDA multiplies with its reciprocal, and that rounds otherwise.
+    """Return the scale of each block, FP32 of the same shape."""
+    # Divide by a tensor: by a scalar, CUDA multiplies with the reciprocal, which rounds differently.
     return amax.clamp(min=MIN_AMAX) / torch.full_like(amax, FP8_MAX)
 
 
 def quantise(weight: torch.Tensor, scales: torch.Tensor, r0: int, c0: int) -> torch.Tensor:
-    """[rows, columns] e4m3fn of any box `weight` (BF16, FP32) of a logical tensor, whose first element is at row r0 and
-    column c0. scales: of the whole tensor. Raises ValueError where the box is not inside of the grid, or another type.
+    """Quantise a box of a logical tensor to e4m3fn, [rows, columns].
+
+    Raises ValueError unless the box lies within the grid and is BF16 or FP32.
+
+    scales: of the whole tensor.
+    r0, c0: position of the box's first element in the logical tensor.
     """
     factors = 1.0 / scales[_block_slices(weight, r0, c0, scales)]
     quantised = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     step = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
-    for first in range(0, len(weight), step):
-        part = weight[first : first + step]
-        quantised[first : first + step] = part * _expand_blocks(factors, part, r0 % BLOCK + first, c0 % BLOCK)
+    for start in range(0, len(weight), step):
+        chunk = weight[start : start + step]
+        quantised[start : start + step] = chunk * _expand_blocks(factors, chunk, r0 % BLOCK + start, c0 % BLOCK)
     return quantised
 
 
 def dequantise(
     quantised: torch.Tensor, scales: torch.Tensor, r0: int = 0, c0: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """[rows, columns]: `quantise` undone, as SGLang's `block_quant_dequant` does: the product in FP32, then `dtype`."""
+    """Invert `quantise` like SGLang's `block_quant_dequant`: multiply in FP32, then cast to `dtype`."""
     rows, columns = grid_shape((r0 + len(quantised), c0 + quantised.shape[1]))
-    inside = scales[r0 // BLOCK : rows, c0 // BLOCK : columns]
-    return (quantised.float() * _expand_blocks(inside, quantised, r0 % BLOCK, c0 % BLOCK)).to(dtype)
+    local_scales = scales[r0 // BLOCK : rows, c0 // BLOCK : columns]
+    return (quantised.float() * _expand_blocks(local_scales, quantised, r0 % BLOCK, c0 % BLOCK)).to(dtype)
 
 
 def _expand_blocks(values: torch.Tensor, box: torch.Tensor, top: int, left: int) -> torch.Tensor:
-    """The value of each element's block, in the box's shape, which begins in row `top` and column `left` of the blocks
-    that `values` are of."""
+    """Return the value of each element's block, in the shape of `box`.
+
+    top, left: position of the box's first element relative to the first block of `values`.
+    """
     rows = torch.arange(top, top + box.shape[0], device=box.device) // BLOCK
     columns = torch.arange(left, left + box.shape[1], device=box.device) // BLOCK
     return values[rows][:, columns]

@@ -1,7 +1,7 @@
 """Gemma 2: dense, with norms before and after attention and MLP, soft caps, and a sliding window in every other layer.
 
-Norms multiply by 1 + w, and w is what Megatron, HF and SGLang keep. Embeddings are scaled by sqrt(hidden_size), which
-is no weight. The head is tied.
+Norms multiply by 1 + w; Megatron, HF and SGLang all store w. Embeddings are scaled by the constant sqrt(hidden_size).
+The head is tied.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _config(hf: HFConfig) -> dict[str, Any]:
         activation_func=GELU_TANH,
         layernorm_zero_centered_gamma=True,
         softmax_scale=float(need(hf, "query_pre_attn_scalar") ** -0.5),
-        window_size=(need(hf, "sliding_window") - 1, 0),  # keys before the query's own, and after it
-        window_attn_skip_freq=[int(kind == SLIDING) for kind in _layer_types(hf)],  # 1 has a window
+        window_size=(need(hf, "sliding_window") - 1, 0),  # keys before and after the query's own position
+        window_attn_skip_freq=[int(kind == SLIDING) for kind in _layer_types(hf)],  # 1 for layers with a window
     )
 
 
@@ -52,18 +52,18 @@ def _extras(hf: HFConfig) -> Extras:
 
 
 def _layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
-    ours, theirs, key = f"decoder.layers.{layer}", f"model.layers.{layer}", "intermediate_size"
+    megatron_prefix, hf_prefix, key = f"decoder.layers.{layer}", f"model.layers.{layer}", "intermediate_size"
     hidden = need(hf, "hidden_size")
     return [
         *blocks.gqa_params(hf, layer, before_mlp="pre_feedforward_layernorm"),
-        blocks.norm(f"{ours}.post_self_attn_layernorm", f"{theirs}.post_attention_layernorm", hidden),
-        *blocks.gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", hidden, need(hf, key), key),
-        blocks.norm(f"{ours}.post_mlp_layernorm", f"{theirs}.post_feedforward_layernorm", hidden),
+        blocks.norm(f"{megatron_prefix}.post_self_attn_layernorm", f"{hf_prefix}.post_attention_layernorm", hidden),
+        *blocks.gated_mlp(f"{megatron_prefix}.mlp", f"{hf_prefix}.mlp", hidden, need(hf, key), key),
+        blocks.norm(f"{megatron_prefix}.post_mlp_layernorm", f"{hf_prefix}.post_feedforward_layernorm", hidden),
     ]
 
 
 def _layer_types(hf: HFConfig) -> list[str]:
-    """Those of the published models, which SGLang has built in."""
+    """Return the layer types of the published models, which SGLang hard-codes."""
     return [FULL if layer % 2 else SLIDING for layer in range(need(hf, "num_hidden_layers"))]
 
 
@@ -87,7 +87,7 @@ def _check(hf: HFConfig) -> None:
     require(hf, "tie_word_embeddings", True)
     require_default_rope(hf)
     require_present(hf, "hidden_act", "gelu_pytorch_tanh")
-    _extras(hf)  # a model without caps has them as null, which SGLang cannot read
+    _extras(hf)  # raises for null caps, which SGLang cannot read either
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""GLM-4.5 and after: grouped-query attention that turns half of each head; DeepSeek-V3's routing and experts."""
+"""GLM-4.5 and later: grouped-query attention that rotates half of each head; DeepSeek-V3's routing and experts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
 
 def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     rows = blocks.gqa_params(hf, layer, *_options(hf)) + deepseek.mlp(hf, layer, experts, bias=True)
-    # SGLang keeps the router in FP32 whatever the model's type.
+    # SGLang keeps the router in FP32, whatever the model's dtype.
     return [replace(row, dtype=torch.float32) if row.megatron.endswith(".router.weight") else row for row in rows]
 
 
 def _options(hf: HFConfig) -> tuple[bool, bool]:
-    """Whether q, k and v have biases, and q and k norms."""
+    """Return whether q, k and v have biases, and whether q and k have norms."""
     return need(hf, "attention_bias"), need(hf, "use_qk_norm")
 
 

@@ -1,10 +1,10 @@
-"""Hugging Face folders of safetensors: read lazily, slice by slice, and written atomically, bit for bit.
+"""Read Hugging Face safetensors folders lazily, slice by slice, and write them atomically and bitwise exactly.
 
-FP8 matrices are dequantised to bfloat16 on reading. FP8 folders are not written.
+FP8 matrices are dequantised to bfloat16 on reading. FP8 folders are never written.
 
-Files are written one tensor after the other, split into files of bounded size. The safetensors library needs all
-tensors of a file in memory and copies them; here a tensor may be read when it is its turn, so that one is in memory
-at a time. The bytes are the same.
+Tensors are streamed into files of bounded size. The safetensors library needs all tensors of a file in memory and
+copies them. Here a tensor may be read just before it is written, so that only one is in memory at a time. The bytes are
+the same as the library's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.models.layout_algebra import PADDING, Param, split_param
 from megarl.models.registry import family_of, load_hf_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPE_NAMES = {  # as the library orders them within a file, so that each is aligned to its own size
+_DTYPE_NAMES = {  # in the library's order within a file, which aligns each tensor to its item size
     torch.uint64: "U64",
     torch.int64: "I64",
     torch.float64: "F64",
@@ -46,12 +46,12 @@ _DTYPE_NAMES = {  # as the library orders them within a file, so that each is al
     torch.bool: "BOOL",
 }
 DTYPES_BY_NAME = {kind: dtype for dtype, kind in _DTYPE_NAMES.items()}
-"""By the names that they have in a file."""
+"""torch dtypes by their safetensors names."""
 _ORDER = {dtype: number for number, dtype in enumerate(_DTYPE_NAMES)}
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is not in memory yet. `read` makes it, of this shape and type, each time that it is called."""
+    """A tensor that is not in memory yet. Each call of `read` returns it, with this shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,34 +66,34 @@ def num_bytes(tensor: TensorSource) -> int:
 
 
 def write_file(tensors: Mapping[str, TensorSource], path: Path) -> None:
-    """A safetensors file of these, which those who may read what the umask says may read. Raises OSError."""
+    """Write a safetensors file with permissions according to the umask. Raises OSError."""
     names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name in names:
-        tensor, end = tensors[name], at + num_bytes(tensors[name])
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+        tensor, end = tensors[name], offset + num_bytes(tensors[name])
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    header_bytes = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for name in names:
             file.write(_tensor_bytes(tensors[name], name))
 
 
 def _tensor_bytes(tensor: TensorSource, name: str) -> memoryview:
-    """Without a copy of what lies in one piece on the host."""
-    found = tensor.read() if isinstance(tensor, LazyTensor) else tensor
-    if (tuple(found.shape), found.dtype) != (tuple(tensor.shape), tensor.dtype):
+    """Return the tensor's bytes, without a copy if it is contiguous on the host."""
+    data = tensor.read() if isinstance(tensor, LazyTensor) else tensor
+    if (tuple(data.shape), data.dtype) != (tuple(tensor.shape), tensor.dtype):
         raise ValueError(
-            f"{name} was said to be {tensor.dtype} {tuple(tensor.shape)} and is {found.dtype} {tuple(found.shape)}"
+            f"{name} was said to be {tensor.dtype} {tuple(tensor.shape)} and is {data.dtype} {tuple(data.shape)}"
         )
-    return found.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class ShardWriter:
-    """Collects tensors into files of bounded size; the files get their final names when their number is known."""
+    """Collects tensors into files of bounded size, which get their final names once their number is known."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self.folder, self.max_bytes = folder, max_bytes
@@ -140,19 +140,19 @@ COPIED_SUFFIXES = {
     ".jinja",
     ".tiktoken",
     ".py",
-}  # config, tokenizer, code that config.json names
+}  # config, tokenizer, and custom code that config.json names
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 _MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
-"""What checkpoints repeat in layers of multi-token prediction, and what of."""
+"""Tensors that checkpoints duplicate in multi-token prediction layers, and their originals."""
 FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
-"""What weights may be stored as, by the names of safetensors."""
+"""Supported dtypes of stored weights, by safetensors name."""
 
 
 class HFWeights:
-    """The tensors of an HF folder by name. Nothing is read before it is asked for; files stay open.
+    """The tensors of an HF folder by name, read on demand. Files stay open.
 
-    A matrix with the scales of its FP8 blocks beside it is given in bfloat16, and the scales are not tensors.
+    A matrix with FP8 block scales is returned in bfloat16, and its scales are not listed as tensors.
     """
 
     def __init__(self, folder: Path, files: dict[str, str]):
@@ -167,25 +167,25 @@ class HFWeights:
         return tuple(self._slice(name).get_shape())
 
     def get(self, name: str) -> torch.Tensor:
-        """The whole tensor, in the file's dtype, on the host."""
-        found = self._tensor(name)
-        return dequantise(found, self._tensor(name + SCALE_SUFFIX)) if name + SCALE_SUFFIX in self._files else found
+        """Return the full tensor on the host, in the file's dtype (bfloat16 for FP8)."""
+        tensor = self._tensor(name)
+        return dequantise(tensor, self._tensor(name + SCALE_SUFFIX)) if name + SCALE_SUFFIX in self._files else tensor
 
     def get_lazy(self, name: str) -> LazyTensor:
-        """The same, when it is asked for."""
+        """Return the full tensor as a `LazyTensor`."""
         dtype = torch.bfloat16 if name + SCALE_SUFFIX in self._files else DTYPES_BY_NAME[self._slice(name).get_dtype()]
         return LazyTensor(self.shape(name), dtype, lambda: self.get(name))
 
     def get_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """[start, stop) along `dim`; reads no more than that from disk where `dim` is 0."""
+        """Return [start, stop) along `dim`. With `dim` 0, only that part is read from disk."""
         index = (slice(None),) * dim + (slice(start, stop),)
-        found: torch.Tensor = self._read(name, lambda file: file.get_slice(name)[index])
+        values: torch.Tensor = self._read(name, lambda file: file.get_slice(name)[index])
         if name + SCALE_SUFFIX not in self._files:
-            return found
-        return dequantise(found, self._tensor(name + SCALE_SUFFIX), *((start, 0) if dim == 0 else (0, start)))
+            return values
+        return dequantise(values, self._tensor(name + SCALE_SUFFIX), *((start, 0) if dim == 0 else (0, start)))
 
     def get_shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
-        """What rank `rank` of `tp` holds of a parameter, a new tensor; as `cuts.shard`, without the full tensors."""
+        """Return the shard of rank `rank` of `tp`, a new tensor. Like `layout_algebra.shard`, without full tensors."""
         dim, slices = split_param(param, tp, rank)
         parts = [self.get_slice(param.hf[s.source].name, dim, s.start, s.stop) for s in slices if s.source != PADDING]
         padding = sum(s.stop - s.start for s in slices if s.source == PADDING)
@@ -197,10 +197,10 @@ class HFWeights:
         return torch.cat(parts, dim=dim)
 
     def check(self, hf: dict[str, Any], optional: Collection[str] = (), mtp: bool = False) -> None:
-        """Raise ConfigError, naming the tensor, unless these are exactly the tensors of the model `hf` describes.
+        """Raise ConfigError, naming the tensor, unless these are exactly the tensors of the model in `hf`.
 
-        Those named `optional` may be there or not, in any shape: the heads, for a critic. So may the layers of
-        multi-token prediction, but with `mtp`.
+        Tensors named in `optional`, such as the heads for a critic, may be absent or have any shape. So may multi-token
+        prediction layers, unless `mtp` is set.
         """
         family = family_of(hf)
         expected = {tensor.name: tensor.shape for param in family.params(hf, 1, mtp=mtp) for tensor in param.hf}
@@ -213,8 +213,8 @@ class HFWeights:
         prefixes = family.untrained_prefixes(hf)
         known = expected.keys() | set(optional)
         extra = [name for name in self.names() if name not in known and not _is_ignored(name, prefixes)]
-        if HEAD in extra:  # then the config says that it is tied
-            extra.remove(HEAD)  # some checkpoints repeat the tied weight
+        if HEAD in extra:  # the config ties the embeddings
+            extra.remove(HEAD)  # some checkpoints duplicate the tied weight
             if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
                 raise ConfigError(
                     f"{where} {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true"
@@ -234,7 +234,7 @@ class HFWeights:
                 )
 
     def _check_fp8(self, promised: bool) -> None:
-        """Raise ConfigError for an FP8 matrix without scales that fit it, and for any where none is promised."""
+        """Raise ConfigError for an FP8 matrix without matching scales, or for any FP8 matrix unless `promised`."""
         for name in self.names():
             if self._slice(name).get_dtype() != "F8_E4M3":
                 continue
@@ -243,15 +243,15 @@ class HFWeights:
             scales = name + SCALE_SUFFIX
             if scales not in self._files:
                 raise ConfigError(f"{self.folder}: {scales} is missing: FP8 weights mean nothing without their scales")
-            if self.shape(scales) != (fits := grid_shape(self.shape(name))):
-                raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {fits}")
+            if self.shape(scales) != (expected := grid_shape(self.shape(name))):
+                raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {expected}")
 
     def _is_scale(self, name: str) -> bool:
         return name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._files
 
     def _tensor(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self._read(name, lambda file: file.get_tensor(name))
-        return found
+        tensor: torch.Tensor = self._read(name, lambda file: file.get_tensor(name))
+        return tensor
 
     def _slice(self, name: str) -> Any:
         return self._read(name, lambda file: file.get_slice(name))
@@ -269,7 +269,7 @@ class HFWeights:
 
 
 def open_hf(folder: str | Path) -> HFWeights:
-    """The weights of an HF folder, single or sharded safetensors. Raises ConfigError for a folder that is not whole."""
+    """Open the weights of an HF folder, single or sharded safetensors. Raises ConfigError for an incomplete folder."""
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError(f"there is no model folder {folder}")
@@ -281,9 +281,9 @@ def open_hf(folder: str | Path) -> HFWeights:
         for name, file in files.items():
             if not isinstance(file, str) or Path(file).name != file:
                 raise ConfigError(f"{path / INDEX} says that {name} is in {file!r}, which is no file beside it")
-        held = {file: set(_open(path / file).keys()) for file in sorted(set(files.values()))}
+        names_by_file = {file: set(_open(path / file).keys()) for file in sorted(set(files.values()))}
         for name, file in files.items():
-            if name not in held[file]:
+            if name not in names_by_file[file]:
                 raise ConfigError(f"{path / INDEX} says that {name} is in {file}, but it is not")
         return HFWeights(path, files)
     if not (path / SINGLE).is_file():
@@ -301,17 +301,19 @@ def save_hf(
     table: Sequence[Param] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write an HF folder: the streamed tensors, and config, tokenizer and untrained tensors of `source_folder`.
+    """Write an HF folder: the streamed tensors, with config, tokenizer and untrained tensors of `source_folder`.
 
-    `table` and `config`: of another model on the same trunk, in place of the source's own: a classifier of a policy, or
-    one with layers of multi-token prediction.
-    `dtype`: cast to it what the table does not keep in a type of its own; None casts nothing. About `max_shard_bytes`
-    are held at a time; of tensors that are `LazyTensor`, one. Everything is written to `<folder>.tmp`, which replaces
-    `folder` when it is complete.
-    `write=False` only drains the stream: for the ranks that take part in a gather but do not write. The writer drains
-    it too before it raises, so that nobody is left waiting in a collective. Raises ConfigError for a tensor that is
-    missing, unknown, repeated or misshapen, and where `folder` holds something else; OSError where the disk does not
-    take it. Nothing is left of it then.
+    Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete.
+
+    dtype: target dtype of tensors whose dtype the table does not fix; None casts nothing.
+    max_shard_bytes: about the size of a file, which is also held in memory; of `LazyTensor`s only one is.
+    write: if False, only drain the stream, for ranks that take part in a gather but do not write. The writer also
+        drains it before raising, so that no rank is left waiting in a collective.
+    table, config: those of another model on the same trunk, instead of the source's: a classifier made from a policy,
+        or a model with multi-token prediction layers.
+
+    Raises ConfigError for a missing, unknown, repeated or misshapen tensor, or if `folder` holds something else.
+    Raises OSError if writing fails. In either case nothing is left behind.
     """
     stream = iter(tensors)
     try:
@@ -339,12 +341,12 @@ def _write(
     rows = [(param, tensor) for param in table or family.params(hf, 1) for tensor in param.hf]
     open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
     trained = set(open_shapes)
-    aside = _mtp_tensors(source, family.untrained_prefixes(hf))
+    mtp_tensors = _mtp_tensors(source, family.untrained_prefixes(hf))
     copies: dict[str, list[str]] = {}
-    for name in aside:
-        if of := _MTP_COPIES.get(_LAYER.sub("", name)):
-            copies.setdefault(of, []).append(name)
-    kept = {tensor.name for param, tensor in rows if param.dtype is not None}
+    for name in mtp_tensors:
+        if original := _MTP_COPIES.get(_LAYER.sub("", name)):
+            copies.setdefault(original, []).append(name)
+    fixed_dtype = {tensor.name for param, tensor in rows if param.dtype is not None}
 
     staging = _staging(folder)
     shutil.rmtree(staging, ignore_errors=True)
@@ -355,14 +357,14 @@ def _write(
             raise ConfigError(f"{name} is repeated or not part of {family.architecture} with this config.json")
         if (expected := open_shapes.pop(name)) != tuple(tensor.shape):
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; config.json asks for {expected}")
-        floats = tensor.dtype.is_floating_point
-        cast = dtype if dtype is not None and name not in kept and floats else tensor.dtype
-        held = _cast_on_host(tensor, cast)
-        for same in (name, *copies.get(name, ())):
-            files.add(same, held)
+        is_float = tensor.dtype.is_floating_point
+        cast = dtype if dtype is not None and name not in fixed_dtype and is_float else tensor.dtype
+        host_tensor = _cast_on_host(tensor, cast)
+        for name_or_copy in (name, *copies.get(name, ())):
+            files.add(name_or_copy, host_tensor)
     if open_shapes:
         raise ConfigError(f"{folder}: {_summarize_names(list(open_shapes))} missing")
-    for name, weights in aside.items():
+    for name, weights in mtp_tensors.items():
         if name not in trained and not any(name in names for names in copies.values()):
             files.add(name, weights.get_lazy(name))
     files.finish()
@@ -375,14 +377,16 @@ def _write(
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Write a folder as PEFT does: adapter_config.json, adapter_model.safetensors. It replaces one that is there.
-    Raises OSError where the disk does not take it; nothing is left of it then."""
+    """Write or replace a folder in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+    Raises OSError if writing fails, and leaves nothing behind.
+    """
     staging = _staging(folder)
     shutil.rmtree(staging, ignore_errors=True)
-    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    host_tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         staging.mkdir(parents=True)
-        write_file(held, staging / "adapter_model.safetensors")
+        write_file(host_tensors, staging / "adapter_model.safetensors")
         (staging / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError:
         shutil.rmtree(staging, ignore_errors=True)
@@ -391,7 +395,7 @@ def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapp
 
 
 def check_target(folder: Path, source: Path) -> None:
-    """Raise ConfigError where an export to `folder` would be in the way of something else."""
+    """Raise ConfigError if an export to `folder` would overwrite something else."""
     if folder.exists() and not (folder / "config.json").is_file():
         raise ConfigError(
             f"{folder} exists and is not an HF folder; it is not overwritten: move it away, or set run.dir to another "
@@ -402,7 +406,7 @@ def check_target(folder: Path, source: Path) -> None:
 
 
 def _cast_on_host(tensor: TensorSource, dtype: torch.dtype) -> TensorSource:
-    """On the host in this type: a copy, for the stream may hand out views of one buffer; or once it is read."""
+    """Return a host copy with this dtype, as the stream may yield views of one buffer. A LazyTensor stays lazy."""
     if isinstance(tensor, LazyTensor):
         return LazyTensor(tensor.shape, dtype, lambda: tensor.read().to(dtype))
     return tensor.detach().to("cpu", dtype, copy=True).contiguous()
@@ -422,7 +426,7 @@ def _replace(folder: Path, staging: Path) -> None:
 
 
 def _mtp_tensors(source: Path, prefixes: tuple[str, ...]) -> dict[str, HFWeights]:
-    """Names of the source's tensors in layers of multi-token prediction, each with where to read it."""
+    """Return the names of the source's multi-token prediction tensors, each with the weights to read it from."""
     if not prefixes or not ((source / SINGLE).is_file() or (source / INDEX).is_file()):
         return {}
     weights = open_hf(source)
@@ -430,12 +434,12 @@ def _mtp_tensors(source: Path, prefixes: tuple[str, ...]) -> dict[str, HFWeights
 
 
 def _update_config(file: Path, written: dict[str, Any], hf: dict[str, Any], dtype: torch.dtype | None) -> None:
-    """config.json says what the model is and which type its weights have; left untouched where it is right already."""
+    """Update the model and dtype in config.json; leave the file untouched if it is correct already."""
     key = "dtype" if "dtype" in hf else "torch_dtype"
     name = hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
-    plain = {what: value for what, value in hf.items() if what != "quantization_config"}
-    if plain != written or written.get(key) != name:
-        file.write_text(json.dumps({**plain, key: name}, indent=2) + "\n")
+    unquantized = {field: value for field, value in hf.items() if field != "quantization_config"}
+    if unquantized != written or written.get(key) != name:
+        file.write_text(json.dumps({**unquantized, key: name}, indent=2) + "\n")
 
 
 def _open(file: Path) -> Any:
@@ -455,10 +459,12 @@ def _drain(stream: Iterator[Any]) -> None:
 
 
 def _is_ignored(name: str, prefixes: tuple[str, ...]) -> bool:
-    return name.startswith(prefixes) or name.endswith("rotary_emb.inv_freq")  # the latter is derived; old files have it
+    return name.startswith(prefixes) or name.endswith(
+        "rotary_emb.inv_freq"
+    )  # the latter is derived; only old files have it
 
 
 def _summarize_names(names: list[str]) -> str:
-    """Up to three names and how many more, with the verb."""
+    """Return up to three names, the number of further ones, and the verb."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more + (" is" if len(names) == 1 else " are")

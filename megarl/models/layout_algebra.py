@@ -1,7 +1,7 @@
 """The weight-layout algebra: which slices of which HF tensors form the shard of a tensor parallel rank.
 
-A `Param` is one Megatron parameter with its HF tensors, its `Sharding`, and the `EngineSlot` where SGLang keeps it, with
-SGLang's sharding. A sharding answers one question, as plain data: the `ShardSpec` of rank r out of n, a list of
+A `Param` is one Megatron parameter with its HF tensors, its `Sharding`, and the `EngineSlot` where SGLang keeps it,
+with SGLang's sharding. A sharding answers one question, as plain data: the `ShardSpec` of rank r out of n, a list of
 intervals to concatenate along one dimension. Loading, export, weight sync and the dry-run plans all derive from those
 intervals.
 """

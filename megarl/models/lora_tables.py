@@ -1,13 +1,13 @@
-"""LoRA's adapters (arXiv:2106.09685) as a table like the family's own: two factors for each weight that has one.
+"""LoRA adapters (arXiv:2106.09685) as a table like the family's: two factors for each adapted weight.
 
-A weight W [out, in] gets A [rank, in] and B [out, rank]; the layer then computes W x + alpha / rank * B (A x). What
-Megatron keeps as one weight (q, k, v; gate, up) has one A, and a B whose rows lie as W's do, so that each of the HF
-tensors has that A and rows of its own. Where tensor parallelism cuts W's rows it cuts B's and every rank has A, and
-where it cuts W's columns it cuts A's and every rank has B.
+A weight W [out, in] gets A [rank, in] and B [out, rank]; the layer computes W x + alpha / rank * B (A x). A weight that
+Megatron fuses (q, k, v; gate, up) has one A, and a B with rows in the order of W's, so each HF tensor has that A and
+its own rows of B. Where tensor parallelism shards W's rows, it shards B's rows and replicates A. Where it shards W's
+columns, it shards A's columns and replicates B.
 
     decoder.layers.0.self_attention.linear_qkv.weight     the base weight, canonical name
     decoder.layers.0.self_attention.linear_qkv.lora_a     Replicated, of ...q_proj.lora_A.weight
-    decoder.layers.0.self_attention.linear_qkv.lora_b     Qkv, of q_proj, k_proj and v_proj.lora_B.weight
+    decoder.layers.0.self_attention.linear_qkv.lora_b     QKVSharding, of q_proj, k_proj and v_proj.lora_B.weight
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from megarl.models.registry import part_of
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 PEFT_PREFIX = "base_model.model."
-"""Before the HF names in PEFT's files: its wrappers of a model."""
+"""Prefix of HF names in PEFT's files, from its model wrappers."""
 
 
 def factor_names(weight: str) -> tuple[str, str]:
-    """Canonical names of A and B of a weight."""
+    """Return the canonical names of a weight's A and B."""
     module = weight.removesuffix(".weight")
     return f"{module}.{LORA_A}", f"{module}.{LORA_B}"
 
 
 def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Param]:
-    """The weights of a family's table that get adapters: linear layers of attention, MLPs and experts, those that
-    `targets` name or all of them. Raises ConfigError for a target that names none."""
+    """Return the weights of a family's table that get adapters.
+
+    These are the linear layers of attention, MLPs and experts that `targets` name, or all of them if it is empty.
+    Raises ConfigError for a target that matches none.
+    """
     linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in ("attention", "dense mlp", "experts")]
     paths = {param.megatron: _path(param) for param in linear}
     for target in targets:
@@ -46,47 +49,52 @@ def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Par
 
 
 def adapter_params(params: Iterable[Param], lora: LoraConfig) -> list[Param]:
-    """The table of all adapters of a model, A and B of each weight in turn; raises as `adapted_weights`."""
+    """Return the table of all adapters of a model, A and B of each weight in turn. Raises as `adapted_weights`."""
     return [factor for param in adapted_weights(params, lora.targets) for factor in factor_params(param, lora.rank)]
 
 
 def factor_params(param: Param, rank: int) -> tuple[Param, Param]:
-    """A and B of a weight."""
+    """Return a weight's A and B as table rows."""
     a_name, b_name = factor_names(param.megatron)
-    of_rows = isinstance(param.sharding, Dim1Sharding)  # what Megatron calls row parallel
+    is_row_parallel = isinstance(param.sharding, Dim1Sharding)  # Megatron's row parallel
     a = HFTensor(_factor(param.hf[0].name, "lora_A"), (rank, param.hf[0].shape[1]))
     b = tuple(HFTensor(_factor(tensor.name, "lora_B"), (tensor.shape[0], rank)) for tensor in param.hf)
     return (
-        replace(param, megatron=a_name, hf=(a,), sharding=param.sharding if of_rows else Replicated(), slot=None),
-        replace(param, megatron=b_name, hf=b, sharding=Replicated() if of_rows else param.sharding, slot=None),
+        replace(
+            param, megatron=a_name, hf=(a,), sharding=param.sharding if is_row_parallel else Replicated(), slot=None
+        ),
+        replace(param, megatron=b_name, hf=b, sharding=Replicated() if is_row_parallel else param.sharding, slot=None),
     )
 
 
 def merge_adapter(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + scale * B A, summed in fp32, in the weight's type; of shards what it is of the whole."""
+    """Return W + scale * B A, summed in fp32, in the weight's dtype. Works on shards as on full tensors."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
 
 
 def peft_tensors(tensors: Mapping[str, torch.Tensor], params: Iterable[Param], rank: int) -> dict[str, torch.Tensor]:
-    """Whole factors by the names of `factors` -> all tensors by the names in PEFT's adapter_model.safetensors.
+    """Return the tensors of PEFT's adapter_model.safetensors, by their names there.
 
-    params: the weights that have adapters. Of several HF tensors that share an A, each gets a copy.
+    HF tensors that share an A get a copy each.
+
+    tensors: full factors, by the HF names of `factor_params`.
+    params: the adapted weights.
     """
-    found = {}
+    renamed = {}
     for param in params:
         a, b = factor_params(param, rank)
-        for weight, part in zip(param.hf, b.hf, strict=True):
-            found[PEFT_PREFIX + _factor(weight.name, "lora_A")] = tensors[a.hf[0].name]
-            found[PEFT_PREFIX + part.name] = tensors[part.name]
-    return found
+        for weight, b_part in zip(param.hf, b.hf, strict=True):
+            renamed[PEFT_PREFIX + _factor(weight.name, "lora_A")] = tensors[a.hf[0].name]
+            renamed[PEFT_PREFIX + b_part.name] = tensors[b_part.name]
+    return renamed
 
 
 def peft_config(params: Sequence[Param], lora: LoraConfig, base: str) -> dict[str, Any]:
-    """PEFT's adapter_config.json for a model with this table, whose base model is the folder `base`."""
+    """Return PEFT's adapter_config.json for a model with this table. base: folder of the base model."""
     adapted = {tensor.name for param in adapted_weights(params, lora.targets) for tensor in param.hf}
     modules = sorted(name.removesuffix(".weight") for name in adapted)
-    leaves = sorted({module.rpartition(".")[2] for module in modules})
-    same = {t.name for p in params for t in p.hf if t.name.removesuffix(".weight").rpartition(".")[2] in leaves}
+    last_names = sorted({module.rpartition(".")[2] for module in modules})
+    matching = {t.name for p in params for t in p.hf if t.name.removesuffix(".weight").rpartition(".")[2] in last_names}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -98,8 +106,8 @@ def peft_config(params: Sequence[Param], lora: LoraConfig, base: str) -> dict[st
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
-        # By their last names, as everybody writes them, unless some of the layers so named have no adapter.
-        "target_modules": leaves if same == adapted else modules,
+        # Last name components, as is usual, unless some layers with these names have no adapter.
+        "target_modules": last_names if matching == adapted else modules,
     }
 
 
@@ -108,7 +116,7 @@ def _factor(weight: str, factor: str) -> str:
 
 
 def _path(param: Param) -> str:
-    """The module without numbers: decoder.layers.mlp.experts.linear_fc1."""
+    """Return the module path without numbers, such as decoder.layers.mlp.experts.linear_fc1."""
     return ".".join(part for part in param.megatron.removesuffix(".weight").split(".") if not part.isdigit())
 
 

@@ -1,4 +1,4 @@
-"""`model.megatron` against Megatron's own TransformerConfig, read from its source so that a plan needs no Megatron."""
+"""Check `model.megatron` against Megatron's TransformerConfig, parsed from source to avoid importing Megatron."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG_KEYS = {
     "mtp_num_layers": "train.mtp",
     "mtp_loss_scaling_factor": "train.mtp",
 }
-"""Fields that have a key of ours."""
+"""Fields that a key of MegaRL's sets."""
 
 FORBIDDEN = {
     "fp16": "training in fp16 is not implemented",
@@ -43,7 +43,7 @@ FORBIDDEN = {
     "finalize_model_grads_func": "it is a function",
     "moe_router_force_load_balancing": "it sends tokens anywhere, for benchmarks",
 }
-"""Fields that cannot be set at all, and why."""
+"""Fields that cannot be set, and why."""
 
 MODEL_FIELDS = frozenset(
     # sizes, norms and MLPs
@@ -59,14 +59,17 @@ MODEL_FIELDS = frozenset(
     "moe_latent_size moe_apply_probs_on_input moe_router_topk moe_router_pre_softmax moe_router_score_function "
     "moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
     "moe_router_topk_limited_devices "
-    # kinds of layers that no family here has
+    # layer types that no family here has
     "experimental_attention_variant heterogeneous_block_specs is_hybrid_model linear_attention_freq "
     "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
     "dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk mamba_head_dim mamba_num_groups mamba_num_heads "
     "mamba_state_dim".split()
 )
-"""Fields that say what the model computes, which config.json decides: with others, other weights would be trained or
-none of some layers. A family's table may give fields beside these: what is not the model's may be set."""
+"""Fields that define what the model computes, which config.json decides.
+
+Other values would train different weights, or leave out those of some layers. A family's table may set further fields;
+those may be overridden.
+"""
 
 DDP_FORBIDDEN = {
     "use_distributed_optimizer": "it is always on",
@@ -76,10 +79,10 @@ DDP_FORBIDDEN = {
     "use_megatron_fsdp": "weights are cut by the layout, not by FSDP",
     "use_custom_fsdp": "weights are cut by the layout, not by FSDP",
 }
-"""Fields of DistributedDataParallelConfig that cannot be set at all, and why."""
+"""Fields of DistributedDataParallelConfig that cannot be set, and why."""
 
 FP8_RECIPE = "tensorwise"
-"""Of `model.megatron.fp8` where none is named: scales of the tensor as it is, on Hopper and Blackwell."""
+"""Default recipe of `model.megatron.fp8`: current per-tensor scales, on Hopper and Blackwell."""
 
 _NEVER_NEGATIVE = ("_coeff", "_rate", "_std", "_eps", "epsilon", "_factor")
 _DDP = ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
@@ -91,7 +94,7 @@ _MLA = ("transformer/transformer_config.py", "MLATransformerConfig")
 
 
 def known_fields(mla: bool) -> frozenset[str]:
-    """Names of the fields of TransformerConfig, or of MLATransformerConfig. Raises ConfigError without Megatron."""
+    """Return the field names of TransformerConfig or MLATransformerConfig. Raises ConfigError without Megatron."""
     return _fields(*_CLASSES, *([_MLA] if mla else []))
 
 
@@ -101,21 +104,25 @@ def _fields(*classes: tuple[str, str]) -> frozenset[str]:
 
 @functools.cache
 def _parse_fields(*classes: tuple[str, str]) -> dict[str, foreign_dataclasses.Field]:
-    """The fields of dataclasses, by name; of those that two have, the later one's."""
-    spec = importlib.util.find_spec("megatron.core")  # finds the package without running it
+    """Return the fields of dataclasses by name; later classes override earlier ones."""
+    spec = importlib.util.find_spec("megatron.core")  # finds the package without importing it
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("Megatron-Core is not installed; run `bash launch/install.sh`")
-    found: dict[str, foreign_dataclasses.Field] = {}
+    fields: dict[str, foreign_dataclasses.Field] = {}
     for file, name in classes:
         source = Path(spec.submodule_search_locations[0], file).read_text()
         body = next(n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
-        found |= foreign_dataclasses.parse_fields(body)
-    return found
+        fields |= foreign_dataclasses.parse_fields(body)
+    return fields
 
 
 def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) -> None:
-    """Raise ConfigError for a key of `model.megatron` that Megatron does not know, with the nearest, or is not free;
-    also because of what a model has beyond Megatron."""
+    """Raise ConfigError for a key of `model.megatron` that Megatron does not have, that is reserved, or that conflicts.
+
+    Errors on unknown keys suggest the closest match.
+
+    extras: the model's features beyond Megatron, with which some keys conflict.
+    """
     for name in settings:
         if name in CONFIG_KEYS:
             raise ConfigError(f"model.megatron.{name} has a key of its own: set {CONFIG_KEYS[name]}")
@@ -124,8 +131,8 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
         if name in MODEL_FIELDS and name in known_fields(True):
             raise ConfigError(f"model.megatron.{name} cannot be set: the model's config.json decides it; leave it out")
         if name not in known_fields(mla):
-            kind = "MLATransformerConfig" if mla else "TransformerConfig"
-            raise ConfigError(_unknown("model.megatron", name, kind, known_fields(mla)))
+            class_name = "MLATransformerConfig" if mla else "TransformerConfig"
+            raise ConfigError(_unknown("model.megatron", name, class_name, known_fields(mla)))
     check_types("model.megatron", settings, *_CLASSES, *([_MLA] if mla else []))
     _check_recompute(settings)
     if settings.get("fp8_recipe") == "delayed":  # Megatron's own default
@@ -140,37 +147,37 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
 
 
 def _check_recompute(settings: Mapping[str, Any]) -> None:
-    """What Megatron asserts of these fields together, when it has started."""
-    section, way = "model.megatron.", settings.get("recompute_granularity")
+    """Raise ConfigError for combinations of recompute fields that Megatron would reject only after startup."""
+    section, granularity = "model.megatron.", settings.get("recompute_granularity")
     for name in settings.get("recompute_modules") or ():
         if name not in RECOMPUTE_MODULES:
             hint = foreign_dataclasses.did_you_mean(name, RECOMPUTE_MODULES)
             raise ConfigError(f"{section}recompute_modules: {name} is none of {', '.join(RECOMPUTE_MODULES)}{hint}")
-    given = [name for name in ("recompute_method", "recompute_num_layers") if settings.get(name) is not None]
-    if way == "full" and len(given) < 2:
+    present = [name for name in ("recompute_method", "recompute_num_layers") if settings.get(name) is not None]
+    if granularity == "full" and len(present) < 2:
         raise ConfigError(f"{section}recompute_granularity=full needs recompute_method and recompute_num_layers, too")
-    if way == "selective" and "recompute_num_layers" in given:
+    if granularity == "selective" and "recompute_num_layers" in present:
         raise ConfigError(f"{section}recompute_num_layers is for recompute_granularity=full; leave it out")
-    if way == "full" and settings["recompute_num_layers"] < 1:
+    if granularity == "full" and settings["recompute_num_layers"] < 1:
         raise ConfigError(f"{section}recompute_num_layers must be at least 1, not {settings['recompute_num_layers']}")
 
 
 def check_types(section: str, settings: Mapping[str, Any], *classes: tuple[str, str]) -> None:
-    """Raise ConfigError for a value that does not fit its field of these classes, or that no model could have."""
+    """Raise ConfigError for a value that does not fit its field's type, or is out of range for any model."""
     for name, value in settings.items():
-        where = f"{section}.{name}"
-        foreign_dataclasses.check_field_value(where, value, _parse_fields(*classes)[name])
+        key = f"{section}.{name}"
+        foreign_dataclasses.check_field_value(key, value, _parse_fields(*classes)[name])
         numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
         if name.endswith("dropout") and any(not 0 <= number < 1 for number in numbers):
-            raise ConfigError(f"{where} is a share: it must be at least 0 and below 1, not {value}")
+            raise ConfigError(f"{key} is a share: it must be at least 0 and below 1, not {value}")
         if name.endswith(_NEVER_NEGATIVE) and any(number < 0 for number in numbers):
-            raise ConfigError(f"{where} must not be negative, but is {value}")
+            raise ConfigError(f"{key} must not be negative, but is {value}")
         if name == "bucket_size" and value == 0:
-            raise ConfigError(f"{where} must be above 0, or null for one bucket, not 0")
+            raise ConfigError(f"{key} must be above 0, or null for one bucket, not 0")
 
 
 def check_ddp(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a key of `train.ddp` that Megatron does not know, with the nearest, or is not free."""
+    """Raise ConfigError for a key of `train.ddp` that Megatron does not have, with a suggestion, or is reserved."""
     for name in settings:
         if name in DDP_FORBIDDEN:
             raise ConfigError(f"train.ddp.{name} cannot be set: {DDP_FORBIDDEN[name]}")

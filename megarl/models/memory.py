@@ -1,8 +1,8 @@
-"""Bytes that a rank needs, by part, worked out from a family's table: no process, no device.
+"""Compute the memory that a rank needs, by part, from a family's table, without processes or devices.
 
-Weights, gradients, optimizer states and the engine's weights are exact, element by element, but for the padding of
-Megatron's gradient buffers. Activations, what the loss takes for logits, and the KV cache are estimates, as their
-functions say. What CUDA, NCCL and the allocator take for themselves is not counted.
+Weights, gradients, optimizer states and the engine's weights are exact, element by element, except for the padding of
+Megatron's gradient buffers. Activations, logits and the KV cache are estimates, as their functions state. The memory
+overhead of CUDA, NCCL and the allocator is not counted.
 """
 
 from __future__ import annotations
@@ -41,21 +41,20 @@ NO_LORA = LoraConfig()
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of a pipeline stage of a model, the actor unless another is named. Every rank of it needs the same. All
-    numbers are bytes.
+    """Memory, in bytes, of each rank of a pipeline stage of a model, the actor unless another is named.
 
-    While training the engine sleeps and has given its memory back; in a push its weights are there, and what is staged;
-    while generating, its weights and KV cache. In both, the states of actor and critic stay on the device or, with
-    `train.offload`, leave it, but for the weights that are pushed.
+    During training the engine sleeps and holds no memory. During weight sync it holds its weights and staging buffers,
+    and during generation its weights and KV cache. In these two phases the states of actor and critic stay on the
+    device or, with `train.offload`, are offloaded, except for the weights being synced.
     """
 
     stage: int
-    layers: tuple[int, ...]  # the model's decoder layers of the stage; none where there is no model
+    layers: tuple[int, ...]  # decoder layers of the stage; empty without a model
     states: dict[str, int]  # of actor and critic
-    training: dict[str, int]  # besides, while training
-    generation: dict[str, int]  # besides, while generating
-    push: dict[str, int]  # besides, in a push
-    host: dict[str, int]  # in the host's memory
+    training: dict[str, int]  # in addition, during training
+    generation: dict[str, int]  # in addition, during generation
+    push: dict[str, int]  # in addition, during weight sync
+    host: dict[str, int]  # in host memory
     is_offloaded: bool
 
     @property
@@ -64,7 +63,7 @@ class StageMemory:
 
     @property
     def generation_total(self) -> int:
-        # A reward model comes back to score while the engine is awake.
+        # A reward model is onloaded for scoring while the engine is awake.
         states = self.states.get(REWARD_WEIGHTS, 0) if self.is_offloaded else sum(self.states.values())
         return states + sum(self.generation.values())
 
@@ -79,7 +78,7 @@ class StageMemory:
 
 
 class InferenceStage(NamedTuple):
-    """A rank of a pipeline stage of a model that computes and is not trained; bytes."""
+    """Memory, in bytes, of a rank of a pipeline stage of an inference-only model."""
 
     layers: tuple[int, ...]
     weights: int
@@ -88,8 +87,13 @@ class InferenceStage(NamedTuple):
 
 
 class ElementCounts(NamedTuple):
-    """What a rank holds, in elements: trained dense parameters, vocabulary padding included; trained parameters of
-    routed experts; those that LoRA leaves as they are; and biases of routers, not trained and kept in fp32."""
+    """Numbers of elements on a rank.
+
+    dense: trained dense parameters, vocabulary padding included.
+    expert: trained parameters of routed experts.
+    frozen: parameters that LoRA freezes.
+    biases: the routers' expert biases, not trained and kept in fp32.
+    """
 
     dense: int = 0
     expert: int = 0
@@ -105,31 +109,35 @@ def plan_memory(
     served: Mapping[str, Sequence[InferenceStage]] | None = None,
     whose: str = "",
 ) -> list[StageMemory]:
-    """Memory of a rank of each pipeline stage of the actor, or of the reward model in training. `critic_hf`: of the
-    critic's model; None where there is no critic. Of a critic in a layout of its own the fullest of the stages counts
-    that the ranks have. `served`: likewise, by role, models that are not trained: of `inference_stages`, or whole.
-    What `placement` has on other ranks is left out.
+    """Plan the memory of a rank of each pipeline stage of the actor, or of the reward model when that is trained.
 
-    whose: the role whose ranks, and whose model's stages, these are instead; of ranks with engines only, which have no
-    stages, `rollout`. Raises ConfigError where the layout does not divide the model.
+    Roles that `placement` puts on other ranks are left out. Raises ConfigError if the layout does not divide the model.
+
+    critic_hf: config of the critic's model; None without a critic. If the critic has its own layout, the fullest of its
+        stages on these ranks counts.
+    served: inference-only models by role, as from `inference_stages` or as a single stage. The fullest stage counts.
+    whose: the role whose ranks and stages to plan for instead; `rollout` for ranks with engines only, which have no
+        stages.
     """
     lead = whose or declared.main_role
     placement = placement_of(config)
-    ranks, given = set(placement.ranks_of(lead)), served or {}
-    here = {role for role in ("actor", "critic", *given, "rollout") if ranks & set(placement.ranks_of(role))} | {lead}
+    ranks, served_models = set(placement.ranks_of(lead)), served or {}
+    local_roles = {
+        role for role in ("actor", "critic", *served_models, "rollout") if ranks & set(placement.ranks_of(role))
+    } | {lead}
     if lead == "rollout":
-        here = {lead}
-    of = {"actor": hf, "reward_model": hf, "critic": critic_hf}
+        local_roles = {lead}
+    hf_by_role = {"actor": hf, "reward_model": hf, "critic": critic_hf}
     rollout, size = config.rollout, DTYPE_BYTES[config.model.dtype]
     tokens = _tokens(config, declared)
     trained = {
         role: _states_and_activations(model, role_config(config, role), role.replace("_", " "), tokens)
-        for role in (() if lead in given else (lead, "critic"))
-        if role in here and (model := of.get(role)) is not None
+        for role in (() if lead in served_models else (lead, "critic"))
+        if role in local_roles and (model := hf_by_role.get(role)) is not None
     }
     engine: dict[str, int] = {}
-    if declared.has_engines(config) and "rollout" in here:
-        # The engine may only use so much of its own accord; what is asked for is what all its conversations need.
+    if declared.has_engines(config) and "rollout" in local_roles:
+        # `max_total_tokens` caps the cache; otherwise it must hold all of the engine's conversations.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
         drafts = bool(rollout.draft_tokens)
         engine["engine weights"] = engine_bytes(hf, rollout.tp, size, drafts)
@@ -137,31 +145,31 @@ def plan_memory(
     stages: list[StageMemory] = []
     layers: list[tuple[int, ...]] = [()]
     tp = 1
-    if lead in given:
-        layers = [stage.layers for stage in given[lead]]
-    elif (model := of.get(lead)) is not None:
+    if lead in served_models:
+        layers = [stage.layers for stage in served_models[lead]]
+    elif (model := hf_by_role.get(lead)) is not None:
         parallel = role_config(config, lead).parallel
         layers, tp = _layers(_settings(model, config), parallel), parallel.tp
-    for stage, mine in enumerate(layers):
+    for stage, stage_layer_ids in enumerate(layers):
         states: dict[str, int] = {}
-        computes = trained or here & given.keys() - {"reward"}
+        computes = trained or local_roles & served_models.keys() - {"reward"}
         training = {"activations": 0, "logits": 0, "micro-batches": 0} if computes else {}
         for model_stages in trained.values():
-            held, kept, cut = max(
+            model_states, activations, micro_batches = max(
                 _overlapping_stages(model_stages, stage, len(layers)), key=lambda one: sum(one[0].values())
             )
-            states |= held
-            # One model computes at a time: the greater of the two counts.
-            training["activations"] = max(training["activations"], kept)
-            training["micro-batches"] = max(training["micro-batches"], cut)
+            states |= model_states
+            # One model computes at a time, so the larger of the two counts.
+            training["activations"] = max(training["activations"], activations)
+            training["micro-batches"] = max(training["micro-batches"], micro_batches)
         if stage == len(layers) - 1 and lead == "actor":
-            words, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
+            vocab_size, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             at_once = config.train.logits_at_once
-            training["logits"] = logits_bytes(words, hidden, tp, tokens, at_once, size)
+            training["logits"] = logits_bytes(vocab_size, hidden, tp, tokens, at_once, size)
         generation, push, host = dict(engine), {}, checkpoint_copy(config, states, trained)
-        for role in (role for role in given if role in here):
-            fullest = max(_overlapping_stages(given[role], stage, len(layers)), key=lambda one: one.weights)
-            if role == "reward":  # while the engine is awake
+        for role in (role for role in served_models if role in local_roles):
+            fullest = max(_overlapping_stages(served_models[role], stage, len(layers)), key=lambda one: one.weights)
+            if role == "reward":  # it scores while the engine is awake
                 states[REWARD_WEIGHTS] = fullest.weights
                 generation["reward model activations"] = fullest.activations
                 continue
@@ -169,9 +177,9 @@ def plan_memory(
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
         if declared.has_rollout and declared.trained_roles:
-            weights, taken = states.get("actor weights", 0), engine.get("engine weights", 0)
-            if staged := sync_staging_bytes(rollout.push_bucket_mb << 20, weights, taken):
-                push.update({"engine weights": taken, "reshard staging": staged})
+            weights, engine_weights = states.get("actor weights", 0), engine.get("engine weights", 0)
+            if staged := sync_staging_bytes(rollout.push_bucket_mb << 20, weights, engine_weights):
+                push.update({"engine weights": engine_weights, "reshard staging": staged})
             if weights and "reference" in declared.roles and not config.lora.rank:
                 host["reference weights"] = weights
             if weights and config.guards.ppo_kl:
@@ -179,80 +187,86 @@ def plan_memory(
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         offloaded = declared.has_rollout and config.train.offload
-        stages.append(StageMemory(stage, mine, states, training, generation, push, host, offloaded))
+        stages.append(StageMemory(stage, stage_layer_ids, states, training, generation, push, host, offloaded))
     return stages
 
 
 def _overlapping_stages(stages: Sequence[Stage], stage: int, count: int) -> Sequence[Stage]:
-    """Those of another model's stages that ranks have of a model's stage, one of `count`: stages are runs of ranks."""
+    """Return another model's stages on the ranks of stage `stage` of `count`. Stages are runs of consecutive ranks."""
     return stages[stage * len(stages) // count : -(-(stage + 1) * len(stages) // count)]
 
 
 def _states_and_activations(
     hf: HFConfig, config: Config, role: str, tokens: int
 ) -> list[tuple[dict[str, int], int, int]]:
-    """By pipeline stage of a model in its own layout: bytes of its states by part, of what it keeps for the backward
-    pass, and of the micro-batches at work. tokens: of a micro-batch on a rank."""
+    """Return, by pipeline stage of a model, the bytes of its states by part, of activations and of micro-batches.
+
+    tokens: of a micro-batch on a rank.
+    """
     parallel, size = config.parallel, DTYPE_BYTES[config.model.dtype]
     settings = _settings(hf, config)
     layers = _layers(settings, parallel)
-    dp = parallel.world_size // (parallel.tp * parallel.pp)  # and cp: both share the optimizer's states
+    dp = parallel.world_size // (parallel.tp * parallel.pp)  # including cp: optimizer states are sharded over both
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
-    found = []
+    results = []
     mtp = num_trained_mtp(hf, config) if role == "actor" else 0
     for stage, elements in enumerate(stage_elements(hf, parallel, layers, role != "actor", config.lora, bool(mtp))):
         states = state_bytes(elements, dp, expert_dp, size)
-        mine, count = layers[stage], len(layers[stage]) // parallel.vpp
-        runs = [mine[i * count : (i + 1) * count] for i in range(parallel.vpp)]
-        ahead = mtp if stage == parallel.pp - 1 else 0  # each is about one more of the last layer
+        stage_layer_ids, count = layers[stage], len(layers[stage]) // parallel.vpp
+        runs = [stage_layer_ids[i * count : (i + 1) * count] for i in range(parallel.vpp)]
+        stage_mtp = mtp if stage == parallel.pp - 1 else 0  # each costs about as much as the last layer
         in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
-        if settings.get("fp8"):  # with which it is not recomputed
-            kept = ahead * layer_elements(settings, layers[-1][-1], parallel.etp) * tokens // parallel.tp
+        if settings.get("fp8"):  # MTP layers are not recomputed in FP8
+            activations = stage_mtp * layer_elements(settings, layers[-1][-1], parallel.etp) * tokens // parallel.tp
         else:
-            kept, runs[-1] = 0, runs[-1] + layers[-1][-1:] * ahead
-        kept += activation_elements(settings, runs, parallel.tp, tokens, in_flight, parallel.etp)
-        ends = stage == 0, stage == parallel.pp - 1
+            activations, runs[-1] = 0, runs[-1] + layers[-1][-1:] * stage_mtp
+        activations += activation_elements(settings, runs, parallel.tp, tokens, in_flight, parallel.etp)
+        is_first_and_last = stage == 0, stage == parallel.pp - 1
         replays = role == "actor" and config.train.replay_routing
-        cut = micro_batch_bytes(settings, mine, tokens, parallel.tp, parallel.cp, *ends, mtp, replays)
+        micro_batch = micro_batch_bytes(
+            settings, stage_layer_ids, tokens, parallel.tp, parallel.cp, *is_first_and_last, mtp, replays
+        )
         states = {f"{role} {part}": amount for part, amount in states.items()}
-        found.append((states, kept * size, ceil(cut * in_flight)))
-    return found
+        results.append((states, activations * size, ceil(micro_batch * in_flight)))
+    return results
 
 
 def inference_stages(
     hf: HFConfig, config: Config, declared: Requirements, head: bool, dtype: str = "float32"
 ) -> list[InferenceStage]:
-    """By pipeline stage of a model that is not trained, in a role's layout. head: it has one of one value."""
+    """Return the memory of an inference-only model by pipeline stage. head: whether it has a value head."""
     parallel, tokens, size = config.parallel, _tokens(config, declared), DTYPE_BYTES[dtype]
     settings = _settings(hf, config)
     layers = _layers(settings, parallel)
-    found = []
-    for mine, elements in zip(layers, stage_elements(hf, parallel, layers, head), strict=True):
-        widest = max((layer_elements(settings, layer, parallel.etp) for layer in mine), default=0)
+    stages = []
+    for stage_layer_ids, elements in zip(layers, stage_elements(hf, parallel, layers, head), strict=True):
+        widest = max((layer_elements(settings, layer, parallel.etp) for layer in stage_layer_ids), default=0)
         weights = size * (sum(elements) - elements.biases) + 4 * elements.biases
-        found.append(InferenceStage(mine, weights, size * widest * tokens // parallel.tp))
+        stages.append(InferenceStage(stage_layer_ids, weights, size * widest * tokens // parallel.tp))
     if not head:
-        words, hidden, at_once = int(hf["vocab_size"]), int(hf["hidden_size"]), config.train.logits_at_once
-        found[-1] = found[-1]._replace(logits=logits_bytes(words, hidden, parallel.tp, tokens, at_once, size))
-    return found
+        vocab_size, hidden, at_once = int(hf["vocab_size"]), int(hf["hidden_size"]), config.train.logits_at_once
+        stages[-1] = stages[-1]._replace(logits=logits_bytes(vocab_size, hidden, parallel.tp, tokens, at_once, size))
+    return stages
 
 
 def classifier_stages(hf: HFConfig, elements: int, dtype: str, config: Config) -> list[InferenceStage]:
-    """Of any classifier, whole on each of its ranks; its activations by what is usual in a layer: six times its width,
-    three times that of its MLP."""
+    """Return the memory of any classifier, replicated on each of its ranks.
+
+    Activations assume a typical layer: six times the hidden size plus three times the MLP's size per token.
+    """
     layers, size = tuple(range(int(hf.get("num_hidden_layers") or 1))), DTYPE_BYTES[dtype]
-    wide = 6 * int(hf.get("hidden_size") or 0) + 3 * int(hf.get("intermediate_size") or 0)
-    return [InferenceStage(layers, size * elements, size * wide * config.train.token_budget)]
+    width = 6 * int(hf.get("hidden_size") or 0) + 3 * int(hf.get("intermediate_size") or 0)
+    return [InferenceStage(layers, size * elements, size * width * config.train.token_budget)]
 
 
 def _tokens(config: Config, declared: Requirements) -> int:
-    """The most tokens that a rank has of a micro-batch: the budget, or its part of a longer sequence."""
+    """Return the largest number of tokens of a micro-batch on a rank: the budget, or its part of a longer sequence."""
     longest = config.rollout.max_context if declared.has_rollout else 0
     return max(config.train.token_budget, -(-longest // config.parallel.cp))
 
 
 def _settings(hf: HFConfig, config: Config) -> dict[str, Any]:
-    """Megatron's fields, and `post_norms`, for which it has none."""
+    """Return Megatron's fields and `post_norms`, for which Megatron has no field."""
     family = family_of(hf)
     return {**family.megatron_config(hf), **config.model.megatron, "post_norms": family.extras(hf).post_norms}
 
@@ -262,10 +276,11 @@ def _layers(settings: Mapping[str, Any], parallel: ParallelConfig) -> list[tuple
 
 
 def unique_params(hf: HFConfig, mtp: bool = False) -> list[tuple[Param, int]]:
-    """The family's table with one of the routed experts of each layer, and how many there are of each parameter; mtp:
-    with the layers of multi-token prediction.
+    """Return the family's table with one routed expert per layer, and the multiplicity of each parameter.
 
-    Two orders of magnitude shorter than the whole table of a model of many experts.
+    Two orders of magnitude shorter than the full table of a model with many experts.
+
+    mtp: include the multi-token prediction layers.
     """
     return _unique_params(_text(hf), mtp)
 
@@ -276,7 +291,7 @@ def _text(hf: HFConfig) -> str:
 
 @cache
 def _unique_params(text: str, mtp: bool) -> list[tuple[Param, int]]:
-    """Of a config.json as text, which can be remembered: a search asks for the same table many times."""
+    """Implement `unique_params`, cached by the config's text: a layout search needs the same table many times."""
     hf = json.loads(text)
     family = family_of(hf)
     family.check(hf)
@@ -288,7 +303,7 @@ def _unique_params(text: str, mtp: bool) -> list[tuple[Param, int]]:
 
 
 def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
-    """A policy's table with a head of one value in place of the output layer."""
+    """Return a policy's table with a value head in place of the output layer."""
     head = Param("output_layer.weight", (HFTensor("score.weight", (1, hidden)),), Replicated())
     return [*(param for param in policy if param.megatron != head.megatron), head]
 
@@ -301,14 +316,19 @@ def stage_elements(
     lora: LoraConfig = NO_LORA,
     mtp: bool = False,
 ) -> list[ElementCounts]:
-    """What one rank of each stage holds. `stages`: the decoder layers of each, see `stage_layers`. head: there is one
-    of one value in place of the output layer. mtp: there are the layers of multi-token prediction. Raises ConfigError
-    where tp or etp does not divide, and for LoRA's targets that are not there."""
+    """Return the element counts on one rank of each pipeline stage.
+
+    Raises ConfigError if tp or etp does not divide the model, or a LoRA target does not exist.
+
+    stages: the decoder layers of each stage, see `stage_layers`.
+    head: whether a value head replaces the output layer.
+    mtp: include the multi-token prediction layers.
+    """
     layers, others, copy = _count_elements(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora, mtp)
-    found = [_sum(layers[layer] for layer in mine) for mine in stages]
-    found[0] = _sum([found[0], others["embedding"]])
-    found[-1] = _sum([found[-1], others["final"], *([copy] if len(stages) > 1 else [])])
-    return found
+    counts = [_sum(layers[layer] for layer in stage_layer_ids) for stage_layer_ids in stages]
+    counts[0] = _sum([counts[0], others["embedding"]])
+    counts[-1] = _sum([counts[-1], others["final"], *([copy] if len(stages) > 1 else [])])
+    return counts
 
 
 def _sum(parts: Iterable[ElementCounts]) -> ElementCounts:
@@ -319,13 +339,15 @@ def _sum(parts: Iterable[ElementCounts]) -> ElementCounts:
 def _count_elements(
     text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool
 ) -> tuple[list[ElementCounts], dict[str, ElementCounts], ElementCounts]:
-    """What a rank has of each layer, of the embedding and of what follows the layers; and the copy of the embedding
-    that a last stage has where it is tied or used there."""
+    """Return a rank's element counts of each layer, of the embedding and the final layers, and of the embedding's copy.
+
+    The last stage holds that copy if the embedding is tied or used by multi-token prediction.
+    """
     hf = json.loads(text)
     params, experts = [param for param, _ in _unique_params(text, mtp)], family_of(hf).num_experts(hf)
     if head:
         params = critic_params(params, int(hf["hidden_size"]))
-    tied = all(param.megatron != "output_layer.weight" for param in params)
+    is_tied = all(param.megatron != "output_layer.weight" for param in params)
     if lora.rank:
         params = params + adapter_params(params, lora)
     layers = [ElementCounts() for _ in range(int(hf["num_hidden_layers"]))]
@@ -335,24 +357,25 @@ def _count_elements(
             size = prod(local_shape(param, tp, 0))
         else:
             size = prod(local_shape(param, etp, 0)) * experts // ep
-        frozen = lora.rank and param.slot is not None  # adapters and a head of one value are in no engine
-        kind = "biases" if param.is_buffer else "frozen" if frozen else "dense" if param.expert is None else "expert"
-        mine = ElementCounts(**{kind: size})
+        is_frozen = lora.rank and param.slot is not None  # adapters and a value head have no engine slot
+        kind = "biases" if param.is_buffer else "frozen" if is_frozen else "dense" if param.expert is None else "expert"
+        counts = ElementCounts(**{kind: size})
         if param.megatron.startswith("decoder.layers."):
             layer = int(param.megatron.split(".")[2])
-            layers[layer] = _sum([layers[layer], mine])
+            layers[layer] = _sum([layers[layer], counts])
         else:
             part = "embedding" if param.megatron.startswith("embedding.") else "final"
-            others[part] = _sum([others[part], mine])
-    return layers, others, others["embedding"] if tied or mtp else ElementCounts()
+            others[part] = _sum([others[part], counts])
+    return layers, others, others["embedding"] if is_tied or mtp else ElementCounts()
 
 
 def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> dict[str, int]:
-    """Weights, fp32 gradients, and the distributed optimizer's share of master weights and two moments.
+    """Return the bytes of weights, fp32 gradients, and the rank's shard of master weights and two moments.
 
-    Per element, with d ranks to share the optimizer: 6 + 12 / d bytes in bf16 and 8 + 8 / d in fp32, where the weights
-    are their own masters: the table in Megatron-Core's guide to its distributed optimizer. Dense parameters are shared
-    over data and context parallel ranks, experts over the ranks that hold the same experts.
+    Per element, with the optimizer sharded over d ranks: 6 + 12 / d bytes in bf16 and 8 + 8 / d in fp32, where the
+    weights are their own masters. Source: the table in Megatron-Core's guide to its distributed optimizer. States of
+    dense parameters are sharded over data and context parallel ranks, those of experts over the ranks that hold the
+    same experts.
     """
     dense, expert, frozen, biases = elements
     states = 12 if size == 2 else 8
@@ -364,11 +387,13 @@ def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> 
 
 
 def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
-    """What one rank of an SGLang engine holds in weights, of `size` bytes an element; what an FP8 checkpoint has in FP8
-    takes a byte and a scale for each block. drafts: with the layers of multi-token prediction.
+    """Return the bytes of weights on one rank of an SGLang engine.
 
-    Of experts it has 1 / tp, whether they are dealt out whole or cut. Keys and values are held more than once where
-    there are fewer heads than ranks; latents, norms and routers by all.
+    A rank has 1 / tp of the experts, whether these are distributed (EP) or sharded (TP). KV heads are replicated if
+    fewer than ranks; latents, norms and routers always are.
+
+    size: bytes per element. FP8 weights of an FP8 checkpoint take one byte, plus a scale per block.
+    drafts: include the multi-token prediction layers.
     """
     total, fp8 = 0.0, is_fp8(hf)
     for param, count in unique_params(hf, drafts):
@@ -384,8 +409,10 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
 
 
 def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
-    """Elements of KV cache per token on one rank of an engine: keys and values of its heads, or the whole latent; also
-    of the layers of multi-token prediction where it `drafts`."""
+    """Return the KV cache elements per token on one engine rank: keys and values of its heads, or the full latent.
+
+    drafts: include the multi-token prediction layers.
+    """
     family = family_of(hf)
     settings = family.megatron_config(hf)
     layers = int(settings["num_layers"]) + (family.num_mtp_layers(hf) if drafts else 0)
@@ -397,6 +424,8 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
 
 
 def sync_staging_bytes(bucket: int, weights: int, engine: int) -> int:
-    """The most that a push stages on a rank: two halves of a bucket to send from, two to receive into, of which none is
-    larger than what there is to send or to receive."""
+    """Return an upper bound on the staging memory of a weight sync on a rank.
+
+    Two half buckets to send from and two to receive into, none larger than the data to send or receive.
+    """
     return 2 * min(bucket // 2, weights) + 2 * min(bucket // 2, engine)

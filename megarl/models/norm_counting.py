@@ -1,11 +1,14 @@
-"""Which parameters count in the norm of all gradients on which tensor parallel rank.
+"""Set the flags that decide on which tensor parallel ranks a parameter counts in the gradient norm.
 
-Megatron adds a parameter's gradient up on every tensor parallel rank where `tensor_model_parallel` is set, else on the
-first alone. Its own layers set that as they are cut; Transformer Engine's do not always: grouped experts with EP or
-expert TP are told of no parallelism, so where they are not marked, the experts of all ranks but the first drop out of
-the norm, and gradients are clipped too little (NVIDIA/Megatron-LM#5916); a linear layer that each rank has whole is
-marked nevertheless, so DeepSeek's down projections count TP times (ROCm/TransformerEngine#715). Neither raises
-anything. How a parameter is cut says its family's table, so the table sets the mark.
+Megatron adds a parameter's gradient to the norm on every tensor parallel rank if `tensor_model_parallel` is set, else
+on the first rank only. Megatron's own layers set the flag according to their sharding. Transformer Engine's do not
+always, and no error is raised:
+
+- Grouped experts with EP or expert TP are built as if not parallel. Without the flag, experts on all ranks but the
+  first drop out of the norm, and gradients are clipped too little (NVIDIA/Megatron-LM#5916).
+- Replicated linear layers have the flag, so DeepSeek's down projections count TP times (ROCm/TransformerEngine#715).
+
+The family's table defines each parameter's sharding, so the table sets the flag.
 """
 
 from __future__ import annotations
@@ -18,9 +21,13 @@ from megarl.models.layout_algebra import Param, Replicated
 
 
 def set_flags(named: Mapping[str, torch.Tensor], table: Iterable[Param]) -> list[str]:
-    """Set `tensor_model_parallel` of the parameters (canonical name -> parameter) as their cuts are: of experts
-    everywhere, for none is whole on two ranks that count it, of others where they are cut by TP. Returns the names of
-    those that were marked otherwise before. It must be done before the optimizer is built, which copies the mark."""
+    """Set `tensor_model_parallel` according to each parameter's sharding, and return the names that changed.
+
+    It is set for all experts, as no two counting ranks hold the same expert parameter, and for other parameters if TP
+    shards them. Call this before building the optimizer, which copies the flag.
+
+    named: parameters by canonical name.
+    """
     changed = []
     for param in table:
         tensor = named.get(param.megatron)
@@ -33,8 +40,11 @@ def set_flags(named: Mapping[str, torch.Tensor], table: Iterable[Param]) -> list
 
 
 def check_expert_flags(chunks: Sequence[torch.nn.Module]) -> None:
-    """Raise RuntimeError, naming the parameter, where one of an expert that is trained would drop out of the norm or
-    would be summed over the data parallel ranks of the dense layers, under whichever name a layer has it."""
+    """Raise RuntimeError, naming the parameter, if a trained expert parameter has wrong flags.
+
+    It would drop out of the gradient norm, or be summed over the data parallel ranks of the dense layers. Looks at
+    local names, so that parameters missing in the table are found too.
+    """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." not in name or not parameter.requires_grad:

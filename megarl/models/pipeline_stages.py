@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has."""
+"""Assign decoder layers to pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 
 
 def stage_layers(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int = 1) -> list[tuple[int, ...]]:
-    """Which decoder layers each pipeline stage has: as Megatron-Core 0.16 deals them out, evenly, or with
-    `num_layers_in_first_pipeline_stage` and `..._last_...` (keys of `model.megatron`) given and the rest even. With
-    vpp > 1 a stage has its layers in so many equal parts, and the first parts of all stages come before the second.
+    """Return the decoder layers of each pipeline stage, as Megatron-Core 0.16 assigns them.
 
-    Raises ConfigError where the layers do not divide, with numbers that do.
+    Layers are spread evenly, or `num_layers_in_first_pipeline_stage` and `..._last_...` (keys of `model.megatron`) fix
+    the ends and the rest is even. With vpp > 1 each stage has its layers in `vpp` equal parts, and the first parts of
+    all stages precede the second parts.
+
+    Raises ConfigError if the layers do not divide, and suggests sizes that do.
     """
     first, last = settings.get(FIRST), settings.get(LAST)
     stages = pp - (first is not None) - (last is not None)
@@ -30,21 +32,21 @@ def stage_layers(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int
         )
     for stage, count in enumerate(counts):
         if count % vpp:
-            fits = [n for n in range(1, count + 1) if all(other % n == 0 for other in counts)]
+            divisors = [n for n in range(1, count + 1) if all(other % n == 0 for other in counts)]
             raise ConfigError(
                 f"parallel.vpp={vpp} does not divide the {count} layers of pipeline stage {stage}; sizes that do for "
-                f"all stages: {', '.join(map(str, fits))}"
+                f"all stages: {', '.join(map(str, divisors))}"
             )
     stages_layers: list[list[int]] = [[] for _ in range(pp)]
     layers = iter(range(num_layers))
     for _ in range(vpp):
-        for mine, count in zip(stages_layers, counts, strict=True):
-            mine += islice(layers, count // vpp)
-    return [tuple(mine) for mine in stages_layers]
+        for local_layers, count in zip(stages_layers, counts, strict=True):
+            local_layers += islice(layers, count // vpp)
+    return [tuple(local_layers) for local_layers in stages_layers]
 
 
 def _counts(num_layers: int, pp: int, settings: Mapping[str, Any]) -> list[int] | None:
-    """Layers of each stage; None where they do not divide."""
+    """Return the number of layers of each stage, or None if they do not divide."""
     first, last = ([settings[name]] if settings.get(name) is not None else [] for name in (FIRST, LAST))
     middle, stages = num_layers - sum(first) - sum(last), pp - len(first) - len(last)
     if (
@@ -59,31 +61,31 @@ def _counts(num_layers: int, pp: int, settings: Mapping[str, Any]) -> list[int] 
 
 
 def _remedy(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int) -> str:
-    """What would fit, each of it tried: other numbers of layers on the first and last stage, or another pp."""
+    """Return working alternatives: other sizes of the first and last stage, or another pp. Each has been checked."""
 
     def fits(size: int, ends: Mapping[str, Any]) -> bool:
         counts = _counts(num_layers, size, ends)
         return counts is not None and all(count > 0 and count % vpp == 0 for count in counts)
 
     ends = {name: settings[name] for name in (FIRST, LAST) if settings.get(name) is not None}
-    without = f"remove model.megatron.{' and '.join(ends)}"
+    removal = f"remove model.megatron.{' and '.join(ends)}"
     sizes = range(num_layers // pp + 1, 0, -1)
     uneven = [{LAST: size} for size in sizes]
     uneven += [{FIRST: size, LAST: size - less} for size in sizes for less in (0, 1) if size > less]
     remedies = []
     if ends and fits(pp, {}):
-        remedies.append(without)
-    elif able := [one for one in uneven if pp > 1 and fits(pp, one)]:
-        found = min(able, key=lambda one: (max(_counts(num_layers, pp, one) or ()), one[LAST]))
-        remedies.append("set model.megatron." + " and ".join(f"{name}={count}" for name, count in found.items()))
-        if FIRST in ends and FIRST not in found:
+        remedies.append(removal)
+    elif feasible := [one for one in uneven if pp > 1 and fits(pp, one)]:
+        best = min(feasible, key=lambda one: (max(_counts(num_layers, pp, one) or ()), one[LAST]))
+        remedies.append("set model.megatron." + " and ".join(f"{name}={count}" for name, count in best.items()))
+        if FIRST in ends and FIRST not in best:
             remedies[-1] += f" and remove {FIRST}"
     numbers = [size for size in range(1, min(num_layers, 4 * pp) + 1) if fits(size, ends)]
     if numbers:
         remedies.append(f"set parallel.pp to one of {', '.join(map(str, numbers))}")
-    if not remedies:  # 1 always fits, without parts
+    if not remedies:  # pp=1 with vpp=1 always fits
         numbers = [size for size in range(1, num_layers + 1) if fits(size, {})] or [1]
-        remedies.append(f"{without}, and " if ends else "")
+        remedies.append(f"{removal}, and " if ends else "")
         remedies[-1] += f"set parallel.pp to one of {', '.join(map(str, numbers))}"
         if not fits(numbers[0], {}):
             remedies[-1] += " and parallel.vpp to 1"

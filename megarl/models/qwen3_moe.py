@@ -1,4 +1,4 @@
-"""Qwen3-MoE: grouped-query attention with norms of q and k; every layer a softmax-routed mixture of experts."""
+"""Qwen3-MoE: grouped-query attention with norms of q and k, and softmax-routed experts in every layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def megatron_config(hf: HFConfig) -> dict[str, Any]:
         num_moe_experts=_num_experts(hf),
         moe_ffn_hidden_size=need(hf, "moe_intermediate_size"),
         moe_router_topk=need(hf, "num_experts_per_tok"),
-        # Megatron renormalises the chosen weights by taking the softmax after the top-k: the same number.
+        # Megatron renormalises the chosen weights by taking the softmax after the top-k, which is equivalent.
         moe_router_pre_softmax=not need(hf, "norm_topk_prob"),
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
@@ -64,7 +64,7 @@ def _check(hf: HFConfig) -> None:
     require(hf, "mlp_only_layers", [], (None,))
     require_default_rope(hf)
     if need(hf, "num_experts_per_tok") == 1 and need(hf, "norm_topk_prob"):
-        # the weight of the one expert would always be 1 and the router would learn nothing; Megatron refuses it too
+        # The single expert's weight would always be 1, so the router could not learn. Megatron rejects it too.
         raise ConfigError("config.json: norm_topk_prob=True with num_experts_per_tok=1 is not implemented")
 
 

@@ -41,8 +41,8 @@ def family_of(hf: HFConfig) -> Family:
         )
         if type_architecture != architecture:
             raise ConfigError(
-                f"config.json: architectures has {name}, but model_type={model_type} is {type_architecture}, by which transformers and "
-                "SGLang read the other keys; set the right model_type"
+                f"config.json: architectures has {name}, but model_type={model_type} is {type_architecture}, by which "
+                "transformers and SGLang read the other keys; set the right model_type"
             )
         return FAMILIES[architecture]
     declared = plugins.list_entry_points(ENTRY_POINT_GROUP)
@@ -68,7 +68,8 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
                 base = strict.read_json(adapters).get("base_model_name_or_path")
                 raise ConfigError(
                     f"{path} is a folder of PEFT's: adapters without the model that they adapt, "
-                    f"{strict.short_repr(base)}; merge them into it (merge_and_unload, save_pretrained) and name that folder"
+                    f"{strict.short_repr(base)}; merge them into it (merge_and_unload, save_pretrained) "
+                    "and name that folder"
                 )
             raise ConfigError(f"there is no config.json in {path}: it is not an HF model folder")
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""The shape of a record of routing: which layers have experts, how many, and how many of them a token goes through."""
+"""The shape of a routing record: the MoE layers, their number of experts, and the experts per token."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from megarl.models.registry import family_of
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """Of a decoder; layers of multi-token prediction are not part of it."""
+    """Routing of a decoder, without multi-token prediction layers."""
 
     num_layers: int
-    moe_layers: tuple[int, ...]  # numbers of those with experts, from 0
+    moe_layers: tuple[int, ...]  # indices of the MoE layers, from 0
     topk: int
     num_experts: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the experts' numbers on record."""
+        """The dtype of recorded expert indices."""
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
 
 def routing_shape(hf: HFConfig, megatron: Mapping[str, Any]) -> RoutingShape:
-    """Of a model with the further fields `megatron` (`model.megatron`) of Megatron's configuration.
+    """Return the routing shape of a model. Raises ConfigError for a dense model.
 
-    Raises ConfigError for a dense model.
+    megatron: overrides of Megatron's configuration (`model.megatron`).
     """
     settings = {**family_of(hf).megatron_config(hf), **megatron}
     if not settings.get("num_moe_experts"):
