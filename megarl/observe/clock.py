@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Clock:
-    """Measures phases and spans. Only the main thread may open phases; any thread may open spans.
+    """Measures phases and spans. Phases belong to a single thread; any thread may open spans.
 
     Args:
         on_phase: called with the name of each phase that begins, for the live display.

@@ -110,21 +110,17 @@ def _rollout_columns(number: int, record: Record, version: int) -> tuple[np.ndar
     rollout, trainer = record.rollout, record.trainer_logprobs
     if trainer is None or not rollout.num_actions:
         return None
-    lengths = [len(token_turn.token_ids) for token_turn in rollout.turns]
-    is_action = np.repeat([token_turn.is_action for token_turn in rollout.turns], lengths)
-    engine = np.concatenate([token_turn.logprobs for token_turn in rollout.turns if token_turn.is_action]).astype(
-        np.float64
-    )
-    staleness = np.concatenate(
-        [version - token_turn.token_versions for token_turn in rollout.turns if token_turn.is_action]
-    ).clip(min=0)
-    turn_index = np.cumsum([token_turn.is_action for token_turn in rollout.turns])
-    token_turn = np.repeat(turn_index, lengths)[is_action]
+    lengths = [len(turn.token_ids) for turn in rollout.turns]
+    is_action = np.repeat([turn.is_action for turn in rollout.turns], lengths)
+    engine = np.concatenate([turn.logprobs for turn in rollout.turns if turn.is_action]).astype(np.float64)
+    staleness = np.concatenate([version - turn.token_versions for turn in rollout.turns if turn.is_action]).clip(min=0)
+    turn_index = np.cumsum([turn.is_action for turn in rollout.turns])
+    turn = np.repeat(turn_index, lengths)[is_action]
     sampling_mask = rollout.sampling_mask
     mask_sizes = np.zeros(len(engine), np.int32) if sampling_mask is None else sampling_mask.counts.numpy()
     carried, cached = np.maximum.accumulate(staleness) > 0, _cached_by_token(rollout)
     cause_ids = np.select(
-        [staleness > 0, carried, mask_sizes > 0, cached == 0, cached > 0, token_turn <= 1], [0, 1, 2, 3, 4, 5], 6
+        [staleness > 0, carried, mask_sizes > 0, cached == 0, cached > 0, turn <= 1], [0, 1, 2, 3, 4, 5], 6
     )
     unreplayed = (
         np.full(len(engine), np.nan) if trainer.unreplayed is None else trainer.unreplayed[is_action].astype(np.float64)

@@ -81,14 +81,14 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """
     if not len(rollouts):
         return {}
-    num_completed = int((~rollouts.has_status("aborted")).sum())
+    num_branches = int((~rollouts.has_status("aborted")).sum())
     rollouts = rollouts.merge_branches()
     completed = rollouts.select(~rollouts.has_status("aborted"))
     metrics = {"rollout/aborted_frac": 1 - len(completed) / len(rollouts)}
     if not len(completed):
         return metrics
-    if num_completed > len(completed):
-        metrics["rollout/branches_mean"] = num_completed / len(completed)
+    if num_branches > len(completed):
+        metrics["rollout/branches_mean"] = num_branches / len(completed)
     scored = completed.select(completed.unscored == 0)
     metrics["rollout/reward_failed_frac"] = 1 - len(scored) / len(completed)
     for name, count in Counter(part for part, _, _ in rollouts.unscored_reasons).items():
