@@ -1,8 +1,8 @@
 """Modules for Megatron's local layer spec on a machine without Transformer Engine: attention, norm, replicated linear.
 
-They stand where Transformer Engine's TEDotProductAttention, TENorm and TELinear(parallel_mode="duplicated") stand on
-CUDA, because the local spec's own do not know packed sequences, sequence parallelism, or a k_pos_emb gradient that is
-summed over tensor parallel ranks.
+They replace Transformer Engine's TEDotProductAttention, TENorm and TELinear(parallel_mode="duplicated"). The local
+spec's own modules do not support packed sequences or sequence parallelism, and do not sum the k_pos_emb gradient over
+tensor parallel ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.parallel.context_parallel import gather_context, zigzag
 
 LENGTH_MULTIPLE = 32
-"""Sequences whose lengths are equal when rounded up to a multiple of this are attended to in one call."""
+"""Sequences whose lengths are equal after rounding up to a multiple of this share one attention call."""
 
 
 class PackedAttention(MegatronModule):
     """Causal core attention on `scaled_dot_product_attention`, for GQA and MLA, sequence by sequence.
 
-    That costs the sum of the squared lengths; one call with a block-diagonal mask would cost the square of the sum,
-    forty times as much for a micro-batch of forty sequences. Short sequences are many, and a call for each would cost
-    more than what it computes: those of about the same length share one, see `LENGTH_MULTIPLE`. What comes of a sequence does not
-    depend on the others. With context parallelism every rank gathers the keys and values of all, and computes the two
-    parts of each sequence whose queries it has.
+    This costs the sum of the squared lengths. One call with a block-diagonal mask would cost the square of the sum,
+    forty times as much for a micro-batch of forty equal sequences. Short sequences are numerous, and a call for each
+    would cost more than its computation, so sequences of about the same length share one call, see `LENGTH_MULTIPLE`. A
+    sequence's output does not depend on the others. With context parallelism every rank gathers all keys and values,
+    and computes the two parts of each sequence whose queries it has.
     """
 
     def __init__(
@@ -63,8 +63,11 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """query [T, heads, d], key [T, groups, d], value [T, groups, d_v] -> [T, heads * d_v]; without
-        `packed_seq_params` [s, b, heads, d] and so on -> [s, b, heads * d_v]."""
+        """Return attention outputs, [T, heads * d_v].
+
+        query: [T, heads, d]. key: [T, groups, d]. value: [T, groups, d_v]. Without `packed_seq_params` they are
+        [s, b, heads, d] and so on, and the output is [s, b, heads * d_v].
+        """
         if packed_seq_params is None:
             return self._attend(query, key, value)
         lengths = packed_seq_params.cu_seqlens_q.diff().long()
@@ -75,46 +78,47 @@ class PackedAttention(MegatronModule):
     def _attend_by_length(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """Each sequence is padded at its end, which its tokens do not see, and has its place in a stack of those as
-        long as it."""
+        """Attend over stacks of sequences of equal rounded length. Causality hides their padding at the end."""
         rounded = (lengths + LENGTH_MULTIPLE - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
         order = rounded.argsort(stable=True)
-        begins = torch.empty_like(rounded)
-        begins[order] = rounded[order].cumsum(0) - rounded[order]
+        padded_starts = torch.empty_like(rounded)
+        padded_starts[order] = rounded[order].cumsum(0) - rounded[order]
         starts = lengths.cumsum(0) - lengths
-        places = torch.arange(len(query), device=query.device) + torch.repeat_interleave(begins - starts, lengths)
+        positions = torch.arange(len(query), device=query.device) + torch.repeat_interleave(
+            padded_starts - starts, lengths
+        )
         sizes, counts = rounded.unique(return_counts=True)
         stacks = list(zip(sizes.tolist(), counts.tolist(), strict=True))
         total = int(rounded.sum())
 
         def stacked(x: torch.Tensor) -> list[torch.Tensor]:  # each [size, sequences, heads, d]
-            padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, places, x)
+            padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, positions, x)
             parts = padded.split([size * count for size, count in stacks])
             return [
                 part.unflatten(0, (-1, size)).transpose(0, 1) for part, (size, _) in zip(parts, stacks, strict=True)
             ]
 
         outputs = [self._attend(*stack) for stack in zip(*map(stacked, (query, key, value)), strict=True)]
-        return torch.cat([output.transpose(0, 1).flatten(0, 1) for output in outputs]).index_select(0, places)
+        return torch.cat([output.transpose(0, 1).flatten(0, 1) for output in outputs]).index_select(0, positions)
 
     def _attend_context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
         cp, group = self.config.context_parallel_size, parallel_state.get_context_parallel_group()
-        places = zigzag(cu_seqlens, cp)
-        key, value = (gather_context(x, places, group, same_gradient=False) for x in (key, value))
-        outputs, at = [], 0
+        indices = zigzag(cu_seqlens, cp)
+        key, value = (gather_context(x, indices, group, same_gradient=False) for x in (key, value))
+        outputs, offset = [], 0
         for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
             size = (stop - start) // (2 * cp)
             for part in (group.rank(), 2 * cp - 1 - group.rank()):
                 end = start + (part + 1) * size
-                q, k, v = query[at : at + size], key[start:end], value[start:end]
+                q, k, v = query[offset : offset + size], key[start:end], value[start:end]
                 outputs.append(self._attend(q[:, None], k[:, None], v[:, None])[:, 0])
-                at += size
+                offset += size
         return torch.cat(outputs)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The queries are those of the last keys."""
+        """Attend with queries at the positions of the last keys."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         before = len(key) - len(query)
         mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(before) if before else None
@@ -132,7 +136,7 @@ class PackedAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root mean square norm whose weight says that its gradient must be summed over sequence parallel ranks.
+    """RMSNorm whose weight is marked so that its gradient is summed over sequence parallel ranks.
 
     With Megatron's `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in fp32.
     """
@@ -149,7 +153,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """A linear layer whose weight every tensor parallel rank has whole, applied to its part of the sequence."""
+    """A linear layer with a replicated weight, applied to the rank's part of the sequence."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
@@ -162,13 +166,13 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[..., input_size] -> [..., output_size] and no bias, as Megatron's linear layers return."""
+        """Map [..., input_size] to [..., output_size]. The second result, the bias, is None."""
         return F.linear(x, self.weight), None
 
 
 def adapt_local_spec(spec: Any) -> Any:
-    """Put the modules above into a tree of Megatron's local layer specs, in place; returns the tree."""
-    # MLA recognises a replicated down projection by this class and by no other.
+    """Replace modules in a tree of Megatron's local layer specs by those above, in place, and return the tree."""
+    # MLA recognises a replicated down projection only by this class.
     mla.TELinear = DuplicatedLinear
     _walk(spec, set())
     return spec

@@ -1,9 +1,9 @@
-"""Megatron-Core 0.16.1 on a machine without CUDA: what has to be patched, and why.
+"""Patches that let Megatron-Core 0.16.1 run on a machine without CUDA.
 
-`install()` runs once per process, before anything imports `megatron.core`: on the import of this package. It does
-nothing where there is a GPU. Every patched name stands in `PATCHED` with its reason, and a test pins that list. Patches
-reach only what Megatron asks of `torch.cuda` and the few places in Megatron that cannot work without CUDA or
-Transformer Engine; modules that differ on the CPU are in `megatron_modules.py`, through Megatron's own layer specs.
+`install()` runs once per process, on the import of `megarl.megatron`, before anything imports `megatron.core`. It does
+nothing on a machine with a GPU. `PATCHED` lists every patched name with its reason, and a test pins that list. Patches
+cover only Megatron's uses of `torch.cuda` and the few places in Megatron that need CUDA or Transformer Engine. Modules
+that differ on the CPU are in `megatron_modules.py` and enter through Megatron's own layer specs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """Work on the CPU is done when the call returns, so there is nothing to order."""
+    """A no-op CUDA stream: CPU work is complete when the call returns, so there is nothing to order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_stream(self, other: Any) -> None: ...
 
     def record_event(self) -> _Stream:
-        return self  # an event is only ever waited for
+        return self  # events are only ever waited for
 
     def synchronize(self) -> None: ...
 
@@ -48,16 +48,16 @@ class _Stream:
 
 
 def install() -> bool:
-    """Patch torch and Megatron for the CPU; True when this call did it. Idempotent; never on CUDA.
+    """Patch torch and Megatron for the CPU. Return whether this call did so: it is idempotent and a no-op on CUDA.
 
-    Raises RuntimeError when Megatron has been imported already, since its modules bind some of these names on import.
+    Raises RuntimeError if Megatron has been imported already, since its modules bind some of these names on import.
     """
     if PATCHED or device.has_cuda():
         return False
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before megarl.cpu.megatron_platform.install()")
-    # torch remembers what makes tensors on a device, for `with torch.device("meta")`, in which transformers loads a
-    # model. Asked for the first time when they are patched, it would take the patches for them: buffers stay unset.
+    # torch caches its tensor constructors for `with torch.device("meta")`, in which transformers loads a model. Fill
+    # the cache before patching: it would otherwise hold the patched functions, and buffers would stay unset.
     _device._device_constructors()
     _patch_cuda_namespace()
     _patch_generator()
@@ -153,7 +153,7 @@ def _patch_megatron() -> None:
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda function: function)  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns once per missing package: Transformer Engine, Apex ...
+            warnings.simplefilter("ignore")  # a warning per missing package: Transformer Engine, Apex ...
             import megatron.core.jit as jit
     finally:
         torch.compile = compile_  # type: ignore[assignment]
@@ -183,24 +183,24 @@ def _patch_megatron() -> None:
         if sizes is None or group.size() == 1:
             return gather_equal(input_, group, sizes, *args)
         output = input_.new_empty(sum(sizes), *input_.shape[1:])
-        own = [len(input_)] * group.size()
-        dist.all_to_all_single(output, torch.cat([input_] * group.size()), sizes, own, group=group)
+        local_rows = [len(input_)] * group.size()
+        dist.all_to_all_single(output, torch.cat([input_] * group.size()), sizes, local_rows, group=group)
         return output
 
     def reduce_scatter(input_: torch.Tensor, group: Any, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return scatter_equal(input_, group, sizes, *args)
-        own = sizes[group.rank()]
-        parts = input_.new_empty(group.size() * own, *input_.shape[1:])
-        dist.all_to_all_single(parts, input_.contiguous(), [own] * group.size(), sizes, group=group)
-        return parts.view(group.size(), own, *input_.shape[1:]).sum(0)
+        local_rows = sizes[group.rank()]
+        parts = input_.new_empty(group.size() * local_rows, *input_.shape[1:])
+        dist.all_to_all_single(parts, input_.contiguous(), [local_rows] * group.size(), sizes, group=group)
+        return parts.view(group.size(), local_rows, *input_.shape[1:]).sum(0)
 
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_states_but_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, place = self.model_param_group_index_map[model_param]
-        held = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        set_states(self, model_param, {**tensors, "step": held["step"]})
+        group, index = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        set_states(self, model_param, {**tensors, "step": state["step"]})
 
     _patch(
         DistributedOptimizer,
@@ -223,5 +223,5 @@ def _patch_megatron() -> None:
     for module in (moe_utils, token_dispatcher):
         _patch(module, "maybe_move_tensor_to_cpu", move, "ignores as_numpy for CPU tensors; all_to_all wants lists")
     _patch(moe_utils, "te_general_gemm", None, "is undefined, hence a NameError, where Transformer Engine is missing")
-    # Megatron warns about forks of its tracker that change the CPU generator; here both are one generator.
+    # Megatron warns if a fork of its RNG tracker changes the CPU generator. Here both are the same generator.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -1,7 +1,7 @@
-"""SGLang's plug-in: where its processes meet, and what its CPU path lacks on a machine without AMX. It runs in each of
-SGLang's processes.
+"""SGLang plug-in that secures the rendezvous of its processes, and completes its CPU path for machines without AMX.
 
-SGLang finds it through the entry point group `sglang.srt.plugins` that setup.py declares.
+It runs in each of SGLang's processes. SGLang finds it through the entry point group `sglang.srt.plugins`, which
+setup.py declares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.parallel.rendezvous import bind_store_addresses
 
 
 def register() -> None:
-    """Have SGLang's processes meet where nobody else does, and complete its CPU path where it runs on one."""
+    """Bind stores to private addresses, seal pickles, and patch SGLang's CPU path on a CPU."""
     from sglang.srt.utils import is_cpu
 
     bind_store_addresses()
@@ -38,8 +38,10 @@ def register() -> None:
 
 
 def seal_pickles() -> None:
-    """Have the processes of an engine of ours refuse what others send them, instead of unpickling it: ranks of tensor
-    parallelism hand requests on as pickles over gloo, whose ports ask nobody who he is."""
+    """Make the processes of a MegaRL engine reject foreign pickles instead of loading them.
+
+    Tensor parallel ranks forward requests as pickles over gloo, whose ports have no authentication.
+    """
     from sglang.srt.distributed import parallel_state
     from sglang.srt.distributed import utils as stateless
     from sglang.srt.utils import common
@@ -50,10 +52,10 @@ def seal_pickles() -> None:
 
 
 def _register_absorbed_mla() -> None:
-    """DeepSeek's attention on the torch_native backend.
+    """Register the absorbed form of DeepSeek's attention for the torch_native backend.
 
-    No choice is registered for that backend, and the one that SGLang falls back to for prompts needs a kernel of
-    another backend. The absorbed form (q and output multiplied into the latent space) is plain matrix products.
+    SGLang registers none for it, and its fallback for prompts needs another backend's kernel. The absorbed form (q and
+    output multiplied into the latent space) needs only matrix products.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as choice
 
@@ -61,7 +63,7 @@ def _register_absorbed_mla() -> None:
 
 
 def _patch_rope() -> None:
-    """DeepSeek without rope_scaling: SGLang's CPU variant asserts that there is some; the general one needs none."""
+    """Support DeepSeek without rope_scaling, which SGLang's CPU variant asserts but the generic one does not need."""
     from sglang.srt.layers.rotary_embedding import factory
 
     scaled = factory.get_rope_cpu
@@ -76,17 +78,17 @@ def _patch_rope() -> None:
         *rest: Any,
     ) -> torch.nn.Module:
         build = scaled if rope_scaling else factory.get_rope
-        arguments = rest if rope_scaling else rest[:2]  # dtype, partial_rotary_factor; the last is the device
+        arguments = rest if rope_scaling else rest[:2]  # dtype and partial_rotary_factor, without the device
         return build(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *arguments)
 
     factory.get_rope_cpu = rope
 
 
 def _patch_expert_parallel() -> None:
-    """Expert parallelism: the dispatcher marks choices of experts that live on another rank with id -1.
+    """Support expert parallelism, in which the dispatcher marks experts on other ranks with id -1.
 
-    SGLang's torch path counts tokens by scattering to the expert id, which fails for -1. With expert parallelism
-    `local_experts` takes its place; the sum over the ranks, which SGLang takes anyway, adds the others' share.
+    SGLang's torch path counts tokens by scattering to the expert id, which fails for -1. `local_experts` replaces it.
+    The sum over ranks, which SGLang computes anyway, adds the other ranks' contributions.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -95,8 +97,8 @@ def _patch_expert_parallel() -> None:
     def masked(layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> torch.Tensor:
         if layer.moe_ep_size == 1:
             return forward(layer, x, topk_output, moe_runner_config)
-        plain = moe_runner_config.activation == "silu" and moe_runner_config.gemm1_alpha is None
-        if not plain or hasattr(layer, "w13_weight_bias"):
+        is_plain_swiglu = moe_runner_config.activation == "silu" and moe_runner_config.gemm1_alpha is None
+        if not is_plain_swiglu or hasattr(layer, "w13_weight_bias"):
             raise NotImplementedError(
                 "expert parallelism on a CPU: SwiGLU experts without biases only; set rollout.ep=1"
             )
@@ -109,9 +111,9 @@ def _patch_expert_parallel() -> None:
 def local_experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
-    """[n, hidden]: for each row the weighted sum of its chosen SwiGLU experts; negative ids are left out.
+    """Return the weighted sum of each row's chosen SwiGLU experts, [n, hidden]. Negative ids are left out.
 
-    x [n, hidden]; weights, ids [n, k]; w13 [experts, 2 * ffn, hidden], gate above up; w2 [experts, hidden, ffn].
+    x: [n, hidden]. weights, ids: [n, k]. w13: [experts, 2 * ffn, hidden], gate above up. w2: [experts, hidden, ffn].
     """
     out = torch.zeros_like(x)
     for expert in range(w13.shape[0]):
@@ -125,10 +127,10 @@ def local_experts(
 
 
 def _patch_decode_attention() -> None:
-    """The backend's decode attention loops over sequences in Python, so that a step grows with the batch."""
+    """Batch the backend's decode attention, which loops over sequences in Python and so slows down with batch size."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    one_by_one = TorchNativeAttnBackend._run_sdpa_forward_decode
+    sequential_decode = TorchNativeAttnBackend._run_sdpa_forward_decode
 
     def decode(
         self: Any,
@@ -144,8 +146,8 @@ def _patch_decode_attention() -> None:
         **options: Any,
     ) -> torch.Tensor:
         if encoder_lens is not None or scaling is None:
-            before = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
-            return one_by_one(self, *before, scaling=scaling, **options)
+            arguments = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
+            return sequential_decode(self, *arguments, scaling=scaling, **options)
         slots, window = req_to_token[req_pool_indices], options.get("sliding_window_size")
         output.copy_(decode_attention(query, k_cache, v_cache, slots, seq_lens, scaling, self.logit_cap, window))
         return output
@@ -154,11 +156,13 @@ def _patch_decode_attention() -> None:
 
 
 def _patch_logit_cap() -> None:
-    """The backend ignores a layer's soft cap of attention logits: it is noted before each layer, and applied here to
-    prompts and in `_patch_decode_attention` to what follows."""
+    """Apply a layer's soft cap of attention logits, which the backend ignores.
+
+    The cap is recorded before each layer, and applied here to prompts and in `_patch_decode_attention` to decoding.
+    """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    def noting(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def record_cap(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **options: Any) -> torch.Tensor:
             self.logit_cap = layer.logit_cap
             return forward(self, q, k, v, layer, *rest, **options)
@@ -183,8 +187,8 @@ def _patch_logit_cap() -> None:
         **options: Any,
     ) -> torch.Tensor:
         if not self.logit_cap:
-            before = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens)
-            return uncapped(self, *before, extend_seq_lens, encoder_lens, scaling=scaling, **options)
+            arguments = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens)
+            return uncapped(self, *arguments, extend_seq_lens, encoder_lens, scaling=scaling, **options)
         if encoder_lens is not None or scaling is None or not options["causal"]:
             raise NotImplementedError("a soft cap on a CPU: causal self attention only")
         slots, window = req_to_token[req_pool_indices], options.get("sliding_window_size")
@@ -193,16 +197,16 @@ def _patch_logit_cap() -> None:
         return output
 
     TorchNativeAttnBackend._run_sdpa_forward_extend = extend
-    TorchNativeAttnBackend.forward_extend = noting(TorchNativeAttnBackend.forward_extend)
-    TorchNativeAttnBackend.forward_decode = noting(TorchNativeAttnBackend.forward_decode)
+    TorchNativeAttnBackend.forward_extend = record_cap(TorchNativeAttnBackend.forward_extend)
+    TorchNativeAttnBackend.forward_decode = record_cap(TorchNativeAttnBackend.forward_decode)
 
 
 def _patch_tp_sharding() -> None:
-    """Leave the model's sizes as they are for tensor parallelism, as on GPUs.
+    """Keep the model's sizes under tensor parallelism, as on GPUs.
 
-    For AMX SGLang fills the widths of MLPs up to a multiple of 32 per rank, and heads up to where each rank has
-    key-value heads of its own, instead of repeating these. Then the ranks hold other slices than on GPUs, padding
-    among them, and the tables of `models` say what GPUs have.
+    For AMX, SGLang pads MLP widths to a multiple of 32 per rank, and heads until each rank has its own key-value heads,
+    instead of repeating these. Ranks would then hold other slices than on GPUs, with padding, while the tables in
+    `models` describe the slices on GPUs.
     """
     from sglang.srt.model_executor import model_runner
 
@@ -210,7 +214,7 @@ def _patch_tp_sharding() -> None:
 
 
 def _patch_host_memory() -> None:
-    """SGLang registers host buffers with CUDA, such as that for the experts that tokens chose; here there is none."""
+    """Allocate host buffers, such as that for routed experts, without registering them with CUDA."""
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
     def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:

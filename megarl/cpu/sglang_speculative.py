@@ -1,11 +1,11 @@
-"""Speculative decoding on a CPU without AMX: SGLang's kernels for it in plain torch, for a chain of drafts (topk = 1).
+"""Speculative decoding on a CPU without AMX: SGLang's kernels in plain torch, for a chain of drafts (topk = 1).
 
-Each round runs the policy over a window of n tokens per sequence: the last one that it chose, and n - 1 that the draft
-layer proposes after it. From left to right a proposal is accepted or replaced, and what comes after a replaced one is
-dropped; after n - 1 accepted ones, one more is chosen. What SGLang calls trees, [sequences, n], are chains here.
+Each round runs the policy over a window of n tokens per sequence: its last chosen token, and n - 1 that the draft layer
+proposes after it. From left to right, a proposal is accepted or replaced, and everything after a replaced one is
+dropped. After n - 1 accepted proposals, one more token is chosen. SGLang's trees, [sequences, n], are chains here.
 
-The functions named *_cpu stand in for those of `sgl_kernel`, and have its signatures; `install` puts the others where
-SGLang has nothing for a CPU, or what it has does not sample: it would take the likeliest token at any temperature.
+The functions named *_cpu replace those of `sgl_kernel` and have their signatures. `install` sets the others where
+SGLang has no CPU implementation, or one that does not sample but takes the most likely token at any temperature.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def assign_draft_cache_locs_contiguous_cpu(
     topk: int,
     num_cols: int,
 ) -> None:
-    """out_cache_loc [sequences * num_cols]: where the tokens after the first `seq_lens` have their place. In place."""
+    """Set out_cache_loc [sequences * num_cols] to the slots of the tokens after the first `seq_lens`, in place."""
     columns = seq_lens[:, None] + torch.arange(topk * num_cols)
     out_cache_loc.copy_(req_to_token[req_pool_indices[:, None], columns].flatten())
 
@@ -38,7 +38,7 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """out_cache_loc: the places of the tokens [start, end) of each sequence, one after the other. In place."""
+    """Set out_cache_loc to the slots of the tokens [start, end) of each sequence, concatenated, in place."""
     spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     out_cache_loc.copy_(torch.cat([req_to_token[row, start:end] for row, start, end in spans]))
 
@@ -57,9 +57,9 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """The chain as SGLang describes a tree: nobody has a sibling, and each comes after the one before. In place.
+    """Describe the chain as SGLang's tree, without siblings, in place.
 
-    tree_mask stays as it is: the attention is causal.
+    tree_mask is unchanged, because attention is causal.
     """
     if topk != 1:
         raise NotImplementedError("speculative decoding on a CPU: one draft at a time only")
@@ -70,7 +70,7 @@ def build_tree_kernel_efficient_cpu(
 
 
 def fill_bonus_tokens_cpu(tokens: torch.Tensor, lengths: torch.Tensor, last: torch.Tensor, width: int) -> None:
-    """last [sequences]: the last of the first `lengths` tokens of each row of `tokens` [sequences, width]. In place."""
+    """Set last [sequences] to the last of the first `lengths` tokens of each row of `tokens` [sequences, width]."""
     last.copy_(tokens.view(-1, width).gather(1, lengths[:, None].long() - 1)[:, 0])
 
 
@@ -84,8 +84,10 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """Accept proposals as long as they are what the policy finds likeliest, `target_predict` [sequences, n]. In place,
-    see `_write_accepted`."""
+    """Accept proposals while they equal the policy's most likely tokens, `target_predict` [sequences, n].
+
+    Writes its results in place, see `_write_accepted`.
+    """
     _write_accepted(
         target_predict, candidates[:, 1:] == target_predict[:, :-1], predicts, accept_index, accept_token_num
     )
@@ -101,25 +103,26 @@ def sample_chain(
     target_probs: torch.Tensor,
     **_: Any,
 ) -> None:
-    """Tokens with exactly the policy's probabilities: rejection sampling (arXiv:2211.17192) for a proposal that is
-    certain to be made.
+    """Sample tokens with exactly the policy's probabilities, by rejection sampling of deterministic proposals.
 
-    Where the policy chooses x with probability p(x), a proposal d is accepted with probability p(d); else the token is
-    drawn from p without d, which gives x != d the probability (1 - p(d)) * p(x) / (1 - p(d)) = p(x).
+    Source: arXiv:2211.17192. Where the policy's distribution is p, a proposal d is accepted with probability p(d);
+    otherwise the token is drawn from p without d, which gives x != d the probability
+    (1 - p(d)) * p(x) / (1 - p(d)) = p(x). Writes its results in place, see `_write_accepted`.
 
-    candidates [sequences, n], the proposals from column 1 on; uniform_samples [sequences, n] and
-    uniform_samples_for_final_sampling [sequences] in [0, 1); target_probs [sequences, n, vocabulary] after each token
-    of the window. In place, see `_write_accepted`.
+    candidates: [sequences, n], the proposals from column 1 on.
+    uniform_samples: [sequences, n] in [0, 1).
+    uniform_samples_for_final_sampling: [sequences] in [0, 1).
+    target_probs: [sequences, n, vocabulary], after each token of the window.
     """
     proposed = candidates[:, 1:].long()
     accepted = uniform_samples[:, :-1] < target_probs[:, :-1].gather(2, proposed[..., None])[..., 0]
-    rows, number = torch.arange(len(candidates)), accepted.long().cumprod(1).sum(1)
-    left = target_probs[rows, number].double()
-    cut = number < proposed.shape[1]  # there is one that was not accepted
-    left[rows[cut], proposed[rows[cut], number[cut]]] = 0.0
-    sums = left.cumsum(1)
+    rows, num_accepted = torch.arange(len(candidates)), accepted.long().cumprod(1).sum(1)
+    residual = target_probs[rows, num_accepted].double()
+    is_rejected = num_accepted < proposed.shape[1]  # sequences with a rejected proposal
+    residual[rows[is_rejected], proposed[rows[is_rejected], num_accepted[is_rejected]]] = 0.0
+    sums = residual.cumsum(1)
     drawn = torch.searchsorted(sums, (uniform_samples_for_final_sampling.double() * sums[:, -1])[:, None], right=True)
-    chosen = torch.cat([proposed, proposed[:, :1]], dim=1).scatter(1, number[:, None], drawn)
+    chosen = torch.cat([proposed, proposed[:, :1]], dim=1).scatter(1, num_accepted[:, None], drawn)
     _write_accepted(chosen, accepted, predicts, accept_index, accept_token_num)
 
 
@@ -130,38 +133,41 @@ def _write_accepted(
     accept_index: torch.Tensor,
     accept_token_num: torch.Tensor,
 ) -> None:
-    """Write down what came of a round.
+    """Write the results of a round, in place.
 
-    chosen [sequences, n]: what follows each token of the window; accepted [sequences, n - 1]: whether that is the
-    proposal. Only entries up to the first that is not accepted count. predicts [sequences * n] becomes `chosen`;
-    accept_token_num [sequences], how many proposals were accepted; accept_index [sequences, n], the places in
-    `predicts` of those and of the one chosen after them, then -1.
+    chosen: [sequences, n], the token after each token of the window.
+    accepted: [sequences, n - 1], whether that is the proposal. Only entries up to the first rejection count.
+    predicts: [sequences * n], set to `chosen`.
+    accept_token_num: [sequences], set to the number of accepted proposals.
+    accept_index: [sequences, n], set to the indices in `predicts` of those and of the token chosen after them, then -1.
     """
     count, n = chosen.shape
-    number = accepted.long().cumprod(1).sum(1)
-    places = torch.arange(count * n).view(count, n)
+    num_accepted = accepted.long().cumprod(1).sum(1)
+    indices = torch.arange(count * n).view(count, n)
     predicts.copy_(chosen.flatten())
-    accept_token_num.copy_(number)
-    accept_index.copy_(places.where(torch.arange(n) <= number[:, None], -1))
+    accept_token_num.copy_(num_accepted)
+    accept_index.copy_(indices.where(torch.arange(n) <= num_accepted[:, None], -1))
 
 
 def keep_top_k(probs: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """[n, vocabulary]: each row of `probs` without all but its k [n] likeliest tokens, summing to 1 again."""
+    """Keep the k [n] most likely tokens in each row of `probs` [n, vocabulary], renormalised."""
     order = probs.argsort(dim=-1, descending=True, stable=True)
-    kept = probs.scatter(-1, order, (torch.arange(probs.shape[-1]) < k[:, None]) * probs.gather(-1, order))
-    return kept / kept.sum(-1, keepdim=True)
+    filtered = probs.scatter(-1, order, (torch.arange(probs.shape[-1]) < k[:, None]) * probs.gather(-1, order))
+    return filtered / filtered.sum(-1, keepdim=True)
 
 
 def keep_top_p(probs: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """[n, vocabulary]: each row without the tokens that come after the likeliest ones with p [n] in sum, as SGLang's
-    sampler does without speculation, summing to 1 again."""
+    """Keep the most likely tokens with total probability p [n] in each row of `probs` [n, vocabulary], renormalised.
+
+    Equals SGLang's sampler without speculation.
+    """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    kept = probs.scatter(-1, order, ordered * (ordered.cumsum(-1) - ordered <= p[:, None]))
-    return kept / kept.sum(-1, keepdim=True)
+    filtered = probs.scatter(-1, order, ordered * (ordered.cumsum(-1) - ordered <= p[:, None]))
+    return filtered / filtered.sum(-1, keepdim=True)
 
 
 def install() -> None:
-    """Put all this into SGLang."""
+    """Install these functions in SGLang."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.speculative import eagle_utils
@@ -171,29 +177,31 @@ def install() -> None:
     eagle_utils.tree_speculative_sampling_target_only = sample_chain
     eagle_utils.top_k_renorm_prob, eagle_utils.top_p_renorm_prob = keep_top_k, keep_top_p
 
-    torch.cuda.synchronize = lambda device=None: None  # so waits DeepSeek's draft model, wherever it is
+    torch.cuda.synchronize = lambda device=None: None  # DeepSeek's draft model calls it on any device
 
-    # A chain's accepted tokens are where they belong: keys and values are never moved, so nothing is got ready for it.
+    # A chain's accepted tokens are in place already: keys and values are never moved, so skip preparing for it.
     MHATokenToKVPool._init_kv_copy_and_warmup = lambda self: setattr(self, "_kv_copy_config", None)
 
-    prompts = TorchNativeAttnBackend.forward_extend
+    base_extend = TorchNativeAttnBackend.forward_extend
 
     def extend(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        """A window's tokens are decoded like those of as many sequences, of which each sees one token more. Where the
-        policy verifies it, `seq_lens` are those before the window; where the draft layer reads it, after."""
+        """Decode a window's tokens like as many sequences, each of which sees one token more than the previous.
+
+        `seq_lens` exclude the window when the policy verifies it, and include it when the draft layer reads it.
+        """
         mode = batch.forward_mode
         if not (mode.is_target_verify() or mode.is_draft_extend_v2()):
-            return prompts(self, q, k, v, layer, batch, *rest, **options)
+            return base_extend(self, q, k, v, layer, batch, *rest, **options)
         n = len(q) // len(batch.seq_lens)
-        before = batch.seq_lens if mode.is_target_verify() else batch.seq_lens - n
-        lengths = (before[:, None] + torch.arange(1, n + 1)).flatten()
+        prefix_lens = batch.seq_lens if mode.is_target_verify() else batch.seq_lens - n
+        lengths = (prefix_lens[:, None] + torch.arange(1, n + 1)).flatten()
         rows = _decode_batch(batch, batch.req_pool_indices.repeat_interleave(n), lengths)
         return self.forward_decode(q, k, v, layer, rows, *rest, **options)
 
     TorchNativeAttnBackend.forward_extend = extend
 
     class Step(TorchNativeAttnBackend):  # type: ignore[misc, valid-type]
-        """Of the draft layer: it sees the `ahead` tokens that it has proposed after `seq_lens` others."""
+        """A step of the draft layer, which sees the `ahead` tokens proposed so far after `seq_lens` others."""
 
         ahead = 0
 
@@ -204,7 +212,7 @@ def install() -> None:
             return super().forward_decode(q, k, v, layer, rows, *rest, **options)
 
     class Steps:
-        """All of them, as SGLang asks for them: the first proposal comes from `extend`, each other one from a step."""
+        """All draft steps, in SGLang's interface. The first proposal comes from `extend`, the others from steps."""
 
         def __init__(self, runner: Any, number: int) -> None:
             self.attn_backends = [Step(runner) for _ in range(number)]
@@ -220,11 +228,14 @@ def install() -> None:
         return Steps(self.draft_model_runner, number) if number else None
 
     DraftBackendFactory.create_decode_backend = steps
-    DraftBackendFactory.create_draft_extend_backend = lambda self: None  # the draft model's own will do
+    DraftBackendFactory.create_draft_extend_backend = lambda self: None  # the draft model's own backend suffices
 
 
 def _decode_batch(batch: Any, requests: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
-    """What the backend's decoding reads of a batch: whose keys each token sees [tokens], and how many [tokens]."""
+    """Return what the backend's decoding reads of a batch.
+
+    requests: [tokens], the request whose keys each token sees. lengths: [tokens], the number of these keys.
+    """
     return SimpleNamespace(
         out_cache_loc=batch.out_cache_loc, req_pool_indices=requests, seq_lens=lengths, encoder_lens=None
     )
