@@ -1,9 +1,9 @@
-"""Seconds of a training step in one layout beside those in another, modelled: what `tools/plan_memory.py` suggests by.
+"""Model the seconds of a training step by layout, to rank the layouts that `tools/plan_memory.py` suggests.
 
-Matrices compute at one rate, experts' at a lower one; what is no matrix product runs at the speed of memory; a layer
-costs the host something for each micro-batch; links run at theirs, part of it behind arithmetic; experts get equal
-shares. The constants are those with which nine published runs come out (`models/README.md` has them beside the model);
-none of it has been measured on a GPU here.
+Matrix products run at one rate, those of experts at a lower one; all other operations run at memory bandwidth. Each
+layer costs launch overhead per micro-batch. Links run at their bandwidth, partly overlapped with arithmetic. Experts
+get equal loads. The constants are fitted to nine published runs (`models/README.md` compares them with the model);
+nothing has been measured on a GPU here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from megarl.models.registry import family_of
 
 @dataclass(frozen=True)
 class GPUSpec:
-    """Of each GPU; an H100's or H200's. Chosen together so that published runs come out, each within what the part can
-    do: nominal are 989e12 operations per second in bf16, 3.35e12 bytes per second of memory, and per direction 50e9 of
-    the network (400 Gbit/s) and 450e9 of NVLink.
+    """Effective rates of a GPU, by default an H100 or H200.
 
-    flops: operations per second of large matrix products in bf16; fp8: how many times that in FP8; experts: the share
-    of it that the products of experts, grouped and narrow, come to. memory: bytes per second. network, inside: bytes
-    per second and direction. hidden: the share of traffic that goes on behind arithmetic. layer, moe_layer: seconds
-    that launching a layer's kernels, forward and backward, adds to each micro-batch.
+    The defaults are jointly fitted to published runs, each below its nominal limit: 989e12 operations per second in
+    bf16, 3.35e12 bytes per second of memory, and per direction 50e9 of network (400 Gbit/s) and 450e9 of NVLink.
+
+    flops: operations per second of large matrix products in bf16.
+    fp8_speedup: factor on `flops` in FP8.
+    expert_efficiency: factor on `flops` for the grouped, narrow matrix products of experts.
+    memory_bandwidth: bytes per second.
+    network_bandwidth, nvlink_bandwidth: bytes per second and direction.
+    comm_overlap: fraction of traffic that overlaps with arithmetic.
+    layer_overhead, moe_layer_overhead: seconds per micro-batch to launch a layer's kernels, forward and backward.
     """
 
     flops: float = 600e12
@@ -45,130 +49,138 @@ class GPUSpec:
     moe_layer_overhead: float = 2.5e-3
 
     def transfer_seconds(self, nbytes: float, far: float) -> float:
-        """Of bytes of which the share `far` goes over the network, side by side with the others."""
+        """Return the exposed seconds of a transfer. far: fraction over the network, concurrent with the rest."""
         return self.exposed_seconds(nbytes * far, nbytes * (1 - far))
 
     def exposed_seconds(self, far: float, near: float) -> float:
-        """Seconds, those that are not hidden, of bytes over the network side by side with bytes inside of a node."""
+        """Return the exposed seconds of `far` bytes over the network and concurrent `near` bytes in a node."""
         return (1 - self.comm_overlap) * max(far / self.network_bandwidth, near / self.nvlink_bandwidth)
 
 
 class StepTime:
-    """Of one optimizer step of a model on `tokens` tokens, in sequences of `length`."""
+    """Models one optimizer step on `tokens` tokens, in sequences of `length` tokens."""
 
     def __init__(self, hf: HFConfig, tokens: int, length: int, machine: GPUSpec) -> None:
         self.hf, self.tokens, self.machine = hf, tokens, machine
         self.base = family_of(hf).megatron_config(hf)
-        self.forward_flops = 2 * active_params(hf) * (1 + quadratic_cost(hf) * length)  # of a token's forward pass
-        self.expert_flops = 2 * active_expert_params(hf)  # of these
+        self.forward_flops = 2 * active_params(hf) * (1 + quadratic_cost(hf) * length)  # per token, forward pass
+        self.expert_flops = 2 * active_expert_params(hf)  # of these, in experts
 
     def seconds(self, config: Config) -> dict[str, float]:
-        """Of the busiest rank, by what it does: `arithmetic` (matrix products), their `recomputation`, `memory` (what
-        is no such product), `launches`, communication of `tensor`, `context`, `expert`, `pipeline` and `data`
-        parallelism, and what it `waits` in the pipeline."""
+        """Return the seconds of the busiest rank by activity.
+
+        `arithmetic` (matrix products), their `recomputation`, `memory` (all other operations), `launches`,
+        communication of `tensor`, `context`, `expert`, `pipeline` and `data` parallelism, and pipeline `waits`.
+        """
         parallel, machine = config.parallel, self.machine
         settings: Mapping[str, Any] = {**self.base, **config.model.megatron}
         tp, cp, pp, ep, etp = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp
         node, size = parallel.ranks_per_node, DTYPE_BYTES[config.model.dtype]
         replica = self.tokens * tp * cp * pp / parallel.world_size  # tokens of a data parallel replica
-        mine, hidden = replica / cp, int(settings["hidden_size"])  # tokens that a tensor parallel group has
+        group_tokens, hidden = replica / cp, int(settings["hidden_size"])  # tokens of a tensor parallel group
         stages = stage_layers(int(settings["num_layers"]), pp, settings, parallel.vpp)
         layers = max(len(stage) for stage in stages)
-        routed = max(sum(is_moe(settings, layer) for layer in stage) for stage in stages)
+        moe_layers = max(sum(is_moe(settings, layer) for layer in stage) for stage in stages)
 
-        anew = recomputed_share(settings)
-        passes = 2 + anew  # forward, backward, and forward again: of what goes over the links
+        recomputed = recomputed_share(settings)
+        passes = 2 + recomputed  # of communication: forward, backward, recomputed forward
         share = layers / int(settings["num_layers"])
         rate = machine.flops * (machine.fp8_speedup if settings.get("fp8") else 1)
         work = self.forward_flops + self.expert_flops * (1 / machine.expert_efficiency - 1)
-        found = {"arithmetic": 3 * work * mine * share / tp / rate}
-        found["recomputation"] = found["arithmetic"] / 3 * anew
-        widths = (layers - routed) * elementwise_elements(settings, False)
-        widths += routed * elementwise_elements(settings, True) if routed else 0
-        found["memory"] = elementwise_passes(anew) * widths * size * mine / tp / machine.memory_bandwidth
+        seconds = {"arithmetic": 3 * work * group_tokens * share / tp / rate}
+        seconds["recomputation"] = seconds["arithmetic"] / 3 * recomputed
+        widths = (layers - moe_layers) * elementwise_elements(settings, False)
+        widths += moe_layers * elementwise_elements(settings, True) if moe_layers else 0
+        seconds["memory"] = (
+            elementwise_passes(recomputed) * widths * size * group_tokens / tp / machine.memory_bandwidth
+        )
         micro_batches = ceil(replica / (cp * config.train.token_budget))
         if parallel.vpp > 1:
             micro_batches = ceil(micro_batches / pp) * pp
-        found["launches"] = micro_batches * (
-            (layers - routed) * machine.layer_overhead + routed * machine.moe_layer_overhead
+        seconds["launches"] = micro_batches * (
+            (layers - moe_layers) * machine.layer_overhead + moe_layers * machine.moe_layer_overhead
         )
-        # Around attention and around a dense MLP: gathered and scattered, and gathered once more for weight gradients.
-        around = (2 * passes + 1) * (2 * layers - routed) * (tp - 1) / tp
-        found["tensor"] = machine.transfer_seconds(around * mine * hidden * size, far=0 if tp <= node else 1)
+        # Attention and dense MLPs gather and scatter, and gather once more for weight gradients.
+        gathers = (2 * passes + 1) * (2 * layers - moe_layers) * (tp - 1) / tp
+        seconds["tensor"] = machine.transfer_seconds(gathers * group_tokens * hidden * size, far=0 if tp <= node else 1)
         kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * _head(settings)
         ring = (passes + 1) * layers * (cp - 1) / tp
-        found["context"] = machine.transfer_seconds(ring * mine * kv * size, far=0 if tp * cp <= node else 1)
-        chosen = int(settings.get("moe_router_topk") or 0) * mine / tp  # tokens that a rank sends to experts
+        seconds["context"] = machine.transfer_seconds(ring * group_tokens * kv * size, far=0 if tp * cp <= node else 1)
+        chosen = int(settings.get("moe_router_topk") or 0) * group_tokens / tp  # tokens that a rank sends to experts
         span = ep * etp
-        there_and_back = 2 * passes * routed * mine / tp * hidden * size
-        found["expert"] = machine.exposed_seconds(
-            *(there_and_back * copies for copies in dispatch_copies(settings, span, ep, node))
+        dispatched = 2 * passes * moe_layers * group_tokens / tp * hidden * size
+        seconds["expert"] = machine.exposed_seconds(
+            *(dispatched * copies for copies in dispatch_copies(settings, span, ep, node))
         )
-        found["expert"] += machine.transfer_seconds(
-            (2 * passes + 1) * routed * (etp - 1) * chosen * hidden * size, far=0
+        seconds["expert"] += machine.transfer_seconds(
+            (2 * passes + 1) * moe_layers * (etp - 1) * chosen * hidden * size, far=0
         )
 
-        # Sent on and sent back, by every part of the stage; ranks of the next stage are a stage's ranks apart.
+        # Every part of the stage sends forward and back. The next stage's ranks are one stage's ranks apart.
         far = 0 if parallel.world_size // pp < node else 1
-        passed = 2 * parallel.vpp * mine / tp * hidden * size if pp > 1 else 0
-        found["pipeline"] = machine.transfer_seconds(passed, far)
+        sent = 2 * parallel.vpp * group_tokens / tp * hidden * size if pp > 1 else 0
+        seconds["pipeline"] = machine.transfer_seconds(sent, far)
 
-        found["waits"] = sum(found.values()) * (pp - 1) / (micro_batches * parallel.vpp)
+        seconds["waits"] = sum(seconds.values()) * (pp - 1) / (micro_batches * parallel.vpp)
 
         elements = stage_elements(self.hf, parallel, stages)
-        found["data"] = max(
+        seconds["data"] = max(
             self._sync(stage.dense, parallel.world_size // (tp * pp), tp, node, size)
             + self._sync(stage.expert, parallel.world_size // (span * pp), span, node, size)
             for stage in elements
         )
-        return found
+        return seconds
 
     def _sync(self, elements: int, ranks: int, apart: int, node: int, size: int) -> float:
-        """Gradients in fp32 scattered over so many ranks, each so far apart, and weights gathered from them."""
+        """Return the seconds to reduce-scatter fp32 gradients and all-gather weights. apart: rank stride."""
         return self.machine.transfer_seconds(
             elements * (4 + size) * (ranks - 1) / ranks, far=0 if ranks * apart <= node else 1
         )
 
 
 def elementwise_passes(anew: float) -> float:
-    """How often what is no matrix product is done: forward, as much twice over backward, and again."""
+    """Return the passes of element-wise operations: one forward, two for backward, plus recomputation."""
     return 3 + anew
 
 
 def elementwise_elements(settings: Mapping[str, Any], moe: bool) -> float:
-    """Elements that a layer's forward pass reads and writes for a token besides its matrix products: norms, residual,
-    rotation, attention's operands, the MLP's activation; with experts each chosen one's copy of the token, out and back
-    into the token's place."""
+    """Return the elements per token that a layer's forward pass reads and writes outside of matrix products.
+
+    These are norms, residual, rotation, attention operands and the MLP's activation. An MoE layer adds the copies of
+    the token for each chosen expert, out and back.
+    """
     hidden = int(settings["hidden_size"])
     if not moe:
         return 20 * hidden + 3 * int(settings["ffn_hidden_size"])
     shared = int(settings.get("moe_shared_expert_intermediate_size") or 0)
-    each = 6 * hidden + 3 * int(settings["moe_ffn_hidden_size"])
-    return 20 * hidden + 3 * shared + int(settings["moe_router_topk"]) * each
+    per_expert = 6 * hidden + 3 * int(settings["moe_ffn_hidden_size"])
+    return 20 * hidden + 3 * shared + int(settings["moe_router_topk"]) * per_expert
 
 
 def dispatch_copies(settings: Mapping[str, Any], span: int, ep: int, node: int) -> tuple[float, float]:
-    """How many copies of a token go to experts on other nodes, and how many inside of its node, each way. With DeepEP
-    (the dispatcher `flex`) a node gets a token once, however many of its experts are chosen."""
+    """Return the copies of a token sent each way to experts on other nodes, and to experts within its node.
+
+    With DeepEP (dispatcher `flex`) a node receives a token once, however many of its experts are chosen.
+    """
     chosen, nodes = int(settings.get("moe_router_topk") or 0), max(1.0, span / node)
-    leave = chosen * (ep - 1) / ep
-    far = leave * (1 - 1 / nodes)
+    leaving = chosen * (ep - 1) / ep
+    far = leaving * (1 - 1 / nodes)
     if settings.get("moe_token_dispatcher_type") == "flex":
         limit = nodes * min(
             1.0, (settings.get("moe_router_group_topk") or 1) / (settings.get("moe_router_num_groups") or 1)
         )
         far = min(far, limit * (1 - (1 - 1 / limit) ** chosen) * (1 - 1 / nodes))
-    return far, leave / nodes
+    return far, leaving / nodes
 
 
 def recomputed_share(settings: Mapping[str, Any]) -> float:
-    """How much of the forward pass's matrix products is done twice."""
+    """Return the fraction of the forward pass's matrix products that is recomputed."""
     granularity = settings.get("recompute_granularity")
     if granularity != "selective":
         return 1.0 if granularity == "full" else 0.0
     modules = settings.get("recompute_modules") or ()
     hidden = int(settings["hidden_size"])
-    again, whole = 0.0, 0.0
+    recomputed, total = 0.0, 0.0
     for layer in range(int(settings["num_layers"])):
         parts = {"attention": float(_attention(settings))}
         if is_moe(settings, layer):
@@ -177,15 +189,15 @@ def recomputed_share(settings: Mapping[str, Any]) -> float:
             parts |= {"moe": chosen, "shared_experts": shared}
         else:
             parts["mlp"] = 3 * hidden * int(settings["ffn_hidden_size"])
-        whole += sum(parts.values())
+        total += sum(parts.values())
         names = {*modules} | ({"shared_experts"} if "moe" in modules else set())
-        again += sum(amount for name, amount in parts.items() if name in names)
-        again += _latent_up(settings) if "mla_up_proj" in modules else 0
-    return again / whole
+        recomputed += sum(amount for name, amount in parts.items() if name in names)
+        recomputed += _latent_up(settings) if "mla_up_proj" in modules else 0
+    return recomputed / total
 
 
 def _attention(settings: Mapping[str, Any]) -> int:
-    """Weights of a layer's attention."""
+    """Return the number of weights in a layer's attention."""
     hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
     if not settings.get("multi_latent_attention"):
         return hidden * _head(settings) * 2 * (heads + int(settings["num_query_groups"]))
@@ -194,7 +206,7 @@ def _attention(settings: Mapping[str, Any]) -> int:
 
 
 def _latent_up(settings: Mapping[str, Any]) -> int:
-    """Of that, what projects latents up to queries, keys and values."""
+    """Return the number of these that project latents up to queries, keys and values."""
     heads, nope = int(settings["num_attention_heads"]), int(settings["qk_head_dim"])
     query = (nope + int(settings["qk_pos_emb_head_dim"])) * int(settings.get("q_lora_rank") or settings["hidden_size"])
     return heads * (query + (nope + int(settings["v_head_dim"])) * int(settings["kv_lora_rank"]))
