@@ -1,5 +1,5 @@
-"""Roles: what actor, critic, reference, reward and rollout can do, in terms of the packages below.
+"""Workers of the roles actor, critic, reference, reward and rollout, built from the packages below.
 
-The flow builds a worker on every rank and hands it a `Context`. Methods take and return global values, the same on
-every rank; how ranks share the work is up to the worker.
+The flow builds a worker on every rank and passes it a `Context`. Methods take and return global values, the same on
+every rank; each worker decides how ranks share the work.
 """

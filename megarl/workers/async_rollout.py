@@ -1,7 +1,7 @@
-"""Generation beside training: which steps' prompts are admitted, and its metrics.
+"""Asynchronous generation during training: admission of steps' prompts, and metrics.
 
 All ranks keep the same counts. The lead rank of each engine runs a stream of conversations (`rollout/background.py`).
-`Generation` is one generation that no step waits for, such as an evaluation: it continues through training and weight
+A `PendingGeneration` is one that no step waits for, such as an evaluation: it continues through training and weight
 syncs.
 """
 
@@ -23,8 +23,11 @@ from megarl.workers.staleness import staleness_metrics
 
 
 class PendingGeneration:
-    """Of all ranks together; those that lead no engine have no `mine`. begun: by which version of the weights.
-    now: the version that the engines have. waiting: what is on while some ranks wait for theirs."""
+    """A running generation, shared by all ranks.
+
+    mine: this rank's future; None on ranks that lead no engine. begun: version of the weights at the start. now:
+    returns the engines' current version. waiting: context that is active while ranks wait for the result.
+    """
 
     def __init__(
         self,
@@ -46,41 +49,52 @@ class PendingGeneration:
         self.start_version = begun
 
     def is_done(self) -> bool:
-        """Whether nobody has anything under way. Collective."""
+        """True if all ranks are done. Collective."""
         return all(self._comm.all_gather_objects(self._future is None or self._future.done()))
 
     def result(self) -> Rollouts:
-        """What has come of it, when all of it is over; call it once. Raises ConfigError on all ranks where it failed,
-        or an engine was lost with answers that no other has generated. Collective."""
-        mine: list[Rollout] = []
+        """Wait for the rollouts and return them; call it once. Collective.
+
+        Raises ConfigError on all ranks if the generation failed, or an engine was lost with responses that no other
+        engine has generated.
+        """
+        local_rollouts: list[Rollout] = []
         error = ""
         with self._wait_phase():
             try:
-                mine = [] if self._future is None else self._future.result().rollouts
+                local_rollouts = [] if self._future is None else self._future.result().rollouts
             except RuntimeError as failure:
                 error = str(failure)
             errors = [text for text in self._comm.all_gather_objects(error) if text]
         if errors:
             raise ConfigError(errors[0])
-        if left := max(self._comm.all_gather_objects(0 if self._future is None else self._queue.count_unclaimed())):
-            raise ConfigError(f"an engine was lost, and with it the answers to {left} prompts")
-        return Rollouts.gather(mine, [one.group for one in mine], self._comm, self._current_version())
+        if num_missing := max(
+            self._comm.all_gather_objects(0 if self._future is None else self._queue.count_unclaimed())
+        ):
+            raise ConfigError(f"an engine was lost, and with it the answers to {num_missing} prompts")
+        return Rollouts.gather(
+            local_rollouts, [rollout.group for rollout in local_rollouts], self._comm, self._current_version()
+        )
 
 
 def newest_version(rollouts: Rollouts) -> int:
-    """Of the weights that chose any of their tokens; -1 where none did. Collective."""
-    mine = max((version for one in rollouts.local for version, _ in one.version_spans), default=-1)
-    return max(rollouts.comm.all_gather_objects(mine))
+    """Return the newest version of the weights that sampled any token; -1 without sampled tokens. Collective."""
+    local_newest = max((version for rollout in rollouts.local for version, _ in rollout.version_spans), default=-1)
+    return max(rollouts.comm.all_gather_objects(local_newest))
 
 
 STREAM_NAME = "megarl/generation/stream"
 
 NextPrompts = Callable[[int], Sequence[Sequence[Prompt]]]
-"""The prompts of so many further steps, as far as there are any."""
+"""Returns the prompts of this many further steps, or fewer at the end of the data."""
 
 
 class RolloutStream:
-    """talks: of this rank's engine, where it leads one. board: that all leads see. seed_of: a step's."""
+    """The continuous generation of `rollout.asynchronous`: admits prompts up to `rollout.max_lag` steps early.
+
+    talks: runner of this rank's engine, if it leads one. board: store shared by all lead ranks. seed_of: returns a
+    step's seed.
+    """
 
     def __init__(
         self,
@@ -97,16 +111,16 @@ class RolloutStream:
         self._num_engines, self._kv_store, self._step_seed, self._on_generated = engines, board, seed_of, at_work
         self._samples = 0
         self._last_admitted_step = 0
-        """The last step whose prompts may be begun; 0 before it all begins."""
+        """The last step whose prompts were admitted; 0 before the stream starts."""
         self._last_step = 0
-        """The last step that took its groups."""
+        """The last step that requested its groups."""
         self.metrics: dict[str, float] = {}
         self.lost_counts = 0, 0
-        """Conversations that were lost with their engines, and those begun anew, of the last step."""
+        """Conversations of the last step that were lost with their engines, and those that started over."""
 
     def request_groups(self, prompts: Sequence[Prompt], samples: int, step: int) -> None:
-        """A step asks for its groups: the first one begins the stream."""
-        lag = self._config.rollout.max_lag
+        """Request the groups of a step. The first request starts the stream."""
+        max_staleness = self._config.rollout.max_lag
         if self._samples not in (0, samples):
             raise ConfigError(
                 f"step {step} wants {samples} samples of each prompt, of which {self._samples} were begun before it; "
@@ -121,21 +135,21 @@ class RolloutStream:
         if not self._samples:
             self._samples, self._last_admitted_step = samples, step - 1
             if self._runner is not None:
-                groups = -(-(1 + lag) * len(prompts) // self._num_engines)
-                tickets = GroupQueue(UNLIMITED, self._num_engines, self._kv_store, STREAM_NAME)
-                self._runner.start_stream(tickets, samples=samples, groups=groups, at_work=self._on_generated)
+                groups = -(-(1 + max_staleness) * len(prompts) // self._num_engines)
+                group_queue = GroupQueue(UNLIMITED, self._num_engines, self._kv_store, STREAM_NAME)
+                self._runner.start_stream(group_queue, samples=samples, groups=groups, at_work=self._on_generated)
             self._admit(step, prompts)
-        self._admit_until(step, step + lag)
+        self._admit_until(step, step + max_staleness)
 
     def resume(self, step: int) -> None:
-        """The engines have the weights that the step has made."""
+        """Continue after a weight sync: the engines have the weights of this step."""
         if self._runner is not None:
             self._runner.resume()
         if self._samples:
             self._admit_until(step, step + 1 + self._config.rollout.max_lag)
 
     def _admit_until(self, now: int, last: int) -> None:
-        """now: the last step whose prompts were handed out."""
+        """Admit prompts up to step `last`. now: the last step whose prompts the loader has returned."""
         for step, prompts in enumerate(self._next_prompts(last - now), now + 1):
             if step > self._last_admitted_step:
                 self._admit(step, prompts)
@@ -146,19 +160,20 @@ class RolloutStream:
             self._runner.admit(prompts, self._step_seed(step))
 
     def update_metrics(self, mine: GenerationResult | None, rollouts: Rollouts) -> None:
-        """What is said of a step's generation. mine: of this engine, None without one. Collective."""
-        numbers: list[list[float]] = []
+        """Compute the metrics of a step's generation. mine: this engine's result, None without an engine.
+        Collective."""
+        rows: list[list[float]] = []
         if mine is not None:
             ages = mine.group_ages
-            of_ages = [sum(ages), max(ages, default=0.0), len(ages)]
-            numbers.append(
-                [mine.num_slots * mine.seconds, mine.busy_seconds, *of_ages, mine.num_interrupted, mine.num_restarted]
+            age_stats = [sum(ages), max(ages, default=0.0), len(ages)]
+            rows.append(
+                [mine.num_slots * mine.seconds, mine.busy_seconds, *age_stats, mine.num_interrupted, mine.num_restarted]
             )
-        table = self._comm.all_gather_rows(torch.tensor(numbers, dtype=torch.float64).reshape(-1, 7))
-        offered, busy, summed, oldest, groups, gone, again = table.T
-        self.lost_counts = int(gone.sum()), int(again.sum())
+        table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 7))
+        offered, busy, age_sum, oldest, groups, interrupted, restarted = table.T
+        self.lost_counts = int(interrupted.sum()), int(restarted.sum())
         self.metrics = staleness_metrics(rollouts) | {
-            "rollout/age_mean": float(summed.sum()) / max(1.0, float(groups.sum())),
+            "rollout/age_mean": float(age_sum.sum()) / max(1.0, float(groups.sum())),
             "rollout/age_max": max(oldest.tolist(), default=0.0),
         }
         if total := float(offered.sum()):

@@ -1,4 +1,4 @@
-"""What every worker is given: the configuration, this rank's place, the model's HF config, its chat form, the clock."""
+"""The `Context` that every worker receives, and the base class `Worker`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class Offloadable(Protocol):
-    """A model that can leave the device, and comes back when it is next asked for something."""
+    """A model that can be offloaded to the host, and is onloaded on its next use."""
 
     def offload(self, weights: bool = True) -> int:
-        """weights: whether those go, too. Returns how many bytes of the device are free then."""
+        """Offload states, and the weights if `weights`. Returns the number of device bytes freed."""
         ...
 
 
 class DeviceModels:
-    """The models that are on the device, and leave it to the engines where `train.offload` says so."""
+    """The models on the device, which `train.offload` offloads while engines use it."""
 
     def __init__(self) -> None:
         self._models: list[Offloadable] = []
@@ -36,24 +36,24 @@ class DeviceModels:
         self._models.append(model)
 
     def offload(self, pushed: Offloadable | None = None) -> None:
-        """Send them to the host, but for the weights of the one that is about to be pushed."""
+        """Offload all models, except the weights of `pushed`, the model of the next weight sync."""
         for model in self._models:
             model.offload(weights=model is not pushed)
 
 
 class RolloutListeners:
-    """Who is told of each conversation as soon as it has ended, on the rank where it did."""
+    """Callbacks for each finished conversation, on the rank where it finished."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Rollout], None]] = []
 
     def subscribe(self, who: Callable[[Rollout], None]) -> None:
-        """who: is called in the thread of generation, which it must not keep."""
+        """Add a callback. It runs in the generation thread and must not block."""
         self._listeners.append(who)
 
     def __call__(self, rollout: Rollout) -> None:
-        for who in self._listeners:
-            who(rollout)
+        for listener in self._listeners:
+            listener(rollout)
 
 
 @dataclass(frozen=True)
@@ -65,25 +65,26 @@ class Context:
     clock: Clock
     run_dir: Path
     num_updates: Mapping[str, int]
-    """Optimizer steps in the whole run by role, for its learning-rate schedule."""
+    """Optimizer steps of the whole run by role, for the learning-rate schedule."""
     layouts: Mapping[str, Ranks | None] = field(default_factory=dict)
-    """This rank's coordinates in the layout of each role that has a model on Megatron; None of one on other ranks."""
+    """This rank's coordinates in the layout of each role with a Megatron model; None if the role is on other ranks."""
     role: str = ""
-    """Which role the worker plays."""
+    """The role of the worker."""
     next_prompts: Callable[[int], Sequence[Sequence[Prompt]]] = lambda steps: ()
-    """The prompts of so many steps after this one, as far as there are any."""
+    """Returns the prompts of this many steps after the current one, or fewer at the end of the data."""
     models: DeviceModels = field(default_factory=DeviceModels)
     on_rollout_finished: RolloutListeners = field(default_factory=RolloutListeners)
     prompt_loader: PromptLoader[Any] | None = None
-    """Of the prompts that steps are given."""
+    """Loader of the training prompts."""
     log: Callable[[str], None] = lambda line: None
-    """A line for the log, which one rank writes."""
+    """Logs a line. Only one rank writes it."""
     alarm: Callable[[str], None] = lambda line: None
-    """One that must not be overlooked, likewise."""
+    """Raises an alarm. Only one rank writes it."""
 
 
 class Worker:
-    """Base of all roles. `start` may return while work goes on in the background, `ready` waits for it."""
+    """Base class of all workers. `start` may return while work continues in the background; `wait_ready` waits for
+    it."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -93,7 +94,7 @@ class Worker:
         self.step = 0
 
     def begin_step(self, step: int) -> None:
-        """The flow is at this step, from 1: the one that begins, or after a resume the last that was done."""
+        """Set the current step, counted from 1: the one that starts or, after resuming, the last completed one."""
         self.step = step
 
     def start(self) -> None:
@@ -103,25 +104,29 @@ class Worker:
         return None
 
     def controls(self) -> Mapping[str, Callable[[Any], Any]]:
-        """What of it may change while the run goes on, by key: what makes a value of what a user writes, or raises
-        ConfigError; see `observe.control`."""
+        """Return the keys that may change during the run, each with a parser of the user's input.
+
+        Parsers raise ConfigError for invalid input; see `observe.control`.
+        """
         return {}
 
     def set_control(self, key: str, value: Any) -> None:
-        """One of these is to be so from here on; on all ranks at the same step."""
+        """Apply a parsed value of one of `controls`; called on all ranks at the same step."""
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step that only the worker can know."""
+        """Return the worker's own metrics of the step."""
         return {}
 
     def save(self) -> Write:
-        """What a checkpoint must keep of it as it is now, besides its model; asked of all ranks. It may be written
-        while the worker already goes on, by each rank on its own."""
+        """Return a function that writes the worker's current state, without its model, into a checkpoint.
+
+        Called on all ranks. Each rank may write on its own while the worker continues.
+        """
         return write_nothing
 
     def restore(self, folder: Path) -> None:
-        """Go on with what was written, by as many ranks or others."""
+        """Restore a saved state, also one that a different number of ranks has written."""
         return None
 
     def close(self) -> None:

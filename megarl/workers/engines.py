@@ -1,4 +1,4 @@
-"""The engines of the job as one: where they are, when they are awake, the weights they have, and which are lost."""
+"""All engines of the job as one unit: placement, wake and sleep, weight sync, and recovery of lost engines."""
 
 from __future__ import annotations
 
@@ -24,79 +24,82 @@ Result = TypeVar("Result")
 
 
 class Engines:
-    """Of `rollout.tp` ranks each, one behind the other on the role's ranks; the first rank of one leads it. An engine
-    across machines has processes on each, started by the first of its ranks there. What is public is for all ranks of
-    the job together, unless it says otherwise.
+    """The engines of the job, each on `rollout.tp` consecutive ranks of the role; the first of these is its lead.
+
+    An engine that spans machines has processes on each, started by its first rank there. Public methods are collective
+    over all ranks of the job unless stated otherwise.
     """
 
     def __init__(self, context: Context) -> None:
         self.config, self.job, self.clock, self._context = context.config, context.job, context.clock, context
-        tp, here = self.config.rollout.tp, self.config.parallel.ranks_per_node
+        tp, ranks_per_node = self.config.rollout.tp, self.config.parallel.ranks_per_node
         self.engine_ranks = engine_ranks(self.config)
-        """The ranks of each."""
+        """Ranks of each engine."""
         self._host_groups = [ranks.new_host_group(members) for members in self.engine_ranks]
-        mine = [index for index, members in enumerate(self.engine_ranks) if self.job.rank in members]
-        self.engine_index = mine[0] if mine else None
-        """Which engine this rank belongs to; None for none."""
-        self._position = self.engine_ranks[mine[0]].index(self.job.rank) if mine else -1
+        local_engines = [index for index, members in enumerate(self.engine_ranks) if self.job.rank in members]
+        self.engine_index = local_engines[0] if local_engines else None
+        """The engine that this rank belongs to, or None."""
+        self._position = self.engine_ranks[local_engines[0]].index(self.job.rank) if local_engines else -1
         self.engine: Engine | None = None
-        """This rank's, where it has processes of it."""
+        """The engine whose processes this rank manages, if any."""
         self.weight_sync: WeightSync | None = None
-        """None where there is no actor: engines keep the weights that they have loaded themselves."""
+        """None without an actor: engines then keep the weights that they have loaded."""
         self.version = 0
         self._actor: ActorWorker | None = None
-        """Whose weights they have; None where they have those that they loaded."""
+        """The actor whose weights the engines have; None while they have those that they loaded."""
         if self.config.rollout.replay:
             return
         addresses = ranks.all_gather_objects(f"{ranks.node_address()}:{ranks.free_port()}")
-        if self.engine_index is not None and self._position % min(tp, here) == 0:
+        if self.engine_index is not None and self._position % min(tp, ranks_per_node) == 0:
             self.engine = Engine(
                 self.config,
                 self.engine_index,
                 first_device=self.job.local_rank,
-                nnodes=-(-tp // here),
-                node_rank=self._position // here,
-                dist_init_addr=addresses[self.engine_ranks[self.engine_index][0]] if tp > here else "",
+                nnodes=-(-tp // ranks_per_node),
+                node_rank=self._position // ranks_per_node,
+                dist_init_addr=addresses[self.engine_ranks[self.engine_index][0]] if tp > ranks_per_node else "",
             )
         self.engine_restart = None if self.engine is None else EngineRestart(self.engine)
-        speaks = self.lead_engine is not None
+        is_lead = self.lead_engine is not None
         self.recovery = EngineRecovery(
-            self.config, len(self.engine_ranks), self.engine_index, self.engine_restart, speaks, context.log
+            self.config, len(self.engine_ranks), self.engine_index, self.engine_restart, is_lead, context.log
         )
         if "actor" not in context.num_updates:
             return
         placement = placement_of(self.config)
-        apart = not placement.is_colocated
-        trains, generates = (placement.ranks_of("actor"), placement.ranks_of("rollout")) if apart else (None, None)
+        is_separate = not placement.is_colocated
+        trains, generates = (
+            (placement.ranks_of("actor"), placement.ranks_of("rollout")) if is_separate else (None, None)
+        )
         parallel = dataclasses.replace(role_parallel(self.config, "actor"), world_size=self.job.world)
-        pushed = dataclasses.replace(self.config, parallel=parallel)
+        sync_config = dataclasses.replace(self.config, parallel=parallel)
         is_lost = (lambda error: False) if self.engine_restart is None else self.engine_restart.restart_if_lost
         self.weight_sync = WeightSync(
-            context.hf_config, pushed, self.job, self.lead_engine, self._collect, trains, generates, is_lost
+            context.hf_config, sync_config, self.job, self.lead_engine, self._collect, trains, generates, is_lost
         )
 
     @property
     def lead_engine(self) -> Engine | None:
-        """This rank's engine, where it speaks for it."""
+        """This rank's engine, if this rank leads it."""
         return self.engine if self._position == 0 else None
 
     @property
     def is_verified(self) -> bool:
-        """Whether the last push was verified in full."""
+        """True if the last weight sync was fully verified."""
         return self.weight_sync is not None and self.weight_sync.is_verified
 
     @property
     def phase_owner(self) -> str:
-        """Who is in the engines' phases on this rank."""
+        """Owner of the engines' phases on this rank, for the clock."""
         return REMOTE if self.engine_index is None else "rollout"
 
     @property
     def device_ranks(self) -> Sequence[int]:
-        """The ranks of this rank's engine."""
+        """Ranks of this rank's engine."""
         return () if self.engine_index is None else self.engine_ranks[self.engine_index]
 
     def start(self) -> None:
-        """Not collective, and returns at once."""
+        """Start this rank's engine without waiting for it. Not collective."""
         if self.engine is not None:
             self.engine.start()
 
@@ -104,30 +107,35 @@ class Engines:
         with self.with_timeout(self.config.rollout.start_timeout):
             run_if_present(self.engine, Engine.wait_ready)
             if self.weight_sync is not None:
-                self.weight_sync.check_engines()  # a mistake costs the start then, and no step
+                self.weight_sync.check_engines()  # fail at the start rather than after a step
 
     def close(self) -> None:
-        """Not collective."""
+        """Stop this rank's engine. Not collective."""
         if self.engine is not None and self.engine_restart is not None:
             self.engine_restart.close()
 
     def wake(self, how: Callable[[Engine], None] = Engine.wake) -> None:
-        """Once every rank has given back what it has freed: an engine's lead wakes it on the devices of others, too."""
+        """Wake the engines after every rank has returned its cached device memory.
+
+        The barrier is needed because a lead also wakes its engine on the devices of other ranks.
+        """
         device.empty_cache()
         ranks.barrier()
         with self.clock.span("wake", self.phase_owner):
             self.run_on_leads(how)
 
     def sleep(self) -> None:
-        """Leave the device to training. One that is being started again takes its part of it first, where there is such
-        a part."""
+        """Release the device for training. On CUDA, waits for restarting engines first, since they need the device to
+        start."""
         if device.has_cuda():
             self._wait_restarts()
         self.run_on_leads(Engine.sleep)
 
     def sync_weights(self, actor: ActorWorker, version: int) -> None:
-        """Give all of them the actor's weights, those that are away when they are there again; also once more where one
-        is lost by it. They are awake then as far as that needs."""
+        """Sync the actor's weights to all engines, and leave only the engines' weights awake.
+
+        Waits for restarting engines first, and repeats the sync if an engine is lost during it.
+        """
         self._actor, self.version = actor, version
         self.recovery.exchange_losses(look=True)
         self._wait_restarts(actor)
@@ -137,19 +145,23 @@ class Engines:
             self.wake(Engine.wake_weights)
 
     def find_mismatches(self, actor: ActorWorker) -> list[str] | None:
-        """The tensors, by name, in which an engine holds other bits than the actor gave it, the same on all ranks; None
-        where the engines' weights are gone, as a GPU's are that they share with the trainer."""
+        """Return the names of tensors that differ bitwise between an engine and the actor, the same on all ranks.
+
+        None if the engines' weights have been released, as on a GPU shared with the trainer.
+        """
         if self.weight_sync is None or (device.has_cuda() and not self.config.rollout.asynchronous):
             return None
         with self.with_timeout(self.config.rollout.start_timeout):
-            mine = self.weight_sync.find_mismatches(
+            local_mismatches = self.weight_sync.find_mismatches(
                 {} if actor.model is None else actor.model.merged_params(), self.version
             )
-            return sorted({name for found in ranks.all_gather_objects(mine) for name in found})
+            return sorted({name for names in ranks.all_gather_objects(local_mismatches) for name in names})
 
     def wait_for_engine(self, there_again: Callable[[], None]) -> None:
-        """Where none is left, wait until all have started again, and give them the weights that they had, which the
-        actor still has. there_again: is called then on their leads."""
+        """If no engine is available, wait until all have restarted, and sync the actor's current weights to them.
+
+        there_again: called afterwards on the lead ranks.
+        """
         while not self.recovery.has_available_engine:
             self._wait_restarts()
             actor = self._actor
@@ -163,7 +175,7 @@ class Engines:
                 run_if_present(self.lead_engine, lambda engine: there_again())
 
     def _sync_once(self, actor: ActorWorker) -> bool:
-        """Whether all engines have the weights then; where one is lost by it none may generate."""
+        """Sync once. Returns False if an engine was lost; no engine may generate then."""
         assert self.weight_sync is not None, "there is no actor whose weights could be pushed"
         if self.recovery.unsynced:
             self.weight_sync.verify_next()
@@ -174,11 +186,11 @@ class Engines:
         return not lost
 
     def _wait_restarts(self, pushed: ActorWorker | None = None) -> None:
-        """Where some are being started again, wait for them; where weights are pushed then, only room for these is
-        taken."""
+        """Wait for restarting engines, if any. pushed: the actor of the following weight sync, which restores the
+        memory state that the sync needs."""
         if not self.recovery.restarting:
             return
-        self.offload_models()  # a whole engine has to fit in
+        self.offload_models()  # a whole engine must fit
         with self.clock.span("engines start", self.phase_owner), self.with_timeout(self.config.rollout.start_timeout):
             self.recovery.wait_restarts()
         if pushed is not None and not self.config.rollout.asynchronous:
@@ -186,16 +198,16 @@ class Engines:
             self.offload_models(pushed)
 
     def offload_models(self, pushed: ActorWorker | None = None) -> None:
-        """With `train.offload` models leave the device to the engines, but for weights that are on their way there."""
+        """With `train.offload`, offload all models except the weights of `pushed`, which are to be synced."""
         if not self.config.train.offload or self.config.rollout.replay:
             return
         with self.clock.phase("offload"):
             self._context.models.offload(None if pushed is None else pushed.model)
 
     def run_on_leads(self, work: Callable[[Engine], Result]) -> Result | None:
-        """On those whose engines are not away. One that is lost by it is told of at the next exchange."""
+        """Run `work` on the leads of available engines. The next `exchange_losses` reports engines lost by it."""
 
-        def unless_lost(engine: Engine) -> Result | None:
+        def run_unless_lost(engine: Engine) -> Result | None:
             try:
                 return work(engine)
             except EngineError as error:
@@ -203,25 +215,25 @@ class Engines:
                     raise
                 return None
 
-        away = self.engine_index in self.recovery.restarting
+        is_restarting = self.engine_index in self.recovery.restarting
         with self.with_timeout(self.config.rollout.start_timeout):
-            return run_if_present(None if away else self.lead_engine, unless_lost)
+            return run_if_present(None if is_restarting else self.lead_engine, run_unless_lost)
 
     def with_timeout(self, seconds: float) -> AbstractContextManager[None]:
-        """While some ranks wait for their engine, which may take so long, the others wait for them."""
+        """Extend the collective timeout while some ranks wait up to `seconds` for their engine."""
         return ranks.with_timeout(seconds + self.config.run.timeout_s)
 
     def _collect(self, payload: str) -> list[str]:
-        """Of the ranks of this engine, on each of them; see `engine.sglang_engine.GatherPayloads`.
+        """Gather payloads over the ranks of this engine; see `engine.sglang_engine.GatherPayloads`.
 
-        Nobody returns before all have come, for the sizes of the payloads go from all to all first.
+        Acts as a barrier, since the sizes of the payloads are exchanged first.
         """
         assert self.engine_index is not None
         return ranks.all_gather_objects(payload, self._host_groups[self.engine_index])
 
 
 def run_if_present(party: Member | None, work: Callable[[Member], Result]) -> Result | None:
-    """Do it on the ranks that have a party. A failure is raised on every rank, so that none waits for the others."""
+    """Run `work` on ranks where `party` is not None. Raises a failure of any rank on every rank, so that none hangs."""
     error, result = "", None
     if party is not None:
         try:

@@ -1,4 +1,4 @@
-"""Engines that were lost, as all ranks know of them: what it was, whether it goes on, and when they are there again."""
+"""Recovery of lost engines, tracked on all ranks: the fault, whether the run continues, and the restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class _EngineLoss:
-    """What a lead says of its engine."""
+    """An engine loss reported by its lead."""
 
     engine: int
     fault: str
@@ -28,10 +28,10 @@ class _EngineLoss:
 
 
 class EngineRecovery:
-    """The same on all ranks, but for their engines.
+    """State of lost and restarting engines, the same on all ranks.
 
-    engines: how many there are. index: of this rank's. revival: of this rank's engine, where it has processes of it.
-    leads: whether it speaks for it. say: a line for the log.
+    engines: number of engines. index: this rank's engine. revival: restarts this rank's engine, if the rank manages its
+    processes. leads: whether this rank leads its engine. say: logs a line.
     """
 
     def __init__(
@@ -46,70 +46,74 @@ class EngineRecovery:
         self._config, self._num_engines, self._engine_index, self._log = config, engines, index, say
         self._engine_restart, self._is_lead = revival, leads
         self.restarting: set[int] = set()
-        """Engines that are being started again."""
+        """Engines that are restarting."""
         self.unsynced: set[int] = set()
-        """Those of them that are there, with the weights that they have loaded themselves."""
+        """Engines that have restarted, but not received weights since."""
         self._faults: dict[int, str] = {}
-        """By engine, what it was lost by since a step was finished."""
+        """Last fault of each engine since the last completed step."""
         self.restarts = 0
         self.detection_s = self.restart_s = 0.0
 
     def begin_step(self) -> None:
-        """A step was finished, and another begins: the figures are of that one."""
+        """Reset the faults and the metrics for a new step."""
         self._faults.clear()
         self.restarts, self.detection_s, self.restart_s = 0, 0.0, 0.0
 
     @property
     def has_available_engine(self) -> bool:
-        """Whether there is an engine that can generate."""
+        """True if at least one engine can generate."""
         return len(self.restarting | self.unsynced) < self._num_engines
 
     def is_available(self, engine: int | None) -> bool:
         return engine is not None and engine not in self.restarting and engine not in self.unsynced
 
     def exchange_losses(self, error: str = "", look: bool = False) -> bool:
-        """Tell all ranks what was lost here; whether something was. Raises ConfigError on all ranks for an error of any
-        of them, and where an engine was lost by the same twice in a row. look: see whether the engine is there, too.
-        Collective."""
-        mine: _EngineLoss | None = None
+        """Share losses among all ranks, and return whether there were any. Collective.
+
+        look: also check the engine's health first. Raises ConfigError on all ranks for an `error` of any rank, and for
+        an engine lost twice in a row by the same fault.
+        """
+        local_loss: _EngineLoss | None = None
         if self._engine_restart is not None and self._is_lead:
             if look:
                 self._engine_restart.check()
-            if (found := self._engine_restart.pop_error()) is not None:
+            if (engine_error := self._engine_restart.pop_error()) is not None:
                 assert self._engine_index is not None
-                mine = _EngineLoss(self._engine_index, found.fault, str(found), found.detection_delay)
-        told = ranks.all_gather_objects((error, mine))
-        if errors := [text for text, _ in told if text]:
+                local_loss = _EngineLoss(
+                    self._engine_index, engine_error.fault, str(engine_error), engine_error.detection_delay
+                )
+        reports = ranks.all_gather_objects((error, local_loss))
+        if errors := [text for text, _ in reports if text]:
             raise ConfigError(errors[0])
-        lost = [one for _, one in told if one is not None]
-        for one in lost:
-            self._record_loss(one)
-        if self._engine_restart is not None and self._engine_index in {one.engine for one in lost}:
+        lost = [loss for _, loss in reports if loss is not None]
+        for loss in lost:
+            self._record_loss(loss)
+        if self._engine_restart is not None and self._engine_index in {loss.engine for loss in lost}:
             self._engine_restart.ensure_started()
         return bool(lost)
 
     def wait_restarts(self) -> None:
-        """Return when all engines that are away are there again. Collective; raises as `exchange`."""
+        """Wait until all restarting engines have started. Collective; raises as `exchange_losses`."""
         while self.restarting:
             waited = 0.0
             if self._engine_restart is not None and self._engine_index in self.restarting:
                 waited = self._engine_restart.wait()
-            away, self.restarting = self.restarting, set()
+            previous, self.restarting = self.restarting, set()
             self.exchange_losses()
-            back = away - self.restarting
-            self.unsynced = (self.unsynced | back) - self.restarting
+            restarted = previous - self.restarting
+            self.unsynced = (self.unsynced | restarted) - self.restarting
             longest = max(ranks.all_gather_objects(waited))
             self.restart_s = max(self.restart_s, longest)
-            if back:
-                names = ", ".join(map(str, sorted(back)))
+            if restarted:
+                names = ", ".join(map(str, sorted(restarted)))
                 self._log(f"engine {names} has started again, {longest:.1f} s after it was found lost")
 
     def on_weight_sync(self, whole: bool) -> None:
-        """All engines that are there have the weights of now; else none of them has."""
+        """Record a weight sync: all running engines have the current weights if `whole`, otherwise none has."""
         self.unsynced = set() if whole else set(range(self._num_engines)) - self.restarting
 
     def metrics(self) -> dict[str, float]:
-        """Of a step in which an engine was lost."""
+        """Return the metrics of a step in which an engine was lost; otherwise empty."""
         if not self.restarts:
             return {}
         return {
@@ -121,15 +125,15 @@ class EngineRecovery:
     def _record_loss(self, lost: _EngineLoss) -> None:
         name, config = f"engine {lost.engine}", self._config
         if self._faults.get(lost.engine) == lost.fault:
-            again = f"{name} {_past_tense(lost.fault)} twice in a row, without a step between"
-            raise ConfigError(f"{again}: {_REMEDIES[lost.fault]}. {lost.text}")
+            fault_text = f"{name} {_past_tense(lost.fault)} twice in a row, without a step between"
+            raise ConfigError(f"{fault_text}: {_REMEDIES[lost.fault]}. {lost.text}")
         self._faults[lost.engine] = lost.fault
         self.restarting.add(lost.engine)
         self.unsynced.discard(lost.engine)
         self.restarts += 1
         self.detection_s = max(self.detection_s, lost.detection_s)
-        first = lost.text.partition(";")[0]
-        self._log(f"{name} {_past_tense(lost.fault)} and is started again ({first}; see {config.run.dir}/logs)")
+        reason = lost.text.partition(";")[0]
+        self._log(f"{name} {_past_tense(lost.fault)} and is started again ({reason}; see {config.run.dir}/logs)")
 
 
 def _past_tense(fault: str) -> str:

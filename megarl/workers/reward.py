@@ -1,7 +1,8 @@
-"""Rewards by functions, in processes beside the ranks and while generation continues, and by HTTP services.
+"""Rewards from functions, in separate processes during generation, and from HTTP services.
 
-All ranks get the numbers; no texts are sent. Reward models are workers of their own, which add their part to those of
-the functions, the environments and the service. `RewardPrefetch` starts a reward as soon as its conversation has ended.
+All ranks get the numbers; no text is sent between ranks. Reward models are workers of their own, which add their part
+to those of the functions, the environments and the service. `RewardPrefetch` starts a reward as soon as its
+conversation has ended.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ Pending = TypeVar("Pending", bound=_HasDone)
 
 
 class RewardPrefetch(Generic[Pending]):
-    """begin: what is to be begun, from the thread in which conversations end.
+    """Starts rewards ahead of time. begin: starts one, called from the generation thread.
 
-    A conversation is known again by its last turn, which nobody else has: later it may be of another group, or step.
+    Rollouts are identified by their last `Turn` object, which is unique, because their group or step may change later.
     """
 
     def __init__(self, begin: Callable[[Rollout], Pending]) -> None:
@@ -51,39 +52,39 @@ class RewardPrefetch(Generic[Pending]):
         self._pending: dict[int, tuple[weakref.ref[Turn], Pending]] = {}
 
     def on_rollout_finished(self, rollout: Rollout) -> None:
-        """Is told of a conversation that has ended."""
-        turn, begun = rollout.turns[-1], self._pending
-        number = id(turn)
-        # Nobody asks for one that is dropped.
-        begun[number] = weakref.ref(turn, lambda _: begun.pop(number, None)), self._start(rollout)
+        """Start the reward of a finished conversation."""
+        turn, pending = rollout.turns[-1], self._pending
+        key = id(turn)
+        # Drop the entry with its rollout.
+        pending[key] = weakref.ref(turn, lambda _: pending.pop(key, None)), self._start(rollout)
 
     def pop(self, rollout: Rollout) -> tuple[Pending, bool]:
-        """What is said of a rollout, begun now where it was not; and whether it was there already."""
+        """Return the pending reward of a rollout, started now if necessary, and whether it was already done."""
         turn = rollout.turns[-1]
-        known = self._pending.pop(id(turn), None)
-        if known is None or known[0]() is not turn:
+        entry = self._pending.pop(id(turn), None)
+        if entry is None or entry[0]() is not turn:
             return self._start(rollout), False
-        return known[1], known[1].done()
+        return entry[1], entry[1].done()
 
 
 _MAX_TIMEOUT_S = 86400.0
 _POLL_S = 1.0
-"""How often the ranks see together how many rewards have failed, while some are waited for."""
+"""Interval at which ranks count failed rewards together while they wait."""
 _MAX_PROCESSES = 64
-"""Processes of a machine, where `reward.processes` does not say how many."""
+"""Maximum number of processes per machine if `reward.processes` is 0."""
 
 
 class RewardWorker(Worker):
-    """The backends of the role that have no model: `pool`, functions alone; `http` and `judge`, which add a part, for
+    """The reward backends without a model: `pool` has functions only; `http` and `judge` add a part from a service,
     which each rank asks about its own rollouts. Options are those of `rewards/service.py` or `rewards/judge.py`.
 
-    Those of `reward.functions` are called in a pool of processes by each rank that generates, for each conversation as
-    soon as it has ended. One that a script hands over is called in the ranks' own processes when all have ended: a
-    machine's ranks share its rollouts evenly, and what it does to its process, ending it included, is that rank's.
+    Each generating rank calls `reward.functions` in a process pool, as soon as a conversation has ended. A function
+    passed by a script as `reward_fn` runs in the ranks' own processes after all conversations have ended: the ranks of
+    a machine share its rollouts evenly, and if the function kills its process, that rank dies.
     """
 
     model_part = ""
-    """Name of the part that a backend computes by a model; empty where there is none."""
+    """Name of the part that a backend computes with a model; empty without a model."""
 
     def __init__(self, context: Context, reward_fn: Callable[[Rollout], Any] | None = None, **options: Any) -> None:
         super().__init__(context)
@@ -92,7 +93,7 @@ class RewardWorker(Worker):
         self.judged_parts = tuple(
             name for name in (self.model_part, "" if self.service is None else self.service.part) if name
         )
-        """Names of the parts that are judged when all conversations have ended."""
+        """Names of the parts computed after all conversations have ended."""
         if reward_fn is not None:
             self.functions = {getattr(reward_fn, "__name__", "reward_fn"): check_function(reward_fn, "reward_fn")}
         else:
@@ -111,77 +112,81 @@ class RewardWorker(Worker):
         self.weights = check_weights(config.weights, self.parts)
         self._prefetched_frac = 1.0
         self.scored: list[tuple[Rollouts, Rollouts]] = []
-        """What the step under way was asked to score, and what it answered."""
+        """(input, scored) of each call of `score` in the current step."""
         self._pool: RewardPool | None = None
         if self.functions and reward_fn is None:
             log = context.run_dir / "logs" / f"rewards_{self.job.rank}.log"
             limits = ProcessLimits(self.config.rollout.pass_env, self.config.rollout.tool_memory_mb)
-            homes = self._rollout_ranks()
-            beside = max(1, sum(home // self._ranks_per_node == self._node for home in homes))
-            size = max(1, self._num_processes() // beside)
-            at_once = MAX_CONCURRENT
+            rollout_ranks = self._rollout_ranks()
+            ranks_on_node = max(1, sum(home // self._ranks_per_node == self._node for home in rollout_ranks))
+            size = max(1, self._num_processes() // ranks_on_node)
+            max_concurrent = MAX_CONCURRENT
             if any(getattr(function, "sandboxed", False) for function in self.functions.values()):
-                at_once = max(1, self.config.sandbox.processes // (beside * size))  # others would wait for a box
-            self._pool = RewardPool(self.functions, config.functions, config.timeout, size, log, limits, at_once)
+                max_concurrent = max(
+                    1, self.config.sandbox.processes // (ranks_on_node * size)
+                )  # more would wait for a box
+            self._pool = RewardPool(self.functions, config.functions, config.timeout, size, log, limits, max_concurrent)
             self._prefetch = RewardPrefetch(self._pool.submit)
-            if self.job.rank in homes:
+            if self.job.rank in rollout_ranks:
                 self._pool.start()
                 context.on_rollout_finished.subscribe(self._prefetch.on_rollout_finished)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts of a reward, each of which may have a weight."""
-        own = (composite.PART,) if self._has_env_rewards else ()
-        return (*self.functions, *own, *self.judged_parts)
+        """Names of the parts of a reward; each may have a weight."""
+        env_parts = (composite.PART,) if self._has_env_rewards else ()
+        return (*self.functions, *env_parts, *self.judged_parts)
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         self.scored = []
 
     def start(self) -> None:
-        """Raises ConfigError where the service does not answer."""
+        """Raises ConfigError if the service does not respond."""
         if self.service is not None:
             run_on_all(self.service.client.check_credentials)
             run_on_all(self.service.check_reachable, lead=True)
 
     def wait_ready(self) -> None:
-        """Raises ConfigError where the functions cannot be had in the pool's processes."""
+        """Raises ConfigError if the pool's processes cannot load the functions."""
         run_on_all(lambda: None if self._pool is None else self._pool.wait_ready())
 
     def score(self, rollouts: Rollouts) -> Rollouts:
-        """The rollouts with `reward`, `reward_parts` and their turns' rewards.
+        """Return the rollouts with `reward`, `reward_parts` and turn rewards.
 
-        Of an episode its last branch is shown, and the verdict is of all. Aborted ones are shown to nobody and stay
-        without. What they had before, as those that another run recorded, is not counted. Where a part of it fails, a
-        rollout has no reward: it is `unscored`. Raises ConfigError on all ranks where these are more than
-        `reward.max_failed`, as soon as they are: the others are not waited for then.
+        An episode is scored by its last branch, and all branches get the result. Aborted rollouts are not scored.
+        Earlier rewards, such as those that another run recorded, are ignored. If a part fails, the rollout has no
+        reward: it is `unscored`. Raises ConfigError on all ranks as soon as more than `reward.max_failed` have failed,
+        without waiting for the others.
         """
-        whole = rollouts.select(rollouts.episodes.is_last & ~rollouts.has_status("aborted"))
-        with self.clock.phase("reward", "reward"), with_timeout(self._max_seconds(whole)):
-            found: list[dict[str, RewardResult]] = [{} for _ in whole.local]
+        to_score = rollouts.select(rollouts.episodes.is_last & ~rollouts.has_status("aborted"))
+        with self.clock.phase("reward", "reward"), with_timeout(self._max_seconds(to_score)):
+            results: list[dict[str, RewardResult]] = [{} for _ in to_score.local]
             if self._pool is not None:
-                found = [dict(verdicts) for verdicts in self._score_in_pool(whole)]
+                results = [dict(verdicts) for verdicts in self._score_in_pool(to_score)]
             elif self.functions:
-                found = self._score_in_process(whole)
-            for verdicts, rollout in zip(found, whole.local, strict=True):
+                results = self._score_in_process(to_score)
+            for verdicts, rollout in zip(results, to_score.local, strict=True):
                 verdicts |= self._env_results(rollout)
                 if not verdicts and not self.judged_parts:
                     verdicts[composite.PART] = composite.NO_REWARD
-            if self.judged_parts and len(whole):
-                run_on_all(lambda: None)  # who judges has a patience of its own, which begins when all are there
-                for place, part in enumerate(self.judged_parts):
-                    if (self.functions or place) and self._has_too_many_failures(sum(map(has_failed, found)), whole):
-                        found = [mark_unscored(verdicts, [*verdicts, *self.judged_parts]) for verdicts in found]
+            if self.judged_parts and len(to_score):
+                run_on_all(lambda: None)  # barrier: the timeouts of `score_part` start when all ranks have arrived
+                for index, part in enumerate(self.judged_parts):
+                    if (self.functions or index) and self._has_too_many_failures(
+                        sum(map(has_failed, results)), to_score
+                    ):
+                        results = [mark_unscored(verdicts, [*verdicts, *self.judged_parts]) for verdicts in results]
                         break
-                    for verdicts, verdict in zip(found, self.score_part(whole, part), strict=True):
+                    for verdicts, verdict in zip(results, self.score_part(to_score, part), strict=True):
                         verdicts[part] = verdict
-            scored = rollouts.replace_local(combine_episode_rewards(rollouts, found, self.weights))
+            scored = rollouts.replace_local(combine_episode_rewards(rollouts, results, self.weights))
         self.scored.append((rollouts, scored))
         check_unscored(scored, self.config.reward)
         return scored
 
     def _env_results(self, rollout: Rollout) -> dict[str, RewardResult]:
-        """What came with it; of a recorded one the figure that it had."""
+        """Return the environment's part of the reward; for a replayed rollout, the recorded one."""
         if rollout.env_reward is not None:
             return {composite.PART: rollout.env_reward}
         if self.config.rollout.replay and composite.PART in rollout.reward_parts:
@@ -189,20 +194,19 @@ class RewardWorker(Worker):
         return {}
 
     def score_part(self, whole: Rollouts, part: str) -> Sequence[RewardResult]:
-        """What a part of `judged_parts` is of each of those that are here, of rollouts none of which was aborted;
-        collective."""
+        """Return one of `judged_parts` for each local rollout. `whole` contains no aborted rollouts. Collective."""
         service = self.service
         assert service is not None and part == service.part
-        fullest = int(torch.bincount(whole.home).max())
-        found: list[RewardResult] = []
+        max_local = int(torch.bincount(whole.home).max())
+        results: list[RewardResult] = []
 
-        def ask() -> None:
-            for said in service.score(whole.local, self.config.reward.max_failed * len(whole)):
-                found.append(said if isinstance(said, RewardFailure) else Reward(*said))
+        def ask_service() -> None:
+            for result in service.score(whole.local, self.config.reward.max_failed * len(whole)):
+                results.append(result if isinstance(result, RewardFailure) else Reward(*result))
 
-        with with_timeout(max(self.config.run.timeout_s, service.max_duration(fullest))):
-            run_on_all(ask)
-        return found
+        with with_timeout(max(self.config.run.timeout_s, service.max_duration(max_local))):
+            run_on_all(ask_service)
+        return results
 
     def controls(self) -> Mapping[str, Callable[[Any], Any]]:
         return {"reward.weights": lambda given: check_weights(given, self.parts)}
@@ -211,8 +215,7 @@ class RewardWorker(Worker):
         self.weights = value
 
     def metrics(self) -> dict[str, float]:
-        """Weights, where there are any; the share of rollouts whose functions had been called when they were asked
-        for."""
+        """Return the weights, if any, and the share of rollouts whose functions had finished when `score` started."""
         weights = {f"reward/{name}_weight": self.weights.get(name, 1.0) for name in self.parts if self.weights}
         return weights | ({} if self._pool is None else {"perf/rewards_ahead_frac": self._prefetched_frac})
 
@@ -223,7 +226,7 @@ class RewardWorker(Worker):
     # --- the pool
 
     def _rollout_ranks(self) -> set[int]:
-        """Ranks that will have rollouts, which share their machine's processes."""
+        """Return the ranks that will have rollouts; those of a machine share its processes."""
         if self.config.rollout.replay:
             return set(range(self.job.world))
         return {members[0] for members in engine_ranks(self.config)}
@@ -233,80 +236,83 @@ class RewardWorker(Worker):
         return self.job.rank // self._ranks_per_node
 
     def _num_processes(self) -> int:
-        """Of a machine."""
+        """Return the number of processes per machine."""
         return self.config.reward.processes or min(_MAX_PROCESSES, max(1, len(os.sched_getaffinity(0)) // 2))
 
     def _score_in_pool(self, whole: Rollouts) -> list[Verdicts]:
-        begun: list[tuple[PendingVerdicts, bool]] = [self._prefetch.pop(rollout) for rollout in whole.local]
-        done = torch.tensor([sum(there for _, there in begun), len(begun)])
+        pending: list[tuple[PendingVerdicts, bool]] = [self._prefetch.pop(rollout) for rollout in whole.local]
+        done = torch.tensor([sum(is_done for _, is_done in pending), len(pending)])
         in_time, count = whole.comm.all_reduce(done).tolist()
         self._prefetched_frac = in_time / max(1, count)
-        goes_on = True
-        while goes_on:
-            waiting = wait([one.future for one, _ in begun], _POLL_S).not_done
-            goes_on = bool(whole.comm.all_reduce(torch.tensor([len(waiting)])).item())
-            if goes_on and self._has_too_many_failures(sum(has_failed(one.completed) for one, _ in begun), whole):
-                return [mark_unscored(one.cancel(), list(self.functions)) for one, _ in begun]
-        return [one.result() for one, _ in begun]
+        has_pending = True
+        while has_pending:
+            waiting = wait([verdicts.future for verdicts, _ in pending], _POLL_S).not_done
+            has_pending = bool(whole.comm.all_reduce(torch.tensor([len(waiting)])).item())
+            if has_pending and self._has_too_many_failures(
+                sum(has_failed(verdicts.completed) for verdicts, _ in pending), whole
+            ):
+                return [mark_unscored(verdicts.cancel(), list(self.functions)) for verdicts, _ in pending]
+        return [verdicts.result() for verdicts, _ in pending]
 
     def _has_too_many_failures(self, failed: int, whole: Rollouts) -> bool:
-        """Whether `reward.max_failed` cannot be kept any more. failed: rollouts that are here and have no reward.
-        Collective."""
+        """True if `reward.max_failed` is exceeded. failed: local rollouts without a reward. Collective."""
         return too_many(int(whole.comm.all_reduce(torch.tensor([failed])).item()), len(whole), self.config.reward)
 
     # --- in this process
 
     def _max_seconds(self, whole: Rollouts) -> float:
-        """The longest that the slowest rank may take, if each of its calls takes as long as one may."""
+        """Return the longest time of the slowest rank, if each of its calls takes up to its timeout."""
         shares = balance_scoring(whole.home.tolist(), self._ranks_per_node)
         if self._pool is not None:
-            most = max(Counter(whole.home.tolist()).values(), default=0)
+            max_calls = max(Counter(whole.home.tolist()).values(), default=0)
         else:
-            most = max((sum(by.get(rank, 0) for by in shares.values()) for rank in range(self.job.world)), default=0)
+            max_calls = max(
+                (sum(counts.get(rank, 0) for counts in shares.values()) for rank in range(self.job.world)), default=0
+            )
         limit = min(self.config.reward.timeout, _MAX_TIMEOUT_S) + GRACE_S
-        return max(self.config.run.timeout_s, limit * most * len(self.functions))
+        return max(self.config.run.timeout_s, limit * max_calls * len(self.functions))
 
     def _score_in_process(self, whole: Rollouts) -> list[dict[str, RewardResult]]:
-        """Of those that are here, called here or by a rank beside."""
+        """Score the local rollouts, on this rank or another rank of the machine."""
         shares = balance_scoring(whole.home.tolist(), self._ranks_per_node)
-        mine = iter(enumerate(whole.local))
-        parcels: dict[int, list[tuple[int, Rollout]]] = {}
+        local = iter(enumerate(whole.local))
+        outgoing: dict[int, list[tuple[int, Rollout]]] = {}
         for rank, count in shares.get(self.job.rank, {}).items():
-            parcels[rank] = [
-                (index, replace(rollout, routing=None, sampling_mask=None)) for index, rollout in islice(mine, count)
+            outgoing[rank] = [
+                (index, replace(rollout, routing=None, sampling_mask=None)) for index, rollout in islice(local, count)
             ]
-        answers: dict[int, list[tuple[int, dict[str, RewardResult]]]] = {}
-        for rank, parcel in self._row_exchange.exchange_objects(parcels).items():
-            most_failed = self.config.reward.max_failed * len(whole)
-            found = score([rollout for _, rollout in parcel], self.functions, self.config.reward.timeout, most_failed)
-            answers[rank] = [(index, verdicts) for (index, _), verdicts in zip(parcel, found, strict=True)]
-        back = self._row_exchange.exchange_objects(answers)
-        by_index = dict(one for some in back.values() for one in some)
+        replies: dict[int, list[tuple[int, dict[str, RewardResult]]]] = {}
+        for rank, batch in self._row_exchange.exchange_objects(outgoing).items():
+            max_failed = self.config.reward.max_failed * len(whole)
+            results = score([rollout for _, rollout in batch], self.functions, self.config.reward.timeout, max_failed)
+            replies[rank] = [(index, verdicts) for (index, _), verdicts in zip(batch, results, strict=True)]
+        returned = self._row_exchange.exchange_objects(replies)
+        by_index = dict(pair for pairs in returned.values() for pair in pairs)
         return [by_index[index] for index in range(len(whole.local))]
 
 
 def balance_scoring(homes: Sequence[int], here: int) -> dict[int, dict[int, int]]:
-    """How many of its rollouts each rank lets another one score, itself included: [home][rank]. Pure.
+    """Return how many of its rollouts each rank lets each rank score, itself included: [home][rank]. Pure.
 
-    homes: rank of each rollout. A machine has `here` ranks, which share its rollouts evenly; only what is too many for
-    their home goes to another.
+    homes: rank of each rollout. A machine has `here` ranks, which share its rollouts evenly; only the surplus of a rank
+    moves to others.
     """
     counts = Counter(homes)
     shares: dict[int, dict[int, int]] = {}
-    for machine in sorted({home // here for home in counts}):
-        members = range(machine * here, (machine + 1) * here)
-        quota, rest = divmod(sum(counts[rank] for rank in members), here)
-        fullest = sorted(members, key=lambda rank: (-counts[rank], rank))
-        quotas = {rank: quota + (place < rest) for place, rank in enumerate(fullest)}
-        room = {rank: max(0, quotas[rank] - counts[rank]) for rank in members}
+    for node in sorted({home // here for home in counts}):
+        members = range(node * here, (node + 1) * here)
+        quota, remainder = divmod(sum(counts[rank] for rank in members), here)
+        by_count = sorted(members, key=lambda rank: (-counts[rank], rank))
+        quotas = {rank: quota + (position < remainder) for position, rank in enumerate(by_count)}
+        capacity = {rank: max(0, quotas[rank] - counts[rank]) for rank in members}
         for home in members:
             if not counts[home]:
                 continue
             shares[home] = {home: min(counts[home], quotas[home])}
-            left = counts[home] - shares[home][home]
+            surplus = counts[home] - shares[home][home]
             for rank in members:
-                if moved := min(left, room[rank]):
+                if moved := min(surplus, capacity[rank]):
                     shares[home][rank] = moved
-                    room[rank] -= moved
-                    left -= moved
+                    capacity[rank] -= moved
+                    surplus -= moved
     return shares

@@ -1,4 +1,4 @@
-"""Rewards by any sequence classifier of transformers, on the ranks of the role, beside those by functions."""
+"""Rewards from any sequence classifier of transformers, on the ranks of the role, in addition to those of functions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megarl.workers.reward import RewardWorker
 
 
 class ClassifierRewardWorker(RewardWorker):
-    """The backend `transformers` of the role: `reward.model` whole on each of its ranks, of which each scores a share
-    of all conversations, about equally many tokens. Options are those of `rewards/sequence_classifier.py`."""
+    """The reward backend `transformers`: each rank of the role has a full copy of `reward.model`, and scores a share of
+    all conversations with about equal tokens. Options are those of `rewards/sequence_classifier.py`."""
 
     model_part = "model"
 
@@ -50,19 +50,19 @@ class ClassifierRewardWorker(RewardWorker):
         if part != self.model_part:
             return super().score_part(whole, part)
         texts: list[torch.Tensor] = []
-        cut = []
+        is_truncated = []
 
-        def read() -> None:
+        def tokenize() -> None:
             for rollout in whole.local:
                 ids = torch.from_numpy(np.array(self.reader.tokenize(rollout), dtype=np.int32))
                 texts.append(ids[-self.reader.limit :])
-                cut.append(len(ids) > self.reader.limit)
+                is_truncated.append(len(ids) > self.reader.limit)
 
-        run_on_all(read)
+        run_on_all(tokenize)
         count = len(whole)
-        mine = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+        local_lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
         table = whole.comm.all_gather_rows(
-            torch.stack([whole.local_indices, mine, torch.tensor(cut, dtype=torch.int64)], dim=1)
+            torch.stack([whole.local_indices, local_lengths, torch.tensor(is_truncated, dtype=torch.int64)], dim=1)
         )
         lengths = torch.zeros(count, dtype=torch.int64)
         lengths[table[:, 0]] = table[:, 1]
@@ -71,16 +71,23 @@ class ClassifierRewardWorker(RewardWorker):
         return [parse_model_score(score) for score in scores[whole.local_indices].tolist()]
 
     def _score_texts(self, texts: Sequence[torch.Tensor], lengths: torch.Tensor, whole: Rollouts) -> torch.Tensor:
-        """[N] float64, on all ranks. texts: of the rollouts that are here. lengths: [N] tokens of all texts."""
+        """Return [N] float64 scores on all ranks. texts: token ids of the local rollouts. lengths: [N] their lengths,
+        over all ranks."""
         owner = partition(lengths.double().numpy(), len(self.members))
-        shares = {rank: np.flatnonzero(owner == place).tolist() for place, rank in enumerate(self.members)}
-        wants = [shares.get(rank, []) for rank in range(self.job.world)]
+        shares = {rank: np.flatnonzero(owner == index).tolist() for index, rank in enumerate(self.members)}
+        assigned = [shares.get(rank, []) for rank in range(self.job.world)]
         column = torch.cat([torch.zeros(0, dtype=torch.int32), *texts])
-        arrived = self._row_exchange.deliver({"ids": column}, {"ids": (torch.int32, ())}, lengths, whole.home, wants)
-        mine = wants[self.job.rank]
-        found = [] if self.classifier is None else self.classifier.score(arrived.rows("ids"), self._token_budget)
-        marked = torch.tensor(list(zip(mine, found, strict=True)), dtype=torch.float64).reshape(-1, 2)
-        table = whole.comm.all_gather_rows(marked)
+        received = self._row_exchange.deliver(
+            {"ids": column}, {"ids": (torch.int32, ())}, lengths, whole.home, assigned
+        )
+        local_rows = assigned[self.job.rank]
+        local_scores = (
+            [] if self.classifier is None else self.classifier.score(received.rows("ids"), self._token_budget)
+        )
+        indexed_scores = torch.tensor(list(zip(local_rows, local_scores, strict=True)), dtype=torch.float64).reshape(
+            -1, 2
+        )
+        table = whole.comm.all_gather_rows(indexed_scores)
         scores = torch.full((len(whole),), math.nan, dtype=torch.float64)
         scores[table[:, 0].long()] = table[:, 1]
         return scores
@@ -90,5 +97,5 @@ class ClassifierRewardWorker(RewardWorker):
         return self.config.train.token_budget
 
     def metrics(self) -> dict[str, float]:
-        """Of the step's conversations, the share that lost its beginning."""
+        """Add the share of the step's conversations that lost their beginning to truncation."""
         return super().metrics() | ({"reward/cut_frac": self._truncated_frac} if self.options.longer == "cut" else {})

@@ -1,4 +1,4 @@
-"""Rewards by a model on Megatron, as `algorithm: reward_model` trains and exports it, beside those by functions."""
+"""Rewards from a Megatron model, as `algorithm: reward_model` trains and exports it, in addition to functions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from megarl.workers.reward import RewardWorker
 
 
 class MegatronRewardWorker(RewardWorker, ModelWorker):
-    """`reward.model`, if it is set: its score of each conversation, at its last token, of the ids that the engine saw.
-    Its layout is the policy's, or `roles.reward.parallel`."""
+    """Scores each conversation with `reward.model`, if set, at the last of the token ids that the engine saw.
+
+    The model's layout is the policy's, or `roles.reward.parallel`.
+    """
 
     role = "reward_model"
     placement_key = "reward"
@@ -28,7 +30,7 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
         super().__init__(context, reward_fn, **options)
 
     def start(self) -> None:
-        """Load it in fp32, whatever the policy's type: weights alone."""
+        """Load the model in fp32, independent of the policy's dtype, without an optimizer."""
         if path := self.config.reward.model:
             config = role_config(self.config, self.placement_key)
             settings = dataclasses.replace(config.model, dtype="float32")
@@ -45,7 +47,7 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
         if part != self.model_part:
             return super().score_part(whole, part)
         batch = TrainBatch.from_rollouts(whole).with_(routing=None)
-        found = self._forward(batch, "scores", every=None).wait().scores
-        assert found is not None
-        scores = found[batch.cu_seqlens[1:] - 1].tolist()
+        token_scores = self._forward(batch, "scores", every=None).wait().scores
+        assert token_scores is not None
+        scores = token_scores[batch.cu_seqlens[1:] - 1].tolist()
         return [parse_model_score(value) for value in scores]

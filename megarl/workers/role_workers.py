@@ -1,6 +1,6 @@
-"""Who plays a role: what a script registers, the configuration names, the controller says, or is known here.
+"""Resolve the worker of each role: registered by a script, named in the configuration or the controller, or built in.
 
-All by `module:name`, so that a plan on paper need not import Megatron to know that a role is played.
+Workers are named by `module:name`, so that a dry run can resolve roles without importing Megatron.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ WORKERS: dict[str, dict[str, str]] = {
     "reward_model": {"megatron": "megarl.workers.reward_training:RewardModelWorker"},
     "teacher": {"megatron": TEACHER},
 }
-"""By role and backend, the first of which is the default."""
+"""Built-in workers by role and backend; the first backend is the default."""
 
 ENTRY_POINT_GROUP = "megarl.workers"
-"""Entry points of a fork's workers, each by the role that it plays."""
+"""Entry point group of a fork's workers, named by their roles."""
 
 
 @dataclass(frozen=True)
 class RegisteredWorker:
-    """What a script has said of a role. worker: a class, or another callable that makes a worker of a `Context` and the
-    options; or its `module:name`."""
+    """A script's registration of a role.
+
+    worker: a class or another callable that builds a worker from a `Context` and the options, or its `module:name`.
+    """
 
     worker: Callable[..., Any] | str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_roles(config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker]) -> None:
-    """Raise ConfigError for a role that nobody plays, and for settings of one that neither the algorithm nor anybody
-    here knows. Nothing is imported."""
+    """Raise ConfigError for a role without a worker, and for settings of an unknown role. Imports nothing."""
     for role in (*registered, *config.roles):
         if role not in declared.roles and role not in WORKERS:
-            near = closest_match(str(role), declared.roles)
-            hint = f"; did you mean {near}?" if near else ""
+            match = closest_match(str(role), declared.roles)
+            hint = f"; did you mean {match}?" if match else ""
             where = f"register_worker({role!r})" if role in registered else f"roles.{role}"
             raise ConfigError(f"{where}: {declared.name} has no such role{hint} (it has {', '.join(declared.roles)})")
     for role in declared.roles:
@@ -63,22 +64,22 @@ def check_roles(config: Config, declared: Requirements, registered: Mapping[str,
 def resolve_worker(
     config: Config, declared: Requirements, role: str, registered: RegisteredWorker
 ) -> Callable[..., Any] | str:
-    """A class or `module:name`. Raises ConfigError where there is none."""
+    """Return the role's worker as a class or `module:name`. Raises ConfigError if there is none."""
     settings = role_settings(config, role)
-    known = WORKERS.get(role, {})
-    if found := registered.worker or settings.worker:
-        return found
+    builtin = WORKERS.get(role, {})
+    if worker := registered.worker or settings.worker:
+        return worker
     model, service = role_backends(config, role)
     backend = model or service
-    if backend in known:
-        return known[backend]
+    if backend in builtin:
+        return builtin[backend]
     if role in declared.workers:
         return declared.workers[role]
     if backend:
-        have = f"it has {', '.join(known)}" if known else "it has none that are known by name"
-        raise ConfigError(f"roles.{role}.backend={backend}: there is no such backend of the {role}; {have}")
-    if known:
-        return next(iter(known.values()))
+        choices = f"it has {', '.join(builtin)}" if builtin else "it has none that are known by name"
+        raise ConfigError(f"roles.{role}.backend={backend}: there is no such backend of the {role}; {choices}")
+    if builtin:
+        return next(iter(builtin.values()))
     if entry := plugins.list_entry_points(ENTRY_POINT_GROUP).get(role):
         return entry.value
     raise ConfigError(
@@ -88,7 +89,7 @@ def resolve_worker(
 
 
 def check_user_workers(config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker]) -> None:
-    """Raise ConfigError, as `load_workers` does, for workers that the user names. Imports only their modules."""
+    """Raise ConfigError, as `load_workers` does, for workers that the user names. Imports their modules only."""
     for role in declared.roles:
         if role_settings(config, role).worker:
             load_worker(config, declared, role, registered.get(role, RegisteredWorker()))
@@ -97,35 +98,35 @@ def check_user_workers(config: Config, declared: Requirements, registered: Mappi
 def load_workers(
     config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker]
 ) -> dict[str, Callable[..., Any]]:
-    """What makes the worker of each role, in their order. Raises ConfigError."""
+    """Return the factory of each role's worker, in the order of the roles. Raises ConfigError."""
     return {
         role: load_worker(config, declared, role, registered.get(role, RegisteredWorker())) for role in declared.roles
     }
 
 
 def load_worker(config: Config, declared: Requirements, role: str, registered: RegisteredWorker) -> Callable[..., Any]:
-    """What makes the role's worker, with its options. Raises ConfigError."""
-    found = resolve_worker(config, declared, role, registered)
-    made = plugins.load(found, f"the worker of the role {role}") if isinstance(found, str) else found
-    if not callable(made):
-        raise ConfigError(f"the worker of the role {role} is a {type(made).__name__}: it must be a class of workers")
+    """Return the factory of the role's worker, with its options bound. Raises ConfigError."""
+    resolved = resolve_worker(config, declared, role, registered)
+    factory = plugins.load(resolved, f"the worker of the role {role}") if isinstance(resolved, str) else resolved
+    if not callable(factory):
+        raise ConfigError(f"the worker of the role {role} is a {type(factory).__name__}: it must be a class of workers")
     options = worker_options(config, role, registered)
     try:
-        inspect.signature(made).bind_partial(None, **options)
+        inspect.signature(factory).bind_partial(None, **options)
     except TypeError as error:
-        raise ConfigError(f"the options of the role {role}: {error}; see its worker, {_worker_name(made)}") from None
-    except ValueError:  # of C, which does not say
+        raise ConfigError(f"the options of the role {role}: {error}; see its worker, {_worker_name(factory)}") from None
+    except ValueError:  # a C callable without a signature
         pass
-    return partial(made, **options) if options else made
+    return partial(factory, **options) if options else factory
 
 
 def is_builtin(config: Config, declared: Requirements, role: str, registered: RegisteredWorker) -> bool:
-    """Whether one of our own workers plays the role."""
+    """True if a built-in worker implements the role."""
     return resolve_worker(config, declared, role, registered) in WORKERS.get(role, {}).values()
 
 
 def worker_options(config: Config, role: str, registered: RegisteredWorker) -> dict[str, Any]:
-    """What its worker is given besides the context: those of a script before those of the configuration."""
+    """Return the options of the role's worker. A script's registration takes precedence over the configuration."""
     return {**role_settings(config, role).options, **registered.options}
 
 

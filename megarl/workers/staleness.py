@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 
 def staleness_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Of the tokens that the policy chose: by how many versions the weights that chose them are older than those of
-    now, as mean, median, 95th percentile and maximum. The same on all ranks. Collective."""
+    """Return mean, median, 95th percentile and maximum of the staleness of the policy's tokens, in weight versions.
+
+    The same on all ranks. Collective.
+    """
     counts = torch.zeros(1 + max(rollouts.staleness.tolist(), default=0), dtype=torch.int64)
     for rollout in rollouts.local:
         for turn in rollout.turns:
@@ -35,34 +37,41 @@ def staleness_metrics(rollouts: Rollouts) -> dict[str, float]:
                 counts[max(0, rollouts.version - version)] += tokens
     counts = rollouts.comm.all_reduce(counts)
     tokens = max(1, int(counts.sum()))
-    reached = counts.cumsum(0)
-    found = {"mean": int((counts * torch.arange(len(counts))).sum()) / tokens}
+    cumulative = counts.cumsum(0)
+    stats = {"mean": int((counts * torch.arange(len(counts))).sum()) / tokens}
     for name, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
-        found[name] = float((reached < share * tokens).sum())
-    return {f"rollout/lag_{name}": value for name, value in found.items()}
+        stats[name] = float((cumulative < share * tokens).sum())
+    return {f"rollout/lag_{name}": value for name, value in stats.items()}
 
 
 FOLDER = "carried"
-"""In a checkpoint: a file of each engine."""
+"""Checkpoint folder with one file per engine."""
 
 
 @dataclass(frozen=True)
 class OversamplingPlan:
-    """prompts: to be begun, in their order, by whichever engine has room. needed: groups that are wanted of all
-    engines, None for all of them. carried: groups that this engine goes on with; held: that all do. handed: prompts
-    that came from the source, more or fewer than are to be begun. trains: whether it is the step's own generation."""
+    """Prompts and partial groups of one generation."""
 
     prompts: Sequence[Prompt]
+    """Prompts to start, in order, on whichever engine has capacity."""
     num_needed: int | None = None
+    """Groups needed from all engines together; None for all groups."""
     partial_groups: Sequence[Group] = ()
+    """Groups that this engine continues."""
     num_partial_groups: int = 0
+    """Groups that all engines together continue."""
     num_drawn: int = 0
+    """Prompts drawn from the loader, which may be more or fewer than those to start."""
     is_training: bool = False
+    """True for the step's own training generation."""
 
 
 class Oversampling:
-    """source: of the prompts that steps are given. engine, engines: the number of this lead's, and how many there are;
-    engine is None on a rank that leads none. replays_routing: whether a trainer replays the engine's."""
+    """Plans over-sampled generations and keeps partial groups between steps.
+
+    source: loader of the training prompts. engine, engines: index of this lead's engine, None on ranks that lead none,
+    and number of engines. replays_routing: whether the trainer replays the engine's routing.
+    """
 
     def __init__(
         self,
@@ -81,42 +90,51 @@ class Oversampling:
         self.metrics: dict[str, float] = {}
 
     def plan(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> OversamplingPlan:
-        """Of a generation that is asked for. A step's first one of all prompts that the source handed out for it is
-        over-sampled, and goes on with what was kept; any other has exactly the prompts that it is given."""
-        trains, source = not greedy and step != self._last_step, self._prompt_loader
-        if trains:
+        """Plan a generation.
+
+        A step's first sampling of all prompts that the loader returned for it is over-sampled and continues the partial
+        groups. Any other generation has exactly the given prompts.
+        """
+        is_training, loader = not greedy and step != self._last_step, self._prompt_loader
+        if is_training:
             self._last_step = step
-        wanted = self._num_partial_groups > 0 or self._config.oversample > 1
-        if not trains or not wanted or source is None or not source.is_last_batch(prompts):
-            return OversamplingPlan(prompts, is_training=trains)
+        is_oversampling = self._num_partial_groups > 0 or self._config.oversample > 1
+        if not is_training or not is_oversampling or loader is None or not loader.is_last_batch(prompts):
+            return OversamplingPlan(prompts, is_training=is_training)
         needed = len(prompts)
-        begin = max(0, max_pending_groups(needed, self._config.oversample) - self._num_partial_groups)
-        offered = [*prompts, *source.next_items(max(0, begin - needed))]
+        num_to_start = max(0, max_pending_groups(needed, self._config.oversample) - self._num_partial_groups)
+        drawn = [*prompts, *loader.next_items(max(0, num_to_start - needed))]
         return OversamplingPlan(
-            offered[:begin], needed, self._partial_groups, self._num_partial_groups, len(offered), trains
+            drawn[:num_to_start], needed, self._partial_groups, self._num_partial_groups, len(drawn), is_training
         )
 
     def record_result(
         self, plan: OversamplingPlan, mine: GenerationResult | None, taken: int, rollouts: Rollouts
     ) -> None:
-        """What is left of it. mine: of this engine, None without one; taken: prompts that were begun. Collective."""
-        numbers = (
+        """Keep the partial groups and return unused prompts to the loader. Collective.
+
+        mine: this engine's result, None without an engine. taken: prompts that were started.
+        """
+        rows = (
             []
             if mine is None
             else [[mine.num_slots, mine.seconds, mine.busy_seconds, len(mine.partials), mine.num_stale]]
         )
-        table = self._comm.all_gather_rows(torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5))
-        slots, seconds, busy, partials, anew = table.T
+        table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 5))
+        slots, seconds, busy, partials, restarted = table.T
         if plan.is_training:
             self.metrics = {}
-            if offered := float(slots.sum()) * max(seconds.tolist(), default=0.0):
-                self.metrics["rollout/idle_frac"] = 1 - float(busy.sum()) / offered
+            if slot_seconds := float(slots.sum()) * max(seconds.tolist(), default=0.0):
+                self.metrics["rollout/idle_frac"] = 1 - float(busy.sum()) / slot_seconds
         if plan.num_needed is None:
             return
         assert self._prompt_loader is not None
         self._prompt_loader.return_unused(plan.num_drawn - taken)
         self._partial_groups, self._num_partial_groups = mine.partials if mine else [], int(partials.sum())
-        self.metrics |= {"rollout/carried": float(plan.num_partial_groups), "rollout/begun_anew": float(anew.sum())}
+        self.metrics |= {
+            "rollout/carried": float(plan.num_partial_groups),
+            "rollout/begun_anew": float(restarted.sum()),
+        }
         self.metrics |= staleness_metrics(rollouts)
 
     def save(self) -> Write:
@@ -126,12 +144,19 @@ class Oversampling:
         return lambda folder: {folder / name: write_groups(folder / name, groups)}
 
     def restore(self, folder: Path) -> None:
-        """Raises ConfigError on all ranks where a file is not of this program, or nothing would go on with what is in
-        it. Collective."""
+        """Restore partial groups. Collective.
+
+        Raises ConfigError on all ranks for a file that this program has not written, and for partial groups that this
+        configuration cannot continue.
+        """
         error = ""
         try:
-            found = manifest.read(folder)
-            names = [] if isinstance(found, str) else sorted(name for name in found[1] if name.startswith(f"{FOLDER}/"))
+            contents = manifest.read(folder)
+            names = (
+                []
+                if isinstance(contents, str)
+                else sorted(name for name in contents[1] if name.startswith(f"{FOLDER}/"))
+            )
             files = [folder / name for name in names]
             self._partial_groups = (
                 assign_groups(files, self._engine_index, self._num_engines)
@@ -143,17 +168,16 @@ class Oversampling:
         if errors := [text for text in self._comm.all_gather_objects(error) if text]:
             raise ConfigError(errors[0])
         self._num_partial_groups = int(self._comm.all_reduce(torch.tensor([len(self._partial_groups)])))
-        if (
-            self._num_partial_groups and self._config.asynchronous
-        ):  # which begins the prompts that come next, and these have been
+        # Asynchronous generation starts the next prompts only, and those of partial groups have been started before.
+        if self._num_partial_groups and self._config.asynchronous:
             raise ConfigError(
-                f"{folder} has {self._num_partial_groups} groups of conversations under way (rollout.oversample), with which "
-                "rollout.asynchronous=true does not go on: set it to false until a checkpoint has none, which "
+                f"{folder} has {self._num_partial_groups} groups of conversations under way (rollout.oversample), with "
+                "which rollout.asynchronous=true does not go on: set it to false until a checkpoint has none, which "
                 "rollout.oversample=1 brings about"
             )
         if self._num_partial_groups and self._replays_routing and self._config.max_lag:  # see check_replayed_prefixes
             raise ConfigError(
-                f"{folder} has {self._num_partial_groups} groups of conversations under way (rollout.oversample), whose routing "
-                "train.replay_routing=true cannot replay: set it to false until a checkpoint has none, or "
-                "rollout.max_lag to 0, which begins them anew"
+                f"{folder} has {self._num_partial_groups} groups of conversations under way (rollout.oversample), "
+                "whose routing train.replay_routing=true cannot replay: set it to false until a checkpoint has none, "
+                "or rollout.max_lag to 0, which begins them anew"
             )

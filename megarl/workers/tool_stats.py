@@ -31,7 +31,10 @@ SESSION_COUNTERS = (
 
 
 class AgentMetrics:
-    """wanted: whether there are any. talks: of this rank's engine."""
+    """Metrics of agent sessions.
+
+    wanted: whether the run has agents. talks: runner of this rank's engine, if any.
+    """
 
     def __init__(self, wanted: bool, everyone: Comm, talks: RolloutRunner | None) -> None:
         self._is_enabled, self._comm, self._runner = wanted, everyone, talks
@@ -39,38 +42,44 @@ class AgentMetrics:
         self.metrics: dict[str, float] = {}
 
     def update(self) -> None:
-        """Look at what has come since the last time. Collective."""
+        """Compute the metrics since the last call. Collective."""
         if not self._is_enabled:
             return
-        own = SessionMetrics() if self._runner is None else self._runner.session_metrics
-        mine = torch.tensor([*(getattr(own, name) for name in SESSION_COUNTERS), sum(own.ignored.values())])
-        found = dict(
-            zip((*SESSION_COUNTERS, "ignored"), self._comm.all_reduce(mine - self._last_counts).tolist(), strict=True)
+        session_metrics = SessionMetrics() if self._runner is None else self._runner.session_metrics
+        counts = torch.tensor(
+            [*(getattr(session_metrics, name) for name in SESSION_COUNTERS), sum(session_metrics.ignored.values())]
         )
-        self._last_counts = mine
-        drift, branches = found.pop("drift"), found["branches"]
-        self.metrics = {f"agents/{name}": float(count) for name, count in found.items()}
+        new_counts = dict(
+            zip((*SESSION_COUNTERS, "ignored"), self._comm.all_reduce(counts - self._last_counts).tolist(), strict=True)
+        )
+        self._last_counts = counts
+        drift, branches = new_counts.pop("drift"), new_counts["branches"]
+        self.metrics = {f"agents/{name}": float(count) for name, count in new_counts.items()}
         self.metrics["agents/drift_frac"] = drift / max(1, branches)
 
 
 MIN_CALLS = 16
-"""Calls of a tool that are judged together at least: of fewer all may fail by chance."""
+"""Minimum number of calls of a tool to evaluate: with fewer, all may fail by chance."""
 _ALARM_SHARE = 0.5
-"""Share of a tool's failed calls beyond which there is an alarm."""
+"""Share of a tool's calls that may fail without an alarm."""
 
 
 @dataclass
 class _ToolState:
     step_calls: ToolCallStats
-    """Of the step under way."""
+    """Calls of the current step."""
     unchecked_calls: ToolCallStats
-    """Those that `rollout.max_failed_tools` has not been held against yet."""
+    """Calls not yet checked against `rollout.max_failed_tools`."""
     is_logged: bool = False
     is_alarmed: bool = False
 
 
 class ToolMonitor:
-    """wanted: whether there may be any. talks: of this rank's engine. say, alarm: lines of the run's log."""
+    """Tracks failing tool calls, and enforces `rollout.max_failed_tools`.
+
+    wanted: whether the run has tools or environments. talks: runner of this rank's engine, if any. say, alarm: log a
+    line and raise an alarm.
+    """
 
     def __init__(
         self,
@@ -96,19 +105,21 @@ class ToolMonitor:
             tool.step_calls = ToolCallStats()
 
     def update(self, step: int) -> None:
-        """Look at what was called since the last time. Collective; raises ConfigError on all ranks where more than
-        `rollout.max_failed_tools` of a tool's calls failed."""
+        """Check the calls since the last call of this method. Collective.
+
+        Raises ConfigError on all ranks if more than `rollout.max_failed_tools` of a tool's calls failed.
+        """
         if not self._is_enabled:
             return
-        now = {} if self._runner is None else self._runner.tool_call_stats
-        mine = {name: calls - self._last_calls.get(name, ToolCallStats()) for name, calls in now.items()}
-        self._last_calls = now
-        found: dict[str, ToolCallStats] = {}
-        for said in self._comm.all_gather_objects(mine):
-            for name, calls in said.items():
-                found[name] = found.get(name, ToolCallStats()) + calls
-        for name in sorted(found):
-            self._check_tool(step, name, found[name])
+        current = {} if self._runner is None else self._runner.tool_call_stats
+        new_calls = {name: calls - self._last_calls.get(name, ToolCallStats()) for name, calls in current.items()}
+        self._last_calls = current
+        total_calls: dict[str, ToolCallStats] = {}
+        for rank_calls in self._comm.all_gather_objects(new_calls):
+            for name, calls in rank_calls.items():
+                total_calls[name] = total_calls.get(name, ToolCallStats()) + calls
+        for name in sorted(total_calls):
+            self._check_tool(step, name, total_calls[name])
 
     def _check_tool(self, step: int, name: str, calls: ToolCallStats) -> None:
         tool = self._tools.setdefault(name, _ToolState(ToolCallStats(), ToolCallStats()))
@@ -120,25 +131,27 @@ class ToolMonitor:
             )
         if tool.unchecked_calls.num_calls < MIN_CALLS:
             return
-        judged, tool.unchecked_calls = tool.unchecked_calls, ToolCallStats()
-        is_bad = judged.num_failed > _ALARM_SHARE * judged.num_calls
+        checked, tool.unchecked_calls = tool.unchecked_calls, ToolCallStats()
+        is_bad = checked.num_failed > _ALARM_SHARE * checked.num_calls
         if is_bad and not tool.is_alarmed:
-            self._alarm(f"step {step}: {_describe_failures(name, judged)}: {judged.first_error}")
+            self._alarm(f"step {step}: {_describe_failures(name, checked)}: {checked.first_error}")
         tool.is_alarmed = is_bad
-        if judged.num_failed > self._max_failed_share * judged.num_calls:
+        if checked.num_failed > self._max_failed_share * checked.num_calls:
             raise ConfigError(
-                f"{_describe_failures(name, judged)}, more than rollout.max_failed_tools={self._max_failed_share:g} allows: {judged.first_error}; "
-                "mend the tool, or raise that key"
+                f"{_describe_failures(name, checked)}, more than rollout.max_failed_tools={self._max_failed_share:g} "
+                f"allows: {checked.first_error}; mend the tool, or raise that key"
             )
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the step: the share of calls that failed, of all tools and of each that was called."""
+        """Share of the step's calls that failed, over all tools and per called tool."""
         called = {name: tool.step_calls for name, tool in self._tools.items() if tool.step_calls.num_calls}
         if not called:
             return {}
-        whole = sum(calls.num_failed for calls in called.values()) / sum(calls.num_calls for calls in called.values())
-        return {"rollout/tool_failed_frac": whole} | {
+        failed_frac = sum(calls.num_failed for calls in called.values()) / sum(
+            calls.num_calls for calls in called.values()
+        )
+        return {"rollout/tool_failed_frac": failed_frac} | {
             f"tool/{name}_failed_frac": calls.num_failed / calls.num_calls for name, calls in called.items()
         }
 
