@@ -1,4 +1,4 @@
-"""Generation: the engines, each fed by its lead rank from one queue. Rollouts stay there, their figures go to all."""
+"""The rollout role: lead ranks feed their engines from one queue. Rollouts stay there; all ranks get the statistics."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from megarl.workers.tool_stats import AgentMetrics, ToolMonitor
 
 
 class RolloutWorker(Worker):
-    """What engines generate, see `Engines`. With `rollout.replay` there are none: `generate` reads the rollouts that
-    another run recorded. The step under way names them, and seeds the samples. Without an actor engines keep the
-    weights that they have loaded themselves.
+    """Generates rollouts with the engines, see `Engines`.
+
+    With `rollout.replay` there are no engines: `generate` reads the rollouts that another run recorded for the current
+    step. The step also seeds the samples. Without an actor engines keep the weights that they have loaded.
     """
 
     def __init__(self, context: Context) -> None:
@@ -42,10 +43,10 @@ class RolloutWorker(Worker):
         self.engines = Engines(context)
         self.version = 0
         self.should_check_logprobs = not self.config.rollout.replay
-        """Whether nobody has compared what the engines say with what the trainer says since they have started, or since
-        a push that was verified in full."""
+        """True until engine and trainer log-probs have been compared after the last start or fully verified weight
+        sync."""
         self.step_rollouts: list[Rollouts] = []
-        """What the step under way has been given."""
+        """Sampled rollouts that the current step has received."""
         self._num_generations, self._last_step = 0, 0
         self._next_group = 0
         self._is_closing = False
@@ -53,32 +54,32 @@ class RolloutWorker(Worker):
         self._lost_counts = {"rollout/lost_samples": 0, "rollout/regenerated_samples": 0}
         if self.config.rollout.replay:
             return
-        lead, count = self.engines.lead_engine, len(self.engines.engine_ranks)
-        if lead is not None and self.engines.engine_restart is not None:
+        lead_engine, num_engines = self.engines.lead_engine, len(self.engines.engine_ranks)
+        if lead_engine is not None and self.engines.engine_restart is not None:
             replays = self.config.train.replay_routing
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
             self._runner = RolloutRunner(
-                lead,
+                lead_engine,
                 context.chat,
                 self.config.rollout,
                 routing,
                 context.on_rollout_finished,
                 self.engines.engine_restart.report_lost,
             )
-        agents = any(one.kind == "agent" for one in context.chat.catalog.environments.values())
-        self._agent_metrics = AgentMetrics(agents, row_exchange.WorldComm(), self._runner)
-        known = context.chat.catalog
+        has_agents = any(environment.kind == "agent" for environment in context.chat.catalog.environments.values())
+        self._agent_metrics = AgentMetrics(has_agents, row_exchange.WorldComm(), self._runner)
+        catalog = context.chat.catalog
         self._tool_monitor = ToolMonitor(
-            bool(known.tools or known.environments),
+            bool(catalog.tools or catalog.environments),
             *(self.config.rollout, row_exchange.WorldComm(), self._runner, context.log, context.alarm),
         )
-        number = None if lead is None else self.engines.engine_index
+        engine_index = None if lead_engine is None else self.engines.engine_index
         self._oversampling = Oversampling(
             self.config.rollout,
             context.prompt_loader,
             row_exchange.WorldComm(),
-            number,
-            count,
+            engine_index,
+            num_engines,
             self.config.train.replay_routing and "actor" in context.num_updates,
         )
         self._stream = RolloutStream(
@@ -86,7 +87,7 @@ class RolloutWorker(Worker):
             context.next_prompts,
             row_exchange.WorldComm(),
             self._runner,
-            count,
+            num_engines,
             KVStore(),
             self._step_seed,
             self._record_generation,
@@ -111,38 +112,45 @@ class RolloutWorker(Worker):
                 self._check_tool_parser()
 
     def _check_tool_parser(self) -> None:
-        """See to it that the engine's parser reads the tool calls that the model's template writes."""
+        """Raise ConfigError unless the engine's parser reads the tool calls that the model's template writes."""
         chat, config = self.context.chat, self.config.rollout
         if not chat.tools:
             return
-        limit, of_family = config.request_timeout, not config.tool_call_parser
-        complaint = self.engines.run_on_leads(
+        limit, is_family_default = config.request_timeout, not config.tool_call_parser
+        problem = self.engines.run_on_leads(
             lambda engine: check_parser(
-                chat, engine.url, engine.api_key, engine.tool_call_parser, engine.tool_call_marker, limit, of_family
+                chat,
+                engine.url,
+                engine.api_key,
+                engine.tool_call_parser,
+                engine.tool_call_marker,
+                limit,
+                is_family_default,
             )
         )
-        for text in ranks.all_gather_objects(complaint):
+        for text in ranks.all_gather_objects(problem):
             if text:
                 raise ConfigError(text)
 
     def generate(
         self, prompts: Sequence[Prompt], samples: int, greedy: bool = False, held_out: bool = False
     ) -> Rollouts:
-        """`samples` conversations of each prompt, next to each other, in the order of the prompts.
+        """Generate `samples` conversations for each prompt, adjacent and in the order of the prompts.
 
-        A step may call this several times. The groups of its sampling calls are numbered on, and seeds follow from
-        them; greedy answers, which need no seed, have the numbers of their prompts, from 0 on. held_out: sampled as in
-        an evaluation (`rollout.eval_temperature`, `rollout.eval_top_p`), and not trained on.
+        A step may call this several times. Group numbers continue over its sampling calls and determine the seeds;
+        greedy responses need no seed and have the numbers of their prompts, from 0. held_out: sample with the
+        parameters of an evaluation (`rollout.eval_temperature`, `rollout.eval_top_p`); these rollouts are not trained
+        on.
 
-        With `rollout.asynchronous` the groups of a step's first training call have been begun before it, and those of
-        later steps are under way when it returns.
+        With `rollout.asynchronous`, generation of the groups of a step's first training call starts before the call,
+        and groups of later steps are in flight when it returns.
 
-        With `rollout.oversample` a step's first training call has as many groups as prompts, but those that are
-        complete first, in that order: others are under way besides, of an earlier step too, and the rest is kept.
+        With `rollout.oversample`, a step's first training call returns as many groups as prompts, in order of
+        completion. These may come from an earlier step; unfinished groups are kept for later steps.
 
-        Those that a failure or a time-out cut off are aborted ones. Raises ConfigError on all ranks where they are more
-        than `rollout.max_aborted`, and where an engine is lost by the same fault twice in a row. What an engine had
-        under way when it was lost is generated again, by those that are there.
+        Rollouts cut off by a failure or a timeout have status `aborted`. Raises ConfigError on all ranks if more than
+        `rollout.max_aborted` are, or if an engine is lost by the same fault twice in a row. Other engines regenerate
+        the conversations of a lost engine.
         """
         config = self.config
         self.engines.offload_models()
@@ -153,12 +161,12 @@ class RolloutWorker(Worker):
             self.engines.recovery.exchange_losses(look=True)
             self.engines.wait_for_engine(self._resume_stream)
             self.engines.wake()
-            is_first, source = self.step > self._last_step and not greedy, self.context.prompt_loader
+            is_first, loader = self.step > self._last_step and not greedy, self.context.prompt_loader
             if is_first:
                 self._last_step = self.step
-            # The last part is for an engine to let go of what is aborted.
+            # `start_timeout` covers the time an engine needs to release aborted requests.
             with self.engines.with_timeout(config.rollout.step_timeout + config.rollout.start_timeout):
-                if is_first and config.rollout.asynchronous and source is not None and source.is_last_batch(prompts):
+                if is_first and config.rollout.asynchronous and loader is not None and loader.is_last_batch(prompts):
                     rollouts = self._generate_streaming(prompts, samples)
                 else:
                     rollouts = self._generate(prompts, samples, greedy, held_out)
@@ -172,27 +180,30 @@ class RolloutWorker(Worker):
     def start_generation(
         self, prompts: Sequence[Prompt], samples: int, greedy: bool = False, held_out: bool = False
     ) -> PendingGeneration:
-        """As `generate`, but nobody waits: with `rollout.asynchronous` it goes on while steps are taken. Where engines
-        get other weights meanwhile, it goes on by those, as `rollout.on_push` says; each token has its version."""
+        """Like `generate`, without waiting: with `rollout.asynchronous` it continues during the following steps.
+
+        After a weight sync it continues with the new weights, as configured by `rollout.on_push`; each token records
+        its version.
+        """
         self.engines.recovery.exchange_losses(look=True)
         self.engines.wait_for_engine(self._resume_stream)
         self.engines.wake()
         self._num_generations += 1
-        engines, mine = len(self.engines.engine_ranks), None
-        tickets = GroupQueue(len(prompts), engines, KVStore(), f"megarl/generation/{self._num_generations}")
-        first = 0 if greedy else self._allocate_groups(len(prompts)).start
+        num_engines, future = len(self.engines.engine_ranks), None
+        group_queue = GroupQueue(len(prompts), num_engines, KVStore(), f"megarl/generation/{self._num_generations}")
+        first_group = 0 if greedy else self._allocate_groups(len(prompts)).start
         if self._runner is not None and self.engines.recovery.is_available(self.engines.engine_index):
-            mine = self._runner.start_generation(
+            future = self._runner.start_generation(
                 prompts,
-                tickets=tickets,
+                tickets=group_queue,
                 samples=samples,
                 greedy=greedy,
                 seed=self._step_seed(self.step),
-                first_group=first,
+                first_group=first_group,
                 held_out=held_out,
             )
         return PendingGeneration(
-            *(mine, tickets, row_exchange.WorldComm()),
+            *(future, group_queue, row_exchange.WorldComm()),
             begun=self.version,
             now=lambda: self.version,
             waiting=self._wait_phase,
@@ -208,77 +219,81 @@ class RolloutWorker(Worker):
         self._num_generations += 1
         name = f"megarl/generation/{self._num_generations}"
         plan = self._oversampling.plan(prompts, self.step, greedy)
-        numbers = max(len(plan.prompts), plan.num_needed or 0)  # fewer are begun where others are gone on with
-        first_group = 0 if greedy else self._allocate_groups(numbers).start
-        tickets = GroupQueue(
+        num_groups = max(len(plan.prompts), plan.num_needed or 0)  # partial groups reduce the prompts to start
+        first_group = 0 if greedy else self._allocate_groups(num_groups).start
+        group_queue = GroupQueue(
             len(plan.prompts), len(self.engines.engine_ranks), KVStore(), name, plan.num_partial_groups
         )
 
-        carried = self._continued_groups(plan.partial_groups, tickets)
-        mine: GenerationResult | None = None
-        lost, turn = True, 0
+        partial_groups = self._continued_groups(plan.partial_groups, group_queue)
+        result: GenerationResult | None = None
+        lost, attempt = True, 0
         while lost:
-            turn += 1
-            alarm = f"{name}/alarm/{turn}"
+            attempt += 1
+            alarm = f"{name}/alarm/{attempt}"
 
             def work(talks: RolloutRunner) -> GenerationResult:
                 with self.clock.span(f"generation of step {self.step}", "rollout", self.engines.device_ranks):
                     try:
                         return talks.generate(
                             plan.prompts,
-                            tickets=tickets,
+                            tickets=group_queue,
                             samples=samples,
                             greedy=greedy,
                             seed=self._step_seed(self.step),
                             first_group=first_group,
                             needed=plan.num_needed,
-                            carried=carried,  # noqa: B023  it is called at once
+                            carried=partial_groups,  # noqa: B023  called immediately
                             of=len(plan.prompts) * samples if plan.num_needed is None else None,
                             look=lambda: self._check_alarm(alarm),  # noqa: B023
                             held_out=held_out,
                         )
-                    except TooManyAborted as many:
+                    except TooManyAborted as error:
                         raise RuntimeError(
-                            format_abort_error(many.count, many.total, many.failures, self.config)
+                            format_abort_error(error.count, error.total, error.failures, self.config)
                         ) from None
 
-            found, lost = self._run_engine(work, alarm)
-            mine = found if mine is None else mine if found is None else mine.merge(found)
-            carried = ()
-            if lost and not self._has_missing_groups(tickets, plan.num_needed):
+            partial_result, lost = self._run_engine(work, alarm)
+            result = (
+                partial_result if result is None else result if partial_result is None else result.merge(partial_result)
+            )
+            partial_groups = ()
+            if lost and not self._has_missing_groups(group_queue, plan.num_needed):
                 break
             if lost:
                 self.engines.wait_for_engine(self._resume_stream)
-        if turn > 1 or lost:
-            while mine is not None and (back := tickets.claim_returned()) is not None:
-                mine.partials.append(back.group)  # nobody needs it now: it goes on in a later step
-            counts = torch.tensor([mine.num_interrupted, mine.num_restarted] if mine else [0, 0])
+        if attempt > 1 or lost:
+            while result is not None and (returned := group_queue.claim_returned()) is not None:
+                result.partials.append(returned.group)  # not needed in this step: a later step continues it
+            counts = torch.tensor([result.num_interrupted, result.num_restarted] if result else [0, 0])
             self._count_lost(row_exchange.sum_over_ranks(counts).tolist())
-        rollouts = _gather_rollouts(mine.rollouts if mine else [], self.version)
-        self._oversampling.record_result(plan, mine, tickets.count_claimed(), rollouts)
+        rollouts = _gather_rollouts(result.rollouts if result else [], self.version)
+        self._oversampling.record_result(plan, result, group_queue.count_claimed(), rollouts)
         return rollouts
 
     def _continued_groups(self, groups: Sequence[Group], tickets: GroupQueue) -> Sequence[Group]:
-        """What this rank's engine goes on with; where that is away, others do."""
+        """Return the groups that this rank's engine continues. If it is not available, other engines continue them."""
         recovery = self.engines.recovery
         if not recovery.is_available(self.engines.engine_index):
             for group in groups:
                 tickets.return_group(ReturnedGroup(0, restart_unfinished(group)))
             groups = ()
         if recovery.restarting or recovery.unsynced:
-            ranks.barrier()  # else others might have looked for it before
+            ranks.barrier()  # otherwise other engines might look for them before they are returned
         return groups
 
     def _run_engine(
         self, work: Callable[[RolloutRunner], GenerationResult | None], alarm: str, lost_too: bool = False
     ) -> tuple[GenerationResult | None, bool]:
-        """What comes of it on this rank, where it leads an engine that is there, or with `lost_too` any, and whether
-        some engine was lost meanwhile. Any other failure is raised on all ranks, and the alarm, for those that are
-        still at it."""
-        error, found = "", None
+        """Run `work` if this rank leads an available engine, or any engine with `lost_too`. Collective.
+
+        Returns the result on this rank, and whether any engine was lost. Other failures are raised on all ranks, and
+        set the flag `alarm` to stop the engines that are still generating.
+        """
+        error, result = "", None
         if self._runner is not None and (lost_too or self.engines.recovery.is_available(self.engines.engine_index)):
             try:
-                found = work(self._runner)
+                result = work(self._runner)
             except _GenerationStopped:
                 pass
             except EngineLost as lost:
@@ -287,10 +302,10 @@ class RolloutWorker(Worker):
             except RuntimeError as failure:
                 error = str(failure)
                 ranks.set_flag(alarm)
-        return found, self.engines.recovery.exchange_losses(error)
+        return result, self.engines.recovery.exchange_losses(error)
 
     def _has_missing_groups(self, tickets: GroupQueue, needed: int | None) -> bool:
-        """Whether groups are, after an engine was lost; nobody takes any meanwhile."""
+        """True if groups are missing after an engine loss. No engine may claim groups meanwhile. Collective."""
         return self._any_rank(tickets.count_unclaimed() > 0 if needed is None else tickets.count_complete() < needed)
 
     def _any_rank(self, something: bool) -> bool:
@@ -301,31 +316,31 @@ class RolloutWorker(Worker):
             self._lost_counts[name] += more
 
     def _generate_streaming(self, prompts: Sequence[Prompt], samples: int) -> Rollouts:
-        """The step's groups out of what goes on."""
-        self._allocate_groups(len(prompts))  # whose numbers they have
+        """Collect the step's groups from the stream."""
+        self._allocate_groups(len(prompts))  # the groups have these numbers
         run_if_present(self._stream, lambda stream: stream.request_groups(prompts, samples, self.step))
-        mine: GenerationResult | None = None
+        result: GenerationResult | None = None
         while True:
-            found, _ = self._run_engine(
+            collected, _ = self._run_engine(
                 lambda talks: talks.collect(len(prompts), lambda: self._check_alarm(STREAM_NAME)).result(),
                 STREAM_NAME,
                 lost_too=True,
             )
-            if found is not None:
-                mine = found
-            # Of engines that are lost, too, what was complete is taken.
+            if collected is not None:
+                result = collected
+            # Completed groups of lost engines are collected, too.
             if self.engines.recovery.has_available_engine or not self._any_rank(
-                self._runner is not None and found is None
+                self._runner is not None and collected is None
             ):
                 break
             self.engines.wait_for_engine(self._resume_stream)
-        rollouts = _gather_rollouts(mine.rollouts if mine else [], self.version)
-        self._stream.update_metrics(mine, rollouts)
+        rollouts = _gather_rollouts(result.rollouts if result else [], self.version)
+        self._stream.update_metrics(result, rollouts)
         self._count_lost(self._stream.lost_counts)
         return rollouts
 
     def _resume_stream(self) -> None:
-        """This rank's engine is there again, and its stream, if there is one, goes on."""
+        """Resume the stream, if any, after this rank's engine has restarted."""
         if self._runner is not None:
             self._runner.resume()
 
@@ -340,10 +355,10 @@ class RolloutWorker(Worker):
             raise _GenerationStopped
 
     def update_weights(self, actor: ActorWorker) -> None:
-        """Give every engine the actor's weights under the next version number; all ranks take part.
+        """Sync the actor's weights to every engine, with the step as their version. Collective over all ranks.
 
-        The engines' KV caches stay asleep until `generate`, when what the push needed is gone. An engine that is lost
-        meanwhile is started again, and no engine has these weights before all have them.
+        The engines' KV caches stay asleep until `generate`, when the memory for the sync has been freed. An engine lost
+        during the sync restarts, and no engine uses these weights before all have them.
         """
         self.engines.offload_models(actor)
         takes_part = self.engines.engine_index is not None or actor.model is not None
@@ -358,29 +373,29 @@ class RolloutWorker(Worker):
                 run_if_present(self._stream, lambda stream: stream.resume(self.step))
 
     def find_mismatches(self, actor: ActorWorker) -> list[str] | None:
-        """See `Engines.find_mismatches`; nothing is generated any more."""
+        """See `Engines.find_mismatches`. The engines no longer generate afterwards."""
         self._pause_generation()
         return self.engines.find_mismatches(actor)
 
     def _pause_generation(self) -> None:
-        """Have what is under way out of the way of new weights, as `rollout.on_push` says."""
+        """Pause running responses before a weight sync, as configured by `rollout.on_push`."""
         if not self.config.rollout.asynchronous:
             return
         config = self.config.rollout
-        own = self.engines.engine
-        again = own is not None and own.weight_version == self.version
-        # Weights under a number that the engine has had must find no cache that is salted by it.
-        how = "retract" if again and config.on_push == "in_place" else config.on_push
+        engine = self.engines.engine
+        is_same_version = engine is not None and engine.weight_version == self.version
+        # If the engine has used this version before, its KV cache, which is salted by the version, must not be reused.
+        mode = "retract" if is_same_version and config.on_push == "in_place" else config.on_push
         with self.clock.span("training", WAIT):
-            ranks.barrier()  # engines' ranks have nothing to train, and would be here before there are weights
+            ranks.barrier()  # engine ranks have nothing to train, and would get here before there are new weights
         with (
             self.clock.phase("generate_rest", WAIT),
             self.engines.with_timeout(config.step_timeout + config.start_timeout),
         ):
-            run_if_present(self._runner, lambda talks: talks.pause(how))
+            run_if_present(self._runner, lambda talks: talks.pause(mode))
 
     def sleep(self) -> None:
-        """Leave the device to training, unless it is the engines' own."""
+        """Release the device for training, unless the engines are on separate ranks."""
         if self.config.rollout.asynchronous or self.config.rollout.replay:
             return
         with self.clock.phase("sleep", self.engines.phase_owner):
@@ -389,19 +404,19 @@ class RolloutWorker(Worker):
     def metrics(self) -> dict[str, float]:
         if self.config.rollout.replay:
             return {}
-        recovered = self.engines.recovery.metrics()
-        if recovered or any(self._lost_counts.values()):
-            recovered |= {name: float(count) for name, count in self._lost_counts.items()}
+        recovery_metrics = self.engines.recovery.metrics()
+        if recovery_metrics or any(self._lost_counts.values()):
+            recovery_metrics |= {name: float(count) for name, count in self._lost_counts.items()}
         return (
             self._oversampling.metrics
             | self._stream.metrics
             | self._agent_metrics.metrics
             | self._tool_monitor.metrics
-            | recovered
+            | recovery_metrics
         )
 
     def save(self) -> Write:
-        """Conversations that a later step goes on with."""
+        """Save the partial groups that a later step continues."""
         return write_nothing if self.config.rollout.replay else self._oversampling.save()
 
     def restore(self, folder: Path) -> None:
@@ -415,30 +430,36 @@ class RolloutWorker(Worker):
         self.engines.close()
 
     def _allocate_groups(self, count: int) -> range:
-        """Numbers of so many further groups of the step."""
+        """Allocate the next `count` group numbers of the step."""
         first, self._next_group = self._next_group, self._next_group + count
         return range(first, self._next_group)
 
     def _replay(self, groups: range, greedy: bool) -> Rollouts:
-        """What is recorded of these groups of the step. Each rank has what it had, where the recorded run had as many:
-        figures that are summed up rank by rank then have the same bits."""
+        """Read the recorded rollouts of these groups of the step.
+
+        If the recorded run had as many ranks, each rank reads its own rollouts, so that values summed rank by rank are
+        bitwise equal.
+        """
         source = ReplaySource.parse(self.config.rollout.replay)
         step = source.recorded_step(self.step)
         where = f"rollout.replay={self.config.rollout.replay}, step {step}"
         if greedy:
             raise ConfigError(f"{where}: only what is sampled is recorded, and this algorithm generates greedily, too")
         recorded = read_records(source.folder, step, self.job.rank, self.job.world, needs_trainer_columns(self.config))
-        mine = [one for one in recorded if one.rollout.group in groups]
-        # By their numbers, since files of several ranks may be one rank's now, or the other way round.
-        found = Rollouts.gather(
-            [one.rollout for one in mine], [one.number for one in mine], row_exchange.WorldComm(), self.version
+        local_records = [record for record in recorded if record.rollout.group in groups]
+        # Order by recorded number, since the mapping of files to ranks may differ.
+        rollouts = Rollouts.gather(
+            [record.rollout for record in local_records],
+            [record.number for record in local_records],
+            row_exchange.WorldComm(),
+            self.version,
         )
-        if groups and not len(found):
+        if groups and not len(rollouts):
             raise ConfigError(
                 f"{where} has nothing of the groups {groups.start} to {groups.stop - 1}: of a step that generates "
                 "several times only what StepResult.rollouts has is recorded"
             )
-        return found
+        return rollouts
 
 
 def _gather_rollouts(mine: Sequence[Rollout], version: int) -> Rollouts:
@@ -446,4 +467,4 @@ def _gather_rollouts(mine: Sequence[Rollout], version: int) -> Rollouts:
 
 
 class _GenerationStopped(RuntimeError):
-    """This engine is all right, another has failed."""
+    """Generation was stopped because another engine has failed."""

@@ -1,4 +1,4 @@
-"""The actor's weights into the engines: the reshard, its checks, and what becomes of an engine when it fails."""
+"""Weight sync from the actor to the engines: the reshard, its checks, and the handling of engine failures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from megarl.reshard.run.executor import Executor, WeightSyncError, is_fully_veri
 
 
 class WeightSync:
-    """Pushes weights from the ranks that train to all engines of the job. It is made on all ranks of the job together;
-    `compare` and `push` are collective over the ranks of either side and return at once on the others.
+    """Syncs weights from the training ranks to all engines of the job.
 
-    engine: this rank's, where it leads one. collect: over the ranks of this rank's engine. train_ranks, engine_ranks:
-    see `build_plan`. is_lost: whether this rank's engine, which has failed so, is gone, and is to be started again.
+    Construction is collective over all ranks of the job. `find_mismatches` and `sync` are collective over the training
+    and engine ranks, and return immediately on other ranks.
+
+    engine: the engine that this rank leads, if any. collect: gathers over the ranks of this rank's engine. train_ranks,
+    engine_ranks: see `build_plan`. is_lost: returns True if this error means that the engine is lost and must restart.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class WeightSync:
         self.train_ranks, self.engine_ranks = train_ranks, engine_ranks
         self.plan = build_plan(hf, config, engine_layout(config), train_ranks, engine_ranks)
         self.member_ranks = self.plan.rank_map.participants
-        """The ranks of either side, rising."""
+        """Training and engine ranks, ascending."""
         self.group = (
             host_group() if len(self.member_ranks) == dist.get_world_size() else new_host_group(self.member_ranks)
         )
@@ -63,21 +65,21 @@ class WeightSync:
         self.engine_rank = self.plan.rank_map.engine_rank(job.rank)
         self.executor: Executor | None = None
         self.num_syncs = 0
-        """Since the engines' weights were last to be verified in full; also on ranks that take no part."""
+        """Syncs since `verify_next`; counted on all ranks, including non-members."""
         self.is_checked = False
-        """Whether the engines are known to hold what the plan says."""
+        """True once the engines' tensors have been compared with the plan."""
         if self.is_member:
-            here, bucket = config.parallel.ranks_per_node, self.plan.bucket_bytes
-            known = plan_digest(dict(hf), self.plan.train, self.plan.engine, here, bucket)
-            if problem := find_digest_mismatch(dict(zip(self.member_ranks, self._gather(known), strict=True))):
+            ranks_per_node, bucket = config.parallel.ranks_per_node, self.plan.bucket_bytes
+            digest = plan_digest(dict(hf), self.plan.train, self.plan.engine, ranks_per_node, bucket)
+            if problem := find_digest_mismatch(dict(zip(self.member_ranks, self._gather(digest), strict=True))):
                 raise ConfigError(problem)
 
     def check_engines(self) -> None:
-        """Hold the engines, which have started and are awake, against the table, before anything is trained. They have
-        the weights afterwards that they had, under version 0.
+        """Compare the tensors of the started, awake engines with the plan, before any training. Keeps their weights, as
+        version 0.
 
-        Raises ConfigError on all ranks that take part, naming tensor and rank, where an engine holds something else; it
-        generates no more then.
+        Raises ConfigError on all member ranks, naming tensor and rank, for a mismatch; the engines then no longer
+        generate.
         """
         if not self.is_member:
             return
@@ -90,12 +92,14 @@ class WeightSync:
         self.is_checked = True
 
     def sync(self, local: Mapping[str, torch.Tensor], version: int) -> bool:
-        """Replace every engine's weights by the shards `local` (canonical name -> tensor) of all ranks that train, of
-        which others have none, under a number. Whether all of them have these then: where an engine was lost meanwhile
-        none generates, and it is to be done again when that one is back.
+        """Replace every engine's weights by the training ranks' shards, as the given version.
 
-        Raises ConfigError on all ranks that take part, naming tensor and rank, where something does not fit or arrived
-        otherwise than it was sent; no engine generates then.
+        local: this rank's shards by canonical name; empty on ranks that do not train. Returns True if all engines have
+        the weights. Returns False if an engine was lost: no engine generates then, and the sync must be repeated after
+        the restart.
+
+        Raises ConfigError on all member ranks, naming tensor and rank, if shards do not match the plan or verification
+        fails; no engine generates then.
         """
         self.num_syncs += 1
         if not self.is_member:
@@ -106,22 +110,22 @@ class WeightSync:
         self._raise_if_any(problems, where)
         problems, lost = self._gather_live_problems(self._run_on_engine(lambda engine: engine.begin_update()))
         if not (problems or lost):
-            hand_over = self._make_sender()
-            found = [] if self.is_checked else self._check_tensors(hand_over)
-            if not found:
-                self._send(local, hand_over, version)
-            if hand_over.failure is not None:
-                self._record_loss(hand_over.failure)
-            problems, lost = self._gather_live_problems(hand_over.errors)
-            problems = problems if lost else found or problems
-        fine = not (problems or lost)
-        more, gone = self._gather_live_problems(
-            self._run_on_engine(lambda engine: engine.end_update(version if fine else None))
+            sender = self._make_sender()
+            mismatches = [] if self.is_checked else self._check_tensors(sender)
+            if not mismatches:
+                self._send(local, sender, version)
+            if sender.failure is not None:
+                self._record_loss(sender.failure)
+            problems, lost = self._gather_live_problems(sender.errors)
+            problems = problems if lost else mismatches or problems
+        succeeded = not (problems or lost)
+        end_problems, lost_at_end = self._gather_live_problems(
+            self._run_on_engine(lambda engine: engine.end_update(version if succeeded else None))
         )
-        if problems := problems + more:
+        if problems := problems + end_problems:
             raise ConfigError(f"{where}: {problems[0]}")
-        self.is_checked = self.is_checked or fine
-        return not (lost or gone)
+        self.is_checked = self.is_checked or succeeded
+        return not (lost or lost_at_end)
 
     def _send(self, local: Mapping[str, torch.Tensor], hand_over: WeightSender, version: int) -> None:
         self._run_executor(local, hand_over, version)
@@ -140,9 +144,9 @@ class WeightSync:
         try:
             self.executor.sync(local, hand_over, version, hand_over.wait_pending, compares, share)
         except BaseException as error:
-            hand_over.close_channel()  # the engine's rank waits for orders
+            hand_over.close_channel()  # the engine process waits for orders
             if isinstance(error, WeightSyncError):
-                raise ConfigError(str(error)) from error  # a rank is lost: there is nobody to agree with
+                raise ConfigError(str(error)) from error  # a rank is lost, so ranks cannot agree on an error
             raise
         hand_over.close()
 
@@ -151,89 +155,100 @@ class WeightSync:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the last push was verified in full."""
+        """True if the last weight sync was fully verified."""
         return is_fully_verified(self.num_syncs, self.config.rollout.verify_every)
 
     def find_mismatches(self, local: Mapping[str, torch.Tensor], version: int) -> list[str]:
-        """The engines' tensors, by name, that hold other bits than the shards `local`, which they were given under this
-        version; their weights are awake, and they generate no more afterwards. Collective as `push`; on ranks that take
-        no part it is empty."""
+        """Return the names of engine tensors that differ bitwise from the shards `local`, synced as `version`.
+
+        The engines' weights must be awake; the engines no longer generate afterwards. Collective like `sync`; empty on
+        non-member ranks.
+        """
         if not self.is_member:
             return []
         where = "the comparison of weights"
         self._raise_if_any(self._run_on_engine(lambda engine: engine.begin_update()), where)
-        hand_over = self._make_sender()
-        self._run_executor(local, hand_over, version, compares=True)
-        self._raise_if_any(hand_over.errors, where)
+        sender = self._make_sender()
+        self._run_executor(local, sender, version, compares=True)
+        self._raise_if_any(sender.errors, where)
         self._run_on_engine(lambda engine: engine.end_update(None))
-        return sorted({name for found in self._gather(hand_over.mismatches) for name in found})
+        return sorted({name for names in self._gather(sender.mismatches) for name in names})
 
     def verify_next(self) -> None:
-        """Have the next push verified in full; on all ranks."""
+        """Request full verification of the next weight sync. Call on all ranks."""
         self.num_syncs = 0
         if self.executor is not None:
             self.executor.num_syncs = 0
 
     @property
     def _draft_flags(self) -> tuple[bool, ...]:
-        """What each engine's models that are pushed to are: its own, and its draft model."""
+        """One flag per model of an engine that receives weights: False for its own model, True for its draft model."""
         return (False, True) if self.plan.engine.draft else (False,)
 
     def _check_tensors(self, hand_over: WeightSender) -> list[str]:
-        """Compare the engines with the table, and plan for what they are; what does not fit, of all ranks."""
+        """Compare the engines with the plan, and rebuild the plan if they fuse the shared expert.
+
+        Returns the problems of all ranks.
+        """
         problems, fuses = self._check_local_tensors(hand_over) if self.engine_rank is not None else ([], False)
-        told = self._gather((problems + hand_over.errors, fuses))
-        found = [problem for mine, _ in told for problem in mine]
+        reports = self._gather((problems + hand_over.errors, fuses))
+        all_problems = [problem for rank_problems, _ in reports for problem in rank_problems]
         layout = self.plan.engine
-        if not found and any(fused for _, fused in told) and not layout.fuse_shared:
+        if not all_problems and any(fused for _, fused in reports) and not layout.fuse_shared:
             try:
                 layout = replace(layout, fuse_shared=True)
                 self.plan = build_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks)
             except ConfigError as error:
                 return [str(error)]
-        return found
+        return all_problems
 
     def _check_local_tensors(self, hand_over: WeightSender) -> tuple[list[str], bool]:
-        """How this rank's engine differs from the table, and whether it fuses the shared expert with the others."""
-        held: dict[str, Any] = {}
-        odd: list[str] = []
+        """Return the differences of this rank's engine from the plan, and whether it fuses the shared expert with the
+        others."""
+        tensors: dict[str, Any] = {}
+        odd_tensors: list[str] = []
         for draft in self._draft_flags:
             answer = hand_over.send_order({"do": "describe"}, draft)
-            held |= answer.get("tensors", {})
-            odd += answer.get("odd", [])
+            tensors |= answer.get("tensors", {})
+            odd_tensors += answer.get("odd", [])
         if hand_over.errors:
             return [], False
         layout = self.plan.engine
-        shared = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)
-        fuses = shared and not any(".shared_experts." in name for name in held)
+        has_shared_experts = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)
+        fuses = has_shared_experts and not any(".shared_experts." in name for name in tensors)
         if fuses:
-            layout = replace(layout, fuse_shared=True)  # as SGLang has decided, the same on all ranks
+            layout = replace(layout, fuse_shared=True)  # SGLang's decision, the same on all ranks
         assert self.engine_rank is not None
         position, wire = self.engine_rank % layout.tp, self.plan.assignment.wire
-        problems = find_engine_problems(held, self.params, layout, position, self.num_experts, wire)
-        return find_layout_problems(odd) + problems, fuses
+        problems = find_engine_problems(tensors, self.params, layout, position, self.num_experts, wire)
+        return find_layout_problems(odd_tensors) + problems, fuses
 
     def _gather(self, mine: Any) -> list[Any]:
-        """What each of the ranks that take part has, in their order, on all of them."""
+        """All-gather over the member ranks, in order."""
         return all_gather_objects(mine, self.group)
 
     def _gather_problems(self, mine: list[str]) -> list[str]:
-        """The problems of all ranks, in the order of ranks, on all of them."""
-        return [problem for found in self._gather(mine) for problem in found]
+        """Return the problems of all member ranks, in order of ranks."""
+        return [problem for rank_problems in self._gather(mine) for problem in rank_problems]
 
     def _gather_live_problems(self, mine: list[str]) -> tuple[list[str], bool]:
-        """The problems of all ranks but those of lost engines, and whether there are such; the same on all of them."""
-        number = None if self.engine_rank is None else self.engine_rank // self.plan.engine.tp
-        told = self._gather((number, self._has_lost_engine, mine))
-        lost = {number for number, is_lost, _ in told if is_lost}
-        return [problem for number, _, found in told if number not in lost for problem in found], bool(lost)
+        """Return the problems of all member ranks except those of lost engines, and whether any engine is lost."""
+        engine_index = None if self.engine_rank is None else self.engine_rank // self.plan.engine.tp
+        reports = self._gather((engine_index, self._has_lost_engine, mine))
+        lost = {engine_index for engine_index, is_lost, _ in reports if is_lost}
+        return [
+            problem
+            for engine_index, _, rank_problems in reports
+            if engine_index not in lost
+            for problem in rank_problems
+        ], bool(lost)
 
     def _record_loss(self, error: EngineError) -> None:
         self._has_lost_engine = self.is_lost(error) or self._has_lost_engine
 
     def _raise_if_any(self, mine: list[str], where: str) -> None:
-        if found := self._gather_problems(mine):
-            raise ConfigError(f"{where}: {found[0]}" + (f" ({len(found)} such)" if len(found) > 1 else ""))
+        if problems := self._gather_problems(mine):
+            raise ConfigError(f"{where}: {problems[0]}" + (f" ({len(problems)} such)" if len(problems) > 1 else ""))
 
     def _run_on_engine(self, work: Callable[[Engine], None]) -> list[str]:
         if self.engine is None or self._has_lost_engine:
