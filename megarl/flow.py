@@ -270,7 +270,7 @@ class HybridFlow(Items, Evaluating, Keeping):
 
     def _step_rollouts(self) -> list[Rollouts]:
         """What the step under way has sampled, with rewards where it has got so far."""
-        made = vars(self)["rollout"].made if "rollout" in vars(self) else []
+        made = vars(self)["rollout"].step_rollouts if "rollout" in vars(self) else []
         pairs = getattr(vars(self).get("reward"), "scored", [])
         scored = {id(given): found for given, found in pairs}
         return [scored.get(id(one), one) for one in made]

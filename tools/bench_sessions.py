@@ -127,7 +127,7 @@ async def through(
             while left and clients.poll():
                 recording = recordings[clients.recv()]
                 await server.close(recording)
-                recording.branches()
+                recording.collect_branches()
                 left -= 1
     finally:
         loop.remove_reader(clients.fileno())

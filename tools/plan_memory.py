@@ -239,9 +239,7 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         )
     if "RANK" not in os.environ and world > 1:
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        return subprocess.run(
-            [*ranks, __file__, *options.given], env={**os.environ, "OMP_NUM_THREADS": "1"}
-        ).returncode
+        return subprocess.run([*ranks, __file__, *options.given], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
     from megarl.parallel import ranks as parallel_ranks
 
     os.environ.setdefault("MASTER_PORT", str(parallel_ranks.free_port()))

@@ -91,9 +91,8 @@ class StagedCheckpoint:
                 for item, data in [*objects, *tensors]:
                     if ended():
                         raise InterruptedError("the run has ended")
-                    write_results.append(
-                        _write_item(self._transforms, stream, _compact_on_host(data), item, key, serialization)
-                    )  # type: ignore[arg-type]
+                    data = _compact_on_host(data)
+                    write_results.append(_write_item(self._transforms, stream, data, item, key, serialization))  # type: ignore[arg-type]
                 return write_results
 
             write_results, written[Path(path)] = write_hashed(Path(path), all_items)

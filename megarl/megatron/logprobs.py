@@ -289,23 +289,24 @@ class OutputReader:
             return ModelOutput(values=micro.align(_gather_context(micro, emitted[0, :, 0].float())))
         weight = self._output_weight()
         states = emitted[0, :, : weight.shape[1]]
-        outputs = self._logprobs(states, weight, micro.next_tokens[0], temperature, with_entropy, micro.sampling_mask)
+        outputs = self._logprobs(
+            states, weight, micro.on_device("next_tokens")[0], temperature, with_entropy, micro.sampling_mask
+        )
         logprobs, entropy = (None if x is None else micro.align(_gather_context(micro, x)) for x in outputs)
         return ModelOutput(logprobs=logprobs, entropy=entropy)
 
-    def mtp_loss(self, micro: MicroBatch, emitted: torch.Tensor) -> torch.Tensor:
+    def mtp_loss(self, micro: MicroBatch, emitted: torch.Tensor, loss_weights: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy of the MTP layers' predictions, averaged over layers, as a scalar.
 
-        Tokens are weighted by the batch's loss weights. The output layer gets no gradient.
+        The output layer gets no gradient.
 
-        emitted: [1, P / cp, (1 + layers) * hidden].
+        emitted: [1, P / cp, (1 + layers) * hidden]. loss_weights: [T] weights of the tokens.
         """
         weight = self._output_weight().detach()
-        assert micro.batch.loss_weights is not None
         losses = []
         for number, states in enumerate(emitted[0].split(weight.shape[1], dim=1)[1:], 1):
-            logprobs, _ = self._logprobs(states, weight, micro.next_tokens[number], 1.0, False)
-            losses.append(-(micro.batch.loss_weights * micro.align(_gather_context(micro, logprobs), number + 1)).sum())
+            logprobs, _ = self._logprobs(states, weight, micro.on_device("next_tokens")[number], 1.0, False)
+            losses.append(-(loss_weights * micro.align(_gather_context(micro, logprobs), number + 1)).sum())
         return torch.stack(losses).mean()
 
     def _output_weight(self) -> torch.Tensor:
@@ -330,4 +331,5 @@ class OutputReader:
 
 
 def _gather_context(micro: MicroBatch, local: torch.Tensor) -> torch.Tensor:
-    return gather_context(local, micro.context_indices, parallel_state.get_context_parallel_group(), same_gradient=True)
+    places = micro.context_indices if len(micro.context_indices) == 1 else micro.on_device("context_indices")
+    return gather_context(local, places, parallel_state.get_context_parallel_group(), same_gradient=True)

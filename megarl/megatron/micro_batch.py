@@ -1,19 +1,19 @@
-"""One micro-batch as Megatron takes it, and the shift between what a model emits and the token that it is about.
+"""A micro-batch as Megatron takes it, and the shift from what a model emits to the token that it is about.
 
-Sequences are laid end to end. Where padding is needed it follows a sequence, which a causal model does not notice, or
-all of them, as a sequence of its own: P tokens, of which a context parallel rank has the P / cp that
-`parallel/context_parallel.py` says.
+Sequences are laid end to end: P tokens with padding, of which a context parallel rank has the P / cp that
+`parallel/context_parallel.py` gives it. Padding follows a sequence, which causal attention ignores, or all of them, as
+a sequence of its own.
 
-A micro-batch is made on the host when Megatron's schedule comes to it, and of its tensors those go to the device that
-are asked for there: a stage in the middle has none of the loss's, a loss those that it reads.
+A micro-batch is built on the host when Megatron's schedule comes to it. A pipeline stage copies to its device what it
+needs, by `on_device` and `loss_batch`: a stage in the middle copies nothing but its share of the routing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import lcm
-from typing import Any, Self
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,84 +21,71 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megarl.config.strict import ConfigError
 from megarl.megatron.routing_replay import ReplayShard
 from megarl.parallel.context_parallel import zigzag
-from megarl.types import TOKEN_COLUMNS, SamplingMask, TrainBatch
+from megarl.types import TOKEN_COLUMNS, ModelOutput, SamplingMask, TokenLoss, TrainBatch
 from megarl.types.batch import REQUIRED_COLUMNS, get_declared_columns
 
 
-class Arriving:
-    """Base of a frozen dataclass whose tensors are on the host until each is first asked for: then it is on `place`."""
-
-    place: torch.device | None = None
-
-    def at(self, place: torch.device) -> Self:
-        object.__setattr__(self, "place", place)
-        return self
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if isinstance(value, torch.Tensor) and self.place is not None and value.device != self.place:
-            value = value.to(self.place)
-            object.__setattr__(self, name, value)
-        return value
-
-
-class ArrivingBatch(Arriving, TrainBatch):
-    """What a loss is given. Columns that it has not named cannot be read: they may not be here."""
-
-    named: tuple[str, ...] | None = None
-    """What the loss has named; None where it may read everything."""
-
-    def for_loss(self, loss: Callable[..., Any]) -> Self:
-        object.__setattr__(self, "named", get_declared_columns(loss))
-        return self
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in TOKEN_COLUMNS and not self._given(name):
-            names = ", ".join(f'"{one}"' for one in (*(self.named or ()), name))
-            raise ConfigError(f"the loss reads the column {name!r}, which it does not name: mark it @reads({names})")
-        return super().__getattribute__(name)
-
-    def _given(self, name: str) -> bool:
-        return self.named is None or name in self.named or name in REQUIRED_COLUMNS
-
-    def with_(self, **changes: Any) -> TrainBatch:
-        kept = {item.name: object.__getattribute__(self, item.name) for item in fields(self)}
-        made = ArrivingBatch(**kept | changes)
-        object.__setattr__(made, "place", self.place)
-        object.__setattr__(made, "named", None if self.named is None else (*self.named, *changes))
-        return made
-
-    def columns(self) -> tuple[str, ...]:
-        return tuple(name for name in TOKEN_COLUMNS if self._given(name) and getattr(self, name) is not None)
-
-
 @dataclass(frozen=True)
-class MicroBatch(Arriving):
-    """Some sequences of a batch."""
+class MicroBatch:
+    """Some sequences of a batch. Tensors are on the host."""
 
     indices: list[int]  # of the sequences in the whole batch
-    batch: ArrivingBatch  # those sequences, T tokens, without padding and records; T may be 0
+    batch: TrainBatch  # those sequences, T tokens, without padding and records; T may be 0
     tokens: torch.Tensor  # [1, P / cp] int64, of this context parallel rank
     positions: torch.Tensor  # [1, P / cp] int64
-    next_tokens: (
-        torch.Tensor
-    )  # [1 + MTP layers, P / cp] int64, the next token of the sequence, and those that follow it; 0
-    # where there is none
-    context_indices: torch.Tensor  # [cp, P / cp] int64, where in the whole micro-batch each rank's tokens are
-    unpadded_indices: torch.Tensor  # [T] int64, where in it the tokens of `batch` are
-    sequence_positions: torch.Tensor  # [T] int64, their positions in their sequences
-    packed: PackedSeqParams
+    next_tokens: torch.Tensor  # [1 + MTP layers, P / cp] int64, the sequence's following tokens; 0 where there is none
+    context_indices: torch.Tensor  # [cp, P / cp] int64, positions in the whole micro-batch of each rank's tokens
+    unpadded_indices: torch.Tensor  # [T] int64, positions in the whole micro-batch of the tokens of `batch`
+    sequence_positions: torch.Tensor  # [T] int64, positions of these tokens in their sequences
+    packed: PackedSeqParams  # on the device
     routing: torch.Tensor | None  # [P / cp / tp, layers of the chunk, topk] int16, like the tokens; -1 in the padding
-    sampling_mask: SamplingMask | None  # [P / cp], on the host, of `ahead[0]`: of each token's next one
+    sampling_mask: SamplingMask | None  # [P / cp] of each token's next one; stays on the host
+    device: torch.device
+    _copies: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def on_device(self, name: str) -> torch.Tensor:
+        """Return one of the tensors above on the device. The first call copies it."""
+        if name not in self._copies:
+            self._copies[name] = getattr(self, name).to(self.device)
+        return self._copies[name]
+
+    def loss_batch(self, loss: Callable[..., Any]) -> TrainBatch:
+        """Copy to the device what the loss receives: the columns that it declares with `@reads`, or all of them. Other
+        columns are None."""
+        declared = get_declared_columns(loss)
+        tensors: dict[str, torch.Tensor | None] = {}
+        for item in fields(self.batch):
+            value = getattr(self.batch, item.name)
+            if isinstance(value, torch.Tensor):
+                is_column = item.name in TOKEN_COLUMNS and item.name not in REQUIRED_COLUMNS
+                is_hidden = is_column and declared is not None and item.name not in declared
+                tensors[item.name] = None if is_hidden else value.to(self.device)
+        return self.batch.with_(**tensors)
 
     def align(self, emitted: torch.Tensor, by: int = 1) -> torch.Tensor:
-        """[P] as emitted, index t about token t + by -> [T], index t about token t, 0 for the first of a sequence."""
-        shifted = emitted.roll(by)[self.unpadded_indices]
-        return torch.where(self.sequence_positions >= by, shifted, torch.zeros_like(shifted))
+        """Shift [P] emitted values, index t about token t + by, to [T], index t about token t; 0 where a sequence has
+        no value."""
+        shifted = emitted.roll(by)[self.on_device("unpadded_indices")]
+        return torch.where(self.on_device("sequence_positions") >= by, shifted, torch.zeros_like(shifted))
 
     def remove_padding(self, emitted: torch.Tensor) -> torch.Tensor:
-        """[P] as emitted -> [T], index t about the tokens up to and including t: without the padding, nothing else."""
-        return emitted[self.unpadded_indices]
+        """Return the [T] of [P] emitted values, index t about the tokens up to and including t."""
+        return emitted[self.on_device("unpadded_indices")]
+
+
+def call_loss(loss: Callable[..., TokenLoss], output: ModelOutput, part: TrainBatch) -> TokenLoss:
+    """Call a loss. Raises ConfigError for one that fails and has declared its columns: others are None."""
+    try:
+        return loss(output, part)
+    except (AssertionError, AttributeError, TypeError) as error:
+        if (declared := get_declared_columns(loss)) is None:
+            raise
+        names = ", ".join(f'"{name}"' for name in declared)
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ConfigError(
+            f"the loss raised {reason}; it is marked @reads({names}), and other columns of the batch are None: name "
+            "every column that it reads"
+        ) from error
 
 
 def make_micro_batch(
@@ -151,10 +138,13 @@ def make_micro_batch(
         follows = nth > 0
         rows[real[follows] - 1] = torch.arange(len(nth))[follows]
         support = SamplingMask.concat([SamplingMask.unrestricted(0), *chosen.sampling_mask]).index_select(rows[mine])
-    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {"routing": None, "sampling_mask": None}
+    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {
+        "routing": None,
+        "sampling_mask": None,
+    }
     return MicroBatch(
         indices=list(indices),
-        batch=ArrivingBatch(**columns).at(device),
+        batch=TrainBatch(**columns),
         tokens=tokens[None, mine],
         positions=positions[None, mine],
         next_tokens=ahead[:, mine],
@@ -170,7 +160,8 @@ def make_micro_batch(
         ),
         routing=routing,
         sampling_mask=support,
-    ).at(device)
+        device=device,
+    )
 
 
 def _concat_routing(records: Sequence[torch.Tensor], layers: int) -> torch.Tensor:

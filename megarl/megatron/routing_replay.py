@@ -137,14 +137,14 @@ def start_micro_batch(chunk: torch.nn.Module, routing: torch.Tensor | None, shap
     if routing is not None:
         check(routing, shape, _chunk_layers(chunk))
     for index, router in enumerate(_routers(chunk)):
-        router.router_replay.begin(None if routing is None else routing[:, index], chunk.training)
+        router.router_replay.set_recorded(None if routing is None else routing[:, index], chunk.training)
 
 
 def reset(chunks: Sequence[torch.nn.Module]) -> None:
     """Discard the replay state of aborted passes in these chunks."""
     for router in (router for chunk in chunks for router in _routers(chunk)):
         if router.router_replay is not None:
-            router.router_replay.forget()
+            router.router_replay.reset()
 
 
 def check_shape(record: torch.Tensor, shape: RoutingShape) -> None:
@@ -176,7 +176,7 @@ def check(routing: torch.Tensor, shape: RoutingShape, layers: Sequence[int]) -> 
 
 def _chunk_layers(chunk: torch.nn.Module) -> tuple[int, ...]:
     """Return the chunk's layers that replay, as indices among all MoE layers."""
-    return tuple(router.router_replay.layer for router in _routers(chunk))
+    return tuple(router.router_replay.moe_layer_index for router in _routers(chunk))
 
 
 def _routers(chunk: torch.nn.Module) -> Iterator[Any]:

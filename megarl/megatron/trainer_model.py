@@ -21,7 +21,7 @@ from megarl.megatron import lora, optimizer, routing_replay
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, make_model_rank
 from megarl.megatron.logprobs import OutputReader
-from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
+from megarl.megatron.micro_batch import MicroBatch, call_loss, make_micro_batch
 from megarl.megatron.offload import MemoryOffload, WeightSnapshot
 from megarl.megatron.oom_retry import OOMRetry
 from megarl.megatron.parameter_names import named_params, unwrap
@@ -292,13 +292,13 @@ class MegatronModel:
             tokens = torch.tensor(token_count, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # an empty micro-batch, so that this rank joins its peers' collectives
                 return emitted.float().sum() * 0.0, tokens, {}
-            result = loss_fn(self._reader.read(micro, emitted, temperature), micro.batch.for_loss(loss_fn))
-            weights = micro.batch.loss_weights
-            assert weights is not None
-            loss = (weights * result.loss).sum()
-            local_metrics = {f"{self.role}/loss": loss.detach()} | result.reduce_metrics(micro.batch)
+            part = micro.loss_batch(loss_fn)
+            assert part.loss_weights is not None
+            result = call_loss(loss_fn, self._reader.read(micro, emitted, temperature), part)
+            loss = (part.loss_weights * result.loss).sum()
+            local_metrics = {f"{self.role}/loss": loss.detach()} | result.reduce_metrics(part)
             if self.mtp_layers:
-                mtp_loss = self._reader.mtp_loss(micro, emitted)
+                mtp_loss = self._reader.mtp_loss(micro, emitted, part.loss_weights)
                 local_metrics[f"{self.role}/mtp_loss"] = mtp_loss.detach()
                 loss = loss + self.config.train.mtp * mtp_loss
             return loss * total_tokens, tokens, local_metrics
@@ -365,15 +365,17 @@ class MegatronModel:
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
             if self.replay_shape is not None:
-                routing_replay.start_micro_batch(model, micro.routing, self.replay_shape)
+                routing_replay.start_micro_batch(
+                    model, None if micro.routing is None else micro.on_device("routing"), self.replay_shape
+                )
             runs_mtp = bool(mtp_layers) and unwrap(model).post_process
             needs_tokens = runs_mtp or unwrap(model).pre_process
             output = model(
-                input_ids=micro.tokens if needs_tokens else None,
-                position_ids=micro.positions if needs_tokens else None,
+                input_ids=micro.on_device("tokens") if needs_tokens else None,
+                position_ids=micro.on_device("positions") if needs_tokens else None,
                 attention_mask=None,
                 packed_seq_params=micro.packed,
-                labels=micro.next_tokens if runs_mtp else None,
+                labels=micro.on_device("next_tokens") if runs_mtp else None,
                 **output_kwargs,
             )
             return output, partial(consume, micro)

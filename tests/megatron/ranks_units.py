@@ -177,33 +177,26 @@ def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
 
 
 def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
-    """What of a micro-batch is on a device at first, after a forward pass in the middle of a pipeline, and after a
-    loss."""
-    from dataclasses import fields
-
+    """What of a micro-batch has been copied to a device at first, by a forward pass in the middle of a pipeline, and for
+    a loss."""
     from megarl.megatron.micro_batch import make_micro_batch
     from megarl.megatron.routing_replay import ReplayShard
+    from megarl.types import reads
 
     micro = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("meta"), replayed=ReplayShard((0,), 1, 0))
-    raw = object.__getattribute__
-
-    def there() -> list[str]:
-        held = [(name, value) for name in vars(micro) if isinstance(value := raw(micro, name), torch.Tensor)]
-        batch = raw(micro, "batch")
-        held += [(f"batch.{item.name}", raw(batch, item.name)) for item in fields(batch)]
-        return sorted(name for name, value in held if isinstance(value, torch.Tensor) and value.is_meta)
-
-    found = {"made": there()}
-    assert micro.routing is not None and micro.routing.is_meta
-    found["middle"] = there()
+    copied = {"made": sorted(micro._copies)}
+    assert micro.on_device("routing").is_meta
+    copied["middle"] = sorted(micro._copies)
     micro.align(torch.empty(5, device="meta"))
-    assert micro.batch.advantages is not None and micro.batch.loss_mask.is_meta and micro.batch.loss_weights is not None
-    found["loss"] = there()
-    return found
+    copied["loss"] = sorted(micro._copies)
+    part = micro.loss_batch(reads("advantages")(lambda output, part: None))
+    copied["columns"] = [name for name in part.columns() if getattr(part, name).is_meta]
+    assert not any(tensor.is_meta for tensor in vars(micro.batch).values() if isinstance(tensor, torch.Tensor))
+    return copied
 
 
 def unnamed_columns() -> dict[str, Any]:
-    """What a loss that has named `advantages` may read of its part of a batch, and what it is told of the rest."""
+    """What a loss that declares `advantages` receives, and how one ends that reads more."""
     from megarl.megatron.micro_batch import make_micro_batch
     from megarl.types import reads
 
@@ -223,20 +216,14 @@ def unnamed_columns() -> dict[str, Any]:
         return "no error"
 
     batch = tiny.batch((5, 6))
-    part: Any = make_micro_batch(batch, [0, 1], torch.device("cpu")).batch
-    everything = part.for_loss(negative).columns()
-    part = part.for_loss(wrong)
+    micro = make_micro_batch(batch, [0, 1], torch.device("cpu"))
+    part = micro.loss_batch(wrong)
     found: dict[str, Any] = {
-        "everything": everything,
+        "everything": micro.loss_batch(negative).columns(),
         "columns": part.columns(),
         "selected": part.select([1]).columns(),
-        "read": {
-            "part.values": told(lambda: part.values),
-            "part.with_(returns=part.advantages).values": told(lambda: part.with_(returns=part.advantages).values),
-        },
     }
-    assert torch.equal(part.with_(values=part.advantages).values, batch.advantages)
-    assert torch.equal(part.select([1]).advantages, batch.advantages[5:])
+    assert torch.equal(part.select([1]).advantages, batch.advantages[5:])  # type: ignore[arg-type, index]
     found["trained"] = [
         build("qwen2").train_step(batch, loss)
         for loss in (lambda *both: negative(*both), reads("advantages")(negative))
@@ -784,10 +771,12 @@ def repeating() -> list[str]:
         SimpleNamespace(world=1),
     )
     flow.loader = flow.clock = flow.profile = SimpleNamespace(
-        epochs=dict, lap=lambda step: {"time/step": 1.0}, spans=list, end=lambda step: None
+        epoch_metrics=dict, lap=lambda step: {"time/step": 1.0}, drain_spans=list, end=lambda step: None
     )
     said: list[str] = []
-    flow.log = SimpleNamespace(alarm=said.append, spans=lambda spans: None, step=lambda step, metrics, *others: metrics)
+    flow.log = SimpleNamespace(
+        alarm=said.append, write_spans=lambda spans: None, end_step=lambda step, metrics, *others: metrics
+    )
     for flow.step in range(1, 5):
         flow._finish_step(StepResult({"rollout/zero_spread_frac": 1.0, "rollout/reward_mean": 0.0}))
     return said

@@ -47,8 +47,8 @@ def test_what_nobody_asks_for_stays_on_the_host(units: dict[str, Any]) -> None:
     arrived = units["micro_batch"]["arrived"]
     assert arrived["made"] == []
     assert arrived["middle"] == ["routing"]
-    read = ["batch.advantages", "batch.loss_mask", "batch.loss_weights"]
-    assert arrived["loss"] == sorted([*read, "nth", "real", "routing"])
+    assert arrived["loss"] == ["routing", "sequence_positions", "unpadded_indices"]
+    assert arrived["columns"] == ["tokens", "loss_mask", "advantages", "loss_weights"]
 
 
 def test_what_the_next_token_could_have_been(units: dict[str, Any]) -> None:

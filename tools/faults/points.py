@@ -201,7 +201,7 @@ def _on_the_wire(moment: Moment) -> None:
         original(self, parcels, local, grids, out, *others)
         for parcel in parcels if moment.is_now() else ():
             if parcel.message.direct and moment.mark():
-                out[parcel.places[0]] ^= 1
+                out[parcel.piece_offsets[0]] ^= 1
 
     Executor._pack = packed  # type: ignore
 

@@ -154,15 +154,15 @@ class Now:
         own = model.ranks.job.rank, make_model_rank(model.ranks, model.layers)
         budget = model.config.train.token_budget * model.ranks.cp
         places = dict(ranks.all_gather_objects(own))
-        model.distribution = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replay_shape)
-        model.fitting = SimpleNamespace(  # as where `guards.memory` is off
-            run=lambda batch, plan, work, trains: (work(plan), plan), noted=lambda micros: micros, figures={}
+        model.dispatcher = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replay_shape)
+        model.oom_retry = SimpleNamespace(  # as where `guards.memory` is off
+            run=lambda batch, plan, work, trains: (work(plan), plan), track_current=lambda micros: micros, metrics={}
         )
 
     @staticmethod
     def opened(model: Any, rows: Any, arguments: Any, forward_only: bool) -> tuple[Any, Any, tuple[int, ...]]:
         def take(make: Callable[..., Any], indices: Sequence[int], *rest: Any) -> Any:
-            return make(rows.take(indices), indices, *rest)
+            return make(rows.select(indices), indices, *rest)
 
         layers = tuple(list(rows.layers).index(layer) for layer in model.layers)
         return arguments[0][model.ranks.dp_rank], take, layers
@@ -305,7 +305,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         metrics = result.metrics | rollout_metrics(result.rollouts)
         if watched:
             mark("log", 0.0)
-        log.end_step(step, metrics, result.rollouts, result.batch, result.trained)
+        log.end_step(step, metrics, result.rollouts, result.batch, result.trained_rollouts)
         with parts.of("log") if watched else nullcontext():
             if settling := getattr(log, "make_drain", None):
                 settling()()

@@ -405,6 +405,8 @@ class RankPlan:
             cell = byte_index.cells[number]
             param = (dense if expert < 0 else routed[expert])[positions[cell.param]]
             pieces.append(
-                TensorPiece(param, cell.source, (cell.r0 + r0, cell.r0 + r1), (cell.c0, cell.c1), cell.item, cell.scale)
+                TensorPiece(
+                    param, cell.source, (cell.r0 + r0, cell.r0 + r1), (cell.c0, cell.c1), cell.item_bytes, cell.is_scale
+                )
             )
         return pieces
