@@ -121,8 +121,10 @@ def sample_chain(
     is_rejected = num_accepted < proposed.shape[1]  # sequences with a rejected proposal
     residual[rows[is_rejected], proposed[rows[is_rejected], num_accepted[is_rejected]]] = 0.0
     sums = residual.cumsum(1)
-    drawn = torch.searchsorted(sums, (uniform_samples_for_final_sampling.double() * sums[:, -1])[:, None], right=True)
-    chosen = torch.cat([proposed, proposed[:, :1]], dim=1).scatter(1, num_accepted[:, None], drawn)
+    resampled = torch.searchsorted(
+        sums, (uniform_samples_for_final_sampling.double() * sums[:, -1])[:, None], right=True
+    )
+    chosen = torch.cat([proposed, proposed[:, :1]], dim=1).scatter(1, num_accepted[:, None], resampled)
     _write_accepted(chosen, accepted, predicts, accept_index, accept_token_num)
 
 

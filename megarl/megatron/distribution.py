@@ -240,7 +240,7 @@ class BatchDispatcher:
     def collect(
         self, batch: TrainBatch, plan: MicroBatchPlan, done: Sequence[MicroBatchOutput], names: Sequence[str]
     ) -> Callable[[], dict[str, torch.Tensor]]:
-        """Send per-token outputs to the home ranks of their sequences.
+        """Send per-token outputs to the home ranks of their sequences; gather them if the batch is not sharded.
 
         Returns a function that waits for the exchange and returns, by name, [T] values of this rank's sequences. Only
         outputs of reporter ranks are read.

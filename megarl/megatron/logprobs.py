@@ -40,7 +40,7 @@ MASKED_LOGIT = -1e30
 
 @dataclass(frozen=True)
 class LogitsChunk:
-    """A chunk of tokens and the vocabulary columns of which their logits are computed."""
+    """A chunk of tokens, and the vocabulary columns whose logits are computed for it."""
 
     rows: slice | torch.Tensor  # [n] token indices
     target_columns: torch.Tensor  # [n] int64, column of each token's target; arbitrary unless has_target
@@ -92,8 +92,8 @@ def iter_chunks(
     targets: [T] int64 on the device.
     support: sampling mask of these T tokens, on the host.
     first, columns: this rank holds `columns` token ids from `first` on, without padding.
-    at_once: tokens whose full logits exist at a time. With a mask, gathered weight rows of `width` elements are bounded
-        to as many elements.
+    at_once: tokens whose full logits exist at a time.
+    width: elements of a weight row. With a mask, a chunk gathers at most `at_once * columns` weight elements.
     """
     if not columns:
         return

@@ -104,10 +104,10 @@ class Adapters(torch.nn.Module):
 
     def named_factors(self) -> Iterator[tuple[str, Param, torch.nn.Parameter]]:
         """Iterate over (name within this module, table row, tensor) of each factor."""
-        for number, layer in enumerate(self.adapters):
+        for index, layer in enumerate(self.adapters):
             for i, weight in enumerate(layer.weights):
                 for name, param in zip((LORA_A, LORA_B), factor_params(weight, len(layer.lora_a[i])), strict=True):
-                    yield f"layers.{number}.{name}.{i}", param, getattr(layer, name)[i]
+                    yield f"layers.{index}.{name}.{i}", param, getattr(layer, name)[i]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None

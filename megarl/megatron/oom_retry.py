@@ -179,8 +179,10 @@ class OOMRetry:
         """Allocate the memory that the largest micro-batch needs, and free it at once."""
         sizes = [int(batch.lengths[micro].sum()) for micro in cut[self._ranks.dp_rank]]
         tokens = max(sizes)
-        share = -(-tokens // self._ranks.cp)
-        needed = working_bytes(self._hf, self._config, self._ranks, self._role, share, trains, self.should_recompute)
+        cp_tokens = -(-tokens // self._ranks.cp)
+        needed = working_bytes(
+            self._hf, self._config, self._ranks, self._role, cp_tokens, trains, self.should_recompute
+        )
         try:
             device.reserve(needed)
         except Exception as error:  # noqa: BLE001
@@ -195,7 +197,7 @@ class OOMRetry:
         message = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return OOMReport(int(batch.lengths[indices].sum()), len(units[indices].unique()), message)
 
-    # ---- less at once
+    # ---- retry
 
     def _lower_memory_use(self, cut: MicroBatchPlan, batch: TrainBatch, units: torch.Tensor, trains: bool) -> None:
         """Halve the token budget or, with one sequence per micro-batch, enable recomputation; else raise."""
@@ -263,8 +265,13 @@ class OOMRetry:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        whole = self._dispatcher.token_budget
-        return {"of": whole, "budget": self.token_budget, "recomputes": self.should_recompute, "often": self.num_ooms}
+        initial_budget = self._dispatcher.token_budget
+        return {
+            "of": initial_budget,
+            "budget": self.token_budget,
+            "recomputes": self.should_recompute,
+            "often": self.num_ooms,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state. If `train.token_budget` has changed since, restore only `num_ooms`."""

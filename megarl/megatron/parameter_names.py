@@ -32,14 +32,14 @@ def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> s
     match = _LAYER.fullmatch(local)
     if match is None:
         return local
-    stack, number, inner, rest = match.groups()
+    stack, layer_number, inner, rest = match.groups()
     if stack == "mtp.layers.":  # all on the last stage
         first_layer = 0
     if expert := _EXPERT.fullmatch(rest):
         rest = f"mlp.experts.{int(expert[1]) + first_expert}.{expert[2]}"
     elif grouped := _GROUPED_EXPERT.fullmatch(rest):
         rest = f"mlp.experts.{int(grouped[2]) + first_expert}.{grouped[1]}.weight"
-    return f"{stack}{int(number) + first_layer}.{inner or ''}{FUSED_NORMS.get(rest, rest)}"
+    return f"{stack}{int(layer_number) + first_layer}.{inner or ''}{FUSED_NORMS.get(rest, rest)}"
 
 
 def unwrap(module: Any) -> Any:

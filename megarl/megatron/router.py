@@ -49,15 +49,19 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
 def _enabled(config: TransformerConfig) -> list[str]:
     if config.num_moe_experts is None:
         return []
-    kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    if isinstance(kinds, str):
-        kinds, weights = [kinds], [weights]
+    balancing_types, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if isinstance(balancing_types, str):
+        balancing_types, weights = [balancing_types], [weights]
     tracked = {
         "aux_loss": "load_balancing_loss",
         "seq_aux_loss": "seq_load_balancing_loss",
         "global_aux_loss": "global_load_balancing_loss",
     }
-    names = [tracked[kind] for kind, weight in zip(kinds, weights, strict=True) if kind in tracked and weight]
+    names = [
+        tracked[balancing_type]
+        for balancing_type, weight in zip(balancing_types, weights, strict=True)
+        if balancing_type in tracked and weight
+    ]
     return names + (["z_loss"] if config.moe_z_loss_coeff else [])
 
 

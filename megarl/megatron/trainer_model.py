@@ -216,7 +216,7 @@ class MegatronModel:
             tensor.copy_(tensors[name])
             tensors[name].copy_(current)
 
-    # ---- the device's memory
+    # ---- device memory
 
     def offload(self, weights: bool = True) -> int:
         """Free device memory and return the number of bytes freed.
@@ -241,7 +241,7 @@ class MegatronModel:
         with use_layout(self.ranks):
             yield
 
-    # ---- computing
+    # ---- computation
 
     @torch.no_grad()
     def forward(

@@ -104,17 +104,17 @@ default.
 """
 
 ENGINE_ONLY = frozenset(
-    # of attention
+    # attention
     "attention_chunk_size dual_chunk_attention_config index_topk llama_4_scaling mla_nope original_num_attention_heads "
     "sliding_window_size swa_head_dim swa_v_head_dim window_size "
-    # of experts and MLPs
+    # experts and MLPs
     "num_hash_layers router_fp32 routing_method_type swiglu_limit "
-    # of the rest
+    # other
     "attn_logit_softcapping bias compression_config enable_lm_head_fp32 enable_lm_head_output_fp32 "
     "final_logit_softcapping qkv_bias scale_emb "
-    # models within a model
+    # nested models
     "language_config llm_config text_config thinker_config".split()
-) | {"per_layer_config"}  # of transformers
+) | {"per_layer_config"}  # read by transformers
 """Keys that change what SGLang, or transformers' generic code, computes in any model, but not what the trainer does.
 
 A family that reads one of them lists it among its fields.
@@ -208,9 +208,9 @@ def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, .
     """
     value = hf[key] if key in hf else _defaults(hf).get(key, default)
     if value != default and value not in allowed:
-        known = ", ".join(str(item) for item in (default, *allowed))
+        implemented = ", ".join(str(item) for item in (default, *allowed))
         option = f"{key}={strict.short_repr(value)}"
-        raise ConfigError(f"config.json of {_name(hf)}: {option} is not implemented (implemented: {known})")
+        raise ConfigError(f"config.json of {_name(hf)}: {option} is not implemented (implemented: {implemented})")
 
 
 def require_common(

@@ -211,8 +211,8 @@ class HFWeights:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
             raise ConfigError(f"{where} {_summarize_names(missing)} missing{hint}")
         prefixes = family.untrained_prefixes(hf)
-        known = expected.keys() | set(optional)
-        extra = [name for name in self.names() if name not in known and not _is_ignored(name, prefixes)]
+        allowed = expected.keys() | set(optional)
+        extra = [name for name in self.names() if name not in allowed and not _is_ignored(name, prefixes)]
         if HEAD in extra:  # the config ties the embeddings
             extra.remove(HEAD)  # some checkpoints duplicate the tied weight
             if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):

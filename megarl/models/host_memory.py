@@ -67,7 +67,7 @@ class BatchSize:
     max_length: int
     moved_share: float = 1.0
     mask_size: float | None = None
-    """With truncated sampling, the mean number of ids per token in the sampling mask; None for the largest."""
+    """With truncated sampling, the mean number of ids per token in the sampling mask; None for `top_k`."""
 
 
 def step_bytes(

@@ -68,7 +68,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Replicated(Sharding):
-    """Every rank holds all of it."""
+    """Every rank holds the full tensor."""
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
         return ShardSpec(0, (Slice(0, 0, sources[0][0]),))

@@ -324,10 +324,10 @@ def stage_elements(
     head: whether a value head replaces the output layer.
     mtp: include the multi-token prediction layers.
     """
-    layers, others, copy = _count_elements(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora, mtp)
+    layers, end_counts, copy = _count_elements(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora, mtp)
     counts = [_sum(layers[layer] for layer in stage_layer_ids) for stage_layer_ids in stages]
-    counts[0] = _sum([counts[0], others["embedding"]])
-    counts[-1] = _sum([counts[-1], others["final"], *([copy] if len(stages) > 1 else [])])
+    counts[0] = _sum([counts[0], end_counts["embedding"]])
+    counts[-1] = _sum([counts[-1], end_counts["final"], *([copy] if len(stages) > 1 else [])])
     return counts
 
 
@@ -351,22 +351,24 @@ def _count_elements(
     if lora.rank:
         params = params + adapter_params(params, lora)
     layers = [ElementCounts() for _ in range(int(hf["num_hidden_layers"]))]
-    others = {"embedding": ElementCounts(), "final": ElementCounts()}
+    end_counts = {"embedding": ElementCounts(), "final": ElementCounts()}
     for param in params:
         if param.expert is None:
             size = prod(local_shape(param, tp, 0))
         else:
             size = prod(local_shape(param, etp, 0)) * experts // ep
         is_frozen = lora.rank and param.slot is not None  # adapters and a value head have no engine slot
-        kind = "biases" if param.is_buffer else "frozen" if is_frozen else "dense" if param.expert is None else "expert"
-        counts = ElementCounts(**{kind: size})
+        field = (
+            "biases" if param.is_buffer else "frozen" if is_frozen else "dense" if param.expert is None else "expert"
+        )
+        counts = ElementCounts(**{field: size})
         if param.megatron.startswith("decoder.layers."):
             layer = int(param.megatron.split(".")[2])
             layers[layer] = _sum([layers[layer], counts])
         else:
             part = "embedding" if param.megatron.startswith("embedding.") else "final"
-            others[part] = _sum([others[part], counts])
-    return layers, others, others["embedding"] if is_tied or mtp else ElementCounts()
+            end_counts[part] = _sum([end_counts[part], counts])
+    return layers, end_counts, end_counts["embedding"] if is_tied or mtp else ElementCounts()
 
 
 def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> dict[str, int]:

@@ -71,7 +71,7 @@ def _check(hf: HFConfig) -> None:
 def _num_experts(hf: HFConfig) -> int:
     return int(
         need(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts")
-    )  # transformers 5 has both names
+    )  # transformers 5 accepts both names
 
 
 FAMILY = Family(

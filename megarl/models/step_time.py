@@ -84,10 +84,10 @@ class StepTime:
 
         recomputed = recomputed_share(settings)
         passes = 2 + recomputed  # of communication: forward, backward, recomputed forward
-        share = layers / int(settings["num_layers"])
+        stage_fraction = layers / int(settings["num_layers"])
         rate = machine.flops * (machine.fp8_speedup if settings.get("fp8") else 1)
         work = self.forward_flops + self.expert_flops * (1 / machine.expert_efficiency - 1)
-        seconds = {"arithmetic": 3 * work * group_tokens * share / tp / rate}
+        seconds = {"arithmetic": 3 * work * group_tokens * stage_fraction / tp / rate}
         seconds["recomputation"] = seconds["arithmetic"] / 3 * recomputed
         widths = (layers - moe_layers) * elementwise_elements(settings, False)
         widths += moe_layers * elementwise_elements(settings, True) if moe_layers else 0
