@@ -1,4 +1,5 @@
-"""Which policy loss a configuration chooses, and what of a mini-batch is settled before it is cut up."""
+"""The policy loss that the configuration names, and the per-mini-batch state it needs: loss weights and marked
+tokens."""
 
 from __future__ import annotations
 
@@ -14,38 +15,41 @@ from megarl.types import Counts, TrainBatch
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
-    """The loss that `loss.policy` names. Raises ConfigError for one that is not there, or is none."""
+    """Return the loss that `loss.policy` names. Raises ConfigError if there is no such loss, or the object is not
+    one."""
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
     if ":" not in name:
-        near = closest_match(name, POLICY_LOSSES)
-        hint = f"; did you mean {near}?" if near else ""
+        match = closest_match(name, POLICY_LOSSES)
+        hint = f"; did you mean {match}?" if match else ""
         raise ConfigError(
             f"loss.policy must be one of {', '.join(POLICY_LOSSES)}, or module:name of a loss, not {name[:200]!r}{hint}"
         )
-    found = plugins.load(name, "loss.policy")
-    if isinstance(found, PolicyLoss):
-        return found
-    if not callable(found):
-        raise ConfigError(f"loss.policy={name} is a {type(found).__name__}, and neither a PolicyLoss nor a function")
-    return PolicyLoss(found)
+    loss = plugins.load(name, "loss.policy")
+    if isinstance(loss, PolicyLoss):
+        return loss
+    if not callable(loss):
+        raise ConfigError(f"loss.policy={name} is a {type(loss).__name__}, and neither a PolicyLoss nor a function")
+    return PolicyLoss(loss)
 
 
 def load_policy_loss(config: Config) -> tuple[PolicyLoss, Any]:
-    """The loss that `loss.policy` names, and `loss.options` as it takes them. Raises ConfigError for what is wrong."""
-    found = find_policy_loss(config.loss.policy)
-    return found, strict.build_dataclass(found.options, config.loss.options, "loss.options.", root=Config)
+    """Return the loss that `loss.policy` names, and `loss.options` as its options type. Raises ConfigError for an
+    invalid loss or option."""
+    loss = find_policy_loss(config.loss.policy)
+    return loss, strict.build_dataclass(loss.options, config.loss.options, "loss.options.", root=Config)
 
 
 def needs_old_logprobs(config: Config) -> bool:
-    """Whether an update needs the policy's log-probs from before it, which cost a forward pass. Of a single update per
-    batch they are those of the update itself, but for a loss that marks tokens of the whole mini-batch first."""
+    """Return whether an update needs the policy's log-probs from before it, which cost a forward pass. A single update
+    per batch computes them itself, unless the loss first marks tokens of the whole mini-batch."""
     return config.run.num_update > 1 or load_policy_loss(config)[0].mark is not None
 
 
 def set_loss_weights(mini: TrainBatch, actions: torch.Tensor, config: Config) -> TrainBatch:
-    """The mini-batch with each token's share in the mean that `loss.mean` names, an episode counting as one sequence,
-    and with what its metrics are means over. actions: [N] action tokens of each of its sequences."""
+    """Return the mini-batch with `loss_weights`, each token's share in the mean that `loss.mean` names, and with
+    `counts`, the denominators of its metrics. An episode counts as one sequence. actions: [N] action tokens of each
+    sequence."""
     episodes = int((mini.episodes.sum_branches(actions) > 0).sum())
     counts = Counts(int(actions.sum()), int((actions > 0).sum()), int(actions[mini.sequence_reward > 0].sum()))
     if config.loss.mean == "token":
@@ -58,14 +62,15 @@ def set_loss_weights(mini: TrainBatch, actions: torch.Tensor, config: Config) ->
 
 
 def max_response_length(config: Config) -> int:
-    """What `loss.mean=constant` divides by: a conversation's tokens that the policy may write."""
+    """Return the divisor of `loss.mean=constant`: the maximum number of tokens that the policy may write in a
+    conversation."""
     rollout = config.rollout
     return config.loss.length or min(rollout.max_new_tokens * rollout.max_turns, rollout.max_context)
 
 
 def mark_tokens(mini: TrainBatch, config: Config, seed: int) -> TrainBatch:
-    """The mini-batch with the tokens that the policy loss chooses out of all of it; as it is where the loss chooses
-    none, or the batch is not for a policy. Collective."""
+    """Return the mini-batch with the tokens that the policy loss marks in all of it; unchanged if the loss marks none,
+    or the batch is not for a policy. Collective."""
     loss, options = load_policy_loss(config)
     if loss.mark is None or mini.advantages is None:
         return mini

@@ -1,4 +1,4 @@
-"""What a controller is, and the two things that every one of them needs: mini-batches and averaged metrics."""
+"""The base class of controllers, and what all of them use: mini-batches and averaged metrics."""
 
 from __future__ import annotations
 
@@ -22,62 +22,66 @@ if TYPE_CHECKING:
 
 
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
-"""A loss of a role's update; see `types.batch.reads`."""
+"""Loss of a role's update; `types.batch.reads` declares the columns that it reads."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step of the loop leaves behind: numbers to log, and the rollouts with the batch made of them."""
+    """The result of a step: metrics to log, the rollouts, and the batch built from them."""
 
     metrics: dict[str, float]
     rollouts: Rollouts | None = None
     batch: TrainBatch | None = None
     trained_rollouts: Rollouts | None = None
-    """Those of the rollouts that the batch holds, in its order; None for all."""
+    """The rollouts in the batch, in its order; None if all are."""
 
 
 class Evaluation(Protocol):
-    """One that is under way. All ranks do the same with it."""
+    """An evaluation in progress. All ranks must call its methods together."""
 
     def is_done(self) -> bool:
-        """Whether `figures` has nothing to wait for."""
+        """Return whether `result` returns without waiting."""
         ...
 
     def result(self) -> dict[str, float]:
-        """What `evaluate` would have said, and by which weights. Raises ConfigError on all ranks where it failed."""
+        """Return the metrics of `evaluate`, and the weight versions that answered. Raises ConfigError on all ranks if
+        the evaluation failed."""
         ...
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of an algorithm that has none of its own."""
+    """Options of an algorithm that has none."""
 
 
 class Controller(ABC):
-    """An algorithm. Every rank runs the same controller on the same values.
+    """Base class of algorithms. Every rank runs the same controller on the same values.
 
-    What it needs is declared by the class, and `declare_requirements` puts it together: nothing else is asked to know its name.
+    Class attributes declare what the algorithm needs, and `declare_requirements` collects them; no other code depends
+    on an algorithm's name.
     """
 
     item: ClassVar[ItemKind]
-    """What `load_items` returns, so that a broken file is found before anything starts."""
+    """Kind of item that `load_items` returns; the dry run checks the data files against it."""
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
-    """The roles whose models it updates, which checkpoints hold. The first is what is exported; it starts from
-    `model.path`, and `parallel` is its layout."""
+    """Roles whose models are updated and checkpointed. The first is exported; it starts from `model.path` and uses the
+    layout `parallel`."""
     has_scalar_head: ClassVar[bool] = False
-    """Whether the first of them has a head of one value in place of the words: a classifier is exported."""
+    """Whether the first trained role has a head of one value in place of the vocabulary; it is exported as a
+    classifier."""
     is_group_relative: ClassVar[bool] = False
-    """Whether samples of a prompt are judged by each other: there must be two of them, and they may not be greedy."""
+    """Whether samples of a prompt are compared with each other. A prompt then needs at least two samples, and sampling
+    may not be greedy."""
     is_off_policy: ClassVar[bool] = False
-    """Whether its loss may be given what an older policy sampled: by a ratio to that policy, and a bound of it."""
+    """Whether the loss accepts samples of an older policy, because it has a ratio to that policy and bounds it."""
     has_fixed_prompts: ClassVar[bool] = False
-    """Whether what it generates must be of the very prompts that it gives, in their order."""
+    """Whether rollouts must answer exactly the prompts that the controller passes, in their order."""
     has_dynamic_sampling: ClassVar[bool] = False
-    """Whether a step may take prompts beyond those that it is given, by `flow.loader.further`."""
+    """Whether a step may draw prompts beyond those it is given, from `flow.loader`."""
     workers: ClassVar[Mapping[str, str]] = {}
-    """Who plays a role of a name of its own, as `module:name`."""
+    """Workers of roles that the algorithm defines itself, as `module:name` by role."""
     Options: ClassVar[type] = NoOptions
-    """A frozen dataclass of settings that no other algorithm has, with their defaults and ranges: the key `options`."""
+    """Frozen dataclass of settings that only this algorithm has, with defaults and ranges: the key `options`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -85,13 +89,13 @@ class Controller(ABC):
 
     @classmethod
     def read_options(cls, config: Config) -> Any:
-        """`options` as an `Options`. Raises ConfigError for what is none of them, or out of range."""
+        """Return the key `options` as an `Options`. Raises ConfigError for an unknown key or a value out of range."""
         return strict.build_dataclass(cls.Options, config.options, "options.", root=Config)
 
     @classmethod
     @abstractmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
-        """The roles it calls, in the order in which they start."""
+        """Return the roles that the algorithm calls, in the order in which they start."""
 
     @classmethod
     def declare_requirements(cls, config: Config) -> Requirements:
@@ -110,69 +114,70 @@ class Controller(ABC):
 
     @abstractmethod
     def load_items(self, flow: HybridFlow) -> Sequence[Any]:
-        """What the loader deals out, step by step: prompts, or finished conversations for SFT. Asked for before the
-        workers start, so that a mistake in the data costs no loading of models."""
+        """Return the items that the loader deals out to steps: prompts, or finished conversations for SFT. Called
+        before the workers start, so that a mistake in the data fails before models are loaded."""
 
     @abstractmethod
     def step(self, flow: HybridFlow, items: Sequence[Any]) -> StepResult:
-        """One turn of the loop."""
+        """Run one step of the training loop."""
 
     def num_updates(self, role: str) -> int:
-        """Optimizer steps that a role takes in the whole run, over which its learning-rate schedule goes."""
+        """Return the role's number of optimizer steps in the whole run, which its learning-rate schedule spans."""
         return self.config.run.num_rollout * self.config.run.num_update
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Any]:
-        """What `evaluate` looks at, out of `data.eval`; nothing where the algorithm does not evaluate."""
+        """Return the items of `data.eval` for `evaluate`; empty if the algorithm does not evaluate."""
         return ()
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Any]) -> dict[str, float]:
-        """Figures of the model as it is now, under eval/."""
+        """Return metrics of the current model, under eval/."""
         return {}
 
     def begin_evaluation(self, flow: HybridFlow, items: Sequence[Any]) -> Evaluation | None:
-        """`evaluate` in two halves, for a flow that generates beside training: what was begun goes on while steps are
-        taken. None where it has to be in one."""
+        """Start an evaluation that continues during the next steps, where generation has its own ranks. Returns None if
+        the algorithm only has the synchronous `evaluate`."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of the algorithm; plain JSON values."""
+        """Return the algorithm's state for a checkpoint, as plain JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         return None
 
     def save(self) -> Write:
-        """What is too large for `state_dict`, as it is now: on each rank its own files. They may be written while the
-        controller already goes on, by each rank on its own."""
+        """Take a snapshot of state too large for `state_dict`, and return a function that writes it. Each rank writes
+        its own files, possibly while the controller already continues."""
         return write_nothing
 
     def restore(self, folder: Path, everyone: Comm) -> None:
-        """What `save` had written, by as many ranks or others. Collective."""
+        """Restore what `save` wrote, also on another number of ranks. Collective."""
         return None
 
 
 def split_mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:
-    """Cut a batch into `run.num_update` mini-batches over `run.epochs` passes, each in its own order of sequences, but
-    that branches of an episode stay together: the cut is of episodes.
+    """Split a batch into `run.num_update` mini-batches over `run.epochs` passes, each pass in its own order. Episodes
+    are split, so that branches of one stay together.
 
-    Every mini-batch carries its `loss_weights`: a token's share in the mean, as `loss.mean` says, of this mini-batch;
-    the `counts` that its metrics are means over; and what the policy loss has `marked`, if it does. One in which
-    nothing is trained on is left out: there may be fewer sequences than mini-batches, or their losses masked.
+    Each mini-batch carries `loss_weights`, each token's share in the mean that `loss.mean` names over this mini-batch;
+    the `counts` that its metrics are averaged over; and the tokens `marked` by the policy loss, if it marks any.
+    Mini-batches without a trained token are left out: there may be fewer sequences than mini-batches, or their losses
+    may be masked.
     """
-    # [N], so that every rank knows what a mini-batch is a mean of.
+    # [N], so that every rank knows the size of a mini-batch's mean.
     actions = batch.all_gather(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))
     episodes = batch.episodes
     parts = split_indices(len(episodes), config.run.num_update, config.run.epochs, seed)
     for number, part in enumerate(map(episodes.sequence_indices, parts)):
-        chosen = actions[part]
-        if not bool(chosen.any()):
+        mini_actions = actions[part]
+        if not bool(mini_actions.any()):
             continue
         mini = batch.select(part) if len(part) < batch.num_sequences else batch
-        yield mark_tokens(set_loss_weights(mini, chosen, config), config, seed * config.run.num_update + number)
+        yield mark_tokens(set_loss_weights(mini, mini_actions, config), config, seed * config.run.num_update + number)
 
 
 def split_indices(count: int, num_update: int, epochs: int, seed: int) -> Iterator[list[int]]:
-    """The numbers below `count` in `num_update` parts over `epochs` passes, each pass in an order of its own."""
+    """Split range(count) into `num_update` parts over `epochs` passes, each pass in its own order."""
     per_epoch = num_update // epochs
     order = list(range(count))
     for epoch in range(epochs):
@@ -183,13 +188,13 @@ def split_indices(count: int, num_update: int, epochs: int, seed: int) -> Iterat
 
 
 class MetricMeans:
-    """Averages metrics that are reported once per update."""
+    """Means of metrics that are reported once per update."""
 
     def __init__(self) -> None:
         self._updates: list[UpdateMetrics] = []
 
     def add(self, metrics: UpdateMetrics) -> None:
-        """Take the metrics of an update. They stay where they are until `sync`, so nobody waits for the update."""
+        """Record the metrics of an update. They stay where they are until `sync`, so no rank waits for the update."""
         self._updates.append(metrics)
 
     def sync(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Of a sampled batch: the log-probs that the ratio of the loss is to, and what each token counts for besides.
+"""Off-policy correction of a sampled batch: the log-probs in the ratio of the loss, and a weight for each token.
 
-`correction` in the configuration says so, `algorithms/corrections.py` computes it.
+The section `correction` configures it; `algorithms/corrections.py` computes it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def compute_old_logprobs(flow: HybridFlow, batch: TrainBatch, needed: bool = True) -> Future[ModelOutput]:
-    """Log-probs of the policy before the step's updates. They are the trainer's, but where the ratio of the loss is to
-    the engine's (`correction.proximal: engine`) nobody needs these, and the engine's are as good.
+    """Start computing the policy's log-probs before the step's updates. With `correction.proximal: engine` the ratio of
+    the loss is to the engine's log-probs, which are returned without a forward pass.
 
-    needed: whether the algorithm wants them. If not there are none, unless a correction does: they cost a forward pass.
+    needed: whether the algorithm uses them. If not, and no correction does, they are None, which saves the forward
+    pass.
     """
     settings = flow.config.correction
     if settings.resolved_proximal == "engine":
@@ -36,10 +37,13 @@ def compute_old_logprobs(flow: HybridFlow, batch: TrainBatch, needed: bool = Tru
 def apply_correction(
     flow: HybridFlow, batch: TrainBatch, policy: ModelOutput, steps: int
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """The batch with the log-probs that the ratio of the loss is to and, where a correction weighs or rejects, weights;
-    with the trainer's own, which are recorded; and figures of how far apart the sampling policy and the one that learns
-    are. policy: of `compute_old_logprobs`. steps: how many have been taken: without the trainer's log-probs it is looked at
-    each `rollout.verify_every` only."""
+    """Return the batch with `old_logprobs`, the denominator of the loss ratio, with `importance` weights if a
+    correction weighs or rejects tokens, and with the trainer's log-probs for the record; and metrics of the distance
+    between the behavior policy and the trained one.
+
+    policy: from `compute_old_logprobs`. steps: steps taken so far. With `correction.proximal: engine`, the trainer's
+    log-probs are computed for metrics only every `rollout.verify_every` steps.
+    """
     config, settings = flow.config, flow.config.correction
     if policy.logprobs is None:
         check_same_policy(flow, batch)
@@ -57,13 +61,14 @@ def apply_correction(
         return batch, metrics
     assert policy.logprobs is not None
     logs, cu = log_ratios(policy.logprobs, batch.rollout_logprobs, batch.loss_mask), batch.cu_episodes
-    made = compute_correction(logs, batch.loss_mask, cu, settings.kind, settings.resolved_level, *settings.bounds)
-    metrics |= correction_metrics(logs, batch.loss_mask, cu, made, batch.staleness, batch.all_reduce)
-    return batch if settings.kind == "none" else batch.with_(importance=made.weights), metrics
+    correction = compute_correction(logs, batch.loss_mask, cu, settings.kind, settings.resolved_level, *settings.bounds)
+    metrics |= correction_metrics(logs, batch.loss_mask, cu, correction, batch.staleness, batch.all_reduce)
+    return batch if settings.kind == "none" else batch.with_(importance=correction.weights), metrics
 
 
 def check_correction(config: Config, declared: Requirements) -> None:
-    """A correction is of a loss that knows who sampled; its kind, level, bounds and proximal policy go together."""
+    """Raise ConfigError unless the algorithm's loss has a ratio to the behavior policy, and the correction's kind,
+    level, bounds and proximal policy are compatible."""
     settings, (low, high) = config.correction, config.correction.bounds
     kind, level, proximal = settings.kind, settings.resolved_level, settings.resolved_proximal
     key = f"correction.kind={kind}"

@@ -1,14 +1,14 @@
-"""On-policy distillation: the policy writes, and a teacher says of each of its tokens how likely it would have been.
+"""On-policy distillation: the policy samples, and a teacher scores each of its tokens.
 
-That is the reverse KL, of the policy to the teacher, in the states that the policy itself comes to, where a student
-that reads its teacher's texts never was (arXiv:2306.13649). By policy gradient, with the KL's estimate k1 as what a
-token costs and no discount, so that each answers for itself alone (Thinking Machines Lab, "On-Policy Distillation",
-2025):
+This minimises the reverse KL, from the policy to the teacher, in the states that the policy itself visits; a student
+trained on its teacher's texts never sees these (arXiv:2306.13649). It is a policy gradient whose per-token cost is the
+KL estimate k1, without discounting, so that each token answers for itself alone (Thinking Machines Lab, "On-Policy
+Distillation", 2025):
 
     A_t = log pi_teacher(a_t | s_t) - log pi(a_t | s_t)
 
-of which the expected gradient in a state is that of -KL(pi(. | s_t) || pi_teacher(. | s_t)). The ratio of the loss is
-to who drew the token, as in PPO, and clipped.
+Its expected gradient in a state is that of -KL(pi(. | s_t) || pi_teacher(. | s_t)). As in PPO, the ratio of the loss is
+to the behavior policy, and clipped.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DistillOptions:
     reward: Weight = 0.0
-    """Weight of the reward's advantage, of each sample among those of its prompt as in GRPO, which is added to the
-    teacher's on all of its tokens; 0 learns from the teacher alone."""
+    """Weight of the reward's advantage, group-relative as in GRPO, added to the teacher's advantage on all tokens of a
+    sample; 0 learns from the teacher alone."""
     centre: bool = False
-    """Subtract the mean of the teacher's advantages over all tokens of the batch. It is minus the KL, so that without
-    all that the policy writes is discouraged, what it should go on with only a little less: right in expectation, but
-    noisier."""
+    """Subtract the mean of the teacher's advantages over all tokens of the batch. This mean is minus the KL, so without
+    centring all sampled tokens are discouraged, those that the teacher agrees with only somewhat less: right in
+    expectation, but noisier."""
     bound: PositiveFloat | None = None
-    """The teacher's advantage of a token is cut to [-bound, bound], in nats; null leaves it as it is."""
+    """Clip the teacher's advantage of a token to [-bound, bound], in nats; null leaves it as it is."""
 
 
 class DistillController(PolicyController):
-    """The teacher is a role: `roles: {teacher: {model: FOLDER}}`, with the policy's tokenizer."""
+    """Distills from the role `teacher`, which needs the policy's tokenizer: `roles: {teacher: {model: FOLDER}}`."""
 
     Options = DistillOptions
 
@@ -74,8 +74,8 @@ class DistillController(PolicyController):
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
         settings = config.reward
-        judged = settings.functions or settings.model or "reward" in config.roles or cls.read_options(config).reward
-        return ("rollout", "actor", "teacher", *(("reward",) if judged else ()))
+        has_reward = settings.functions or settings.model or "reward" in config.roles or cls.read_options(config).reward
+        return ("rollout", "actor", "teacher", *(("reward",) if has_reward else ()))
 
     @classmethod
     def declare_requirements(cls, config: Config) -> Requirements:
@@ -83,30 +83,30 @@ class DistillController(PolicyController):
 
     @property
     def has_reward(self) -> bool:
-        """Whether there is a reward, to be learned from or only looked at."""
+        """Whether rollouts get a reward, to learn from or only to log."""
         return "reward" in self.roles(self.config)
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
-        """Nothing where no reward says how good an answer is."""
+        """Return the held-out prompts; empty without a reward to rate answers."""
         return super().load_eval_items(flow) if self.has_reward else ()
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
 
-        # 1. Experience: what the policy writes, and what both say of it.
+        # 1. Experience: rollouts, and log-probs of policy and teacher.
         rollouts = flow.rollout.generate(items, config.rollout.samples_per_prompt)
         if self.has_reward:
             rollouts = flow.reward.score(rollouts)
         flow.rollout.sleep()
-        taken = select_trainable(rollouts, config)
-        batch = TrainBatch.from_rollouts(taken)
+        trained_rollouts = select_trainable(rollouts, config)
+        batch = TrainBatch.from_rollouts(trained_rollouts)
         futures = compute_old_logprobs(flow, batch), flow.teacher.forward(batch)
         policy, teacher = (future.wait() for future in futures)
-        batch, (policy, teacher), odd = mask_nonfinite(flow, taken, batch, policy, teacher)
+        batch, (policy, teacher), masked = mask_nonfinite(flow, trained_rollouts, batch, policy, teacher)
         batch, metrics = apply_correction(flow, batch, policy, self.steps)
         assert policy.logprobs is not None and teacher.logprobs is not None
 
-        # 2. Advantages: token by token what the teacher would rather have, and the reward where it counts.
+        # 2. Advantages: the teacher's preference for each token, plus the reward's where it has a weight.
         advantages = torch.where(batch.loss_mask, teacher.logprobs - policy.logprobs, 0.0)
         metrics["distill/reverse_kl"] = -token_mean(advantages, batch.loss_mask, batch.all_reduce)
         if (bound := self.options.bound) is not None:
@@ -117,12 +117,12 @@ class DistillController(PolicyController):
         if weight := self.options.reward:
             episodes = batch.episodes
             reward, group = episodes.take_last(batch.sequence_reward), episodes.take_last(batch.group)
-            of_group = episodes.expand(group_advantages(reward, group, config.advantage.group_std))
+            per_episode = episodes.expand(group_advantages(reward, group, config.advantage.group_std))
             advantages = advantages + weight * spread_to_tokens(
-                of_group[batch.local_indices], batch.cu_seqlens, batch.loss_mask
+                per_episode[batch.local_indices], batch.cu_seqlens, batch.loss_mask
             )
-        batch, _, late = mask_nonfinite(flow, taken, batch.with_(advantages=advantages))
-        metrics = add_metrics(add_metrics(metrics, odd), late)
+        batch, _, masked_later = mask_nonfinite(flow, trained_rollouts, batch.with_(advantages=advantages))
+        metrics = add_metrics(add_metrics(metrics, masked), masked_later)
 
         # 3. Updates.
         @reads(*policy_loss_columns(config))
@@ -130,13 +130,13 @@ class DistillController(PolicyController):
             return policy_loss(output, part, config, 0.0)
 
         means = MetricMeans()
-        for mini in split_mini_batches(apply_loss_masks(batch, taken, config), config, seed=self.steps):
+        for mini in split_mini_batches(apply_loss_masks(batch, trained_rollouts, config), config, seed=self.steps):
             means.add(flow.actor.update(mini, actor_loss))
 
-        # 4. The engine gets the new weights.
+        # 4. Weight sync.
         flow.rollout.update_weights(flow.actor)
         self.steps += 1
-        return StepResult(metrics | means.sync(), rollouts, batch, taken)
+        return StepResult(metrics | means.sync(), rollouts, batch, trained_rollouts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}

@@ -1,4 +1,4 @@
-"""What a policy answers to held-out prompts: how it is asked, and what is said of it; at once, or beside training."""
+"""Evaluation of a policy on held-out prompts: sampling modes and metrics, between steps or during training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SamplingMode(NamedTuple):
-    """How held-out prompts are asked, and what its figures are called."""
+    """How held-out prompts are sampled, and the name of this mode in metrics."""
 
     name: str
     greedy: bool
@@ -33,37 +33,40 @@ def sampling_modes(config: Config) -> tuple[SamplingMode, ...]:
 
 
 def compute_eval_metrics(flow: HybridFlow, answered: Iterable[tuple[SamplingMode, Rollouts]]) -> dict[str, float]:
-    """See `PolicyController.evaluate`; each of the answers is scored before the next is asked for."""
+    """Score the rollouts of each mode and return metrics, see `PolicyController.evaluate`. Each mode is scored before
+    the next is generated."""
     metrics = {}
-    for way, answers in answered:
-        rollouts = flow.reward.score(answers)
+    for mode, unscored in answered:
+        rollouts = flow.reward.score(unscored)
         if rollouts.version >= 0:
             metrics["eval/weight_version"] = float(rollouts.version)
-        if way.samples > 1:
-            metrics |= pass_at_k_metrics(rollouts, way.samples)
+        if mode.samples > 1:
+            metrics |= pass_at_k_metrics(rollouts, mode.samples)
         if reasons := summarize_unscored(rollouts):
-            flow.log.log(f"evaluation, {way.name}: answers without a reward, which count in no mean: {reasons}")
+            flow.log.log(f"evaluation, {mode.name}: answers without a reward, which count in no mean: {reasons}")
         for metric, value in rollout_metrics(rollouts).items():
-            figure, _, source = metric.removeprefix("rollout/").partition("/")
-            short = figure.replace("reward_mean", "reward")
+            kind, _, source = metric.removeprefix("rollout/").partition("/")
+            short = kind.replace("reward_mean", "reward")
             if short in ("reward", "turns_mean", "response_length_mean", "aborted_frac", "reward_failed_frac"):
-                metrics[f"eval/{short}_{way.name}" + (f"/{source}" if source else "")] = value
+                metrics[f"eval/{short}_{mode.name}" + (f"/{source}" if source else "")] = value
     return metrics
 
 
 class AsyncEvaluation:
-    """An evaluation while models are trained, as `base.Evaluation`. Nothing holds the weights still, for training would
-    have to wait: what is under way when they change goes on by the new ones. `eval/weight_version` is the one by which
-    it began, `eval/weight_version_last` the newest that chose a token."""
+    """An evaluation during training, a `controller.Evaluation`.
+
+    Training does not wait, so weights are not held constant: conversations continue with the new weights after a weight
+    sync. `eval/weight_version` is the version at the start, `eval/weight_version_last` the newest that sampled a token.
+    """
 
     def __init__(self, flow: HybridFlow, under_way: Sequence[tuple[SamplingMode, PendingGeneration]]) -> None:
         self._flow, self._pending = flow, under_way
 
     def is_done(self) -> bool:
-        return all(answers.is_done() for _, answers in self._pending)
+        return all(pending.is_done() for _, pending in self._pending)
 
     def result(self) -> dict[str, float]:
-        answered = [(way, answers.result()) for way, answers in self._pending]
+        answered = [(mode, pending.result()) for mode, pending in self._pending]
         for _, rollouts in answered:
             check_abort_limit(rollouts, self._flow.config)
         return compute_eval_metrics(self._flow, answered) | {
@@ -73,18 +76,20 @@ class AsyncEvaluation:
 
 
 def pass_at_k_metrics(rollouts: Rollouts, samples: int) -> dict[str, float]:
-    """`eval/pass_at_<k>` for k = 1, 2, 4 ... up to `samples`, of each source too: the mean over those prompts that have
-    k answers with a reward; left out where none has."""
+    """Return `eval/pass_at_<k>` for k = 1, 2, 4 ... up to `samples`, in total and by source: the mean over prompts that
+    have at least k answers with a reward. A k without such a prompt is left out."""
     whole = rollouts.merge_branches()
     scored = whole.select(~whole.has_status("aborted") & (whole.unscored == 0))
     metrics = {}
-    among = {"": torch.ones(len(scored), dtype=torch.bool)} | mask_by_source(scored.source, scored.sources)
-    for source, own in among.items():
-        groups, row = torch.unique(scored.group[own], return_inverse=True)
-        right = torch.bincount(row, (scored.reward[own] >= CORRECT_REWARD).double(), len(groups)).long().tolist()
+    masks = {"": torch.ones(len(scored), dtype=torch.bool)} | mask_by_source(scored.source, scored.sources)
+    for source, mask in masks.items():
+        groups, row = torch.unique(scored.group[mask], return_inverse=True)
+        num_correct = torch.bincount(row, (scored.reward[mask] >= CORRECT_REWARD).double(), len(groups)).long().tolist()
         counts = torch.bincount(row, minlength=len(groups)).tolist()
         for k in (1 << power for power in range(samples.bit_length())):
-            each = [pass_at_k(count, good, k) for count, good in zip(counts, right, strict=True) if count >= k]
-            if each:
-                metrics[f"eval/pass_at_{k}" + (f"/{source}" if source else "")] = statistics.fmean(each)
+            estimates = [
+                pass_at_k(count, correct, k) for count, correct in zip(counts, num_correct, strict=True) if count >= k
+            ]
+            if estimates:
+                metrics[f"eval/pass_at_{k}" + (f"/{source}" if source else "")] = statistics.fmean(estimates)
     return metrics

@@ -1,11 +1,11 @@
-"""Rollouts of a data set by the engines alone, with the weights of `model.path`: scored, recorded, and nothing trained.
+"""Rollouts of a data set, by the engines alone with the weights of `model.path`: scored and recorded, without training.
 
     .venv/bin/python -m megarl.train my.yaml algorithm=generate run.num_rollout=20 run.dir=runs/answers
 
-The engines load the weights themselves, and there is no other model. What it leaves is a run's:
-`tools/view_rollouts.py` shows it, `rollout.replay` trains on it. A step is `data.prompts_per_step` prompts, in the
-order of the file unless `data.shuffle` is set, each with `rollout.samples_per_prompt` answers; with `options.whole` it
-is all prompts of the data. With `run.save_every` it is gone on with after a stop, as any run.
+The engines load the weights themselves; there is no other model. The output is a run folder: `tools/view_rollouts.py`
+shows it, and `rollout.replay` trains on it. A step takes `data.prompts_per_step` prompts, in the order of the file
+unless `data.shuffle` is set, with `rollout.samples_per_prompt` answers each; with `options.whole` it takes all prompts
+of the data. With `run.save_every` a stopped run can be resumed, like any run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class GenerateOptions:
     scored: bool = True
-    """Whether answers get a reward, as in training; without, they are recorded as they are."""
+    """Whether answers get a reward, as in training; otherwise they are recorded without one."""
     whole: bool = False
-    """Whether each step takes all prompts, once each, in the order of the files: for an evaluation."""
+    """Whether each step takes all prompts once, in the order of the files, as for an evaluation."""
 
 
 class GenerateController(PolicyController):
@@ -47,7 +47,7 @@ class GenerateController(PolicyController):
         return self._prompts
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
-        """Nothing where no reward says how good an answer is."""
+        """Return the held-out prompts; empty without a reward to rate answers."""
         return super().load_eval_items(flow) if self.options.scored else ()
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:

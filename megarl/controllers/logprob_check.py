@@ -1,13 +1,14 @@
-"""The last net under a push: engine and trainer say the same of the same tokens, before anything is trained on these.
+"""The last safety net of a weight sync: engine and trainer must agree on the log-probs of a batch before it is trained
+on.
 
-A fault of a layout, of a setting of SGLang's or of a kernel need raise nothing: hashes agree, and the engine samples
-from another policy. So when the engines have started, after the first push of a run and after each that was verified in
-full, the log-probs of the first tokens that come of it are compared, and a run that finds more than rounding stops.
+A fault of a layout, of an SGLang setting or of a kernel need not raise an error: hashes agree, and the engine samples
+from another policy. So after an engine (re)start, after the first weight sync of a run and after each fully verified
+one, the log-probs of the next sampled tokens are compared. A run whose difference exceeds rounding stops.
 
-Only tokens of the weights that both have are compared, none behind one of older weights, whose keys and values may be
-those of then. With `rollout.asynchronous` a step may have none; then the next one that has some is looked at. Whether
-a layer has gone wrong is told by hashes of the engine's tensors, where they are still there; where these agree, the
-weights are the trainer's, and what computes with them is not.
+Only tokens sampled by the weights that both sides have are compared, and none behind a token of older weights, whose
+keys and values may be those of the older weights. With `rollout.asynchronous` a step may have no such token; the next
+step that has some is then checked. Hashes of the engine's tensors, if these are still loaded, tell whether a layer's
+weights are wrong. If they agree, the weights are the trainer's and the computation with them differs.
 """
 
 from __future__ import annotations
@@ -28,42 +29,43 @@ if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 MAX_LOGPROB_DIFF = {"float32": 0.01, "bfloat16": 0.3}
-"""By `model.dtype`: the mean |log p_trainer - log p_engine| beyond which a run stops. In fp32 it is about 1e-6, but
-where experts tie; in bf16 without replayed routing up to 0.07 was measured (megatron/README.md)."""
+"""Mean |log p_trainer - log p_engine| above which a run stops, by `model.dtype`. In fp32 it is about 1e-6, unless
+experts tie; in bf16 without replayed routing, up to 0.07 was measured (megatron/README.md)."""
 CHECK_EPISODES = 16
-"""That are computed for the comparison alone, or one for each of the trainer's replicas if these are more, where an
-algorithm asks for no log-probs before its update."""
+"""Number of episodes to compute for the comparison alone, if the algorithm asks for no log-probs before its update; at
+least one for each of the trainer's replicas."""
 
 
 def logprob_diff_bound(config: Config) -> float | None:
-    """The bound: `guards.bands` of rollout/logprob_diff_mean, else by the type; None where that is null."""
+    """Return the bound: from `guards.bands` of rollout/logprob_diff_mean, else by dtype; None if that band is null."""
     if LOGPROB_DIFF not in config.guards.bands:
         return MAX_LOGPROB_DIFF.get(config.model.dtype, MAX_LOGPROB_DIFF["bfloat16"])
-    ends = config.guards.bands[LOGPROB_DIFF]
-    return None if ends is None or ends[1] is None else float(ends[1])
+    band = config.guards.bands[LOGPROB_DIFF]
+    return None if band is None or band[1] is None else float(band[1])
 
 
 def current_policy_mask(batch: TrainBatch) -> torch.Tensor:
-    """[T] bool: tokens that the policy chose by the weights that it has now, and none of older ones before them."""
+    """Return [T] bool: action tokens sampled by the current weights, with no token of older weights before them."""
     if batch.staleness is None:
         return batch.loss_mask
-    older = (batch.staleness > 0) & batch.loss_mask
-    begins = torch.repeat_interleave(batch.cu_seqlens[:-1], batch.cu_seqlens.diff())
-    before = torch.cat([older.new_zeros(1, dtype=torch.int64), older.long().cumsum(0)])
-    behind = before[1:] - before[begins.long()]
-    return batch.loss_mask & (behind == 0)
+    is_stale = (batch.staleness > 0) & batch.loss_mask
+    starts = torch.repeat_interleave(batch.cu_seqlens[:-1], batch.cu_seqlens.diff())
+    num_stale = torch.cat([is_stale.new_zeros(1, dtype=torch.int64), is_stale.long().cumsum(0)])
+    num_stale_before = num_stale[1:] - num_stale[starts.long()]
+    return batch.loss_mask & (num_stale_before == 0)
 
 
 def check_same_policy(flow: HybridFlow, batch: TrainBatch, policy: ModelOutput | None = None) -> None:
-    """Compare, where the engines' weights are `should_check_logprobs`; on all ranks together. policy: what the trainer says of
-    the batch before its update, if it was asked; else it is asked about the first episodes.
+    """Compare engine and trainer log-probs if `rollout.should_check_logprobs` is set. Collective.
 
-    Raises ConfigError where the two sides are further apart than `most`, naming the layers whose weights differ.
+    policy: the trainer's output for the batch before its update; if None or without log-probs, it is computed for the
+    first episodes. Raises ConfigError if the mean difference exceeds `logprob_diff_bound`, and names the layers whose
+    weights differ.
     """
     bound = logprob_diff_bound(flow.config)
     if bound is None or not getattr(flow.rollout, "should_check_logprobs", False):
         return
-    if flow.config.rollout.temperature == 0:  # greedy ones the trainer scores as if they were drawn at 1
+    if flow.config.rollout.temperature == 0:  # the trainer scores greedy tokens as if sampled at temperature 1
         return
     if policy is None or policy.logprobs is None:
         episodes, parallel = batch.episodes, flow.config.parallel
@@ -72,21 +74,21 @@ def check_same_policy(flow: HybridFlow, batch: TrainBatch, policy: ModelOutput |
         batch = batch.select(episodes.sequence_indices(list(range(count))))
         policy = flow.actor.forward(batch).wait()
     assert policy.logprobs is not None
-    found = diff_stats(batch.rollout_logprobs, policy.logprobs, current_policy_mask(batch), batch.all_reduce)
-    if found is None:
+    stats = diff_stats(batch.rollout_logprobs, policy.logprobs, current_policy_mask(batch), batch.all_reduce)
+    if stats is None:
         return
-    if math.isfinite(found.mean) and found.mean <= bound:
+    if math.isfinite(stats.mean) and stats.mean <= bound:
         flow.rollout.should_check_logprobs = False
         return
     raise ConfigError(
         f"the engines and the trainer are two policies: on the same tokens with the same version of the weights their "
-        f"log-probs differ by {found.mean:.3g} in the mean (95th percentile {found.p95:.3g}), above {bound:g}, the "
+        f"log-probs differ by {stats.mean:.3g} in the mean (95th percentile {stats.p95:.3g}), above {bound:g}, the "
         f"most for model.dtype={flow.config.model.dtype} (guards.bands.{LOGPROB_DIFF}). {describe_mismatch(flow)}"
     )
 
 
 def describe_mismatch(flow: HybridFlow) -> str:
-    """What the engines' tensors say, in a sentence."""
+    """Return a sentence on whether the engines' tensors hold the trainer's bits."""
     names = flow.rollout.find_mismatches(flow.actor)
     if names is None:
         return (
@@ -102,9 +104,9 @@ def describe_mismatch(flow: HybridFlow) -> str:
 
 
 def describe_layers(names: Sequence[str]) -> str:
-    """`Layers 1, 3 and what is in no layer`, of an engine's tensors."""
-    found = [re.search(r"\blayers\.(\d+)\.", name) for name in names]
-    numbers = sorted({int(match[1]) for match in found if match})
+    """Return `Layers 1, 3 and what is in no layer` for names of an engine's tensors."""
+    matches = [re.search(r"\blayers\.(\d+)\.", name) for name in names]
+    numbers = sorted({int(match[1]) for match in matches if match})
     text = f"Layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else ""
-    outside = "what is in no layer" if not all(found) else ""
+    outside = "what is in no layer" if not all(matches) else ""
     return " and ".join(part for part in (text, outside) if part)

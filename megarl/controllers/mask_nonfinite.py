@@ -1,7 +1,7 @@
-"""Sequences of which a number is none: nothing is trained on them, they are counted, and said by name.
+"""Mask sequences with non-finite values; count and log them.
 
-One answer may overflow in a model that is right for all others. Where more than half do, the model is at fault, and
-its worker ends the run (`workers/model_worker.py`).
+A single answer may overflow in a model that is correct on all others. If more than half of the sequences do, the model
+is at fault and its worker ends the run (`workers/model_worker.py`).
 """
 
 from __future__ import annotations
@@ -20,72 +20,72 @@ if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 METRIC = "rollout/quarantined"
-"""Sequences of a step that were; of a step without any it is not there."""
+"""Number of masked sequences of a step; absent if there are none."""
 
 
 def mask_nonfinite(
     flow: HybridFlow, rollouts: Rollouts, batch: TrainBatch, *outputs: ModelOutput
 ) -> tuple[TrainBatch, list[ModelOutput], dict[str, float]]:
-    """The batch of these rollouts, and what models say of it, without the episodes that have a number on an action
-    token that is none: their tokens are masked, and 0 in all columns, so that they are in no mean of others. What was
-    computed of their rewards stays. Collective."""
-    said = {f"{name} of the batch": getattr(batch, name) for name in batch.columns()}
+    """Return the batch and model outputs with all episodes masked that have a non-finite value on an action token.
+    Their `loss_mask` is False and all their values are 0, so they enter no mean. Values computed from their rewards
+    before stay. Collective."""
+    columns = {f"{name} of the batch": getattr(batch, name) for name in batch.columns()}
     for output in outputs:
-        said |= {item.name: value for item in fields(output) if (value := getattr(output, item.name)) is not None}
-    odd = {name: found for name, values in said.items() if (found := _nonfinite_mask(values, batch)) is not None}
-    hit = torch.zeros(len(batch.local_indices), dtype=torch.int64)
-    for found in odd.values():
-        hit += sequence_sums(found.int(), batch.cu_seqlens)
+        columns |= {item.name: value for item in fields(output) if (value := getattr(output, item.name)) is not None}
+    nonfinite = {name: mask for name, values in columns.items() if (mask := _nonfinite_mask(values, batch)) is not None}
+    is_hit = torch.zeros(len(batch.local_indices), dtype=torch.int64)
+    for mask in nonfinite.values():
+        is_hit += sequence_sums(mask.int(), batch.cu_seqlens)
     episodes = batch.local_episodes
-    hit = episodes.expand(episodes.sum_branches(hit)) > 0
-    if not (count := int(batch.all_reduce(hit.sum()))):
+    is_hit = episodes.expand(episodes.sum_branches(is_hit)) > 0
+    if not (count := int(batch.all_reduce(is_hit.sum()))):
         return batch, list(outputs), {}
     step_records = [
         {
-            "prompt": one.prompt.id,
-            "group": one.group,
-            "seed": one.seed,
-            "not_finite": _count_nonfinite(odd, batch, number),
+            "prompt": rollout.prompt.id,
+            "group": rollout.group,
+            "seed": rollout.seed,
+            "not_finite": _count_nonfinite(nonfinite, batch, number),
         }
-        for number, one in enumerate(rollouts.local)
-        if hit[number]
+        for number, rollout in enumerate(rollouts.local)
+        if is_hit[number]
     ]
     flow.log.report_quarantined(
-        flow.step, [record for here in batch.comm.all_gather_objects(step_records) for record in here]
+        flow.step, [record for rank_records in batch.comm.all_gather_objects(step_records) for record in rank_records]
     )
-    gone = torch.repeat_interleave(hit, batch.cu_seqlens.diff())
+    is_masked = torch.repeat_interleave(is_hit, batch.cu_seqlens.diff())
     floats = [name for name in batch.columns() if getattr(batch, name).is_floating_point()]
-    cleaned = {name: getattr(batch, name).masked_fill(gone, 0.0) for name in floats}
+    cleaned = {name: getattr(batch, name).masked_fill(is_masked, 0.0) for name in floats}
     return (
-        batch.with_(loss_mask=batch.loss_mask & ~gone, **cleaned),
-        [_mask_output(output, gone) for output in outputs],
+        batch.with_(loss_mask=batch.loss_mask & ~is_masked, **cleaned),
+        [_mask_output(output, is_masked) for output in outputs],
         {METRIC: float(count)},
     )
 
 
 def add_metrics(metrics: Mapping[str, float], found: Mapping[str, float]) -> dict[str, float]:
-    """Metrics with those of a further look."""
+    """Return the metrics with the counts of another `mask_nonfinite` added."""
     return {**metrics, **{name: value + metrics.get(name, 0.0) for name, value in found.items()}}
 
 
 def _nonfinite_mask(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor | None:
-    """[T] bool; None where there are none, which a finite sum shows quickly."""
+    """Return [T] bool of non-finite action tokens; None if all values are finite, which a finite sum proves quickly."""
     if not values.is_floating_point() or bool(torch.isfinite(values.sum())):
         return None
     return batch.loss_mask & ~torch.isfinite(values)
 
 
 def _count_nonfinite(odd: Mapping[str, torch.Tensor], batch: TrainBatch, number: int) -> dict[str, int]:
-    """Tokens of a sequence by the column in which they are odd."""
+    """Return the number of non-finite tokens of a sequence, by column."""
     begin, end = batch.cu_seqlens[number : number + 2].tolist()
-    found: Counter[str] = Counter({name: int(where[begin:end].sum()) for name, where in odd.items()})
-    return {name: count for name, count in found.items() if count}
+    counts: Counter[str] = Counter({name: int(mask[begin:end].sum()) for name, mask in odd.items()})
+    return {name: count for name, count in counts.items() if count}
 
 
 def _mask_output(output: ModelOutput, gone: torch.Tensor) -> ModelOutput:
-    known: dict[str, Any] = {item.name: getattr(output, item.name) for item in fields(output)}
-    if all(value is None for value in known.values()):
+    values: dict[str, Any] = {item.name: getattr(output, item.name) for item in fields(output)}
+    if all(value is None for value in values.values()):
         return output
     return ModelOutput(
-        **{name: None if value is None else value.masked_fill(gone, 0.0) for name, value in known.items()}
+        **{name: None if value is None else value.masked_fill(gone, 0.0) for name, value in values.items()}
     )

@@ -1,9 +1,9 @@
 """PF-PPO (arXiv:2409.06957): PPO on the samples whose reward is reliable. A reward model is most reliable on the best
-and the worst answers to a prompt, and least on those between, most of which are filtered out.
+and the worst answers to a prompt, and least on those in between; most of these are filtered out.
 
 The remaining samples go into a replay buffer, which fills a step's batch up to its usual size. For samples of an
-earlier policy the importance ratio uses the engine's log-probs of that time (`drawn_by`). Each rank buffers the
-rollouts that it generated.
+earlier policy the importance ratio uses the engine's log-probs of that time (`behavior_logprobs`). Each rank buffers
+the rollouts that it generated.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 FOLDER = "buffer"
-"""In a checkpoint: files as those of recorded rollouts, one of each rank that has some."""
+"""Folder in a checkpoint, in the format of recorded rollouts: one file per rank that has rollouts."""
 
 
 class ReplayBuffer:
-    """The newest `most` rollouts, an episode being one. All ranks do the same with it. Records of routing are not kept:
-    they are heavy, and weights have moved on."""
+    """The newest `most` episodes. All ranks must call it alike. Routing records are dropped: they are large, and belong
+    to older weights."""
 
     def __init__(self, most: int) -> None:
         self.capacity = most
@@ -43,17 +43,20 @@ class ReplayBuffer:
         return 0 if self._rollouts is None else len(self._rollouts.episodes)
 
     def add(self, rollouts: Rollouts) -> None:
-        """Collective. The oldest go where there are too many."""
+        """Add rollouts; drop the oldest episodes beyond the capacity. Collective."""
         if not len(rollouts):
             return
-        light = rollouts.replace_local([dataclasses.replace(rollout, routing=None) for rollout in rollouts.local])
-        kept = light if self._rollouts is None else Rollouts.concat([self._rollouts, light])
-        episodes = kept.episodes
+        without_routing = rollouts.replace_local(
+            [dataclasses.replace(rollout, routing=None) for rollout in rollouts.local]
+        )
+        merged = without_routing if self._rollouts is None else Rollouts.concat([self._rollouts, without_routing])
+        episodes = merged.episodes
         newest = torch.arange(len(episodes)) >= len(episodes) - self.capacity
-        self._rollouts = kept.select(episodes.expand(newest))
+        self._rollouts = merged.select(episodes.expand(newest))
 
     def sample(self, count: int, draw: torch.Generator) -> Rollouts | None:
-        """So many different ones, or all where there are fewer; None where there are none. They stay in it."""
+        """Return `count` distinct episodes, or all if there are fewer; None if the buffer is empty. They stay in the
+        buffer."""
         if self._rollouts is None or count < 1:
             return None
         episodes = self._rollouts.episodes
@@ -64,25 +67,25 @@ class ReplayBuffer:
     def save(self) -> Write:
         if self._rollouts is None or not self._rollouts.local:
             return write_nothing
-        kept = self._rollouts  # which nobody changes: another takes its place
+        snapshot = self._rollouts  # never modified in place
 
         def write(folder: Path) -> dict[Path, Entry]:
-            file = part_file(folder / FOLDER, 0, kept.comm.rank)
-            numbers = kept.episode[
-                kept.local_indices
-            ].tolist()  # other ones in each step, which those of the generations are not
-            here = [
-                one if one.episode < 0 else dataclasses.replace(one, episode=number)
-                for one, number in zip(kept.local, numbers, strict=True)
+            file = part_file(folder / FOLDER, 0, snapshot.comm.rank)
+            # The buffer's episode numbers are distinct; those of the generations repeat.
+            numbers = snapshot.episode[snapshot.local_indices].tolist()
+            rollouts = [
+                rollout if rollout.episode < 0 else dataclasses.replace(rollout, episode=number)
+                for rollout, number in zip(snapshot.local, numbers, strict=True)
             ]
-            write_part(file, 0, len(kept), kept.local_indices.tolist(), here)
+            write_part(file, 0, len(snapshot), snapshot.local_indices.tolist(), rollouts)
             sync(file)
             return {file: hash_file(file)}
 
         return write
 
     def restore(self, folder: Path, everyone: Comm) -> None:
-        """Collective. Raises ConfigError on all ranks where a file is not of this program."""
+        """Load the buffer from a checkpoint. Collective. Raises ConfigError on all ranks if a file is not in this
+        format."""
         if not step_folder(folder / FOLDER, 0).is_dir():
             return
         world, records, error = len(everyone.all_gather_objects(None)), [], ""
@@ -92,15 +95,17 @@ class ReplayBuffer:
             error = str(failure)
         if errors := [text for text in everyone.all_gather_objects(error) if text]:
             raise ConfigError(errors[0])
-        self._rollouts = Rollouts.gather([one.rollout for one in records], [one.number for one in records], everyone)
+        self._rollouts = Rollouts.gather(
+            [record.rollout for record in records], [record.number for record in records], everyone
+        )
 
 
 @dataclass(frozen=True)
 class PFPPOOptions(PPOOptions):
     filter: Share = 0.8
-    """Probability with which a sample that is neither among the best nor the worst of its prompt is left out."""
+    """Probability of dropping a sample that is neither among the best nor the worst of its prompt."""
     buffer: PositiveInt = 10_000
-    """Rollouts that are kept at most, the newest; an episode is one."""
+    """Maximum number of episodes in the buffer; the newest stay."""
 
 
 class PFPPOController(PPOController):
@@ -144,13 +149,13 @@ class PFPPOController(PPOController):
 
 
 def reliable_mask(rollouts: Rollouts, share: float, draw: torch.Generator) -> torch.Tensor:
-    """[N] bool: the best and the worst of each prompt, equal ones too, and of the others each with a probability of
-    1 - share, an episode with all of its branches. The same on all ranks, which have the same figures and the same
+    """Return [N] bool: the best and the worst samples of each prompt, including ties, and each other episode with
+    probability 1 - share, with all of its branches. All ranks get the same result from the same rewards and the same
     `draw`."""
     groups, row = torch.unique(rollouts.group, return_inverse=True)
-    edges = rollouts.reward.new_zeros(len(groups))
-    highest = edges.scatter_reduce(0, row, rollouts.reward, reduce="amax", include_self=False)[row]
-    lowest = edges.scatter_reduce(0, row, rollouts.reward, reduce="amin", include_self=False)[row]
+    zeros = rollouts.reward.new_zeros(len(groups))
+    highest = zeros.scatter_reduce(0, row, rollouts.reward, reduce="amax", include_self=False)[row]
+    lowest = zeros.scatter_reduce(0, row, rollouts.reward, reduce="amin", include_self=False)[row]
     episodes = rollouts.episodes
-    lucky = torch.rand(len(episodes), generator=draw, dtype=torch.float64) >= share
-    return episodes.expand(lucky) | (rollouts.reward == highest) | (rollouts.reward == lowest)
+    is_drawn = torch.rand(len(episodes), generator=draw, dtype=torch.float64) >= share
+    return episodes.expand(is_drawn) | (rollouts.reward == highest) | (rollouts.reward == lowest)

@@ -1,4 +1,4 @@
-"""What the policy-gradient controllers share: prompts, evaluation, loss, and the figures of a sampled batch."""
+"""What policy-gradient controllers share: prompts, evaluation, loss, and metrics of a sampled batch."""
 
 from __future__ import annotations
 
@@ -21,54 +21,57 @@ if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 TRUNCATED: tuple[Status, ...] = ("length", "max_turns")
-"""Status of a rollout that a length or the number of turns ended."""
+"""Statuses of rollouts that a length limit or the turn limit ended."""
 
 
 class PolicyController(Controller):
-    """One whose items are prompts, and whose policy is evaluated by what it answers to held-out ones. Its loss
-    is `policy_loss`, of the ratio to the policy that sampled."""
+    """Base of controllers whose items are prompts and whose policy is evaluated on held-out prompts. The loss is
+    `policy_loss`, with a ratio to the policy that sampled."""
 
     item = "prompts"
     is_off_policy = True
 
     def load_items(self, flow: HybridFlow) -> Sequence[Prompt]:
-        """The training prompts, rendered; those that leave no room for an answer are dropped and counted."""
+        """Return the rendered training prompts; those that leave no room for a response are dropped and counted."""
         return flow.load_prompts(self.config.data.train)
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
         return () if self.config.rollout.replay else flow.load_prompts(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Prompt]) -> dict[str, float]:
-        """Reward on the held-out prompts: of one greedy answer each, and of `run.eval_samples` that are sampled as in
-        training, or as `rollout.eval_temperature` and `rollout.eval_top_p` say; of each source, too.
-        `eval/weight_version`: of the weights that answered, where it is known."""
+        """Return the reward on held-out prompts, in total and by source: of one greedy answer each, and of
+        `run.eval_samples` samples each, drawn as in training unless `rollout.eval_temperature` and `rollout.eval_top_p`
+        are set.
+
+        `eval/weight_version` is the version of the weights that answered, where it is known.
+        """
         generate = flow.rollout.generate
-        ways = sampling_modes(self.config)
+        modes = sampling_modes(self.config)
         return compute_eval_metrics(
-            flow, ((way, generate(items, way.samples, way.greedy, held_out=True)) for way in ways)
+            flow, ((mode, generate(items, mode.samples, mode.greedy, held_out=True)) for mode in modes)
         )
 
     def begin_evaluation(self, flow: HybridFlow, items: Sequence[Prompt]) -> Evaluation | None:
-        ways = sampling_modes(self.config)
+        modes = sampling_modes(self.config)
         return AsyncEvaluation(
-            flow, [(way, flow.rollout.start_generation(items, way.samples, way.greedy, held_out=True)) for way in ways]
+            flow,
+            [(mode, flow.rollout.start_generation(items, mode.samples, mode.greedy, held_out=True)) for mode in modes],
         )
 
 
 def select_trainable(rollouts: Rollouts, config: Config) -> Rollouts:
-    """Those that losses and statistics of groups are about: no aborted one, none whose reward failed, and none that was
-    cut off where `loss.truncated` says `drop`."""
-    gone = rollouts.has_status("aborted", *(TRUNCATED if config.loss.truncated == "drop" else ()))
-    return rollouts.select(~gone & (rollouts.unscored == 0))
+    """Return the rollouts that losses and group statistics use: no aborted ones, none whose reward failed, and no
+    truncated ones where `loss.truncated` is `drop`."""
+    is_dropped = rollouts.has_status("aborted", *(TRUNCATED if config.loss.truncated == "drop" else ()))
+    return rollouts.select(~is_dropped & (rollouts.unscored == 0))
 
 
 def apply_loss_masks(batch: TrainBatch, rollouts: Rollouts, config: Config) -> TrainBatch:
-    """The batch of these rollouts as its losses see it: without the tokens of those that were cut off, where
-    `loss.truncated` says `mask`, and of those that `correction.kind` rejects. What was computed of them before, such as
-    the mean of their group, stays."""
+    """Mask tokens of the batch out of its losses: truncated rollouts where `loss.truncated` is `mask`, and tokens that
+    `correction.kind: reject` rejects. Values computed from them before, such as their group's mean, stay."""
     if config.loss.truncated == "mask":
-        cut_off = rollouts.has_status(*TRUNCATED)
-        batch = batch.with_(loss_mask=batch.loss_mask & ~cut_off[batch.sequence_ids])
+        is_truncated = rollouts.has_status(*TRUNCATED)
+        batch = batch.with_(loss_mask=batch.loss_mask & ~is_truncated[batch.sequence_ids])
     if config.correction.kind == "reject":
         assert batch.importance is not None
         batch = batch.with_(loss_mask=batch.loss_mask & (batch.importance > 0), importance=None)
@@ -76,7 +79,7 @@ def apply_loss_masks(batch: TrainBatch, rollouts: Rollouts, config: Config) -> T
 
 
 def policy_loss_columns(config: Config, batch: TrainBatch | None = None) -> tuple[str, ...]:
-    """The columns that `policy_loss` reads. batch: what they are of, where it may lack `old_logprobs`."""
+    """Return the columns that `policy_loss` reads. batch: the batch to train on, if it may lack `old_logprobs`."""
     names = ["old_logprobs", "advantages"]
     if batch is not None and batch.old_logprobs is None:
         names += ["rollout_logprobs", "staleness"]
@@ -90,22 +93,23 @@ def policy_loss_columns(config: Config, batch: TrainBatch | None = None) -> tupl
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:
-    """The loss that `loss.policy` names, weighted where a correction does, plus the KL to the reference where it
-    belongs into the loss, minus the entropy bonus.
+    """Return the loss that `loss.policy` names, times the correction's weights, plus the KL to the reference where
+    `kl.place` is `loss`, minus the entropy bonus.
 
-    The ratio is to `old_logprobs`. A batch that has none is that of a single update: the policy before it is the one of
-    now, and the ratio 1, but of tokens that older weights chose, where it is to what the engine said then.
+    The ratio is to `old_logprobs`. A batch without them is for a single update: the old policy is then the current one
+    and the ratio is 1, except for tokens sampled by older weights, whose ratio is to the engine's log-probs of that
+    time.
     """
-    settings, (chosen, options) = config.loss, load_policy_loss(config)
+    settings, (objective, options) = config.loss, load_policy_loss(config)
     assert output.logprobs is not None and batch.advantages is not None
     old = batch.old_logprobs
     if old is None:
         assert config.run.num_update == 1, "of a second update the ratio is no longer 1: it needs old_logprobs"
         old = behavior_logprobs(batch, ModelOutput(logprobs=output.logprobs.detach()))
         assert old is not None
-    marks = batch.marked if chosen.mark is not None else None
+    marks = batch.marked if objective.mark is not None else None
     sampled = PolicyLossInput(output.logprobs, old, batch.advantages, batch.loss_mask, batch.cu_seqlens, marks)
-    surrogate = chosen.loss(sampled, Clip(settings.clip, settings.clip_high, settings.dual_clip), options)
+    surrogate = objective.loss(sampled, Clip(settings.clip, settings.clip_high, settings.dual_clip), options)
     loss, metrics = surrogate.loss, dict(surrogate.metrics)
     weights = batch.importance if config.correction.has_weights else None
     if weights is not None:
@@ -116,9 +120,8 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     if config.kl.place == "loss":
         assert batch.ref_logprobs is not None
         kl = kl_estimate(output.logprobs, batch.ref_logprobs, config.kl.resolved_estimator, batch.loss_mask, old)
-        if (
-            weights is not None and config.kl.resolved_estimator == "k3_unbiased"
-        ):  # which is by the ratio to who drew the token
+        # k3_unbiased weights by the ratio to the behavior policy, so it needs the correction, too.
+        if weights is not None and config.kl.resolved_estimator == "k3_unbiased":
             kl = kl * weights
         loss = loss + kl_coef * kl
         metrics["actor/kl_loss"] = kl.detach()
@@ -130,24 +133,25 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
 
 
 def behavior_logprobs(batch: TrainBatch, policy: ModelOutput) -> torch.Tensor | None:
-    """[T] log-probs by the policy that drew the tokens. That is the trainer's of now, in its own kernels; of tokens
-    that older weights chose there is what the engine said then."""
+    """Return [T] log-probs by the policy that sampled the tokens: the trainer's current ones, in its own kernels, and
+    the engine's recorded ones for tokens sampled by older weights."""
     if batch.staleness is None or policy.logprobs is None:
         return policy.logprobs
     return torch.where(batch.staleness > 0, batch.rollout_logprobs, policy.logprobs)
 
 
 def logprob_diff_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's on the same tokens: largest, 95th percentile, mean.
+    """Return the largest, 95th percentile and mean difference of engine and trainer log-probs on the same tokens.
 
-    Both sides hold the same weights when a batch is sampled, so anything beyond rounding is a fault of the push, of a
-    layout, or of a kernel, and then all tokens show it. The largest alone can jump without one: where two experts of
-    a token tie within rounding, the two sides may choose differently, and that token and a few after it differ. With
-    `train.replay_routing` they cannot. suffix: of the names, where `policy` was not computed as in training.
+    Both hold the same weights when a batch is sampled. A difference beyond rounding is therefore a fault of the weight
+    sync, of a layout or of a kernel, and then shows on all tokens. The largest alone can jump without a fault: where
+    two experts of a token tie within rounding, engine and trainer may choose differently, and that token and a few
+    after it differ. `train.replay_routing` rules this out. suffix: appended to the names, if `policy` was not computed
+    as in training.
 
-    Of tokens that older weights chose the two sides differ by what the policy has learned since: these are apart,
-    `..._stale`. So are tokens of the weights of now behind such a token, `..._carried`: what is before them the engine
-    has kept, or read again.
+    Tokens sampled by older weights also differ by what the policy has learned since; their metrics are `..._stale`.
+    Tokens of the current weights behind such a token are reported as `..._carried`: the engine has kept the keys and
+    values before them, or recomputed them.
     """
     if policy.logprobs is None:
         return {}
@@ -157,22 +161,26 @@ def logprob_diff_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "
         masks = {"": fresh, "_carried": batch.loss_mask & ~fresh & ~stale, "_stale": stale}
     metrics = {}
     for kind, mask in masks.items():
-        if (found := diff_stats(batch.rollout_logprobs, policy.logprobs, mask, batch.all_reduce)) is not None:
-            metrics[f"rollout/logprob_diff{kind}{suffix}"] = found.largest
-            metrics[f"rollout/logprob_diff_p95{kind}{suffix}"] = found.p95
-            metrics[f"rollout/logprob_diff_mean{kind}{suffix}"] = found.mean
+        if (stats := diff_stats(batch.rollout_logprobs, policy.logprobs, mask, batch.all_reduce)) is not None:
+            metrics[f"rollout/logprob_diff{kind}{suffix}"] = stats.largest
+            metrics[f"rollout/logprob_diff_p95{kind}{suffix}"] = stats.p95
+            metrics[f"rollout/logprob_diff_mean{kind}{suffix}"] = stats.mean
     return metrics
 
 
 def add_trainer_logprobs(
     flow: HybridFlow, batch: TrainBatch, policy: ModelOutput, steps: int
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """The batch with what the trainer says of its tokens, which is recorded, and `logprob_diff_metrics` of it; also as they
-    would be if the trainer chose its experts itself, which costs another forward pass: of the first step and each
-    `rollout.verify_every`-th. `steps`: how many have been taken."""
+    """Return the batch with the trainer's log-probs, for the record, and their `logprob_diff_metrics`.
+
+    With replayed routing, the first step and every `rollout.verify_every`-th add log-probs and metrics with the experts
+    that the trainer's own router chooses, which costs another forward pass. steps: steps taken so far.
+    """
     metrics = logprob_diff_metrics(batch, policy)
-    said = batch.with_(trainer_logprobs=policy.logprobs)
+    recorded = batch.with_(trainer_logprobs=policy.logprobs)
     if batch.routing is None or steps % flow.config.rollout.verify_every:
-        return said, metrics
-    free = flow.actor.forward(batch.with_(routing=None)).wait()
-    return said.with_(unreplayed_logprobs=free.logprobs), metrics | logprob_diff_metrics(batch, free, "_unreplayed")
+        return recorded, metrics
+    unreplayed = flow.actor.forward(batch.with_(routing=None)).wait()
+    return recorded.with_(unreplayed_logprobs=unreplayed.logprobs), metrics | logprob_diff_metrics(
+        batch, unreplayed, "_unreplayed"
+    )

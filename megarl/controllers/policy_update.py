@@ -1,6 +1,6 @@
 """What PPO and GRPO share: collecting experience, running the models over it, updating them, and the adaptive KL.
 
-A subclass adds what its paper adds: advantages, and losses.
+Subclasses add what their papers define: advantages and losses.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experience:
-    """The rollouts of a step."""
+    """Rollouts of a step, and the subset that is trained on."""
 
     rollouts: Rollouts
-    """All of them, for the record."""
+    """All rollouts of the step, for the record."""
     trained_rollouts: Rollouts
-    """Those that the batch is made of, in its order."""
+    """The rollouts in the batch, in its order."""
     baseline: torch.Tensor | None = None
-    """[N] reward to subtract from that of each of these; None where the algorithm derives it from their groups."""
+    """[N] baseline to subtract from the reward of each trained rollout; None if the algorithm derives it from
+    groups."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -56,13 +57,14 @@ class PolicyUpdateController(PolicyController):
         return True
 
     def run_models(self, flow: HybridFlow, experience: Experience) -> tuple[TrainBatch, ModelOutput, dict[str, float]]:
-        """Return the batch with `old_logprobs`, `ref_logprobs`, `values` and correction weights, as far as the algorithm
-        uses them, the policy's output before the updates, and metrics. Masks sequences with non-finite values."""
+        """Run the models over the rollouts and mask sequences with non-finite values. Returns the batch with
+        `old_logprobs`, `ref_logprobs`, `values` and correction weights, as far as the algorithm uses them; the policy's
+        output before the updates; and metrics."""
         flow.rollout.sleep()
         rollouts = experience.trained_rollouts
         batch = TrainBatch.from_rollouts(rollouts)
         roles = self.roles(self.config)
-        # The passes of roles on separate ranks run at the same time: all begin before the first is waited for.
+        # Start all passes before waiting for the first: roles on separate ranks run at the same time.
         policy_future = compute_old_logprobs(flow, batch, self.needs_policy_logprobs())
         critic = flow.critic.forward(batch) if "critic" in roles else None
         reference = flow.reference.forward(batch) if "reference" in roles else None

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PPOOptions:
     critic_lam: Share | None = None
-    """GAE's lambda of the critic's returns where it is another than `advantage.lam`, the policy's (VC-PPO,
-    arXiv:2503.01491): 1 lets a reward at the end of a long answer reach its beginning."""
+    """GAE's lambda of the critic's returns, if it differs from the policy's `advantage.lam` (VC-PPO, arXiv:2503.01491):
+    1 propagates a reward at the end of a long answer to its beginning."""
     length_adaptive: Annotated[float, Range(0, 100)] = 0.0
-    """Alpha of a lambda of the policy that follows an answer's l tokens, 1 - 1 / (alpha l), in place of `advantage.lam`
+    """Alpha of a policy lambda that follows the length l of an answer, 1 - 1 / (alpha l), in place of `advantage.lam`
     (VAPO, arXiv:2504.05118, section 4.2; 0.05 there). 0 is off."""
     positive_nll: Weight = 0.0
-    """Weight of the negative log-probability of answers whose reward is above 0, which is added to the policy's loss
-    (VAPO, section 4.3; 0.1 there)."""
+    """Weight of the negative log-probability of answers with a reward above 0, added to the policy's loss (VAPO,
+    section 4.3; 0.1 there)."""
 
 
 class PPOController(PolicyUpdateController):
@@ -45,20 +45,20 @@ class PPOController(PolicyUpdateController):
         return ("rollout", "actor", *reference, "critic", "reward")
 
     def num_updates(self, role: str) -> int:
-        """The policy has none while the critic warms up."""
+        """Return the role's updates in the run; the policy is not updated while the critic warms up."""
         run, warmup = self.config.run, self.config.critic.warmup_steps
         return (run.num_rollout - warmup if role == "actor" else run.num_rollout) * run.num_update
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
 
-        # 1. Experience: rollouts by the engine, scored; what the policy, the critic and the reference say of them.
+        # 1. Experience: scored rollouts; log-probs of policy and reference, values of the critic.
         experience = self.collect_experience(flow, items)
         batch, policy, metrics = self.run_models(flow, experience)
         values, mask, cu = batch.values, batch.loss_mask, batch.cu_episodes
         assert policy.logprobs is not None and values is not None
 
-        # 2. Advantages: the outcome on an episode's last action, the KL penalty on every one, then GAE over its actions.
+        # 2. Advantages: the outcome on an episode's last action, the KL penalty on every action, then GAE.
         kl, kl_mean = self.token_kl(batch, policy)
         outcome = batch.local_episodes.take_last(batch.sequence_reward[batch.local_indices])
         penalty = kl if config.kl.place == "reward" else None
@@ -69,7 +69,7 @@ class PPOController(PolicyUpdateController):
         batch = batch.with_(rewards=rewards, advantages=advantages, returns=returns)
         batch, metrics = self.mask_again(flow, experience, batch, metrics)
 
-        # 3. Updates: the critic towards the returns, the policy along the advantages. The engines get the new weights.
+        # 3. Updates: the critic towards the returns, the policy along the advantages; then the weight sync.
         @reads("values", "returns")
         def critic_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             assert output.values is not None and part.values is not None and part.returns is not None
@@ -89,7 +89,7 @@ class PPOController(PolicyUpdateController):
     def compute_advantages(
         self, batch: TrainBatch, rollouts: Rollouts, rewards: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [T] advantages and returns by GAE; with a lambda of the critic's own, each by its own."""
+        """Return [T] advantages and returns by GAE; with `critic_lam`, the returns use a lambda of their own."""
         gamma, lam, critic_lam = (
             self.config.advantage.gamma,
             self.compute_lambda(batch, rollouts),
@@ -101,7 +101,7 @@ class PPOController(PolicyUpdateController):
         return decoupled_gae(rewards, values, batch.loss_mask, batch.cu_episodes, gamma, lam, critic_lam)
 
     def compute_lambda(self, batch: TrainBatch, taken: Rollouts) -> float | torch.Tensor:
-        """GAE's lambda of the policy: one for all, or of each episode that is here."""
+        """Return the policy's GAE lambda: one value, or one for each local episode."""
         if alpha := self.options.length_adaptive:
             return length_adaptive_lam(batch.local_episodes.sum_branches(taken.actions[batch.local_indices]), alpha)
         return self.config.advantage.lam
@@ -111,5 +111,5 @@ def add_positive_nll(loss: TokenLoss, output: ModelOutput, part: TrainBatch, wei
     if not weight:
         return loss
     assert output.logprobs is not None
-    imitation = positive_nll(output.logprobs, part)
-    return replace(loss, loss=loss.loss + weight * imitation.loss, metrics={**loss.metrics, **imitation.metrics})
+    nll = positive_nll(output.logprobs, part)
+    return replace(loss, loss=loss.loss + weight * nll.loss, metrics={**loss.metrics, **nll.metrics})

@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class ReMaxController(GRPOController):
-    is_group_relative = False  # one of a prompt will do
+    is_group_relative = False  # one sample per prompt is enough
     has_fixed_prompts = True
 
     def collect_experience(self, flow: HybridFlow, items: Sequence[Prompt]) -> Experience:
-        """Two generations: the samples, and one greedy answer to each prompt, which nothing is trained on."""
-        found = super().collect_experience(flow, items)
+        """Generate twice: the samples, and one greedy answer to each prompt, which is not trained on."""
+        experience = super().collect_experience(flow, items)
         greedy = flow.reward.score(flow.rollout.generate(items, 1, greedy=True))
-        # Sampled groups are numbered in the order of the prompts, from the first of the generation on; greedy ones too.
-        prompt = found.trained_rollouts.group - found.rollouts.group.min()
+        # Both generations number groups in the order of the prompts; the sampled ones need not start at 0.
+        prompt = experience.trained_rollouts.group - experience.rollouts.group.min()
         answered, reward = torch.zeros(len(items), dtype=torch.bool), torch.zeros(len(items), dtype=torch.float64)
-        ended = greedy.select(~greedy.has_status("aborted") & (greedy.unscored == 0))
-        answered[ended.group], reward[ended.group] = True, ended.reward
-        there = answered[prompt]  # without a greedy answer there is nothing to compare with
-        metrics = {"rollout/reward_greedy": float(ended.merge_branches().reward.mean()) if len(ended) else 0.0}
+        scored = greedy.select(~greedy.has_status("aborted") & (greedy.unscored == 0))
+        answered[scored.group], reward[scored.group] = True, scored.reward
+        has_baseline = answered[prompt]  # without a greedy answer there is no baseline
+        metrics = {"rollout/reward_greedy": float(scored.merge_branches().reward.mean()) if len(scored) else 0.0}
         return replace(
-            found,
-            trained_rollouts=found.trained_rollouts.select(there),
-            baseline=reward[prompt[there]],
-            metrics=found.metrics | metrics,
+            experience,
+            trained_rollouts=experience.trained_rollouts.select(has_baseline),
+            baseline=reward[prompt[has_baseline]],
+            metrics=experience.metrics | metrics,
         )

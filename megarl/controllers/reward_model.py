@@ -1,6 +1,6 @@
-"""A reward model from preferences: of two answers to a prompt, the one that people preferred gets the higher score.
+"""A reward model from preferences: of two answers to a prompt, the preferred one gets the higher score.
 
-Bradley-Terry on pairs (arXiv:2203.02155, section 3.5). The export serves other runs as `reward.model`.
+Bradley-Terry on pairs (arXiv:2203.02155, section 3.5). Other runs use the export as `reward.model`.
 """
 
 from __future__ import annotations
@@ -49,27 +49,28 @@ class RewardModelController(Controller):
         return flow.load_preferences(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Pair]) -> dict[str, float]:
-        """Loss, accuracy and margin of the held-out pairs, under eval/: of all, and of those of each source."""
-        means, at_once = SourceMeans(), self.config.data.prompts_per_step
-        for first in range(0, len(items), at_once):
-            rollouts, batch = shard_pairs(flow, items[first : first + at_once])
+        """Return loss, accuracy and margin on the held-out pairs, under eval/: in total and by source."""
+        means, batch_size = SourceMeans(), self.config.data.prompts_per_step
+        for start in range(0, len(items), batch_size):
+            rollouts, batch = shard_pairs(flow, items[start : start + batch_size])
             scores = flow.reward_model.forward(batch).wait().scores
             assert scores is not None
             result = bradley_terry(scores, batch.cu_seqlens, batch.group[batch.local_indices])
             for name, values in {"loss": result.loss, **result.metrics}.items():
-                of_pairs = batch.all_gather(sequence_sums(values, batch.cu_seqlens))  # at the chosen one of each
-                halves = torch.full_like(of_pairs, 0.5)
-                means.add(f"eval/{name.removeprefix('reward_model/')}", of_pairs, halves, rollouts)
+                sums = batch.all_gather(sequence_sums(values, batch.cu_seqlens))  # at the chosen sequence of each pair
+                halves = torch.full_like(sums, 0.5)
+                means.add(f"eval/{name.removeprefix('reward_model/')}", sums, halves, rollouts)
         return means.result()
 
 
 def make_pair_batch(flow: HybridFlow, pairs: Sequence[Pair]) -> TrainBatch:
-    """Chosen and rejected in turn: sequences 2k and 2k + 1 are pair k; the weights make the loss a mean over pairs."""
+    """Return a batch in which sequences 2k and 2k + 1 are the chosen and the rejected one of pair k; the weights make
+    the loss a mean over pairs."""
     return shard_pairs(flow, pairs)[1]
 
 
 def shard_pairs(flow: HybridFlow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch]:
-    """The two conversations of each pair, and `make_pair_batch` of them."""
+    """Return the two conversations of each pair, and their batch as `make_pair_batch` returns it."""
     rollouts = flow.shard([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], together=2)
     batch = TrainBatch.from_rollouts(rollouts)
     group = torch.arange(len(pairs)).repeat_interleave(2)

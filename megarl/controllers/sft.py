@@ -44,11 +44,11 @@ class SFTController(Controller):
         return flow.load_conversations(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Rollout]) -> dict[str, float]:
-        """Negative log-probability of an assistant's token in the held-out conversations, in the mean: of all, and of
-        those of each source."""
-        means, at_once = SourceMeans(), self.config.data.prompts_per_step
-        for first in range(0, len(items), at_once):
-            rollouts = flow.shard(items[first : first + at_once])
+        """Return the mean negative log-probability of the assistant's tokens in held-out conversations: in total and by
+        source."""
+        means, batch_size = SourceMeans(), self.config.data.prompts_per_step
+        for start in range(0, len(items), batch_size):
+            rollouts = flow.shard(items[start : start + batch_size])
             batch = TrainBatch.from_rollouts(rollouts)
             logprobs = flow.actor.forward(batch).wait().logprobs
             assert logprobs is not None
