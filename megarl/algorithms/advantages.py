@@ -262,11 +262,11 @@ def _compute_block_gae(
     """
     longest, first = counts[0], sequences[0][0]
     delta = first.new_zeros(len(sequences), longest)
-    places = [mask.nonzero().squeeze(1) for _, _, mask, _, _ in sequences]
-    for row, place, (rewards, values, _, _, _) in zip(delta, places, sequences, strict=True):
-        value = values.index_select(0, place).to(rewards.dtype)
+    action_positions = [mask.nonzero().squeeze(1) for _, _, mask, _, _ in sequences]
+    for row, positions, (rewards, values, _, _, _) in zip(delta, action_positions, sequences, strict=True):
+        value = values.index_select(0, positions).to(rewards.dtype)
         next_value = torch.cat([value[1:], value.new_zeros(1)])
-        row[: len(place)] = (rewards.index_select(0, place) + gamma * next_value - value).flip(0)
+        row[: len(positions)] = (rewards.index_select(0, positions) + gamma * next_value - value).flip(0)
 
     steps = delta.t().contiguous()  # [longest, sequences]
     decay = (gamma * lam).to(first)  # [sequences]
@@ -281,10 +281,10 @@ def _compute_block_gae(
         next_step = step
 
     delta.copy_(steps.t())
-    for row, place, (_, values, _, advantages, returns) in zip(delta, places, sequences, strict=True):
-        advantage = row[: len(place)].flip(0)
-        advantages.index_copy_(0, place, advantage)
-        returns.index_copy_(0, place, advantage + values.index_select(0, place).to(advantage.dtype))
+    for row, positions, (_, values, _, advantages, returns) in zip(delta, action_positions, sequences, strict=True):
+        advantage = row[: len(positions)].flip(0)
+        advantages.index_copy_(0, positions, advantage)
+        returns.index_copy_(0, positions, advantage + values.index_select(0, positions).to(advantage.dtype))
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_reduce) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Losses other than the policy's, and the token weights that aggregate a loss.
 
 The critic's clipped regression loss, the Bradley-Terry loss of a reward model (1952), VAPO's imitation loss on correct
-answers, and the weight of each token in the loss of a batch.
+responses, and the weight of each token in the loss of a batch.
 """
 
 from __future__ import annotations

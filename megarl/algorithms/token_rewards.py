@@ -65,6 +65,6 @@ def sequence_sums(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     lengths = cu_seqlens.diff().tolist()
     sums = x.new_zeros(len(lengths))
     zero_index = torch.zeros(max(lengths, default=0), dtype=torch.int64, device=x.device)
-    for total, part in zip(sums.split(1), x.split(lengths), strict=False):  # splits of no sequences differ in number
+    for total, part in zip(sums.split(1), x.split(lengths), strict=False):  # empty `sums` still split into one part
         total.index_add_(0, zero_index[: len(part)], part)
     return sums

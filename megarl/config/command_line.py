@@ -111,14 +111,14 @@ def default_output_file(runs: Sequence[Path], name: str) -> Path:
     The names of any other runs become part of the file name, so that different reports do not overwrite each other.
     """
     file = runs[0] / name
-    others = "_".join(parse_path.resolve().name for parse_path in runs[1:])
-    return file.with_stem(f"{file.stem}_{others[:_MAX_NAMES_LENGTH]}") if others else file
+    other_names = "_".join(run.resolve().name for run in runs[1:])
+    return file.with_stem(f"{file.stem}_{other_names[:_MAX_NAMES_LENGTH]}") if other_names else file
 
 
 def check_writable_folder(path: Path, option: str) -> None:
     """Raise ConfigError if the folder does not exist and cannot be created, or is not writable."""
     try:
-        existing = next(place for place in (path, *path.absolute().parents) if place.exists() or place.is_symlink())
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
         if not existing.is_dir():
             fault = "is no folder" if existing == path else f"cannot be made: {existing} is no folder"
             raise ConfigError(f"{option} {path} {fault}; name another")
@@ -129,21 +129,17 @@ def check_writable_folder(path: Path, option: str) -> None:
 
 
 def format_command(program: str, *arguments: str | Path) -> str:
-    """Return a shell command for a program of this repository, such as `.venv/bin/python tools/report.py 'runs/my
-    run'`.
+    """Return a shell command for a program of this repository.
 
-    Uses this interpreter, with paths relative to the working directory. Empty if the program does not exist, because
-    only the package is installed.
+    Example: `.venv/bin/python tools/report.py 'runs/my run'`. Uses this interpreter, with paths relative to the working
+    directory. Empty if the program does not exist, because only the package is installed.
     """
     file = Path(__file__).resolve().parents[2] / program
     if not file.is_file():
         return ""
     cwd = Path.cwd()
     # Do not resolve the path: a virtual environment is identified by its own link to the interpreter.
-    paths = [
-        str(parse_path.relative_to(cwd)) if parse_path.is_relative_to(cwd) else str(parse_path)
-        for parse_path in (_PYTHON, file)
-    ]
+    paths = [str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path) for path in (_PYTHON, file)]
     return shlex.join([*paths, *map(str, arguments)])
 
 

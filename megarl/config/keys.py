@@ -182,9 +182,9 @@ class TrainConfig:
     available for conversations that newer weights continue (`rollout.oversample`, `rollout.on_push=retract`), since
     these prefill their beginning again."""
     mtp: Weight = 0.0
-    """Loss weight of the policy's multi-token prediction layers, which then learn to predict the policy, without a
-    gradient into the rest of the model (arXiv:2412.19437 section 2.2; it uses 0.3 and later 0.1, section 4.2); 0 does
-    not train them."""
+    """Loss weight of the policy's multi-token prediction layers, which then learn to predict the policy's tokens,
+    without a gradient into the rest of the model (arXiv:2412.19437 section 2.2; it uses 0.3 and later 0.1, section
+    4.2); 0 does not train them."""
     deterministic: bool = True
     """Equal runs give bitwise equal results. Turn off if speed on a GPU matters more."""
     offload: bool = False

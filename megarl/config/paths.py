@@ -142,5 +142,5 @@ def _map_strings(function: Callable[[str, str], str], value: Any, key: str) -> A
     if isinstance(value, str):
         return function(value, key)
     if isinstance(value, list | tuple):
-        return type(value)(_map_strings(function, item, f"{key}[{number}]") for number, item in enumerate(value))
+        return type(value)(_map_strings(function, item, f"{key}[{index}]") for index, item in enumerate(value))
     return value

@@ -118,11 +118,11 @@ def find_recipe(name: str) -> Recipe:
     elif ":" in name:
         target = plugins.load(name, "algorithm")
     else:
-        known = [*RECIPES, *declared]
-        match = closest_match(name, known)
+        names = [*RECIPES, *declared]
+        match = closest_match(name, names)
         hint = f"; did you mean {match}?" if match else ""
         raise ConfigError(
-            f"algorithm must be one of {', '.join(known)}, or module:name of a Controller, not {name[:200]!r}{hint}"
+            f"algorithm must be one of {', '.join(names)}, or module:name of a Controller, not {name[:200]!r}{hint}"
         )
     return target if isinstance(target, Recipe) else Recipe(target)
 
@@ -137,8 +137,6 @@ def apply_recipe(tree: dict[str, Any], name: str) -> dict[str, Any]:
             merged[leaf] = {**value, **user_values} if isinstance(user_values, dict) else user_values
         elif not section:
             merged.setdefault(leaf, value)
-        elif isinstance(
-            user_values := merged.get(section) or {}, dict
-        ):  # else it is no section, which is said where it is read
+        elif isinstance(user_values := merged.get(section) or {}, dict):  # `build_dataclass` rejects other types
             merged[section] = {leaf: value, **user_values}
     return merged

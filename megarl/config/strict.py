@@ -210,13 +210,13 @@ def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = 
     """
     if not isinstance(tree, dict):
         raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {short_repr(tree)}")
-    known = {item.name: item for item in dataclasses.fields(cls)}
+    cls_fields = {item.name: item for item in dataclasses.fields(cls)}
     hints = field_types(cls)
     default = cls() if default is None else default
     values = {}
     for key, value in tree.items():
-        if key not in known:
-            raise ConfigError(_unknown_key_message(key, where, list(known), root))
+        if key not in cls_fields:
+            raise ConfigError(_unknown_key_message(key, where, list(cls_fields), root))
         if dataclasses.is_dataclass(hints[key]):
             section_tree = {} if value is None else value
             values[key] = build_dataclass(hints[key], section_tree, f"{where}{key}.", root, getattr(default, key))
@@ -254,8 +254,8 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     if get_origin(base) is tuple:
         value = [] if value in (None, "") else [value] if isinstance(value, str) else value
         if isinstance(value, list | tuple):
-            for number, item in enumerate(value):
-                check_value(item, get_args(base)[0], f"{name}[{number}]")
+            for index, item in enumerate(value):
+                check_value(item, get_args(base)[0], f"{name}[{index}]")
     check_value(value, kind, name)
     if base is float and value is not None:
         return float(value)
@@ -319,8 +319,8 @@ def _check_plain(value: Any, name: str, depth: int = 0) -> None:
                 raise ConfigError(f"{name}: {short_repr(key)} is no name of a key")
             _check_plain(item, f"{name}.{key}", depth + 1)
     elif isinstance(value, list | tuple) and depth < 20:
-        for number, item in enumerate(value):
-            _check_plain(item, f"{name}[{number}]", depth + 1)
+        for index, item in enumerate(value):
+            _check_plain(item, f"{name}[{index}]", depth + 1)
     elif isinstance(value, float):
         check_value(value, float, name)
     elif isinstance(value, int):

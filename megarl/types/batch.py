@@ -93,8 +93,8 @@ class TrainBatch:
         turn_rewards = None
         if bool((rollouts.rewarded_turns > 0).any()):
             reward_column = np.zeros(len(mask), dtype=np.float32)
-            ends = np.cumsum(lengths, dtype=np.int64)
-            for turn, length, end in zip(turns, lengths, ends.tolist(), strict=True):
+            turn_ends = np.cumsum(lengths, dtype=np.int64)
+            for turn, length, end in zip(turns, lengths, turn_ends.tolist(), strict=True):
                 if length and turn.reward:
                     reward_column[end - 1] = turn.reward
             turn_rewards = torch.from_numpy(reward_column)
@@ -194,8 +194,8 @@ class TrainBatch:
         local_row = torch.full((self.num_sequences,), -1, dtype=torch.int64)  # [N] local row of each sequence, else -1
         local_row[self.local_indices] = torch.arange(len(self.local_indices))
         rows = local_row[sequences]
-        kept = (rows >= 0).nonzero().squeeze(1)
-        rows = rows[kept]
+        selected = (rows >= 0).nonzero().squeeze(1)
+        rows = rows[selected]
         lengths = self.cu_seqlens.diff()[rows]
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         shift = self.cu_seqlens[rows] - starts[:-1]
@@ -211,7 +211,7 @@ class TrainBatch:
             }
             if self.sharding.sampling_mask_sizes is not None:
                 sharding_columns["sampling_mask_sizes"] = self.sharding.sampling_mask_sizes[sequences]
-            changes["sharding"] = replace(self.sharding, local_indices=kept, **sharding_columns)
+            changes["sharding"] = replace(self.sharding, local_indices=selected, **sharding_columns)
         changes |= {"group": self.group[sequences], "sequence_reward": self.sequence_reward[sequences]}
         if self.episode is not None:
             changes["episode"] = self.episode[sequences]

@@ -70,7 +70,7 @@ def parse_reward(value: Any, turns: int, about: str = "it") -> Reward:
     result = Reward(
         parse_number(value.reward, about),
         {name: parse_number(part, f"{about}, part {name},") for name, part in value.parts.items()},
-        tuple(parse_number(turn, f"{about}, turn {number},") for number, turn in enumerate(turn_rewards)),
+        tuple(parse_number(turn, f"{about}, turn {index},") for index, turn in enumerate(turn_rewards)),
     )
     parse_number(sum_reward(result), f"{about}, with its turns,")
     return result
@@ -95,12 +95,12 @@ def parse_number(value: Any, about: str) -> float:
         value = value.item()  # a scalar of numpy or torch
     if not isinstance(value, bool | int | float):
         try:
-            shown = repr(str(value)[:80])
+            text = repr(str(value)[:80])
         except Exception:  # __str__ is user code
-            shown = "which cannot be shown"
+            text = "which cannot be shown"
         if isinstance(value, Awaitable):
-            shown = "which nobody awaits: make it a function by `async def`"
-        raise RewardError(f"{about} returned a {type(value).__name__}, {shown}; it must return a number")
+            text = "which nobody awaits: make it a function by `async def`"
+        raise RewardError(f"{about} returned a {type(value).__name__}, {text}; it must return a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise RewardError(f"{about} returned {value}; it must return a finite number")
     if abs(value) > MAX_REWARD:

@@ -252,13 +252,13 @@ class Rollouts:
         order: sort key of each local rollout; ties are sorted by rank, then by position in `here`. None sorts all this
         way. Branches of an episode must be adjacent in the order, and on one rank. episode: [N] episode ids, if known.
         """
-        ends = _last_branches(here)
+        last_branches = _last_branches(here)
         keys = torch.zeros(len(here), dtype=torch.int64) if order is None else torch.as_tensor(order, dtype=torch.int64)
         local_info = (
             sorted({name for rollout in here for name in rollout.reward_parts}),
-            [rollout.failure or "no reason on record" for rollout in ends if rollout.status == "aborted"],
+            [rollout.failure or "no reason on record" for rollout in last_branches if rollout.status == "aborted"],
             sorted({rollout.prompt.data_source for rollout in here}),
-            [(part, why, rollout.prompt.id) for rollout in ends for part, why in rollout.unscored.items()],
+            [(part, why, rollout.prompt.id) for rollout in last_branches for part, why in rollout.unscored.items()],
         )
         all_info = everyone.all_gather_objects(local_info)
         parts = sorted({name for names, *_ in all_info for name in names})

@@ -186,8 +186,11 @@ class Engines:
         return not lost
 
     def _wait_restarts(self, pushed: ActorWorker | None = None) -> None:
-        """Wait for restarting engines, if any. pushed: the actor of the following weight sync, which restores the
-        memory state that the sync needs."""
+        """Wait for restarting engines, if any.
+
+        pushed: actor of a following weight sync. If set, colocated engines go back to sleep afterwards, so that only
+        the memory for the sync is in use.
+        """
         if not self.recovery.restarting:
             return
         self.offload_models()  # a whole engine must fit
