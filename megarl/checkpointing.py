@@ -1,4 +1,4 @@
-"""What a run leaves on disk, goes on from and goes back to: checkpoints; and the export at its end."""
+"""The flow's files on disk: saving and resuming checkpoints, rollback, and the export at the end."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from megarl.workers.model_worker import TrainingWorker
 from megarl.workers.rollout import RolloutWorker
 
 EXPORT_RETRY_S = 10.0
-"""How often an export that found no room looks for it again."""
+"""Seconds between attempts of an export that found no disk space."""
 
 JOINT_EXIT_TIMEOUT_S = 5.0
-"""How long a rank that ends by an error waits for the others to end by the same one."""
+"""Seconds that a rank that fails waits for the others to fail with the same error."""
 
 
 class Keeping:
-    """Of a flow. A checkpoint holds the models that are trained, what workers and the controller write, and where the
-    loop is."""
+    """Checkpointing methods of a flow. A checkpoint holds the trained models, the state of workers and controller, and
+    the position of the loop."""
 
     config: Config
     requirements: Requirements
@@ -60,45 +60,45 @@ class Keeping:
     rollout: RolloutWorker
     actor: ActorWorker
     stagings: dict[str, StagingBuffer]
-    """By role, where a model is copied to be written while training goes on."""
+    """Host copies of trained models, by role, written while training continues."""
     save_error: StorageError | None
-    """Why the newest checkpoint that was due is not there, if that is known."""
+    """Why the latest due checkpoint could not be written; None if it was, or is still being written."""
 
     def _trained(self) -> dict[str, Any]:
-        """The models that a checkpoint holds, by role, as far as they are on this rank."""
-        found = {role: getattr(self, role).model for role in self.requirements.trained_roles}
-        return {role: model for role, model in found.items() if model is not None}
+        """Return the models that a checkpoint holds, by role, as far as they are on this rank."""
+        models = {role: getattr(self, role).model for role in self.requirements.trained_roles}
+        return {role: model for role, model in models.items() if model is not None}
 
     def _check_copies(self) -> None:
-        """Say which machines have no memory for what asynchronous saves copy, now that the models are there."""
+        """Warn of machines that lack memory for the copies of asynchronous saves, once models are loaded."""
         if not (self.config.run.save_every and self.config.run.save_async):
             return
-        own = sum(async_copy_bytes(model) for model in self._trained().values())
+        local_bytes = sum(async_copy_bytes(model) for model in self._trained().values())
         for line in disk_space.check_copy_memory(
-            ranks.all_gather_objects((socket.gethostname(), own, disk_space.free_memory()))
+            ranks.all_gather_objects((socket.gethostname(), local_bytes, disk_space.free_memory()))
         ):
             self.log.log(f"warning: {line}")
 
     def _save_if_due(self) -> bool:
-        """After a step: make a checkpoint of what all ranks have written by now, and begin another where one is due.
-        Returns whether the run is to stop, for which it has been saved."""
+        """Complete a checkpoint that all ranks have written, and begin another if one is due. Returns whether the run
+        should stop; it has then been saved."""
         run = self.config.run
-        skipped = [one.first_skipped_step for one in self.workers if isinstance(one, TrainingWorker)]
-        since = min((step for step in skipped if step is not None), default=None)
-        said = ranks.all_gather_objects((exit_status.is_stop_requested(), self.store.is_written(), since))
-        last = self.step == self.last_step
-        stop = any(asked for asked, _, _ in said) and not last
-        self.store.rollback_before = min((step for _, _, step in said if step is not None), default=None)
-        due = stop or bool(run.save_every and (last or self.step % run.save_every == 0))
-        if self.store.pending_step is not None and (due or all(written for _, written, _ in said)):
-            self._finish_save(must=False)  # not two at a time: memory is for one
-        if due:
-            self.save_error = self._save(beside=run.save_async and not (stop or last), must=stop)
+        skipped = [worker.first_skipped_step for worker in self.workers if isinstance(worker, TrainingWorker)]
+        first_skipped = min((step for step in skipped if step is not None), default=None)
+        states = ranks.all_gather_objects((exit_status.is_stop_requested(), self.store.is_written(), first_skipped))
+        is_last = self.step == self.last_step
+        stop = any(is_asked for is_asked, _, _ in states) and not is_last
+        self.store.rollback_before = min((step for _, _, step in states if step is not None), default=None)
+        is_due = stop or bool(run.save_every and (is_last or self.step % run.save_every == 0))
+        if self.store.pending_step is not None and (is_due or all(is_written for _, is_written, _ in states)):
+            self._finish_save(must=False)  # memory allows only one at a time
+        if is_due:
+            self.save_error = self._save(beside=run.save_async and not (stop or is_last), must=stop)
         return stop
 
     def _save(self, beside: bool, must: bool) -> StorageError | None:
-        """Write a checkpoint, `beside` what comes next or at once. One that cannot be written is an error if it must
-        be, else an alarm, and returned."""
+        """Write a checkpoint: in the background if `beside`, else at once. If writing fails, raise if `must`, else
+        raise an alarm and return the error."""
         host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
         host |= {"guards": self.log.guards.state_dict(), "control": self.control.state_dict()}
 
@@ -107,17 +107,17 @@ class Keeping:
             for role, model in self._trained().items():
                 staging = self.stagings.setdefault(role, StagingBuffer()) if beside else None
                 models.append(StagedCheckpoint(model, folder / role, staging))
-            others = [*(worker.save() for worker in self.workers), self.controller.save()]
-            settled = self.log.make_drain()
+            other_writes = [*(worker.save() for worker in self.workers), self.controller.save()]
+            drain = self.log.make_drain()
 
             def write(ended: Callable[[], bool]) -> dict[Path, Entry]:
                 written: dict[Path, Entry] = {}
                 with self.clock.span("save"):
                     for model in models:
                         written |= model.write(1 if beside else WRITERS, ended)
-                    for other in others:
-                        written |= other(folder)
-                    settled()  # a run that goes on from here does not take these steps again
+                    for other_write in other_writes:
+                        written |= other_write(folder)
+                    drain()  # a run resumed from here does not repeat these steps
                 return written
 
             def finish() -> None:
@@ -134,7 +134,7 @@ class Keeping:
         return None if beside else self._finish_save(must)
 
     def _finish_save(self, must: bool) -> StorageError | None:
-        """Wait for what is being written, and make a checkpoint of it; as `_save`."""
+        """Wait for the pending write and complete its checkpoint. Errors as in `_save`."""
         step = self.store.pending_step
         assert step is not None
         with self.clock.phase("save"), exit_status.defer_sigterm():
@@ -145,68 +145,73 @@ class Keeping:
         return None
 
     def _finish_on_error(self, error: Exception) -> None:
-        """Of a run that ends by an error that all ranks have alike, after which they can still talk: make a checkpoint
-        of what is being written of an earlier step. Where they have not all come here in time, it stays unfinished."""
+        """Complete the pending checkpoint of a run that ends by an error that all ranks share, after which they can
+        still communicate. If not all of them arrive in time, it stays unfinished."""
         if not hasattr(self, "store") or self.store.pending_step is None:
             return
         name = f"megarl/ends by {hashlib.sha256(f'{type(error).__name__} {error}'.encode()).hexdigest()}"
         with contextlib.suppress(Exception):  # the run ends for another reason
-            there, deadline = ranks.add_to_counter(name, 1), time.monotonic() + JOINT_EXIT_TIMEOUT_S
-            while there < self.job.world and time.monotonic() < deadline:
+            arrived, deadline = ranks.add_to_counter(name, 1), time.monotonic() + JOINT_EXIT_TIMEOUT_S
+            while arrived < self.job.world and time.monotonic() < deadline:
                 time.sleep(0.02)
-                there = ranks.add_to_counter(name, 0)
-            if there == self.job.world:
+                arrived = ranks.add_to_counter(name, 0)
+            if arrived == self.job.world:
                 self._finish_save(must=False)
 
     def _cancel_save(self) -> None:
-        """Of a run that ends, for whatever reason: no thread of it may write on."""
+        """Stop the writer threads of a run that ends for any reason."""
         if hasattr(self, "store"):
             self.store.cancel()
 
     def _handle_save_error(self, error: StorageError, step: int, must: bool) -> StorageError:
         if must:
             raise error
-        goes_on = step < self.last_step
-        self.log.alarm(f"{error}. {'Training goes on; make room' if goes_on else 'It was the last'}")
+        continues = step < self.last_step
+        self.log.alarm(f"{error}. {'Training goes on; make room' if continues else 'It was the last'}")
         return error
 
     def _export(self) -> None:
-        """Write the trained model. Where the disk does not take it, wait for room: it is all that the run was for."""
+        """Write the trained model. If the disk is full, wait for room: the export is the point of the run."""
         trained = getattr(self, self.requirements.main_role)
-        folder, patience = self.log.run_dir / "export", self.config.run.storage_timeout_s
-        began, said = time.monotonic(), False
+        folder, timeout = self.log.run_dir / "export", self.config.run.storage_timeout_s
+        began, has_alarmed = time.monotonic(), False
         while True:
             try:
-                with ranks.with_timeout(patience):
+                with ranks.with_timeout(timeout):
                     ranks.run_on_all(lambda: disk_space.check_free_space(folder, self.needs.export), lead=True)
                     ranks.run_on_all(lambda: trained.export(folder) if trained.model is not None else None)
                     return
             except OSError as error:
-                late = ranks.broadcast_object(time.monotonic() - began > patience)
-                if self._is_asked_to_stop() or late:
-                    kept = self.store.list_checkpoints() or ["none, for run.save_every=0"]
+                is_late = ranks.broadcast_object(time.monotonic() - began > timeout)
+                if self._is_asked_to_stop() or is_late:
+                    checkpoints = self.store.list_checkpoints() or ["none, for run.save_every=0"]
                     raise ConfigError(
                         f"could not export to {folder}: {error}; make room and start again with run.resume=auto, from "
-                        f"the newest checkpoint, {kept[-1]}"
+                        f"the newest checkpoint, {checkpoints[-1]}"
                     ) from None
-                if not said:
-                    self.log.alarm(f"cannot export to {folder}: {error}. Waiting for room, for up to {patience:g} s")
-                said = True
+                if not has_alarmed:
+                    self.log.alarm(f"cannot export to {folder}: {error}. Waiting for room, for up to {timeout:g} s")
+                has_alarmed = True
                 time.sleep(EXPORT_RETRY_S)
 
     def _find_checkpoint(self) -> Path | None:
-        """The one to go on from, before anything is loaded; what is said and recorded of the run goes on after it."""
+        """Return the checkpoint to resume from, before anything is loaded; logs and records continue after its step."""
         run, parallel, placement = self.config.run, self.config.parallel, placement_of(self.config)
-        sizes = self.job.world, parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
-        apart = [] if placement.is_colocated else [placement.describe(self.requirements.roles)]
+        layout = self.job.world, parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
+        other_layouts = [] if placement.is_colocated else [placement.describe(self.requirements.roles)]
         for role in self.requirements.trained_roles:
-            if (own := role_parallel(self.config, role)) != dataclasses.replace(parallel, world_size=own.world_size):
-                apart.append(f"{role}: tp={own.tp} cp={own.cp} pp={own.pp} vpp={own.vpp} ep={own.ep} etp={own.etp}")
+            if (role_layout := role_parallel(self.config, role)) != dataclasses.replace(
+                parallel, world_size=role_layout.world_size
+            ):
+                other_layouts.append(
+                    f"{role}: tp={role_layout.tp} cp={role_layout.cp} pp={role_layout.pp} vpp={role_layout.vpp} "
+                    f"ep={role_layout.ep} etp={role_layout.etp}"
+                )
         self.store = CheckpointStore(
             self.log.run_dir,
             run.keep_checkpoints,
             run.storage_timeout_s,
-            (*sizes, *apart),
+            (*layout, *other_layouts),
             self.log.log,
             collect_provenance(self.config) if self.job.rank == 0 else None,
         )
@@ -227,14 +232,14 @@ class Keeping:
         return folder
 
     def _check_data(self, folder: Path) -> None:
-        """Before anything is started: whether the data are those that the checkpoint was written with."""
+        """Check that the data are those that the checkpoint was written with, before anything starts."""
 
-        def look() -> None:
+        def check() -> None:
             host = host_state(folder)
-            if isinstance(host, dict) and isinstance(saved := host.get("loader"), dict):  # else `_resume` says so
+            if isinstance(host, dict) and isinstance(saved := host.get("loader"), dict):  # otherwise `_resume` raises
                 self.loader.check(saved, self.config.run.resume == "forced")
 
-        ranks.run_on_all(look, lead=True)
+        ranks.run_on_all(check, lead=True)
 
     def _resume(self, folder: Path) -> None:
         host = self.store.load(folder)
@@ -260,25 +265,25 @@ class Keeping:
         self.controller.restore(folder, row_exchange.WorldComm())
 
     def _rollback(self) -> None:
-        """Too many updates in a row were skipped: all trained models become what the newest checkpoint from before the
-        first of them has, weights and optimizer states, and training goes on with the data that come next. Raises
-        ConfigError on all ranks where there is none, and where that has been done and no step since was a good one."""
+        """Roll all trained models back after too many skipped updates in a row: restore weights and optimizer states
+        from the newest checkpoint before the first of them, and continue with the next data. Raises ConfigError on all
+        ranks if there is no checkpoint, or if the models were rolled back before and no step has succeeded since."""
         guards = self.log.guards
-        mine = [
+        local_failures = [
             worker.skip_failure for worker in self.workers if isinstance(worker, TrainingWorker) and worker.skip_failure
         ]
-        said = [one for here in ranks.all_gather_objects(mine) for one in here]
-        first, why = min(said)
+        failures = [failure for rank_failures in ranks.all_gather_objects(local_failures) for failure in rank_failures]
+        first_skipped, reason = min(failures)
         if guards.restored_step is not None:
             raise ConfigError(
-                f"{why}. The models had gone back to step {guards.restored_step} for that already, and no step since was "
-                "taken whole"
+                f"{reason}. The models had gone back to step {guards.restored_step} for that already, and no step "
+                "since was taken whole"
             )
         if self.store.pending_step is not None:
-            self._finish_save(must=False)  # it may be the one
-        folder = self.store.find_newest(before=first) or self.store.find_newest()
+            self._finish_save(must=False)  # it may be the newest one before the failure
+        folder = self.store.find_newest(before=first_skipped) or self.store.find_newest()
         if folder is None:
-            raise ConfigError(f"{why}. There is no checkpoint to go back to; run.save_every writes them")
+            raise ConfigError(f"{reason}. There is no checkpoint to go back to; run.save_every writes them")
 
         def restore() -> None:
             for role, model in self._trained().items():
@@ -294,15 +299,15 @@ class Keeping:
         step = self.store.read_step(folder)
         guards.record_restore(step)
         self.log.alarm(
-            f"step {self.step}: {why}. Weights and optimizer states are those of {folder} again, and training goes on "
-            "with the next data; if it comes again before a step was taken whole, the run ends"
+            f"step {self.step}: {reason}. Weights and optimizer states are those of {folder} again, and training "
+            "goes on with the next data; if it comes again before a step was taken whole, the run ends"
         )
 
     def _sync_weights(self) -> None:
-        """Give the engines the policy's weights, which no update has made."""
-        self.rollout.sleep()  # as in a step, so that a push is never beside a KV cache
+        """Sync restored weights to the engines; no update precedes this."""
+        self.rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache
         self.rollout.update_weights(self.actor)
 
     def _is_asked_to_stop(self) -> bool:
-        """Whether any rank has got a signal that asks for it; the same on all."""
+        """Return whether any rank has received a stop signal; the same on all ranks."""
         return any(ranks.all_gather_objects(exit_status.is_stop_requested()))

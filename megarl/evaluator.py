@@ -1,7 +1,7 @@
-"""When a run looks at held-out data: between steps, or beside them where generation has ranks of its own.
+"""When a run evaluates on held-out data: between steps, or during training if generation has its own ranks.
 
-Beside them no step waits. What has come of it is logged when it is there, as of the step after which it began. One that
-fails is said, and the run goes on; one at a time is under way.
+During training no step waits. Results are logged when they arrive, as of the step after which the evaluation began. A
+failed evaluation is logged and the run continues; at most one evaluation runs at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.types.requirements import Requirements
 
 
 class Evaluating:
-    """Of a flow."""
+    """Evaluation methods of a flow."""
 
     config: Config
     requirements: Requirements
@@ -27,7 +27,7 @@ class Evaluating:
     step: int
     eval_items: Sequence[Any]
     pending_evaluation: tuple[int, Evaluation] | None = None
-    """After which step an evaluation began."""
+    """The running evaluation, and the step after which it began."""
 
     def _begin_step(self) -> None:
         raise NotImplementedError
@@ -37,13 +37,13 @@ class Evaluating:
         return bool(every and len(self.eval_items) and (first or self.step % every == 0))
 
     def _evaluate(self) -> dict[str, float]:
-        """Of the weights of now; nothing where it goes on beside the next steps."""
+        """Evaluate the current weights. Returns metrics, or {} if the evaluation continues during the next steps."""
         self._poll_evaluation(wait=True)
-        self._begin_step()  # so that seeds do not depend on what the step before has sampled
+        self._begin_step()  # so that seeds do not depend on what the previous step sampled
         flow: Any = self
-        begun = self.controller.begin_evaluation(flow, self.eval_items) if self._is_async else None
-        if begun is not None:
-            self.pending_evaluation = self.step, begun
+        evaluation = self.controller.begin_evaluation(flow, self.eval_items) if self._is_async else None
+        if evaluation is not None:
+            self.pending_evaluation = self.step, evaluation
             self.clock.lap()
             return {}
         return self._log_evaluation(self.step, self.controller.evaluate(flow, self.eval_items))
@@ -53,20 +53,20 @@ class Evaluating:
         return self.requirements.has_rollout and self.config.rollout.asynchronous
 
     def _poll_evaluation(self, wait: bool) -> dict[str, float]:
-        """What has come of the one that is under way, if any; nothing while it is, or where it has failed."""
+        """Return the metrics of a finished asynchronous evaluation; {} if it is still running or has failed."""
         if self.pending_evaluation is None or not (wait or self.pending_evaluation[1].is_done()):
             return {}
         (step, evaluation), self.pending_evaluation = self.pending_evaluation, None
         try:
-            figures = evaluation.result()
+            metrics = evaluation.result()
         except ConfigError as error:
             self.clock.lap()
             self.log.alarm(f"the evaluation after step {step} has failed: {error}")
             return {}
-        return self._log_evaluation(step, figures)
+        return self._log_evaluation(step, metrics)
 
     def _drop_evaluation(self) -> None:
-        """The run stops here, in a hurry."""
+        """Abandon the running evaluation of a run that stops early."""
         if self.pending_evaluation is not None:
             self.log.log(f"the evaluation after step {self.pending_evaluation[0]} is not over, and is left out")
             self.pending_evaluation = None

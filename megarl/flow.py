@@ -1,8 +1,8 @@
-"""HybridFlow: roles, where they are, and the one training loop.
+"""HybridFlow: roles, their placement, and the only training loop.
 
-Every rank builds the same flow and runs the same controller. The roles (`flow.actor`, `flow.rollout`, ...) share the
-work of a call among their ranks; on others it returns at once, with a handle whose value travels when it is read. So an
-algorithm is written as if there were one process. `workers/README.md` shows a step.
+Every rank builds the same flow and runs the same controller. The ranks of a role (`flow.actor`, `flow.rollout`, ...)
+share the work of a call; on other ranks the call returns at once, with a future that receives the value when it is
+read. So an algorithm is written as if there were one process. `workers/README.md` shows a step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megarl.workers.rollout import RolloutWorker
 
 
 class RoleUnavailable(ConfigError, AttributeError):
-    """A role that a controller reads before it has started, or does not list."""
+    """Raised for a role that a controller reads before the workers start, or that it does not list."""
 
 
 class HybridFlow(Items, Evaluating, Keeping):
@@ -67,7 +67,7 @@ class HybridFlow(Items, Evaluating, Keeping):
         flow.register_worker("reward", reward_fn=lambda rollout: float("42" in rollout.answer))
         flow.run(num_rollout=10, num_update=2)
 
-    Roles that the controller needs and nobody registered get their default worker.
+    Roles that the controller needs and that are not registered get their default worker.
     """
 
     rollout: RolloutWorker
@@ -95,16 +95,16 @@ class HybridFlow(Items, Evaluating, Keeping):
         parallel: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Say who plays a role that the controller calls, of whatever name: `worker(context, **options)`, or its
-        `module:name`, or of those that are known to play it the one with this backend.
+        """Register the worker that implements `role`.
 
-        model, parallel: HF folder and layout of the role's own model, as the configuration would have them.
+        worker: called as `worker(context, **options)`, or its `module:name`; None for the built-in worker with this
+        `backend`. model, parallel: HF folder and layout of the role's own model, as in the configuration.
         """
         self.config = with_role(self.config, role, model, parallel, backend)
         self.registered[role] = RegisteredWorker(worker, options)
 
     def __getattr__(self, name: str) -> Any:
-        """Of a role that is not there: what to do, instead of a name that is missing."""
+        """Raise an error that says how to make a missing role available."""
         declared = vars(self).get("declared")
         if declared is None and name in {*HybridFlow.__annotations__, *vars(self).get("registered", ())}:
             raise RoleUnavailable(f"flow.{name} is not there before flow.run(...): the workers start in it")
@@ -118,18 +118,18 @@ class HybridFlow(Items, Evaluating, Keeping):
         raise RoleUnavailable(f"flow.{name} is not there: {roles}; add it to them")
 
     def set_placement(self, placement: Mapping[str, str | int]) -> None:
-        """Say which ranks the roles are on, as the key `placement` does."""
+        """Place the roles on ranks, as the key `placement` does."""
         self.config = dataclasses.replace(self.config, placement=dict(placement))
 
     def run(self, num_rollout: int | None = None, num_update: int | None = None, until: int = 0) -> dict[str, float]:
-        """Train for `num_rollout` steps of `num_update` optimizer steps each; returns the last step's metrics.
+        """Train for `num_rollout` steps of `num_update` optimizer steps each. Return the last step's metrics.
 
-        Both default to the configuration. until: stop after this step already, schedules being those of all; 0 for the
-        last. Call once per process. Raises ConfigError for a user's mistake, Stopped where
-        it was asked to stop and has saved, and Ended where a signal ends it; `ending.one_line` tells them apart.
+        Both default to the configuration. until: stop after this step, without changing schedules; 0 runs to the end.
+        Call once per process. Raises ConfigError for a user's mistake, `GracefulExit` after a requested stop that has
+        saved a checkpoint, and `SignalExit` if a signal ends the run; `exit_status.classify_error` tells them apart.
         """
         exit_status.catch_signals()
-        self.config = expand_config_paths(self.config)  # of one that was made in Python
+        self.config = expand_config_paths(self.config)  # a Config built in Python may have unexpanded paths
         run = self.config.run
         run = dataclasses.replace(
             run,
@@ -163,7 +163,7 @@ class HybridFlow(Items, Evaluating, Keeping):
                 self.log.log(f"warning: {warning}")
             with ranks.with_timeout(run.storage_timeout_s):
                 self._start()
-            gc.freeze()  # models and modules stay: else a collection in a step goes through all of them
+            gc.freeze()  # models and modules are permanent; otherwise each collection would scan them
             metrics = self._loop()
             finished = True
             if self.requirements.trained_roles:
@@ -182,7 +182,7 @@ class HybridFlow(Items, Evaluating, Keeping):
             self.log.log_end(error, isinstance(error, exit_status.ORDERLY_EXITS), cause)
             raise
         finally:
-            gc.unfreeze()  # what is left at a program's end is taken for lost, and said, by libraries
+            gc.unfreeze()  # libraries report objects that are still frozen at exit as leaks
             self._cancel_save()
             for worker in reversed(self.workers):
                 worker.close()
@@ -216,7 +216,7 @@ class HybridFlow(Items, Evaluating, Keeping):
             self.profile.begin(self.step)
             self._begin_step()
             self.control.apply(self.step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
-            # No name for what it returns: the next step would be taken with all of this one still in memory.
+            # Do not bind the result: it would keep this step's tensors alive during the next step.
             metrics = self._finish_step(self.controller.step(self, items))
             self._poll_evaluation(wait=bool(self.log.guards.skip_limited_roles))
             if self.log.guards.skip_limited_roles:
@@ -232,7 +232,7 @@ class HybridFlow(Items, Evaluating, Keeping):
         if run.export and self.requirements.trained_roles:
             self._export()
         if self.save_error is not None:
-            raise self.save_error  # of the last step: nothing can be written later, but the export was tried first
+            raise self.save_error  # the last checkpoint failed, and there is no later one; the export was tried first
         return metrics
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
@@ -242,23 +242,23 @@ class HybridFlow(Items, Evaluating, Keeping):
         for worker in self.workers:
             metrics |= worker.metrics()
         if self.watchdog is not None:
-            figures, line = self.watchdog.check_step(self.step)
-            metrics |= figures
-            if line:
-                self.log.alarm(line)
-        if line := self.spread.check(self.step, metrics):
-            self.log.alarm(line)
+            watchdog_metrics, alarm = self.watchdog.check_step(self.step)
+            metrics |= watchdog_metrics
+            if alarm:
+                self.log.alarm(alarm)
+        if alarm := self.spread.check(self.step, metrics):
+            self.log.alarm(alarm)
         metrics |= self.loader.epoch_metrics() | self.clock.lap(self.step)
         self.log.write_spans(self.clock.drain_spans())
         self.profile.end(self.step)
         if result.batch is not None:
             metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
-        works = [worker.work for worker in self.workers if isinstance(worker, ModelWorker) and worker.work]
-        elsewhere = {
-            first: ranks.broadcast_object({name: metrics.get(name, 0.0) for name in names}, first)
-            for first, names in select_remote_clocks(works).items()
+        role_flops = [worker.work for worker in self.workers if isinstance(worker, ModelWorker) and worker.work]
+        remote_clocks = {
+            source: ranks.broadcast_object({name: metrics.get(name, 0.0) for name in keys}, source)
+            for source, keys in select_remote_clocks(role_flops).items()
         }
-        metrics |= compute_throughput(works, metrics, self.job.world, peak_flops(device.gpu_name()), elsewhere)
+        metrics |= compute_throughput(role_flops, metrics, self.job.world, peak_flops(device.gpu_name()), remote_clocks)
         if self.gpu is not None:
             metrics |= self.gpu.metrics()
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
@@ -269,24 +269,24 @@ class HybridFlow(Items, Evaluating, Keeping):
             worker.begin_step(self.step)
 
     def _step_rollouts(self) -> list[Rollouts]:
-        """What the step under way has sampled, with rewards where it has got so far."""
-        made = vars(self)["rollout"].step_rollouts if "rollout" in vars(self) else []
+        """Return the rollouts of the current step so far, with rewards if they have been scored."""
+        sampled = vars(self)["rollout"].step_rollouts if "rollout" in vars(self) else []
         pairs = getattr(vars(self).get("reward"), "scored", [])
-        scored = {id(given): found for given, found in pairs}
-        return [scored.get(id(one), one) for one in made]
+        scored = {id(original): rewarded for original, rewarded in pairs}
+        return [scored.get(id(rollouts), rollouts) for rollouts in sampled]
 
     # --- start ----------------------------------------------------------------------------------------------
 
     def _read_chat(self) -> None:
-        """Tokenizer, template and tools, before anything is started."""
+        """Load tokenizer, chat template and tools, before anything starts."""
         config = self.config
         self.hf_config = load_hf_config(config.model.path)
         self.chat = read_chat(self.hf_config, config, self.requirements)
 
     def _read_data(self) -> None:
-        """Before a model is loaded and a run folder made: a broken line must not cost either."""
+        """Load the data before models are loaded and the run folder is created, so that a broken line costs neither."""
         config, run = self.config, self.config.run
-        self._notes = []  # for the log, which is not there yet
+        self._notes = []  # logged once the log exists
         items = self.controller.load_items(self)
         check_enough_prompts(len(items), config)
         self.loader = PromptLoader.from_config(items, config)
@@ -311,10 +311,10 @@ class HybridFlow(Items, Evaluating, Keeping):
             self.watchdog.start()
         if self.log.is_writer:
             self.gpu = GpuMonitor(device.gpu_load)
-        newest = self._find_checkpoint()
-        critic = config.critic.path or config.model.path if "critic" in self.requirements.roles else None
+        checkpoint = self._find_checkpoint()
+        critic_path = config.critic.path or config.model.path if "critic" in self.requirements.roles else None
         self.needs = disk_space.estimate_space(
-            self.hf_config, load_hf_config(critic) if critic else None, config, self.requirements
+            self.hf_config, load_hf_config(critic_path) if critic_path else None, config, self.requirements
         )
         for note in self._notes:
             self.log.log(note)
@@ -332,9 +332,9 @@ class HybridFlow(Items, Evaluating, Keeping):
             log=self.log.log,
             alarm=self.log.alarm,
         )
-        for role, make in self.worker_factories.items():
-            given = {"actor": self.actor} if role == "reference" else {}
-            worker = make(dataclasses.replace(context, role=role), **given)
+        for role, factory in self.worker_factories.items():
+            arguments = {"actor": self.actor} if role == "reference" else {}
+            worker = factory(dataclasses.replace(context, role=role), **arguments)
             setattr(self, role, worker)
             self.workers.append(worker)
             ranks.run_on_all(worker.start)
@@ -344,21 +344,21 @@ class HybridFlow(Items, Evaluating, Keeping):
         for line in sum(ranks.all_gather_objects(self._describe_models()), []):
             self.log.log(line)
         self._check_copies()
-        if newest is not None:
-            self._resume(newest)
+        if checkpoint is not None:
+            self._resume(checkpoint)
             self._begin_step()
             if "rollout" in vars(self) and "actor" in vars(self):
                 self._sync_weights()
-            written = self.store.describe_changes(newest) if self.log.is_writer else ""
-            self.log.log(f"resumed from {newest} after step {self.step}{written}")
+            changes = self.store.describe_changes(checkpoint) if self.log.is_writer else ""
+            self.log.log(f"resumed from {checkpoint} after step {self.step}{changes}")
         self.clock.lap()
 
     def _peek_items(self, steps: int) -> Sequence[Sequence[Any]]:
-        """What the next steps will be given, so many at most."""
+        """Return the items of at most `steps` next steps."""
         return self.loader.peek(min(steps, self.config.run.num_rollout - self.step))
 
     def _describe_models(self) -> list[str]:
-        """A line for each trained model whose first rank this is."""
+        """Return a line for each trained model whose first rank this is."""
         lines, placement = [], placement_of(self.config)
         for role, model in self._trained().items():
             if model.ranks.role_rank == 0:

@@ -1,11 +1,11 @@
-"""A micro-batch as Megatron takes it, and the shift from what a model emits to the token that it is about.
+"""A micro-batch in Megatron's format, and the shift from a model's output positions to the tokens they are about.
 
-Sequences are laid end to end: P tokens with padding, of which a context parallel rank has the P / cp that
-`parallel/context_parallel.py` gives it. Padding follows a sequence, which causal attention ignores, or all of them, as
-a sequence of its own.
+Sequences are packed end to end: P tokens with padding, of which a context parallel rank has the P / cp that
+`parallel/context_parallel.py` assigns to it. Padding follows each sequence, where causal attention ignores it, or all
+of them, as a sequence of its own.
 
-A micro-batch is built on the host when Megatron's schedule comes to it. A pipeline stage copies to its device what it
-needs, by `on_device` and `loss_batch`: a stage in the middle copies nothing but its share of the routing.
+A micro-batch is built on the host when Megatron's schedule reaches it. Each pipeline stage copies to its device only
+what it needs, by `on_device` and `loss_batch`: a middle stage copies only its part of the routing.
 """
 
 from __future__ import annotations
@@ -98,46 +98,49 @@ def make_micro_batch(
     mtp_layers: int = 0,
     replayed: ReplayShard | None = None,
 ) -> MicroBatch:
-    """chosen: the sequences, all here, and no others; none make all padding. indices: their numbers in the whole batch.
+    """Build a micro-batch of the sequences in `chosen`, all of them local; without sequences it is all padding.
+    indices: their numbers in the whole batch.
 
-    P is at least 1 and each rank's part a multiple of `tp`, for sequence parallelism, or of a multiple of that; with
-    cp > 1 every sequence is padded to a multiple of 2 cp. replayed: what the model takes of the record of routing;
-    None of a model that chooses for itself.
+    P is at least 1, and each rank's part is a multiple of `tp`, for sequence parallelism, or of a larger multiple; with
+    cp > 1 every sequence is padded to a multiple of 2 cp. replayed: the model's share of the routing records; None for
+    a model that routes for itself.
     """
     unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
     lengths = [-(-length // unit) * unit for length in chosen.lengths.tolist()]
-    rest = max(1, -(-sum(lengths) // multiple)) * multiple - sum(lengths)
-    lengths += [rest] if rest else []
+    padding = max(1, -(-sum(lengths) // multiple)) * multiple - sum(lengths)
+    lengths += [padding] if padding else []
     sizes = torch.tensor(lengths)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     positions = torch.arange(int(cu_seqlens[-1])) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
     tokens = torch.zeros(len(positions), dtype=torch.int64)
-    if cp == 1:  # all padding comes last
-        real, nth = torch.arange(len(chosen.tokens)), positions[: len(chosen.tokens)]
-        tokens[: len(real)] = chosen.tokens
+    if cp == 1:  # all padding is at the end
+        unpadded, token_positions = torch.arange(len(chosen.tokens)), positions[: len(chosen.tokens)]
+        tokens[: len(unpadded)] = chosen.tokens
     else:
-        nth = chosen.positions
-        real = cu_seqlens[chosen.sequence_ids] + nth
-        tokens[real] = chosen.tokens.long()
-    ahead = torch.stack([tokens.roll(-by) for by in range(1, 2 + mtp_layers)])
-    for by in range(1, 2 + mtp_layers):  # the last so many of a sequence have none so far ahead
-        ahead[by - 1 :, (cu_seqlens[1:] - by)[sizes >= by]] = 0
-    places = zigzag(cu_seqlens, cp)
-    mine: Any = places[cp_rank] if cp > 1 else slice(None)
+        token_positions = chosen.positions
+        unpadded = cu_seqlens[chosen.sequence_ids] + token_positions
+        tokens[unpadded] = chosen.tokens.long()
+    next_tokens = torch.stack([tokens.roll(-by) for by in range(1, 2 + mtp_layers)])
+    for by in range(1, 2 + mtp_layers):  # the last `by` tokens of a sequence have no token that far ahead
+        next_tokens[by - 1 :, (cu_seqlens[1:] - by)[sizes >= by]] = 0
+    shard_indices = zigzag(cu_seqlens, cp)
+    local: Any = shard_indices[cp_rank] if cp > 1 else slice(None)
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
     routing = None
     if chosen.routing is not None and replayed is not None:
-        known = torch.tensor([len(record) for record in chosen.routing], dtype=torch.int64)
-        on_record = nth < known[chosen.sequence_ids]
+        record_lengths = torch.tensor([len(record) for record in chosen.routing], dtype=torch.int64)
+        has_record = token_positions < record_lengths[chosen.sequence_ids]
         rows = torch.full_like(tokens, -1)
-        rows[real[on_record]] = torch.arange(int(known.sum()))
-        routing = replayed.select(_concat_routing(chosen.routing, len(replayed.layers)), rows[mine])
-    support = None
+        rows[unpadded[has_record]] = torch.arange(int(record_lengths.sum()))
+        routing = replayed.select(_concat_routing(chosen.routing, len(replayed.layers)), rows[local])
+    sampling_mask = None
     if chosen.sampling_mask is not None:
         rows = torch.full_like(tokens, -1)
-        follows = nth > 0
-        rows[real[follows] - 1] = torch.arange(len(nth))[follows]
-        support = SamplingMask.concat([SamplingMask.unrestricted(0), *chosen.sampling_mask]).index_select(rows[mine])
+        has_previous = token_positions > 0
+        rows[unpadded[has_previous] - 1] = torch.arange(len(token_positions))[has_previous]
+        sampling_mask = SamplingMask.concat([SamplingMask.unrestricted(0), *chosen.sampling_mask]).index_select(
+            rows[local]
+        )
     columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {
         "routing": None,
         "sampling_mask": None,
@@ -145,12 +148,12 @@ def make_micro_batch(
     return MicroBatch(
         indices=list(indices),
         batch=TrainBatch(**columns),
-        tokens=tokens[None, mine],
-        positions=positions[None, mine],
-        next_tokens=ahead[:, mine],
-        context_indices=places,
-        unpadded_indices=real,
-        sequence_positions=nth,
+        tokens=tokens[None, local],
+        positions=positions[None, local],
+        next_tokens=next_tokens[:, local],
+        context_indices=shard_indices,
+        unpadded_indices=unpadded,
+        sequence_positions=token_positions,
         packed=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -159,12 +162,12 @@ def make_micro_batch(
             max_seqlen_kv=max(lengths),
         ),
         routing=routing,
-        sampling_mask=support,
+        sampling_mask=sampling_mask,
         device=device,
     )
 
 
 def _concat_routing(records: Sequence[torch.Tensor], layers: int) -> torch.Tensor:
-    """One after another. Those of sequences without a record may be of no layers."""
+    """Concatenate routing records. Empty ones may have another number of layers."""
     whole = [record for record in records if len(record)]
     return torch.cat(whole) if whole else torch.zeros((0, layers, 1), dtype=torch.uint8)

@@ -25,24 +25,25 @@ class ActorWorker(TrainingWorker):
         self.build(self.context.hf_config, self.config.model.path, role_config(self.config, self.role))
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
-        """Log-probs of the policy as it is now."""
+        """Return log-probs of the current policy, [T]."""
         with self.clock.phase("actor_logprobs", self.phase_owner):
             return self._forward(batch, "log-probs", self.temperature)
 
     @property
     def temperature(self) -> float:
-        """The policy is the distribution that was sampled from; greedy rollouts are scored as drawn at 1."""
+        """The rollouts' temperature, so that the policy is the distribution sampled from; greedy rollouts are scored at
+        1."""
         return self.config.rollout.temperature or 1.0
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the policy under its HF name, whole, on every rank of the actor, one after another; adapters
+        """Yield every tensor of the policy under its HF name, whole, on all of the actor's ranks, with adapters
         merged."""
         return gather_hf(self.local_model.merged_params(), self.local_model.params(), self.local_model.ranks)
 
     def export(self, folder: Path) -> None:
-        """Write the policy as an HF folder, with LoRA also its adapters, in PEFT's format, into the folder `adapter`
-        beside it; the actor's first rank writes, all of its ranks take part. Raises OSError on all of them where the
-        disk does not take it."""
+        """Write the policy as an HF folder; with LoRA also its adapters in PEFT's format, to the folder `adapter` next
+        to it. All of the actor's ranks call it, and the first one writes. Raises OSError on all of them if the disk
+        fails."""
         with self.clock.phase("export"):
             run_on_all(lambda: self._export_model(folder), group=self.local_model.ranks.host_group)
             if self.config.lora.rank:

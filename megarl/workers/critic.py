@@ -1,4 +1,4 @@
-"""The value function: same trunk as the policy, a head of one number per token."""
+"""The value function: the policy's trunk with a head of one value per token."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ class CriticWorker(TrainingWorker):
         self.build(load_hf_config(path), path, role_config(self.config, self.role))
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
-        """values[t] is of the state before token t."""
+        """Return [T] values; values[t] is that of the state before token t."""
         with self.clock.phase("critic_values", self.phase_owner):
             return self._forward(batch, "values")

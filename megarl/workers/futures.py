@@ -1,7 +1,7 @@
-"""Results of a role that may live on other ranks: futures of what models say, and metrics of updates.
+"""Results of roles that may live on other ranks: futures of model outputs, and metrics of updates.
 
-All ranks run the same controller, so all of them wait and synchronise in the same order. Nothing here communicates but
-`Future.wait`, `UpdateMetrics.sync` and `sync_metrics`; printing or inspecting an object on one rank is always safe.
+All ranks run the same controller, so all wait and synchronise in the same order. Only `Future.wait`,
+`UpdateMetrics.sync` and `sync_metrics` communicate; printing or inspecting an object on one rank is always safe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Future(Generic[T]):
-    """The result of a role's call. The call has begun; `wait` returns its value, on every rank."""
+    """The result of a role's call, which has already begun. `wait` returns the value on every rank."""
 
     def __init__(self, receive: Callable[[], T]) -> None:
         self._receive: Callable[[], T] | None = receive
@@ -24,7 +24,7 @@ class Future(Generic[T]):
 
     @classmethod
     def completed(cls, value: T) -> Future[T]:
-        """Return a future whose value is here already."""
+        """Return a future whose value is already available."""
         future = cls(lambda: value)
         future.wait()
         return future
@@ -35,7 +35,7 @@ class Future(Generic[T]):
         return self._receive is None
 
     def wait(self) -> T:
-        """Return the value; the first call receives it from the role's ranks. All ranks must call it alike."""
+        """Return the value. The first call receives it from the role's ranks, so all ranks must call it together."""
         if self._receive is not None:
             self._value, self._receive = self._receive(), None
         return self._value  # type: ignore[return-value]
@@ -49,9 +49,9 @@ class UpdateMetrics:
     """Metrics of one optimizer step. `sync` makes them known to all ranks."""
 
     local: Mapping[str, float] | None
-    """What this rank knows of them; None where the role's model is elsewhere."""
+    """Metrics on this rank; None if the role's model is elsewhere."""
     source: int | None = None
-    """The rank whose metrics all others get; None where every rank has the same ones already."""
+    """Rank that broadcasts the metrics; None if all ranks already have them."""
 
     def sync(self) -> dict[str, float]:
         """Return the metrics on every rank. Collective where the role is on separate ranks."""
@@ -59,7 +59,7 @@ class UpdateMetrics:
 
 
 def sync_metrics(updates: Sequence[UpdateMetrics]) -> list[dict[str, float]]:
-    """Return the metrics of several updates on every rank, in their order. Collective: one broadcast for each source."""
+    """Return the metrics of several updates on every rank, in their order. Collective: one broadcast per source."""
     synced = [dict(update.local or {}) for update in updates]
     for source in dict.fromkeys(update.source for update in updates if update.source is not None):
         indices = [index for index, update in enumerate(updates) if update.source == source]

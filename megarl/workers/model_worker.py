@@ -1,12 +1,12 @@
-"""The base classes of roles that have a model. They live on the role's ranks; all ranks of the job call them.
+"""Base classes of roles that have a model. The model lives on the role's ranks; all ranks of the job call its methods.
 
 `TrainingWorker` adds updates, and raises an alarm when several updates in a row were skipped.
 
-`KLRollback` implements `guards.ppo_kl`: it rolls the policy back when it has moved too far from the policy that sampled.
+`KLRollback` implements `guards.ppo_kl`: it rolls the policy back when it has moved too far from the behavior policy.
 The `actor/ppo_kl` of an update measures how far the earlier updates of its step have moved the policy: it is 0 in the
-first, or what `rollout.asynchronous` makes of it. The last good policy is therefore the one at the start of the step,
-which is also the engine's, and a snapshot of it is taken. All ranks of the role see the same value and decide alike.
-Other ranks need not know: rows are sent for skipped updates, too.
+first, unless rollouts are asynchronous. The last good policy is therefore the one at the start of the step, which is
+also the engine's; a snapshot of it is taken. All ranks of the role see the same value and decide alike. Other ranks
+need not know: rows are sent for skipped updates, too.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from megarl.workers.futures import Future, UpdateMetrics
 
 
 class ModelWorker(Worker):
-    """`model` is None on ranks that are not the role's. There a call sends what is here of the batch and returns at
-    once.
+    """`model` is None on ranks outside the role. There, calls send the local part of the batch and return at once.
 
-    Numbers that are not finite are found where they come from: what the model says, what a loss is given. Where the
-    model is on all ranks they have the same numbers, and raise the same ConfigError; else those that see it raise.
+    Non-finite values are caught where they arise: in the model's output and in the inputs of a loss. If the model is on
+    all ranks, all count the same values and raise the same ConfigError; otherwise the ranks that see the values raise
+    it.
     """
 
     role: Role
     placement_key: ClassVar[str] = ""
-    """Its key in `placement`, where that is not the role."""
+    """Key in `placement`, if it differs from the role."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.model: MegatronModel | None = None
         self.name = context.role or self.placement_key or self.role
-        """Of the role that it plays; what `role` says is what kind of model it has."""
+        """Name of the role in this flow; `role` is the kind of model it has."""
         self.members = placement_of(self.config).ranks_of(self.name)
         self.is_disaggregated = len(self.members) < self.job.world
         self.work: RoleFlops | None = None
-        """What its model has computed, as every rank can say; there once it is built."""
+        """FLOP counts of the model, known to every rank; None until `build`."""
 
     def build(self, hf: Mapping[str, Any], path: str, config: Config, trains: bool = True) -> None:
-        """The model, from a folder, on the ranks that have it."""
+        """Build the model on the role's ranks and load its weights from an HF folder."""
         with self.clock.phase("load"):
             if self.name not in self.context.layouts:
                 raise ConfigError(
@@ -64,7 +64,7 @@ class ModelWorker(Worker):
                 )
             lora = config.lora if trains else None
             flops = model_flops(hf, lora, valued=self.role != "actor")
-            # A reward model has no time of its own: its scores are made among the other parts of the reward.
+            # A reward model has no phase of its own: it scores along with the other parts of the reward.
             phase = f"{self.role}_update" if trains else f"{self.name}_logprobs" if self.role == "actor" else ""
             layout = self.context.layouts[self.name]
             self.work = RoleFlops(
@@ -78,23 +78,24 @@ class ModelWorker(Worker):
             self.context.models.add(self.model)
 
     def wait_ready(self) -> None:
-        known = self.model.dispatcher if self.model is not None else None
+        dispatcher = self.model.dispatcher if self.model is not None else None
         if self.is_disaggregated:
-            known = ranks.broadcast_object(known, self.members[0])
-        assert known is not None
-        self.distribution: BatchDispatcher = known
+            dispatcher = ranks.broadcast_object(dispatcher, self.members[0])
+        assert dispatcher is not None
+        self.distribution: BatchDispatcher = dispatcher
 
     def metrics(self) -> dict[str, float]:
-        """Where `guards.memory` is on, what its ranks have agreed on, on all ranks."""
+        """Return the metrics of `guards.memory`, on which the role's ranks have agreed, on all ranks; empty if it is
+        off."""
         if not self.config.guards.memory or not self.members:
             return {}
-        known = None if self.model is None else self.model.oom_retry.metrics
-        found = ranks.broadcast_object(known, self.members[0]) if self.is_disaggregated else known
-        return {f"guards/{self.name}_{name}": value for name, value in (found or {}).items()}
+        local = None if self.model is None else self.model.oom_retry.metrics
+        synced = ranks.broadcast_object(local, self.members[0]) if self.is_disaggregated else local
+        return {f"guards/{self.name}_{name}": value for name, value in (synced or {}).items()}
 
     @property
     def phase_owner(self) -> str:
-        """Who is in this role's phases on this rank."""
+        """Owner of this role's phases on this rank."""
         return REMOTE if self.model is None else self.name
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
@@ -111,9 +112,8 @@ class ModelWorker(Worker):
     ) -> Future[ModelOutput]:
         """Begin a forward pass; the returned future raises ConfigError for output that is not finite.
 
-        what: name of the output in that error. within: context that the role's ranks enter for the pass. every:
-        whether all values must be finite; if False, those of action tokens in at least half of the sequences; if None,
-        none.
+        what: name of the output in that error. within: context that the role's ranks enter for the pass. every: whether
+        all values must be finite; if False, those of action tokens in at least half of the sequences; if None, none.
         """
         names = OUTPUT_NAMES[self.role]
         if self.work is not None:
@@ -122,8 +122,8 @@ class ModelWorker(Worker):
             read = self.distribution.join_forward(batch, names)
         else:
             with within or nullcontext():
-                found = self.model.forward(batch, temperature)
-            read = found.copy
+                output = self.model.forward(batch, temperature)
+            read = output.copy
 
         def receive() -> ModelOutput:
             values = read()
@@ -136,24 +136,30 @@ class ModelWorker(Worker):
     def check_finite(
         self, columns: Mapping[str, torch.Tensor], batch: TrainBatch, every: bool = False, spares: bool = False
     ) -> None:
-        """Raise ConfigError unless these [T] are numbers for all action tokens, or for every token. spares: unless they
-        are for at least half of the sequences; of the others nothing is trained on
-        (`controllers/mask_nonfinite.py`)."""
+        """Raise ConfigError unless these [T] columns are finite on all action tokens, or on all tokens if `every`.
+
+        spares: raise only if more than half of the sequences have a non-finite value; the caller masks such sequences
+        (`controllers/mask_nonfinite.py`).
+        """
         everyone = LOCAL if self.is_disaggregated else batch.comm
         where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
-        # A finite sum has finite summands, which is quickly seen; only where it is not each of them is looked at.
-        odd = {what: values for what, values in columns.items() if not bool(torch.isfinite(values.sum()))}
-        wrong = {what: where & ~torch.isfinite(values) for what, values in odd.items()}
-        found = [int(wrong[what].sum()) if what in wrong else 0 for what in columns]
-        hit = [_any_per_sequence(batch, mask) for mask in (where, *wrong.values())] if spares and wrong else []
-        bad = int(torch.stack(hit[1:]).any(dim=0).sum()) if hit else 0
-        asked = int((hit[0] if hit else _any_per_sequence(batch, where)).sum()) if spares else 0
-        counts = everyone.all_reduce(torch.tensor([bad, asked, int(torch.count_nonzero(where)), *found])).tolist()
-        bad, asked, places, *found = counts
-        for what, count in zip(columns, found, strict=True):
-            if count and not (spares and 2 * bad <= asked):
-                seen = everyone.all_gather_objects(columns[what][wrong[what]][:1].tolist() if what in wrong else [])
-                self.raise_nonfinite(what, next(value for here in seen for value in here), count, places)
+        # A finite sum proves that all summands are finite; only otherwise check them one by one.
+        suspects = {what: values for what, values in columns.items() if not bool(torch.isfinite(values.sum()))}
+        invalid = {what: where & ~torch.isfinite(values) for what, values in suspects.items()}
+        column_counts = [int(invalid[what].sum()) if what in invalid else 0 for what in columns]
+        hits = [_any_per_sequence(batch, mask) for mask in (where, *invalid.values())] if spares and invalid else []
+        num_invalid = int(torch.stack(hits[1:]).any(dim=0).sum()) if hits else 0
+        num_total = int((hits[0] if hits else _any_per_sequence(batch, where)).sum()) if spares else 0
+        counts = everyone.all_reduce(
+            torch.tensor([num_invalid, num_total, int(torch.count_nonzero(where)), *column_counts])
+        ).tolist()
+        num_invalid, num_total, places, *column_counts = counts
+        for what, count in zip(columns, column_counts, strict=True):
+            if count and not (spares and 2 * num_invalid <= num_total):
+                examples = everyone.all_gather_objects(
+                    columns[what][invalid[what]][:1].tolist() if what in invalid else []
+                )
+                self.raise_nonfinite(what, next(value for local in examples for value in local), count, places)
 
     def raise_nonfinite(self, what: str, value: float, count: int, places: int) -> NoReturn:
         raise nonfinite_error(self.step, f"{what} of the {self._display_name}", value, count, places, self._remedy)
@@ -169,7 +175,7 @@ class ModelWorker(Worker):
 
 
 def _any_per_sequence(batch: TrainBatch, where: torch.Tensor) -> torch.Tensor:
-    """[n] bool: those of the sequences here with a token of [T] in them."""
+    """Return [n] bool: local sequences with a True token in [T] `where`."""
     return sequence_sums(where.int(), batch.cu_seqlens) > 0
 
 
@@ -179,48 +185,49 @@ def nonfinite_error(step: int, what: str, value: float, count: int, places: int,
 
 KL_METRIC = "actor/ppo_kl"
 ROLLBACK_METRIC = "guards/ppo_kl"
-"""Metric of a step that did: what was too much."""
+"""The KL that exceeded the limit, in a step that rolled back."""
 
 
 class KLRollback:
-    """Of one model. `limit` None: never."""
+    """Rollback state of one model. A `limit` of None disables it."""
 
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
         self._snapshot_step = self._rollback_step = -1
-        """Steps."""
 
     def should_skip(self, step: int) -> bool:
-        """Whether the rest of this step's updates is left out."""
+        """Return whether to skip the remaining updates of this step."""
         return self._rollback_step == step
 
     def before_update(self, step: int, model: MegatronModel) -> None:
-        """Before each update: the first of a step is of a policy to go back to."""
+        """Take a snapshot before the first update of a step. Call it before each update."""
         if self._limit is not None and self._snapshot_step != step:
             model.save_snapshot()
         self._snapshot_step = step
 
     def after_update(self, model: MegatronModel, metrics: dict[str, float]) -> dict[str, float]:
-        """What an update has reported, after which the model may be another. One that is not a number is too much."""
-        found = metrics.get(KL_METRIC, 0.0)
-        if self._limit is None or found <= self._limit:
+        """Roll the model back if the update's KL exceeds the limit or is NaN. Returns the metrics, with
+        `ROLLBACK_METRIC` after a rollback."""
+        kl = metrics.get(KL_METRIC, 0.0)
+        if self._limit is None or kl <= self._limit:
             return metrics
         model.rollback()
         self._rollback_step = self._snapshot_step
-        return metrics | {ROLLBACK_METRIC: found}
+        return metrics | {ROLLBACK_METRIC: kl}
 
 
 SKIPS_METRIC = "guards/{}_in_vain"
-"""Metric of an update that was one too many to be skipped: how many were in a row. By the role's name."""
+"""Number of updates skipped in a row, in the update that exceeded the limit; formatted with the role's name."""
 
 
 class TrainingWorker(ModelWorker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._skipped_steps: list[int] = []
-        """Of the latest updates, if they were skipped: in which step each was."""
+        """Steps of the latest updates that were skipped in a row."""
         self.skip_failure: tuple[int, str] | None = None
-        """On the role's ranks, once too many in a row were skipped: the step of the first of them, and what to say."""
+        """Step of the first skipped update, and the error message; set on the role's ranks once too many in a row were
+        skipped."""
         self._kl_rollback = KLRollback(self.config.guards.ppo_kl if self.role == "actor" else None)
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> UpdateMetrics:
@@ -230,16 +237,16 @@ class TrainingWorker(ModelWorker):
         role's name; their `sync()` makes them known to all ranks.
         """
         rewards = batch.sequence_reward
-        if len(odd := rewards[~torch.isfinite(rewards)]):
-            self.raise_nonfinite("sequence_reward in the batch", float(odd[0]), len(odd), len(rewards))
-        given = {name: getattr(batch, name) for name in select_columns(loss_fn, batch)}
-        self.check_finite({f"{name} in the batch": x for name, x in given.items() if x.is_floating_point()}, batch)
+        if len(nonfinite := rewards[~torch.isfinite(rewards)]):
+            self.raise_nonfinite("sequence_reward in the batch", float(nonfinite[0]), len(nonfinite), len(rewards))
+        columns = {name: getattr(batch, name) for name in select_columns(loss_fn, batch)}
+        self.check_finite({f"{name} in the batch": x for name, x in columns.items() if x.is_floating_point()}, batch)
         local: dict[str, float] | None = None
         if self.work is not None:
             self.work.add_update(batch.lengths.tolist())
         with self.clock.phase(f"{self.role}_update", self.phase_owner):
             if self.model is None or self._kl_rollback.should_skip(self.step):
-                self.distribution.join_train_step(batch, given)
+                self.distribution.join_train_step(batch, columns)
                 local = None if self.model is None else {}
             else:
                 self._kl_rollback.before_update(self.step, self.model)
@@ -259,35 +266,35 @@ class TrainingWorker(ModelWorker):
 
     @property
     def first_skipped_step(self) -> int | None:
-        """The step of the first of the latest updates that were skipped, on the role's ranks; None where the last was
-        taken."""
+        """Step of the first of the latest skipped updates, on the role's ranks; None if the last update was taken."""
         return self._skipped_steps[0] if self._skipped_steps else None
 
     def on_rollback(self) -> None:
-        """The model is what an older checkpoint has: what came of the updates since is of no interest."""
+        """Forget the skipped updates: the model is restored from an older checkpoint."""
         self._skipped_steps, self.skip_failure = [], None
 
     @property
     def temperature(self) -> float:
-        """Of a policy, what divides its logits."""
+        """Temperature that divides a policy's logits; 1 for other models."""
         return 1.0
 
     def _describe_skips(self, batch: TrainBatch, metrics: dict[str, float]) -> str:
         norm, loss = (metrics.get(f"{self.role}/{name}", 0.0) for name in ("grad_norm", "loss"))
         largest: dict[str, torch.Tensor | None] = {"reward": batch.sequence_reward}
-        if not self.is_disaggregated:  # the others are where the rollouts are
+        if not self.is_disaggregated:  # otherwise these columns are on the rollouts' ranks
             largest |= {"advantage": batch.advantages, "return": batch.returns}
         sizes = {name: float(x.abs().max()) if len(x) else 0.0 for name, x in largest.items() if x is not None}
-        of_all = [sizes] if self.is_disaggregated else batch.comm.all_gather_objects(sizes)
-        found = [f"largest |{name}| {max(one[name] for one in of_all):g}" for name in sizes]
+        all_sizes = [sizes] if self.is_disaggregated else batch.comm.all_gather_objects(sizes)
+        largest_texts = [f"largest |{name}| {max(rank_sizes[name] for rank_sizes in all_sizes):g}" for name in sizes]
         return (
-            f"{len(self._skipped_steps)} updates of the {self._display_name} in a row were skipped, from step {self._skipped_steps[0]} on, "
-            f"for its gradient is not finite: norm {norm:g}, loss {loss:g}, {', '.join(found)}; more than "
+            f"{len(self._skipped_steps)} updates of the {self._display_name} in a row were skipped, "
+            f"from step {self._skipped_steps[0]} on, "
+            f"for its gradient is not finite: norm {norm:g}, loss {loss:g}, {', '.join(largest_texts)}; more than "
             f"run.max_skipped={self.config.run.max_skipped}: {self._remedy}"
         )
 
     @property
     def local_model(self) -> MegatronModel:
-        """The model, on a rank that has it."""
+        """The model; only on the role's ranks."""
         assert self.model is not None, f"the {self._display_name} is not on this rank"
         return self.model

@@ -1,5 +1,5 @@
-"""The frozen policy that the KL is measured against: the actor's first weights, swapped into its model in place; with
-LoRA the actor's model without its adapters."""
+"""The frozen policy that the KL is measured against: the actor's initial weights, swapped into its model in place, or
+with LoRA the actor's model without its adapters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megarl.workers.futures import Future
 
 
 class ReferenceWorker(Worker):
-    """Keeps a host copy of the actor's weights as they were loaded from `model.path`, but with LoRA, where they stay
-    what they are; no second model on the device. It is where the actor is."""
+    """Keeps a host copy of the actor's weights as loaded from `model.path`; with LoRA none, since these weights never
+    change. There is no second model on the device. It is colocated with the actor."""
 
     def __init__(self, context: Context, actor: ActorWorker) -> None:
         super().__init__(context)
@@ -31,7 +31,7 @@ class ReferenceWorker(Worker):
             )
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
-        """Log-probs. Its router chooses for itself: the experts on record are those of other weights."""
+        """Return log-probs, [T]. The reference routes for itself: the recorded experts are those of other weights."""
         with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
             what, temperature = "log-probs by the first weights", self.actor.temperature
             return self.actor._forward(

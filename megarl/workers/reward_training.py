@@ -1,4 +1,4 @@
-"""The reward model in training: scores, updates, export. Trained, it serves in `workers/reward.py`."""
+"""The reward model in training: scores, updates, export. `workers/reward.py` serves a trained one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.workers.model_worker import TrainingWorker
 
 
 class RewardModelWorker(TrainingWorker):
-    """The trunk of `model.path`, a policy or a reward model; of a policy, the head starts at zero."""
+    """The trunk of `model.path`, a policy or a reward model; a policy's head is initialised to zero."""
 
     role = "reward_model"
 
@@ -27,28 +27,28 @@ class RewardModelWorker(TrainingWorker):
         self.build(self.context.hf_config, self.config.model.path, role_config(self.config, self.role))
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
-        """scores[t] is of the conversation up to and including token t."""
+        """Return [T] scores; scores[t] is that of the conversation up to and including token t."""
         with self.clock.phase("reward_model_scores", self.phase_owner):
             return self._forward(batch, "scores", every=True)
 
     def export(self, folder: Path) -> None:
-        """Write an HF folder of a sequence classifier with one label; the role's first rank writes, all of its ranks
-        take part. Raises OSError on all of them where the disk does not take it."""
+        """Write an HF folder of a sequence classifier with one label. All of the role's ranks call it, and the first
+        one writes. Raises OSError on all of them if the disk fails."""
         with self.clock.phase("export"):
             run_on_all(lambda: self._export_model(folder), group=self.local_model.ranks.host_group)
 
     def _export_model(self, folder: Path) -> None:
-        table, hf, chat = self.local_model.params(), self.context.hf_config, self.context.chat
-        padding = padding_of(hf, chat.tokenizer.pad_token_id, chat.end_of_turn)
+        table, hf, chat_format = self.local_model.params(), self.context.hf_config, self.context.chat
+        padding_id = padding_of(hf, chat_format.tokenizer.pad_token_id, chat_format.end_of_turn)
         save_hf(
             folder,
             track_progress(
                 gather_hf(self.local_model.merged_params(), table, self.local_model.ranks),
-                sum(len(one.hf) for one in table),
+                sum(len(param.hf) for param in table),
             ),
             self.config.model.path,
             dtype=getattr(torch, self.config.model.dtype),
             write=self.local_model.ranks.role_rank == 0,
             table=table,
-            config=classifier_config(hf, family_of(hf).architecture, padding),
+            config=classifier_config(hf, family_of(hf).architecture, padding_id),
         )

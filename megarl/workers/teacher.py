@@ -1,4 +1,4 @@
-"""A frozen policy of another folder, whose distribution somebody learns from."""
+"""A frozen policy from another folder, for distillation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megarl.workers.model_worker import ModelWorker
 
 
 class TeacherWorker(ModelWorker):
-    """On Megatron, in its own layout on its own ranks; it reads the ids that the engine saw, so it has the policy's
-    vocabulary. For a controller that lists the role `teacher`, or whatever it calls it in its `workers`:
+    """Runs on Megatron, in its own layout on its own ranks. It reads the engine's token ids, so it must have the
+    policy's vocabulary. For a controller that lists the role `teacher`, or another name in its `workers`:
 
         roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
         placement: {actor: 0-1, teacher: 2-3}
@@ -33,15 +33,15 @@ class TeacherWorker(ModelWorker):
         hf, config = load_hf_config(path), role_config(self.config, self.name)
         if is_classifier(hf):
             raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of words")
-        train = dataclasses.replace(config.train, replay_routing=False)  # of another model's experts
+        train = dataclasses.replace(config.train, replay_routing=False)  # records hold the policy's experts
         self.build(hf, path, dataclasses.replace(config, train=train, lora=LoraConfig()), trains=False)
 
     def forward(self, batch: TrainBatch, temperature: float | None = None) -> Future[ModelOutput]:
-        """Log-probs of the batch's tokens, [T]; a handle where the teacher is apart. temperature: divides its logits;
-        by default as the policy's are, that of the rollouts."""
-        warmth = temperature or self.config.rollout.temperature or 1.0
+        """Return a future of [T] log-probs of the batch's tokens. temperature: divides the logits; default: that of the
+        rollouts."""
+        divisor = temperature or self.config.rollout.temperature or 1.0
         with self.clock.phase(f"{self.name}_logprobs", self.phase_owner):
-            return self._forward(batch.with_(routing=None), "log-probs", warmth)
+            return self._forward(batch.with_(routing=None), "log-probs", divisor)
 
     @property
     def _remedy(self) -> str:
