@@ -1,11 +1,12 @@
-"""Seconds of generation by engines with long-tailed answers: even slices, a queue, and a queue with over-sampling.
+"""Generation time with long-tailed answers: even slices, a queue, and a queue with over-sampling.
 
     .venv/bin/python tools/bench_generation.py --steps 6 --prompts 32 --samples 4 --concurrency 16
 
-The engines are played: an answer has a log-normal number of tokens, each of which takes the same time; an engine works
-on so many answers at once. What feeds, stops and continues them is what a run uses. Every step ends with the same
-number of complete groups. Idle: share of the engines' slots, over all seconds, in which nothing was written. Tokens: of
-the complete groups; fewer in as many groups are answers that are shorter, for the long ones are still under way.
+The engines are mocked: the number of tokens of an answer is log-normal, each token takes the same time, and an engine
+works on a fixed number of answers at once. The code that feeds, stops and continues them is that of a run. Every step
+ends with the same number of complete groups. Idle: share of the engines' slots, over all seconds, that wrote nothing.
+Tokens: those of the complete groups; fewer tokens in as many groups mean shorter answers, because the long ones are
+still running.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ KNOWN = EnvironmentCatalog({"tool": Tool({"type": "function", "function": {"name
 
 
 class Played:
-    """An engine: how long an answer gets follows from the sample's seed and the turn, not from who plays or when."""
+    """A mocked engine: the length of an answer depends only on the sample's seed and the turn, not on engine or
+    time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.stops, self.busy, self.version = options, asyncio.Event(), 0.0, 0
@@ -71,26 +73,26 @@ class Played:
 
 
 class Chat:
-    """As much of a chat as a conversation needs: 0 is the head of the policy's turn."""
+    """The parts of a chat that a conversation needs: id 0 is the header of the policy's turn."""
 
-    ends, end_of_call = frozenset({END, CALL}), CALL
-    controls = SimpleNamespace(escape=str)
+    end_token_ids, end_of_call = frozenset({END, CALL}), CALL
+    control_tokens = SimpleNamespace(escape=str)
 
-    known = KNOWN
+    catalog = KNOWN
 
-    def schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
+    def select_schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
         return KNOWN.select_schemas(prompt)
 
-    def text(self, ids: Ids) -> str:
+    def decode(self, ids: Ids) -> str:
         return ""
 
-    def content_begins(self, text: str, after: str) -> int:
+    def find_content_start(self, text: str, after: str) -> int:
         return 0
 
-    def ids(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return []
 
-    def continuation(self, messages: Sequence[Message], schemas: Any, last: int | None = None) -> list[int]:
+    def encode_continuation(self, messages: Sequence[Message], schemas: Any, last: int | None = None) -> list[int]:
         return [WORD, 0]
 
 
@@ -109,7 +111,8 @@ async def parse(text: str, schemas: Any) -> ParsedResponse:
 
 
 async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, int, int, int]:
-    """Seconds and idle share of all steps, groups and tokens that they completed, conversations begun anew."""
+    """Return seconds and idle share of all steps, the groups and tokens that they completed, and the conversations
+    started anew."""
     config = RolloutConfig(
         max_turns=options.turns,
         max_new_tokens=10**6,

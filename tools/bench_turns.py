@@ -1,22 +1,22 @@
-"""Conversations with slow tools: MegaRL's loop against one that goes turn by turn, by a real engine, in the same run.
+"""Conversations with slow tools: MegaRL's loop against turn-by-turn generation, with a real engine, in the same run.
 
     .venv/bin/python tools/bench_turns.py FOLDER [--conversations 32] [--turns 16] [--tokens 16] [--tool-s 0.5] [--even]
                                                  [--concurrency 32] [--rounds 2]
 
-with the model of the quickstart, as tools/make_quickstart.py leaves it in the folder. Both ways in turn, in as many
-rounds. In each conversation the policy writes so many turns of so many tokens on average, with a call of a tool between
-them that takes so many seconds on average. Both are exponentially distributed, a turn up to four times its average:
-searches and tests of programs are mostly quick, and now and then slow. With --even every turn and every call is the
-average. In a round both ways have the same lengths and the same seconds.
+Uses the quickstart's model, as tools/make_quickstart.py writes it to the folder. Each round runs both methods. In each
+conversation the policy writes --turns turns with --tokens tokens on average, and a tool call that takes --tool-s
+seconds on average between them. Both are exponentially distributed, a turn up to four times its average: searches and
+program tests are mostly fast, and sometimes slow. With --even every turn and every call is the average. In a round both
+methods have the same lengths and the same seconds.
 
-Turn by turn, as a batched generation goes: all write, all call, and when the last tool has answered all write again.
-By the loop: whoever is done goes on. The engine has room for `concurrency` answers either way.
+Turn by turn, like batched generation: all write, all call, and when the last tool has answered, all write again. By the
+loop: each conversation continues as soon as it can. The engine has room for `concurrency` answers in both.
 
-It says, too, what waiting for tools alone would take, by an engine that writes in no time: turn by turn the sum of each
-turn's longest call, by the loop the longest of the conversations' sums. The first over the second is what the loop can
-win where tools are all that is slow. It grows with the turns, for long calls meet in few conversations; evenly it is 1,
-and what the loop wins then is that the engine writes while tools work. What an engine takes to write it takes in both
-ways, so the slower it is, the smaller the ratio.
+The table also shows the time for waiting on tools alone, with an engine that writes instantly: turn by turn it is the
+sum of each turn's longest call, by the loop the longest of the conversations' sums. The ratio of the two is the loop's
+speedup if only tools are slow. It grows with the number of turns, because long calls coincide in few conversations.
+With --even it is 1, and the loop only gains because the engine writes while tools work. Both methods spend the same
+time writing, so the slower the engine, the smaller the ratio.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from megarl.types import Ids, Message, Prompt, as_token_ids
 
 TURNS, LOOP = "turn by turn", "by the loop"
 LONGEST = 4
-"""Times the average that a turn may have."""
+"""Maximum length of a turn, in multiples of the average."""
 
 
 def lengths(options: argparse.Namespace, seed: object) -> list[int]:
-    """Tokens of a conversation's turns."""
+    """Return the number of tokens of a conversation's turns."""
     if options.even:
         return [options.tokens] * options.turns
     dice = random.Random(f"lengths {seed}")
@@ -65,23 +65,24 @@ def lengths(options: argparse.Namespace, seed: object) -> list[int]:
 
 
 def seconds_of(options: argparse.Namespace, seed: object) -> list[float]:
-    """Of a conversation's calls, one behind each of its turns but the last."""
+    """Return the seconds of a conversation's calls, one after each of its turns but the last."""
     dice = random.Random(f"seconds {seed}")
     return [options.tool_s if options.even else dice.expovariate(1 / options.tool_s) for _ in range(options.turns - 1)]
 
 
 def waiting(calls: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(turn by turn, by the loop): seconds that go by in calls alone. calls: seconds of each, by conversation."""
+    """Return (turn by turn, by the loop): seconds that pass in calls alone. calls: seconds of each, by conversation."""
     return sum(map(max, zip(*calls, strict=True))), max(map(sum, calls))
 
 
 class Writes:
-    """The engine, which writes as many tokens as a turn is to have and then ends it, so that it can call."""
+    """Engine that writes each turn's planned number of tokens and then ends it, so that the conversation calls a
+    tool."""
 
     def __init__(self, client: Client, end: int, options: argparse.Namespace) -> None:
         self._client, self._end, self._options = client, end, options
         self._left: dict[int, list[int]] = {}
-        """Lengths of the turns that are to come, by the seeds of conversations."""
+        """Lengths of the remaining turns, by the seeds of conversations."""
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         seed = params["sampling_seed"]
@@ -96,7 +97,7 @@ class Writes:
 
 
 class InStep:
-    """A policy that answers nobody before all have asked, and all have been answered."""
+    """Policy that answers only after all conversations have asked, and returns only after all are answered."""
 
     def __init__(self, policy: Policy, conversations: int, at_once: int) -> None:
         self._policy, self._gate = policy, asyncio.Barrier(conversations)
@@ -114,12 +115,12 @@ class InStep:
 
 
 class SlowSessions:
-    """Tools that take their time; nothing else of a session is wanted."""
+    """Tools that sleep; other methods of a session are not needed."""
 
     def __init__(self, options: argparse.Namespace, schemas: list[dict[str, Any]]) -> None:
         self._options, self._schemas = options, schemas
 
-    async def begin(self, prompt: Prompt) -> SlowSession:
+    async def open_session(self, prompt: Prompt) -> SlowSession:
         return SlowSession(self._options, prompt, self._schemas)
 
 
@@ -135,21 +136,21 @@ class SlowSession:
     async def reward(self, answer: str, messages: Sequence[Message], turns: Sequence[str]) -> None:
         return None
 
-    def end(self) -> None:
+    def close(self) -> None:
         pass
 
 
 async def parse(text: str, schemas: Any) -> ParsedResponse:
-    """Every turn is a call."""
+    """Parse every turn as a tool call."""
     return ParsedResponse("", (ToolCall("calculator", {"expression": "6*7"}),))
 
 
 async def compare(engine: Engine, chat: ChatTemplate, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of every round, of both ways, and of what waiting alone would take."""
+    """Return the seconds of every round of both methods, and those of waiting alone."""
     found: dict[str, list[float]] = {TURNS: [], LOOP: [], f"{TURNS}, waiting alone": [], f"{LOOP}, waiting alone": []}
     async with Client(engine.url, engine.api_key, 600.0, None, engine.weight_version) as client:
         short = argparse.Namespace(**{**vars(options), "turns": 2})
-        for way in (TURNS, LOOP):  # not counted
+        for way in (TURNS, LOOP):  # warm-up, not counted
             await timed(engine, chat, short, client, way, 0)
         for number in range(1, options.rounds + 1):
             alone = waiting([seconds_of(options, seed) for seed in seeds(options, number)])
@@ -166,14 +167,14 @@ async def compare(engine: Engine, chat: ChatTemplate, options: argparse.Namespac
 
 
 def seeds(options: argparse.Namespace, number: int) -> list[str]:
-    """Of the calls of a round's conversations."""
+    """Return the seeds of the calls of a round's conversations."""
     return [f"{number}/{i}" for i in range(options.conversations)]
 
 
 async def timed(
     engine: Engine, chat: ChatTemplate, options: argparse.Namespace, client: Client, way: str, number: int
 ) -> float:
-    """Seconds of one round of one way."""
+    """Return the seconds of one round of one method."""
     prompts = []
     for i, seed in enumerate(seeds(options, number)):
         text = f"{number}{options.turns}{way[0]}{i}: what is {i}+{2 * i}?"

@@ -247,11 +247,11 @@ def watch_parts(parts: Parts, how: Any, controller: Controller, log: Any) -> Non
     parts.around(plans, "plan_micro_batches", "plans")
     parts.around(MegatronModel, "forward", "numbers back")
     parts.around(TrainingWorker, "update", "checks")
-    parts.around(ActorWorker, "require_finite", "checks")
-    parts.around_each(importlib.import_module(type(controller).__module__), "mini_batches", "mini-batches")
+    parts.around(ActorWorker, "check_finite", "checks")
+    parts.around_each(importlib.import_module(type(controller).__module__), "split_mini_batches", "mini-batches")
     parts.around(controller, "step", "token functions")
     parts.around(sys.modules[__name__], "rollout_metrics", "metrics")
-    parts.around(log, "step", "log")
+    parts.around(log, "end_step", "log")
     how.timed(parts)
 
 
