@@ -7,7 +7,6 @@ numbers that follow from the tokens, so that two revisions can be told to say th
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import sys
@@ -25,6 +24,7 @@ from flow import memory, messages
 from flow.answers import QUADRATIC, SIZES, Answer, Shape, answers, config_of, groups, routing_of
 from flow.parts import NOT_OURS, Parts
 from megarl.config import Config, ConfigError
+from megarl.controllers import policy_update
 from megarl.controllers.controller import Controller
 from megarl.controllers.lookup import make_controller
 from megarl.megatron import trainer_model as megatron_model
@@ -248,7 +248,7 @@ def watch_parts(parts: Parts, how: Any, controller: Controller, log: Any) -> Non
     parts.around(MegatronModel, "forward", "numbers back")
     parts.around(TrainingWorker, "update", "checks")
     parts.around(ActorWorker, "check_finite", "checks")
-    parts.around_each(importlib.import_module(type(controller).__module__), "split_mini_batches", "mini-batches")
+    parts.around_each(policy_update, "split_mini_batches", "mini-batches")
     parts.around(controller, "step", "token functions")
     parts.around(sys.modules[__name__], "rollout_metrics", "metrics")
     parts.around(log, "end_step", "log")
