@@ -18,30 +18,6 @@ sys.path.append(str(ROOT / "tests"))  # what tests of several folders share
 
 import nccl_order  # noqa: E402
 
-ALONE = (
-    *("algorithms", "controllers", "data", "environments", "models", "observe", "processes", "reshard", "rewards"),
-    *("sandbox", "sessions"),
-)
-ALONE_FILES = {
-    "checkpoint": "hf origin plain_pickles room tensor_files",
-    "launch": "commands",
-    "parallel": "placement shared_out watching",
-    "rollout": "calculator chat client continuation cpu_attention gathering kept loader multi_turn observations "
-    "reasoning server_args tool_call_formats tool_calls worlds",
-    "tools": "bench_scale compare_algorithms compare_corrections environment_rows faults make_quickstart plan_reshard "
-    "report timeline",
-    "workers": "oversampling",
-    "dry_run": "checks dry_run",
-    "": "config episodes expected forks imports items recipes trust types",
-}
-"""Further ones, in folders of which others are not."""
-WAITING_FILES = {
-    "launch": "hanging_ranks launcher nodes",
-    "slurm": "slurm",
-    "tools": "fault_matrix",
-    "": "full_disk_end_to_end placement_ending",
-}
-"""Those that mostly wait for limits of time, and for the end of programs."""
 HAS_GPU = Path("/dev/nvidia0").exists()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -149,22 +125,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped on a machine without one; those that are one process get the mark `alone`, those
-    that mostly wait `waits`."""
-    files, waiting = (
-        {(at, f"test_{one}.py") for at, names in table.items() for one in names.split()}
-        for table in (ALONE_FILES, WAITING_FILES)
-    )
+    """Skip tests marked `gpu` on a machine without one. A test marked `alone` must start neither ranks nor engines."""
     for item in items:
-        *folders, name = item.path.relative_to(ROOT / "tests").parts
-        folder = folders[0] if folders else ""
-        if (folder in ALONE or (folder, name) in files) and not {"run_ranks", "host"} & set(
-            getattr(item, "fixturenames", ())
-        ):
-            item.add_marker("alone")
-        elif (folder, name) in waiting:
-            item.add_marker("waits")
-    if not HAS_GPU:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+        if item.get_closest_marker("alone"):
+            shared = {"run_ranks", "host"} & set(getattr(item, "fixturenames", ()))
+            assert not shared, f"{item.nodeid} is marked alone, but uses {', '.join(sorted(shared))}"
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

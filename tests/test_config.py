@@ -10,6 +10,8 @@ import yaml
 import megarl.config
 from megarl.config import Config, ConfigError, describe_keys, from_dict, load_config, strict, to_dict
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

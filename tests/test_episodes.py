@@ -11,6 +11,8 @@ from thread_ranks import Thread, as_ranks
 from megarl.types import Episodes, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn, as_branches
 from megarl.types.episodes import assign_episode_ids
 
+pytestmark = pytest.mark.alone
+
 FOUR = Episodes.from_ids(torch.tensor([7, 3, 3, 9]))
 
 

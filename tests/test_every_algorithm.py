@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 from every_algorithm import STEPS, names
 from whole_run import make_folder, metrics_of, train
+
+pytestmark = pytest.mark.nightly
 
 
 def test_two_steps_of_every_recipe(host: str, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 from megarl.config import ConfigError, from_dict
 from megarl.dry_run.plan import Expectation, check_expectations, parse_expectations
 
+pytestmark = pytest.mark.alone
+
 
 def read(**expect: Any) -> dict[str, Expectation]:
     return parse_expectations(from_dict({"expect": expect, "run": {"num_rollout": 10}}))

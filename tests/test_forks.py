@@ -19,6 +19,8 @@ from megarl.parallel.placement import role_parallel
 from megarl.parallel.role_settings import role_settings, with_role
 from megarl.workers.role_workers import RegisteredWorker, check_roles, load_worker, resolve_worker, worker_options
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 ROOT = Path(__file__).resolve().parent.parent
 MINE = '''
 """Supervised fine-tuning on the conversations that a judge likes."""

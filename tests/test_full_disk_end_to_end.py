@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from whole_run import ENVIRONMENT, ROOT, command_of, make_folder
 
+pytestmark = [pytest.mark.waits, pytest.mark.nightly]
+
 CHECKPOINT, ELSE = "could not write checkpoint", "training goes on without"
 
 

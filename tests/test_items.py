@@ -16,6 +16,8 @@ from megarl.data.prompt_data import PromptLoader
 from megarl.models.registry import load_hf_config
 from megarl.parallel import ranks
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

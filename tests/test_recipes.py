@@ -12,6 +12,8 @@ from megarl.config.keys import KLConfig
 from megarl.config.recipes import RECIPES, Recipe, apply_recipe
 from megarl.controllers.lookup import find_controller, load_requirements
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_every_recipe_is_a_whole_controller_and_sets_keys_that_are_there(name: str) -> None:

@@ -10,6 +10,8 @@ import pytest
 import whole_run
 from whole_run import make_folder, metrics_of, start, train
 
+pytestmark = pytest.mark.nightly
+
 GRPO = ["algorithm=grpo", "loss.policy=odd_losses:spoilt", "run.export=false", "run.max_skipped=1", "parallel.tp=1"]
 
 

@@ -8,6 +8,8 @@ from thread_ranks import Thread, as_ranks
 
 from megarl.types import ROLLOUT_STATS, Prompt, Rollout, Rollouts, SamplingMask, TrainBatch, Turn
 
+pytestmark = pytest.mark.alone
+
 # The worked example at the head of megarl/types/.
 EXAMPLE = Rollout(
     prompt=Prompt(id="x", messages=({"role": "user", "content": "..."},)),

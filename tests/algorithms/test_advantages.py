@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shares import deal  # noqa: E402
 from shares import random_batch as random_mask
 
+pytestmark = pytest.mark.alone
+
 F64 = torch.float64
 
 

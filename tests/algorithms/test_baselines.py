@@ -14,6 +14,8 @@ from megarl.algorithms.advantages import (
     whiten_sequences,
 )
 
+pytestmark = pytest.mark.alone
+
 F64 = torch.float64
 KINDS = ["group", "rloo", "reinforce_baseline", "opo"]
 

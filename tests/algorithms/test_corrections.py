@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shares import deal, random_batch  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 #   one sequence of ratios 2, 1/4; one of 3 alone; one without an action
 CU = torch.tensor([0, 3, 5, 7])
 MASK = torch.tensor([False, True, True, False, True, False, False])

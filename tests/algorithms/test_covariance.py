@@ -11,6 +11,8 @@ from thread_ranks import as_ranks
 from megarl.algorithms.policy_losses import ClipCovOptions, KLCovOptions, mark_in_range, mark_largest
 from megarl.types import BatchSharding, TrainBatch
 
+pytestmark = pytest.mark.alone
+
 
 def batch(logprobs: list[float], advantages: list[float], mask: list[int], cu: list[int]) -> TrainBatch:
     tokens, count = torch.zeros(len(mask)), len(cu) - 1

@@ -6,6 +6,8 @@ import torch
 from megarl.algorithms.losses import constant_weights, positive_nll, sequence_mean_weights, token_mean_weights
 from megarl.types import Counts, TrainBatch
 
+pytestmark = pytest.mark.alone
+
 CU = torch.tensor([0, 3, 5, 9, 10])
 MASK = torch.tensor([0, 1, 1, 0, 1, 0, 1, 0, 1, 0]).bool()
 LOGPROBS = torch.tensor([9.0, -1.0, -2.0, 9.0, -3.0, 9.0, -4.0, 9.0, -5.0, 9.0])

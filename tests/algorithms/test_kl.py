@@ -6,6 +6,8 @@ import torch
 from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.config import KLConfig
 
+pytestmark = pytest.mark.alone
+
 POLICY = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)  # d = 0.5, -1, 0
 

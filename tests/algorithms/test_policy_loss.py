@@ -6,6 +6,8 @@ import torch
 from megarl.algorithms.losses import token_mean_weights
 from megarl.algorithms.policy_losses import ppo_policy_loss
 
+pytestmark = pytest.mark.alone
+
 F64 = torch.float64
 # case: ratio, advantage -> loss, clipped, dual-clipped, gradient with respect to the ratio (clip 0.2, dual clip 3)
 CASES = [

@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shares import deal, random_batch  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 F64 = torch.float64
 CLIP = Clip(0.2, 0.3, 3.0)
 OPTIONS: dict[str, dict[str, float]] = {

@@ -5,6 +5,8 @@ import torch
 
 from megarl.algorithms.losses import bradley_terry, pair_mean_weights
 
+pytestmark = pytest.mark.alone
+
 F64 = torch.float64
 STARTS = torch.tensor([0, 2, 3, 5, 8])  # two pairs, of 2 and 1 and of 2 and 3 tokens
 GROUP = torch.tensor([0, 0, 1, 1])

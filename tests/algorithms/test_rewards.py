@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shares import random_batch  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 CU = torch.tensor([0, 4, 6, 9])
 # sequence 0: two actions; sequence 1: none; sequence 2: an action in its middle and a tool's answer after it
 MASK = torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 0]).bool()

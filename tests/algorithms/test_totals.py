@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shares import deal, random_batch  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(params=[token_stats.BLOCK, 16])
 def block(request, monkeypatch) -> int:

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shares import deal, random_batch  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 F64 = torch.float64
 
 

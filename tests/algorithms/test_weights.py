@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shares import deal, random_batch  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 def test_by_hand():
     weights = token_mean_weights(torch.tensor([0, 1, 1, 0, 1, 1]).bool(), 4)

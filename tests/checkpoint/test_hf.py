@@ -18,6 +18,8 @@ from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
 from megarl.models.scalar_head import classifier_config
 
+pytestmark = pytest.mark.alone
+
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

@@ -12,6 +12,8 @@ import pytest
 from megarl.checkpoint.provenance import code_revision, config_hash, describe_changes
 from megarl.config import from_dict
 
+pytestmark = pytest.mark.alone
+
 
 def test_a_configuration_is_known_by_the_keys_that_matter() -> None:
     first = config_hash(from_dict({"run": {"dir": "a"}}))

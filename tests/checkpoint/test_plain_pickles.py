@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.checkpoint import dist_checkpoint_reader
 
+pytestmark = pytest.mark.alone
+
 
 class Bad:
     """Makes a file when it is unpickled."""

@@ -15,6 +15,8 @@ from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.partial_store import write_groups
 from megarl.types import Prompt, Turn
 
+pytestmark = pytest.mark.alone
+
 HF: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_size": 32,

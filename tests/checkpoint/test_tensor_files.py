@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl.models.hf_folder import _DTYPE_NAMES, LazyTensor, ShardWriter, write_file
 
+pytestmark = pytest.mark.alone
+
 KINDS = list(_DTYPE_NAMES)
 
 

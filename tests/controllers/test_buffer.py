@@ -13,6 +13,8 @@ from megarl.controllers.pf_ppo import ReplayBuffer
 from megarl.observe.rollout_log import part_file
 from megarl.types import Comm, Prompt, Rollout, Rollouts, Turn
 
+pytestmark = pytest.mark.alone
+
 
 def share(everyone: Comm, step: int, world: int) -> Rollouts:
     """Six rollouts of a step, dealt out; routing of three tokens each."""

@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_learning import ACTIONS, TableFlow  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 EACH = (
     {"kind": "none"},
     {"kind": "none", "proximal": "trainer"},

@@ -16,6 +16,8 @@ from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.lookup import make_controller  # noqa: E402
 from megarl.types import Prompt  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 SOME, RIGHT, WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 
 

@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_learning import ACTIONS, TableFlow  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 TEACHER = torch.tensor([[0.0, 2.0, 0.0, 1.0, -1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 2.0, -2.0]])  # unlikes and likes
 
 

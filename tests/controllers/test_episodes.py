@@ -45,6 +45,8 @@ from megarl.types import (  # noqa: E402
 )
 from megarl.workers.futures import Future, UpdateMetrics  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 VOCABULARY = 4096
 """Ids of actions are from 1 on, each once, and 0 is what the policy did not choose."""
 

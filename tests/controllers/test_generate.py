@@ -12,6 +12,8 @@ from megarl.controllers.lookup import load_requirements, make_controller
 from megarl.dry_run.rollout_checks import check_asynchronous
 from megarl.types import Prompt, Rollouts
 
+pytestmark = pytest.mark.alone
+
 
 def flow(calls: list[Any]) -> Any:
     def generate(items: Any, samples: int, held_out: bool = False) -> Rollouts:

@@ -20,6 +20,8 @@ from megarl.controllers.lookup import load_requirements, make_controller
 from megarl.types import LOCAL, Comm, ModelOutput, Prompt, Rollout, Rollouts, Status, TokenLoss, TrainBatch, Turn
 from megarl.workers.futures import Future, UpdateMetrics
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 ACTIONS = 6
 
 

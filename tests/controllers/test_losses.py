@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_learning import TableFlow  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 OPTIONS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low": 0.05, "clip_high": 0.05},
     "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megarl.algorithms.advantages import spread_to_tokens
@@ -21,6 +22,8 @@ from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TokenLoss, Trai
 sys.path.insert(0, str(Path(__file__).parent))
 
 from test_learning import TableFlow  # noqa: E402
+
+pytestmark = pytest.mark.alone
 
 LESSON = Rollout(Prompt("lesson", ()), (Turn((9,)), Turn((1, 4), (0.0, 0.0), True)))
 

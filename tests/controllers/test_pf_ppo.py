@@ -18,6 +18,8 @@ from megarl.controllers.lookup import load_requirements, make_controller  # noqa
 from megarl.controllers.pf_ppo import reliable_mask  # noqa: E402
 from megarl.types import LOCAL, Prompt, Rollouts  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 def draw() -> torch.Generator:
     return torch.Generator().manual_seed(1)

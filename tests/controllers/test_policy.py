@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_learning import TableFlow  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 FIRST = 0.5**0.5  # of rewards 1 and 0: (1 - 1/2) / sqrt(1/2)
 
 

@@ -23,6 +23,8 @@ from megarl.workers.futures import Future
 sys.path.insert(0, str(Path(__file__).parent))
 from test_learning import TableFlow  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 NAN, INF = math.nan, math.inf
 
 

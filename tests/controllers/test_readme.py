@@ -18,6 +18,8 @@ from megarl.config.recipes import RECIPES  # noqa: E402
 from megarl.controllers.lookup import make_controller  # noqa: E402
 from megarl.types import Prompt  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 PAGE = (Path(__file__).resolve().parents[2] / "megarl/controllers/README.md").read_text(encoding="utf-8")
 
 

@@ -15,6 +15,8 @@ from megarl.controllers.grpo import GRPOController
 from megarl.controllers.lookup import find_controller, load_requirements, make_controller
 from megarl.types.requirements import Requirements
 
+pytestmark = pytest.mark.alone
+
 HEAD = "from megarl.controllers.controller import Controller\nfrom megarl.controllers.sft import SFTController\n"
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -16,6 +17,8 @@ from played import Played  # noqa: E402
 from megarl.config import from_dict  # noqa: E402
 from megarl.controllers.lookup import load_requirements, make_controller  # noqa: E402
 from megarl.types import Prompt, Rollouts  # noqa: E402
+
+pytestmark = pytest.mark.alone
 
 CONFIG = from_dict({"algorithm": "remax", "kl": {"place": "none"}})
 

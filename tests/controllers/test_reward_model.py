@@ -14,6 +14,8 @@ from megarl.data.preference_data import Pair
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 from megarl.workers.futures import Future, UpdateMetrics
 
+pytestmark = pytest.mark.alone
+
 
 class TableFlow:
     """A conversation's score is the entry of its last token; records the groups of each update."""

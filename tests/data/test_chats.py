@@ -9,6 +9,8 @@ import pytest
 from megarl.config import ConfigError
 from megarl.data.chat_columns import parse_chat_messages, parse_tool_names, parse_tool_schemas
 
+pytestmark = pytest.mark.alone
+
 USER = {"role": "user", "content": "hi"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
 

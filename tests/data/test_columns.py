@@ -10,6 +10,8 @@ import pytest
 from megarl.config import ConfigError
 from megarl.data.conversation_columns import check_text_only, parse_answer, parse_conversation, row_id, row_source
 
+pytestmark = pytest.mark.alone
+
 QUESTION, ANSWER = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
 SAID = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
 CALL = {"name": "add", "arguments": {"a": 2}}

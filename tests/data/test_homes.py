@@ -8,6 +8,8 @@ from megarl.data import packing
 from megarl.data.packing import MAX_SLOWDOWN, plan_micro_batches
 from megarl.data.partition import partition_near_home
 
+pytestmark = pytest.mark.alone
+
 KINDS = {
     "even": lambda rng, n: rng.integers(2000, 8000, n),
     "long-tailed": lambda rng, n: np.minimum(rng.lognormal(6.9, 0.7, n), 16384).astype(np.int64) + 1,

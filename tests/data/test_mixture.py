@@ -24,6 +24,8 @@ from megarl.data.mixture import (
 )
 from megarl.data.prompt_data import PromptLoader
 
+pytestmark = pytest.mark.alone
+
 SETS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=2, max_size=6)
 """(items, weight) of each."""
 

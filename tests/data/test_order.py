@@ -18,6 +18,8 @@ from megarl.data.curriculum import OrderKeys, check_has_keys, check_no_nan, read
 from megarl.data.mixture import ConcatDataset
 from megarl.data.prompt_data import PromptLoader
 
+pytestmark = pytest.mark.alone
+
 NAN = math.nan
 
 

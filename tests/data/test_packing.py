@@ -8,6 +8,8 @@ import torch
 from megarl.data import packing
 from megarl.data.packing import min_micro_batches, plan_micro_batches
 
+pytestmark = pytest.mark.alone
+
 
 def test_by_hand():
     # At most 10 tokens: 27 need three micro-batches, so two for each rank. Differencing into four: 9 and 7 beside each

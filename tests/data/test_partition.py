@@ -3,6 +3,8 @@ import pytest
 
 from megarl.data.partition import MAX_KARMARKAR_KARP, exchange_items, greedy, karmarkar_karp, partition
 
+pytestmark = pytest.mark.alone
+
 
 def loads(costs, owner, bins):
     return np.bincount(owner, weights=costs, minlength=bins)

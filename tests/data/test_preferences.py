@@ -14,6 +14,8 @@ from megarl.config import ConfigError
 from megarl.data.preference_data import PreferenceDataset, read_preferences
 from megarl.types import Rollout
 
+pytestmark = pytest.mark.alone
+
 
 class Letters:
     """A tokenizer whose ids are code points; its template writes `(role:content;`, and thoughts in the last turn only,

@@ -9,6 +9,8 @@ from megarl.config import ConfigError
 from megarl.data.prompt_data import PromptLoader, read_prompts, render_prompts
 from megarl.types import Prompt
 
+pytestmark = pytest.mark.alone
+
 USER = ({"role": "user", "content": "hi"},)
 
 

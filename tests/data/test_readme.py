@@ -17,6 +17,8 @@ from megarl.data.prompt_data import read_prompts
 from megarl.data.sft_data import read_conversations
 from megarl.data.table import read_rows
 
+pytestmark = pytest.mark.alone
+
 TEXT = (Path(__file__).resolve().parents[2] / "megarl/data/README.md").read_text()
 ROWS = {
     kind: [json.loads(line) for line in block.splitlines()]

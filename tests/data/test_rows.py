@@ -20,6 +20,8 @@ from megarl.config import ConfigError
 from megarl.data import table as rows
 from megarl.data.table import read_rows
 
+pytestmark = pytest.mark.alone
+
 
 def read(path: Path, content: bytes | str) -> list[dict[str, Any]]:
     path.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -11,6 +11,8 @@ import pytest
 from megarl.config import ConfigError
 from megarl.data.sft_data import read_conversations
 
+pytestmark = pytest.mark.alone
+
 
 class Letters:
     """A tokenizer whose ids are code points and whose template is `(role:content;` with `;` as the end of a turn."""

@@ -16,6 +16,8 @@ from megarl.config import ConfigError
 from megarl.data import table as table_module
 from megarl.data.table import Table, read_rows
 
+pytestmark = pytest.mark.alone
+
 ROWS = [
     {"n": n, "messages": [{"role": "user", "content": f"é{n}"}], "x": {"y": None if n % 2 else n}} for n in range(23)
 ]

@@ -4,6 +4,8 @@ import pytest
 
 from megarl.utils.text import find_media_type
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("value", "kind"),

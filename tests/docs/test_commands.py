@@ -16,7 +16,7 @@ from pages import COMING, ROOT, Command, blocks, commands, pages  # noqa: E402
 
 from megarl.config import ConfigError, load_config  # noqa: E402
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.nightly]
 
 NAMED = {
     "hf": "a program of Hugging Face's, which needs the network",

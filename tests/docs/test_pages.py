@@ -19,7 +19,7 @@ from pages import COMING, COMING_KEYS, ROOT, anchors, blocks, links, pages, span
 
 from megarl.config import Config  # noqa: E402
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.nightly]
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
 SECTIONS = {field.name for field in fields(Config)}

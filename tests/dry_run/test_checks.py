@@ -15,6 +15,8 @@ from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.lookup import load_requirements
 from megarl.dry_run.settings import check_data, check_drafts
 
+pytestmark = pytest.mark.alone
+
 HF = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "vocab_size": 512,

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from model_folder import write_tokenizer, write_weights  # noqa: E402
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 ROW = {  # a prompt, a conversation and a pair
     "prompt": "1+1?",

@@ -25,6 +25,8 @@ from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSes
 from megarl.environments.protocol import SessionLost
 from megarl.types import Prompt, Reward
 
+pytestmark = pytest.mark.alone
+
 USER = {"role": "user", "content": "Go."}
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 

@@ -20,6 +20,8 @@ from megarl.config import ConfigError
 from megarl.environments import containers, harbor
 from megarl.environments.harbor_tasks import parse_reward, read_tasks
 
+pytestmark = pytest.mark.alone
+
 SETTINGS = """
 version = "1.0"
 [verifier]

@@ -13,6 +13,8 @@ from megarl.config.strict import ConfigError
 from megarl.environments.loading import ENVIRONMENTS_KEY, TOOLS_KEY, load
 from megarl.environments.protocol import EnvironmentInfo
 
+pytestmark = pytest.mark.alone
+
 
 def described(name: str) -> EnvironmentInfo:
     return load(f"odd_worlds:{name}", ENVIRONMENTS_KEY).info

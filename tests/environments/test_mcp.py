@@ -20,6 +20,8 @@ from megarl.config import ConfigError
 from megarl.environments import mcp as adapter
 from megarl.environments.protocol import SessionLost
 
+pytestmark = pytest.mark.alone
+
 pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'mcp>=1.30'")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 TOOLS = ["add", "count", "process", "environment", "header", "picture", "fails", "hangs", "dies"]

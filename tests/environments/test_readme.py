@@ -19,6 +19,8 @@ from megarl.types import Prompt, Reward
 sys.path.append(str(Path(__file__).parent))
 from openai_stub import served  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 PAGE = (Path(__file__).resolve().parents[2] / "megarl/environments/README.md").read_text()
 MODULES = dict(re.findall(r"```python (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 

@@ -11,6 +11,8 @@ from megarl.environments.ready.calculator import Calculator
 from megarl.environments.ready.guess import Guess
 from megarl.environments.ready.search import Search
 
+pytestmark = pytest.mark.alone
+
 
 def test_a_calculator_calculates() -> None:
     assert Calculator().calculator("12+7*30") == "222"

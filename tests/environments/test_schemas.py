@@ -11,6 +11,8 @@ from megarl.config.strict import ConfigError
 from megarl.environments.schemas import build_schema, hint_to_schema, parse_docstring
 from megarl.environments.tools import coerce_argument, find_argument_error, read_declared_types
 
+pytestmark = pytest.mark.alone
+
 PICK = {
     "type": "function",
     "function": {

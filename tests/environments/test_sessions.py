@@ -19,6 +19,8 @@ from megarl.environments.protocol import SessionLost, ToolResult
 from megarl.processes.process_limits import ProcessLimits
 from megarl.types import Prompt, Reward, RewardFailure
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 T = TypeVar("T")
 USER = {"role": "user", "content": "Play."}
 

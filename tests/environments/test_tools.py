@@ -22,6 +22,8 @@ from megarl.processes import worker_process
 from megarl.processes.forkserver import MAX_OUTPUT_BYTES
 from megarl.types import Prompt
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 PROMPT = Prompt("p", ({"role": "user", "content": "x"},))
 NAMES = ("raises", "hangs", "dies", "exits", "prints", "long", "table", "slow", "pid", "modules")
 
@@ -73,7 +75,9 @@ def test_calls_that_reach_a_tool_are_counted() -> None:
     assert {name: (one.num_calls, one.num_failed) for name, one in found.items()} == {
         **{"raises": (2, 2), "dies": (1, 1), "table": (1, 0), "slow": (1, 1)},
     }
-    assert found["raises"].first_error.startswith("'no such city' (KeyError at ") and "died" in found["dies"].first_error
+    assert (
+        found["raises"].first_error.startswith("'no such city' (KeyError at ") and "died" in found["dies"].first_error
+    )
     assert found["slow"].first_error == "the tool was stopped after 1 s" and found["table"].first_error == ""
 
 

@@ -23,6 +23,8 @@ from megarl.environments.protocol import SessionLost
 from megarl.processes.process_limits import ProcessLimits
 from megarl.types import Prompt
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 pytest.importorskip("verifiers", reason="the package verifiers is not installed, see launch/requirements-verifiers.txt")
 OF_UV = ("UV_CACHE_DIR", "UV_INDEX_URL", "SSL_CERT_FILE")
 VERSION = tuple(map(int, importlib.metadata.version("verifiers").split(".")[:2]))

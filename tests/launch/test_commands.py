@@ -58,6 +58,7 @@ INNER = (
 OUTSIDE = ("-m venv",)  # by the machine's own Python
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("place", "text"), [pytest.param(*one, id=one[0]) for one in texts() if one[1]])
 def test_commands_are_complete_and_their_programs_exist(place: str, text: str) -> None:
     for python, program in PYTHON.findall(text):
@@ -73,6 +74,7 @@ def test_commands_are_complete_and_their_programs_exist(place: str, text: str) -
     assert not BARE.findall(text), f"{place}: {BARE.findall(text)}"
 
 
+@pytest.mark.alone
 def test_they_are_found() -> None:
     found = programs()
     assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - found == {

@@ -22,6 +22,8 @@ from megarl.launch import exit_status
 from megarl.launch.launcher import RankMessage, RankMessages, determine_outcome
 from megarl.processes import memory_files
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

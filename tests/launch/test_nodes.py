@@ -17,6 +17,8 @@ from megarl.launch.launcher import RankMessage
 from megarl.launch.nodes import MultiNode, NodeReport, combine_reports
 from megarl.parallel.job_secret import ForgedError
 
+pytestmark = [pytest.mark.waits, pytest.mark.nightly]
+
 ROOT = Path(__file__).resolve().parents[2]
 LOST = RankMessage(0, "lost", "error: rank 0 lost another rank")
 RANK = """

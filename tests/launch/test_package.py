@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 import megarl
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 ASKED_FOR = {"mcp", "mlflow", "sglang", "swanlab", "verifiers", "wandb"}
 """Imported where somebody asks for what needs them: extras, or installed without their own dependencies."""
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core"}

@@ -358,7 +358,7 @@ def stand_ins() -> dict[str, float]:
         layer.mlp.experts.linear_fc1 = Grouped(4, 48, 32)
         layer.mlp.experts.linear_fc2 = Grouped(4, 32, 24)
     lora().add_adapters(model, hf, settings)
-    local = {param.megatron: tensor.detach() for _, param, tensor in model.adapters.named()}
+    local = {param.megatron: tensor.detach() for _, param, tensor in model.adapters.named_factors()}
     for tensor in local.values():
         tensor.normal_()
 

@@ -24,6 +24,8 @@ from megarl.models.lora_tables import (
 )
 from megarl.models.registry import family_of
 
+pytestmark = pytest.mark.alone
+
 
 def table(family: str, tp: int = 1) -> list[Param]:
     return family_of(tiny.HF[family]).params(tiny.HF[family], tp)

@@ -10,6 +10,8 @@ from megarl.config import ConfigError
 from megarl.models.registry import family_of, load_hf_config
 from megarl.models.scalar_head import classifier_config, is_classifier
 
+pytestmark = pytest.mark.alone
+
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs/models").glob("*.json"))
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from megarl.models.flops import quadratic_cost
 
+pytestmark = pytest.mark.alone
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/models"
 TINY = {
     "architectures": ["Qwen2ForCausalLM"],

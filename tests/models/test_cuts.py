@@ -28,6 +28,8 @@ from megarl.models.layout_algebra import (
     unshard,
 )
 
+pytestmark = pytest.mark.alone
+
 
 def param(cut: Sharding, **tensors: tuple[int, ...]) -> Param:
     return Param("megatron.name", tuple(HFTensor(name, shape) for name, shape in tensors.items()), cut)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megarl.algorithms import advantages
@@ -15,6 +16,8 @@ from megarl.models.host_memory import GAE_ELEMENTS, BatchSize, bytes_by_phase, c
 from megarl.models.routing import RoutingShape
 from megarl.observe import rollout_log
 from megarl.types import Prompt, Rollout, SamplingMask, TrainBatch, Turn
+
+pytestmark = pytest.mark.alone
 
 
 def of(batch: BatchSize, routing: RoutingShape | None = None, **sections: Any) -> dict[str, dict[str, float]]:

@@ -27,6 +27,8 @@ from megarl.models.registry import family_of
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
 import tiny  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 # In a process of its own, and by way of this package, which fits Megatron to the machine before it is imported.
 SCRIPT = """
 import dataclasses, json

@@ -32,6 +32,8 @@ from megarl.models.memory import (
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config, param_count
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ROOT / "configs" / "models"
 QWEN2: dict[str, Any] = {

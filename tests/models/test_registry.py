@@ -13,6 +13,8 @@ from safetensors import safe_open
 from megarl.config import ConfigError
 from megarl.models.registry import FAMILIES, family_of, load_hf_config, param_count
 
+pytestmark = pytest.mark.alone
+
 SMALL: dict[str, Any] = {
     "vocab_size": 70,
     "hidden_size": 16,

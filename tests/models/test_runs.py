@@ -3,9 +3,12 @@ from __future__ import annotations
 import itertools
 from math import prod
 
+import pytest
 import torch
 
 from megarl.models.flat_runs import Box, boxes
+
+pytestmark = pytest.mark.alone
 
 
 def test_by_hand() -> None:

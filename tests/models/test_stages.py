@@ -8,6 +8,8 @@ import pytest
 from megarl.config import ConfigError
 from megarl.models.pipeline_stages import FIRST, LAST, stage_layers
 
+pytestmark = pytest.mark.alone
+
 
 def test_stages_as_megatron_deals_them_out() -> None:
     assert stage_layers(8, 4, {}) == [(0, 1), (2, 3), (4, 5), (6, 7)]

@@ -19,6 +19,8 @@ sys.path.append(str(Path(__file__).parent))
 
 from published import RUNS, Run  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

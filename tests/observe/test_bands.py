@@ -12,6 +12,8 @@ import megarl.observe
 from megarl.config import ConfigError, from_dict
 from megarl.observe.health_bands import BANDS, Band, load_bands
 
+pytestmark = pytest.mark.alone
+
 PAGE = (Path(megarl.observe.__file__).parent / "README.md").read_text(encoding="utf-8")
 
 

@@ -9,6 +9,8 @@ import pytest
 from megarl.observe import clock as module
 from megarl.observe.clock import DATA, WAIT, Clock, Span
 
+pytestmark = pytest.mark.alone
+
 
 class Time:
     def __init__(self) -> None:

@@ -14,6 +14,8 @@ from megarl.config import ConfigError
 from megarl.observe.control import Control
 from megarl.rewards.composite import check_weights
 
+pytestmark = pytest.mark.alone
+
 
 class Lab:
     """What may change, and what has."""

@@ -12,6 +12,8 @@ from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.lookup import load_requirements
 from megarl.observe.guards import Guards, check_guards
 
+pytestmark = pytest.mark.alone
+
 
 class Said:
     """Guards, and the lines that they give."""

@@ -11,6 +11,8 @@ import pytest
 from megarl.observe.clock import WAIT, Clock
 from megarl.observe.hang_watchdog import margin, read_stack_state, summarize_states
 
+pytestmark = pytest.mark.alone
+
 LOGS = Path("runs/x/logs")
 
 

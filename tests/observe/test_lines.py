@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from megarl.observe.eval_metrics import iter_json_rows
 from megarl.types import Prompt, Rollout, Turn
 from megarl.utils import exact_json
+
+pytestmark = pytest.mark.alone
 
 PROMPT = Prompt("p", ({"role": "user", "content": "1+1?"},), [1, 2], "", "2")
 

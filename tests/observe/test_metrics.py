@@ -12,6 +12,8 @@ from megarl.observe import metrics as metrics_module
 from megarl.observe.metrics import SourceMeans, batch_metrics, rollout_metrics
 from megarl.types import BatchSharding, Prompt, Rollout, Rollouts, SamplingMask, Status, TrainBatch, Turn, as_branches
 
+pytestmark = pytest.mark.alone
+
 
 def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, errors: int, status: Status) -> Rollout:
     turns = [Turn((0,) * 5)]

@@ -10,6 +10,8 @@ from rich.console import Console
 from megarl.observe.health_bands import Band
 from megarl.observe.progress import Progress, format_dominant_phases, format_duration
 
+pytestmark = pytest.mark.alone
+
 METRICS = {"rollout/reward_mean": 0.5, "actor/kl_to_reference": 0.0123, "time/step": 2.0, "other": 1.0}
 
 

@@ -15,6 +15,8 @@ from megarl.observe.replayed_rollouts import ReplaySource, check_replay, needs_t
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.types import Prompt, Rollout, SamplingMask, Turn
 
+pytestmark = pytest.mark.alone
+
 HF = load_hf_config(Path(__file__).resolve().parents[2] / "configs/models/qwen3_30b_a3b.json")
 """48 layers with experts, 8 of 128 for a token."""
 

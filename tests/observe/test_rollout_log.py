@@ -36,6 +36,8 @@ from megarl.observe.run_log import split_advantages, split_trainer_logprobs
 from megarl.types import Branch, Prompt, Rollout, Rollouts, SamplingMask, TrainBatch, Turn
 from megarl.utils import exact_json
 
+pytestmark = pytest.mark.alone
+
 NAN = math.nan
 
 

@@ -15,6 +15,8 @@ import pytest
 from megarl.config import Config, ConfigError, from_dict, load_config
 from megarl.observe.run_folder import claim, claim_and_begin, diff_configs
 
+pytestmark = pytest.mark.alone
+
 CONFIG = from_dict({"actor_optimizer": {"lr": 1e-4}, "rollout": {"tools": ["a:b"], "sglang": {"mem": 1}}})
 
 

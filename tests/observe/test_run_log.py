@@ -18,6 +18,8 @@ from megarl.observe.tracker import read_metrics
 from megarl.parallel.ranks import Job
 from megarl.types import Prompt, Rollout, Rollouts, Turn
 
+pytestmark = pytest.mark.alone
+
 ROLLOUT = Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (-0.5,), is_action=True)))
 
 

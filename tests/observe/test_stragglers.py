@@ -6,6 +6,8 @@ import pytest
 
 from megarl.observe.hang_watchdog import StragglerDetector, find_slowest
 
+pytestmark = pytest.mark.alone
+
 
 def test_the_slowest_is_compared_with_the_median_of_the_others_in_the_same_phase() -> None:
     worked = [{"actor_update": 1.0}, {"actor_update": 4.0, "critic_update": 9.0}, {"actor_update": 1.2}]

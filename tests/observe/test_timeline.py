@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megarl.observe.clock import Span
 from megarl.observe.timeline import Timeline, timeline_file
+
+pytestmark = pytest.mark.alone
 
 STEP = Span("step 1", "step", "main", 1.0, 4.0)
 UPDATE = Span("actor_update", "actor", "main", 2.0, 3.5)

@@ -11,6 +11,8 @@ import pytest
 
 from megarl.observe.tracker import Tracker, read_metrics
 
+pytestmark = pytest.mark.alone
+
 
 def test_file_and_tensorboard_hold_the_same(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -12,6 +12,8 @@ from megarl.config import Config, ConfigError, from_dict
 from megarl.observe import user_code
 from megarl.observe.run_folder import claim, claim_and_begin
 
+pytestmark = pytest.mark.alone
+
 
 def files(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): file.read_text() for file in sorted(folder.rglob("*.py"))}

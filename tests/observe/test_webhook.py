@@ -20,6 +20,8 @@ from megarl.observe.run_log import RunLog
 from megarl.observe.webhook import Webhook, check_webhook, resolve_url
 from megarl.parallel.ranks import Job
 
+pytestmark = pytest.mark.alone
+
 SECRET = "T0/marked-secret"
 
 

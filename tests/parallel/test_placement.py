@@ -26,6 +26,7 @@ def config(placement: dict[str, Any], world: int = 8, **sections: Any) -> Config
     return from_dict(tree)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("text", "ranks"),
     [
@@ -45,12 +46,14 @@ def test_sets_are_read(text: str | int, ranks: tuple[int, ...]) -> None:
     assert Placement.parse({"critic": placement.format_ranks("critic")}, 8).ranks_of("critic") == ranks
 
 
+@pytest.mark.alone
 def test_spans_are_read_back() -> None:
     for number in range(1, 2**8):
         ranks = tuple(rank for rank in range(8) if number >> rank & 1)
         assert Placement.parse({"actor": format_ranges(ranks)}, 8).ranks_of("actor") == ranks
 
 
+@pytest.mark.alone
 def test_roles_that_are_not_placed() -> None:
     """With the actor, but for the engines."""
     placement = Placement.parse({"actor": "0-3", "critic": "4-7", "reward": "cpu"}, 8)
@@ -64,6 +67,7 @@ def test_roles_that_are_not_placed() -> None:
     assert Placement.parse({"actor": "0-1", "reward": "cpu"}, 2).is_colocated
 
 
+@pytest.mark.alone
 def test_a_role_has_a_world_of_its_own() -> None:
     split = config(
         {"actor": "0-3", "critic": "4-5"},
@@ -91,6 +95,7 @@ GOOD: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("placement", GOOD)
 def test_what_fits(placement: dict[str, Any]) -> None:
     warnings: list[str] = []
@@ -98,12 +103,14 @@ def test_what_fits(placement: dict[str, Any]) -> None:
     assert not warnings
 
 
+@pytest.mark.alone
 def test_ranks_that_are_left_over() -> None:
     warnings: list[str] = []
     check_placement(config({"actor": "0-3", "critic": "5", "rollout": "0-3"}), PPO, warnings)
     assert len(warnings) == 1 and "rank 4,6-7 of 8 without a role" in warnings[0]
 
 
+@pytest.mark.alone
 def test_algorithms_with_other_roles() -> None:
     alone = from_dict(
         {"algorithm": "reward_model", "placement": {"reward_model": "1-2"}, "parallel": {"world_size": 3}}
@@ -149,12 +156,14 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("placement", "sections", "message"), BAD)
 def test_what_does_not_fit(placement: dict[str, Any], sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_placement(config(placement, **sections), PPO, [])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("rollout", "tp", "here", "message"),
     [
@@ -193,6 +202,7 @@ def test_roles_that_are_read_before_the_run(units: dict[str, Any]) -> None:
     ]
 
 
+@pytest.mark.alone
 def test_ranks_that_have_roles_of_their_own_are_named_by_them() -> None:
     placed = {"actor": "0-1", "critic": 2, "rollout": "2-3"}
     assert describe_rank_roles(config(placed, world=5), ("rollout", "reward", "actor", "reference", "critic")) == {

@@ -10,6 +10,8 @@ import pytest
 from megarl.config import ConfigError
 from megarl.parallel import ranks
 
+pytestmark = pytest.mark.alone
+
 WORLD = 3
 
 

@@ -10,6 +10,8 @@ import pytest
 from megarl.parallel import wait_listeners
 from megarl.parallel.wait_listeners import set_wait_listener, traced
 
+pytestmark = pytest.mark.alone
+
 told: list[str] = []
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from megarl.processes.messages import encode_frame, encode_order, iter_orders, read_frame, read_order
 
+pytestmark = pytest.mark.alone
+
 
 def read(sent: bytes, most: int | None = None) -> bytes:
     async def run() -> bytes:

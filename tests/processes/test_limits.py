@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
+
 from megarl.processes.process_limits import clean_environment
+
+pytestmark = pytest.mark.alone
 
 
 def test_what_is_named_and_nothing_else() -> None:

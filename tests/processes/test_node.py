@@ -8,6 +8,8 @@ import pytest
 
 from megarl.processes import node
 
+pytestmark = pytest.mark.alone
+
 
 def test_slurms_name_comes_before_the_hosts_and_a_number_tells_nodes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURMD_NODENAME", "GROUP_RANK", "GROUP_WORLD_SIZE"):

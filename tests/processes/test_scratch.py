@@ -13,6 +13,8 @@ import pytest
 from megarl.processes import temp_folders
 from megarl.processes.temp_folders import TempFolder
 
+pytestmark = pytest.mark.alone
+
 MAKES = """
 import os, sys, time
 from megarl.processes.temp_folders import TempFolder

@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 import time
 
+import pytest
 from other_user import needs_root, start_as_other_user
 
 from megarl.launch import exit_status
 from megarl.processes.children import list_connected_users
+
+pytestmark = pytest.mark.alone
 
 
 def test_this_user_is_no_stranger() -> None:

@@ -20,6 +20,8 @@ from megarl.models.registry import family_of
 from megarl.reshard.plan.bound import BLOCK, NETWORK_SLACK, Bound, TransferJobs, compute_bound
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
 
+pytestmark = pytest.mark.alone
+
 Element = tuple[str, int, int]
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 DEEPSEEK = json.loads((MODELS / "deepseek_v3.json").read_text())

@@ -17,6 +17,8 @@ from megarl.reshard.plan.checks import (
 )
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, engine_shapes
 
+pytestmark = pytest.mark.alone
+
 HF: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 100,

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from megarl.reshard.run import checksum
 from megarl.reshard.run.checksum import device_hash, device_hashes, slice_hash
 
+pytestmark = pytest.mark.alone
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.float64, torch.int64]
 
 

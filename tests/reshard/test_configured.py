@@ -10,6 +10,8 @@ from megarl.config import ConfigError, from_dict
 from megarl.reshard.plan.from_config import build_plan, engine_layout, train_layout
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 
+pytestmark = pytest.mark.alone
+
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "vocab_size": 64,

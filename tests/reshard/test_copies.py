@@ -15,6 +15,8 @@ from boxes import noise, random_boxes, random_fp8, weights
 from megarl.models.fp8 import block_amax, compute_scales, grid_shape, quantise
 from megarl.reshard.run.copies import BlockScales, pack, pack_fp8, unpack
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

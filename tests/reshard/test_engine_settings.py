@@ -11,6 +11,8 @@ from megarl.config import ConfigError, server_args
 from megarl.reshard.plan import engine_settings
 from megarl.reshard.plan.engine_settings import check, choose_runner
 
+pytestmark = pytest.mark.alone
+
 RUNNERS = server_args.load_fields()["moe_runner_backend"].choices
 A2A = server_args.load_fields()["moe_a2a_backend"].choices
 

@@ -112,6 +112,7 @@ def test_a_rank_that_dies_ends_the_push_with_the_ranks_names(
     assert any(re.search(r"ranks \d and (one of [^:]*\b)?1\b", message) for message in died), died
 
 
+@pytest.mark.alone
 def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a buffer that was handed over is written before anything comes into it again."""
     hf = {"architectures": ["Gemma2ForCausalLM"], "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24}
@@ -145,6 +146,7 @@ def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monk
     assert given[-1][1] != given[0][1]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 11, 13, 40, 58])
 def test_no_buffer_is_used_again_too_early(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, found in enumerate(push_as_threads(seed, 4, monkeypatch)):

@@ -21,6 +21,8 @@ from megarl.reshard.plan.cost_report import Messages, tabulate_messages
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
 from megarl.reshard.plan.planner import ReshardPlan
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 DEEPSEEK = json.loads((MODELS / "deepseek_v3.json").read_text())
 QWEN = json.loads((MODELS / "qwen3_235b.json").read_text())

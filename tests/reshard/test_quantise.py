@@ -18,6 +18,8 @@ from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import TrainLayout
 from megarl.reshard.run.scale_grids import compute_scale_grids, has_split_blocks
 
+pytestmark = pytest.mark.alone
+
 SHAPES = ((128, 128), (1, 1), (127, 129), (256, 384), (300, 200), (576, 130), (64, 1000))
 
 

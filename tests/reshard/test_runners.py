@@ -15,7 +15,7 @@ from megarl.config import ConfigError, foreign_dataclasses, server_args
 from megarl.reshard.plan import engine_settings
 from megarl.reshard.plan import engine_settings as runners
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 CHOICES = foreign_dataclasses.parse_constants(

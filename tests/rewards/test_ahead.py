@@ -6,8 +6,12 @@ import gc
 from concurrent.futures import Future
 from dataclasses import replace
 
+import pytest
+
 from megarl.types import Prompt, Rollout, Turn
 from megarl.workers.reward import RewardPrefetch
+
+pytestmark = pytest.mark.alone
 
 
 def test_found_by_the_conversation_whatever_became_of_it() -> None:

@@ -18,6 +18,8 @@ from megarl.rewards.squad import exact_match
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 RESULTS = ["@", "**@**", "$@$", r"\(@\)", r"\[@\]", "$$@$$", r"\boxed{@}", r"$\boxed{@}$.", "@."]
 """How a result is written."""
 PLACES = {

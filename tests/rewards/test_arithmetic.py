@@ -3,6 +3,8 @@ import pytest
 from megarl.rewards.arithmetic import arithmetic
 from megarl.types import Prompt, Rollout, Turn
 
+pytestmark = pytest.mark.alone
+
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "8 * 9"}}}
 
 

@@ -33,6 +33,7 @@ def asker(url: Any, **options: Any) -> HttpClient:
     return HttpClient(HttpOptions.read({"url": url, "pause": 0, "tries": 2, **options}), "service")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("address", "public"),
     [
@@ -67,6 +68,7 @@ def test_public_addresses(address: str, public: bool) -> None:
     assert is_public(address) is public
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:1/", "http://localhost/x", "http://a.localhost", "http://[::1]:80/", "http://10.0.0.1"]
 )
@@ -78,10 +80,11 @@ def test_private_ones_are_refused_before_anything_starts(url: str) -> None:
     assert HttpOptions.read({"url": url, "private": True}).url == (url,)
 
 
-@pytest.mark.parametrize("host", ["2130706433", "127.1", "0x7f000001"])
-def test_other_ways_to_write_an_address(server: Judging, host: str) -> None:
+@pytest.mark.alone
+@pytest.mark.parametrize("address", ["2130706433", "127.1", "0x7f000001"])
+def test_other_ways_to_write_an_address(server: Judging, address: str) -> None:
     """They are no addresses to look at, but systems make 127.0.0.1 of them."""
-    url = server.url.replace("127.0.0.1", host)
+    url = server.url.replace("127.0.0.1", address)
     (failed,) = asker(url).post_all([b"1"])
     assert isinstance(failed, RewardFailure) and "tries" not in failed.reason
     assert "is at 127.0.0.1, on this machine" in failed.reason or "is not a canonical IPv4 address" in failed.reason
@@ -104,6 +107,7 @@ def rebound(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield answers
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("address", ["127.0.0.1", "::ffff:127.0.0.1"])
 def test_a_name_that_means_a_private_address_is_refused_where_it_connects(
     server: Judging, rebound: list[str], address: str
@@ -118,6 +122,7 @@ def test_a_name_that_means_a_private_address_is_refused_where_it_connects(
     assert asker(url, private=True).post_all([b"1"]) == [HttpResponse(url, b"1")]
 
 
+@pytest.mark.alone
 def test_a_name_that_comes_to_mean_another_address_is_refused_then(
     server: Judging, rebound: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +137,7 @@ def test_a_name_that_comes_to_mean_another_address_is_refused_then(
     assert server.requests == []
 
 
+@pytest.mark.alone
 def test_no_redirect_is_followed(server: Judging) -> None:
     with Judging(reply=lambda body: body) as other:
         server.answers = [(302, b"", {"Location": other.url})]
@@ -142,12 +148,14 @@ def test_no_redirect_is_followed(server: Judging) -> None:
         assert other.requests == [] and len(server.requests) == 1
 
 
+@pytest.mark.alone
 def test_no_proxy_is_used(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, server.gone)
     assert asker(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("held", "sent"), [(SECRET, f"Bearer {SECRET}"), (f" {SECRET}\n", f"Bearer {SECRET}"), ("Basic eDp5enp6eg==",) * 2]
 )
@@ -166,13 +174,15 @@ def test_what_is_secret_is_sent_and_never_said(
     assert held.split()[-1] not in failed.reason + repr(one.options)
 
 
-@pytest.mark.parametrize("host", ["a..b", "a" * 70])
-def test_hosts_that_no_name_can_be_are_asked_once(host: str) -> None:
-    (failed,) = asker(f"http://{host}:1/x").post_all([b"1"])
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["a..b", "a" * 70])
+def test_hosts_that_no_name_can_be_are_asked_once(name: str) -> None:
+    (failed,) = asker(f"http://{name}:1/x").post_all([b"1"])
     assert isinstance(failed, RewardFailure) and failed.reason.endswith("; set roles.reward.options.url")
-    assert failed.reason.startswith(f"the service http://{host}:1/x: UnicodeError: ") and "tries" not in failed.reason
+    assert failed.reason.startswith(f"the service http://{name}:1/x: UnicodeError: ") and "tries" not in failed.reason
 
 
+@pytest.mark.alone
 def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     assert asker(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
@@ -187,6 +197,7 @@ def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyP
     assert "a\nb" not in str(caught.value)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -206,6 +217,7 @@ def test_what_is_in_the_wrong_place(options: dict[str, Any], complaint: str) -> 
     assert complaint in str(caught.value) and SECRET not in str(caught.value)
 
 
+@pytest.mark.alone
 def test_an_answer_has_a_largest_size(server: Judging) -> None:
     """Also one that says nothing of its size, or is packed."""
     one = asker(server.url, private=True, answer_mb=0.01)
@@ -217,6 +229,7 @@ def test_an_answer_has_a_largest_size(server: Judging) -> None:
     assert one.post_all([b"1"]) == [HttpResponse(server.url, b"\x1f\x8b")]  # as it came: no archive is opened
 
 
+@pytest.mark.alone
 def test_pauses_double_and_end(server: Judging) -> None:
     one = HttpClient(HttpOptions.read({"url": server.url, "private": True, "pause": 1}), "service")
     state: Any = type("State", (), {})()
@@ -225,6 +238,7 @@ def test_pauses_double_and_end(server: Judging) -> None:
         assert all(most / 2 <= one._retry_delay(state) <= most for _ in range(20))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("data", "said"), [(b"", "nothing"), (b" a\n\tb ", "a b"), (b"a\x1b[31m\x00b", "a [31m b")])
 def test_what_is_shown(data: bytes, said: str) -> None:
     assert preview(data) == said and len(preview(data * 10_000)) <= 200

@@ -14,6 +14,8 @@ from megarl.rewards.functions import check_function, load_functions
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 
 

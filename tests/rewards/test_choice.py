@@ -14,6 +14,8 @@ from megarl.rewards.choice import choice, extract_letter
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("answer", "letter"),

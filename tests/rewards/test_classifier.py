@@ -10,6 +10,8 @@ import pytest
 from megarl.config import ConfigError
 from megarl.rewards.sequence_classifier import ClassifierOptions, batches, get_context_length, resolve_label
 
+pytestmark = pytest.mark.alone
+
 ONE = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 THREE = ONE | {"id2label": {"0": "bad", "1": "good", "2": "0"}}
 

@@ -14,6 +14,8 @@ from megarl.rewards.math_dapo import math_dapo
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("answer", "truth", "reward"),

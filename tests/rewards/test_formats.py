@@ -17,6 +17,8 @@ from megarl.rewards.functions import check_function
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 GOOD = [
     "<think>x</think><answer>y</answer>",
     "<think>\nx\n</think>\n<answer>\ny\n</answer>\n",

@@ -13,6 +13,8 @@ from megarl.rewards.functions import check_function, load_functions
 from megarl.rewards.gsm8k import gsm8k
 from megarl.types.reward_values import Reward, RewardError, RewardFailure, parse_model_score, parse_reward, sum_reward
 
+pytestmark = pytest.mark.alone
+
 
 class Unshown:
     def __str__(self):

@@ -13,6 +13,8 @@ from megarl.rewards.composite import check_weights, clear_reward, combine_episod
 from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
 from megarl.types.reward_values import Reward, RewardFailure, RewardResult
 
+pytestmark = pytest.mark.alone
+
 ROLLOUT = Rollout(
     Prompt("p", ()),
     (Turn((1,)), Turn((2,), (0.0,), True, 3), Turn((4,)), Turn((5, 6), (0.0, -1.0), True, 3)),

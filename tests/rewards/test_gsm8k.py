@@ -7,6 +7,8 @@ import pytest
 from megarl.rewards.gsm8k import gsm8k, gsm8k_strict
 from megarl.types import Prompt, Rollout, Turn
 
+pytestmark = pytest.mark.alone
+
 
 def rollout(answer, ground_truth):
     messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer})

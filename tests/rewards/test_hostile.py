@@ -19,6 +19,8 @@ from megarl.rewards.squad import exact_match, f1
 sys.path.insert(0, str(Path(__file__).parent))
 from said import HOSTILE, said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 FUNCTIONS = {
     choice: "B",
     exact_match: "Paris",

@@ -17,6 +17,8 @@ from megarl.rewards.reward_process import score
 from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward, RewardFailure
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 ROLLOUTS = [
     Rollout(Prompt(id=f"sample-{i}", messages=()), (Turn((1,)),), messages=({"role": "assistant", "content": "a" * i},))

@@ -20,6 +20,8 @@ from megarl.types.reward_values import RewardFailure
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging, says  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 USER = {"role": "user", "content": "2+3?"}
 
 

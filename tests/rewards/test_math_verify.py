@@ -31,6 +31,8 @@ from megarl.rewards.stated_answer import extract_boxed
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 EQUAL = [
     (r"\frac12", r"\frac{1}{2}"),
     ("0.5", "1/2"),

@@ -4,6 +4,8 @@ import pytest
 
 from megarl.rewards.stated_answer import find_numbers, parse_number
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     "text, expected",

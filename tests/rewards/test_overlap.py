@@ -25,6 +25,8 @@ from megarl.types import Prompt  # noqa: E402
 from megarl.types.reward_values import Reward  # noqa: E402
 from megarl.workers.reward import RewardPrefetch  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 class AfterTheReward(Script):
     """Ends its second answer only when the first has been scored, which leaves a mark."""

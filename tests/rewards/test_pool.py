@@ -20,6 +20,8 @@ from megarl.rewards.reward_pool import RewardPool
 from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward, RewardFailure, RewardResult
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 HERE = Path(__file__).parent
 Made = Callable[..., RewardPool]
 

@@ -26,6 +26,8 @@ from megarl.types import Prompt, Rollout, Turn
 from megarl.types.requirements import Requirements
 from megarl.types.reward_values import Reward
 
+pytestmark = pytest.mark.alone
+
 README = Path(__file__).parents[2] / "megarl/rewards/README.md"
 EXAMPLES = re.findall(r"^```(\w+) ([\w.]+)\n(.*?)^```$", README.read_text(), re.M | re.S)
 ROLLOUT = Rollout(

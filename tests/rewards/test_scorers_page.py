@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import yaml
 
 from megarl.config import from_dict
@@ -14,6 +15,8 @@ from megarl.rewards.by_source import SOURCES
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import JudgeOptions
 from megarl.rewards.service import ServiceOptions
+
+pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "megarl" / "rewards" / "SCORERS.md").read_text(encoding="utf-8")

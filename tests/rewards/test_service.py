@@ -20,6 +20,8 @@ from megarl.types.reward_values import RewardFailure
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 def rollout(number: int, answer: str, **about: Any) -> Rollout:
     messages = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": answer})
@@ -156,9 +158,7 @@ def test_what_cannot_be_sent_is_not(server: Judging) -> None:
 def test_a_look_takes_any_answer(server: Judging) -> None:
     service(server).check_reachable()
     assert server.requests == [("GET", "/score", None)]
-    with pytest.raises(
-        ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); see that it runs"
-    ):
+    with pytest.raises(ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); see that it runs"):
         service(server, url=[server.url, server.gone], tries=2).check_reachable()
 
 

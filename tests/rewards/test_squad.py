@@ -15,6 +15,8 @@ from megarl.rewards.squad import exact_match, f1, normalize
 sys.path.insert(0, str(Path(__file__).parent))
 from said import said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("text", "plain"),

@@ -20,6 +20,8 @@ from megarl.rewards.math_verify import math_verify
 from megarl.rewards.squad import exact_match, f1
 from megarl.types import Prompt
 
+pytestmark = pytest.mark.alone
+
 GOOD = "assert f(1) == 2"
 
 

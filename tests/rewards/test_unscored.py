@@ -8,6 +8,8 @@ from megarl.config import ConfigError, RewardConfig
 from megarl.rewards.failed_rewards import check_unscored, summarize_unscored
 from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
 
+pytestmark = pytest.mark.alone
+
 
 def rollout(number: int, unscored: dict[str, str], aborted: bool = False) -> Rollout:
     status = "aborted" if aborted else "stop"

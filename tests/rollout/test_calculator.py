@@ -2,6 +2,8 @@ import pytest
 
 from megarl.environments.ready.calculator import calculate
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("expression", "value"),

@@ -13,6 +13,8 @@ from megarl.config import ConfigError
 from megarl.environments.ready.calculator import calculator
 from megarl.types import Prompt
 
+pytestmark = pytest.mark.alone
+
 SCHEMA = calculator.schema
 
 

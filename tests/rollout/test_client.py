@@ -20,6 +20,8 @@ from megarl.engine.engine_loss import EngineLost
 from megarl.engine.generation import Generation, RequestFailed
 from megarl.models.routing import RoutingShape
 
+pytestmark = pytest.mark.alone
+
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=400)
 
 

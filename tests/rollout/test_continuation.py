@@ -17,6 +17,8 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
 from megarl.types import Message
 
+pytestmark = pytest.mark.alone
+
 FAMILIES = {name: ChatTemplate(family.tokenizer()) for name, family in {**templates.PUBLISHED, **OTHERS}.items()}
 FAMILIES |= {f"{name}, reasons": ChatTemplate(reasoning_tokenizer(family)) for name, family in REASONING.items()}
 GEMMA = ChatTemplate(templates.Published(templates.GEMMA, ("<eos>", "<end_of_turn>"), "", "", (), "", "").tokenizer())

@@ -27,7 +27,9 @@ from megarl.types import Rollout, Status
 
 
 def some_engine(folder: Path) -> Any:
-    names = dict(url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, weight_version=0, start_number=1)
+    names = dict(
+        url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, weight_version=0, start_number=1
+    )
     return SimpleNamespace(**names, log=folder / "logs/engine_0.log", is_paused=False, check_running=lambda start: None)
 
 

@@ -6,6 +6,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.cpu import sglang_attention
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(("heads", "kv_heads", "value_dim"), [(4, 4, 8), (4, 2, 8), (4, 1, 6)])
 @pytest.mark.parametrize("most", [1 << 23, 300])

@@ -23,6 +23,8 @@ from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.scheduler import GenerationResult, Group, gather_rollouts
 from megarl.types import Ids, Prompt, Rollout
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 
 class Calculator(EnvironmentPool):
     """Tools that take a moment, without a process."""

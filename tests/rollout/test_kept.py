@@ -16,6 +16,8 @@ from megarl.rollout.partial_store import assign_groups, read_groups, write_group
 from megarl.rollout.scheduler import Group
 from megarl.types import SamplingMask, Turn
 
+pytestmark = pytest.mark.alone
+
 
 def group(number: int, samples: int = 2) -> Group:
     """Of a prompt with odd things in it; the samples share it, and are in different states."""

@@ -18,6 +18,8 @@ from megarl.engine.sglang_engine import EngineError, allocate
 from megarl.engine.weight_sender import OrderBuffer
 from megarl.reshard.run.checksum import slice_hash
 
+pytestmark = pytest.mark.alone
+
 
 class Model(torch.nn.Module):
     """A stack of 3 experts [4, 6], a matrix [4, 6] in bf16, a vector [5], buffers, and a second name for the matrix."""

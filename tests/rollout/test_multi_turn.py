@@ -43,6 +43,8 @@ from megarl.rollout.partial_rollouts import PartialRollout, from_record, to_reco
 from megarl.types import Prompt, Rollout, SamplingMask, TrainBatch, Turn
 from megarl.utils import exact_json
 
+pytestmark = pytest.mark.alone
+
 
 def converse(
     *lines: str | Generation, prompt: Prompt = PROMPT, script: Script | None = None, **config: Any

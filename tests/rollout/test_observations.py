@@ -14,6 +14,8 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.observations import truncate_observations
 from megarl.types import Message
 
+pytestmark = pytest.mark.alone
+
 CHAT = ChatTemplate(tiny_models.tokenizer())
 LLAMA = ChatTemplate(templates.PUBLISHED["llama"].tokenizer())  # shows results as JSON, which is longer than they are
 KIMI = ChatTemplate(templates.PUBLISHED["kimi"].tokenizer())

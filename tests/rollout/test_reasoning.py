@@ -11,6 +11,8 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.reasoning import MARKS, find_reasoning, is_open
 from megarl.types import Message
 
+pytestmark = pytest.mark.alone
+
 CHATS = {name: ChatTemplate(reasoning_tokenizer(family)) for name, family in REASONING.items()}
 THINK = MARKS[0]
 USER: Message = {"role": "user", "content": "Go on."}

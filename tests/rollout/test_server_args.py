@@ -7,6 +7,8 @@ import pytest
 
 from megarl.config import ConfigError, RolloutConfig, foreign_dataclasses, server_args
 
+pytestmark = pytest.mark.alone
+
 
 def test_fields_of_the_installed_sglang() -> None:
     assert {

@@ -23,6 +23,8 @@ from megarl.environments.ready.calculator import calculator
 from megarl.environments.tools import Tool
 from megarl.models.registry import FAMILIES
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 SEARCH = Tool(
     {
         "type": "function",

@@ -9,6 +9,8 @@ from megarl.engine.tool_calls import ParsedResponse, ToolCall, escape_text, pars
 from megarl.engine.tool_calls import build_response as judge_guarded
 from megarl.models.registry import FAMILIES
 
+pytestmark = pytest.mark.alone
+
 MARKER = "<tool_call>"
 
 

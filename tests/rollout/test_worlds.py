@@ -24,6 +24,8 @@ from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Prompt, Reward, RewardFailure, Rollouts
 from megarl.utils import exact_json
 
+pytestmark = pytest.mark.alone
+
 USER = {"role": "user", "content": "Play."}
 SPECS = ("odd_worlds:Guess", "odd_worlds:Odd", "odd_worlds:Found", "odd_worlds:Waits")
 KNOWN = load_catalog(RolloutConfig(environments=SPECS))

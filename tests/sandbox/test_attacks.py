@@ -20,7 +20,7 @@ from heavy import HEAVY  # noqa: E402
 from real_boxes import Boxes, needs_boxes  # noqa: E402
 from waiting import COMMAND, children, until, waiting, warm  # noqa: E402
 
-pytestmark = needs_boxes
+pytestmark = [needs_boxes, pytest.mark.alone]
 SECRET = "SECRET-OF-THE-TRAINER-1f00"
 QUICK = re.findall(r"^def (\w+)", attacks.QUICK + own_attacks.QUICK, re.M)
 

@@ -6,6 +6,8 @@ import pytest
 
 from megarl.sandbox.channel import encode_preamble, parse_results
 
+pytestmark = pytest.mark.alone
+
 NONCE = "ab" * 16
 
 

@@ -15,6 +15,8 @@ from megarl.sandbox.box import Sandbox
 from megarl.sandbox.results import Limits
 from megarl.sandbox.runner_client import SandboxError
 
+pytestmark = pytest.mark.alone
+
 sys.path.append(str(Path(__file__).parent))
 
 

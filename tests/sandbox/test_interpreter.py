@@ -13,7 +13,7 @@ from megarl.sandbox.results import Limits
 sys.path.append(str(Path(__file__).parent))
 from real_boxes import Boxes, needs_boxes  # noqa: E402
 
-pytestmark = needs_boxes
+pytestmark = [needs_boxes, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ sys.path.append(str(Path(__file__).parent))
 from real_boxes import Boxes, needs_boxes  # noqa: E402
 from waiting import AGED, COMMAND, there, until, waiting, warm  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

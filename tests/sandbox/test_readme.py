@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parent))
 from real_boxes import needs_boxes  # noqa: E402
+
+pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "megarl/sandbox/README.md").read_text(encoding="utf-8")

@@ -16,6 +16,8 @@ from megarl.sandbox.results import Limits, Result
 sys.path.append(str(Path(__file__).parent))
 from real_boxes import Boxes, needs_boxes  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 def refusal(sandbox, call="probe"):
     async def asked():

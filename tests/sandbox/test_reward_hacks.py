@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent))
 from hacks import HACKS  # noqa: E402
 from real_boxes import Boxes, needs_boxes  # noqa: E402
 
-pytestmark = needs_boxes
+pytestmark = [needs_boxes, pytest.mark.alone]
 INPUTS, ANSWERS = [[2, 3], [10, -4], [0, 0]], [5, 6, 0]
 HARNESS = """
 import json

@@ -10,6 +10,8 @@ import pytest
 
 from megarl.sandbox import seccomp
 
+pytestmark = pytest.mark.alone
+
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, KILL = "allow", "kill"
 

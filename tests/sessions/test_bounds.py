@@ -10,6 +10,8 @@ import pytest
 from scripted import CHAT, CONFIG, call, ids
 from serving import ASK, Numbered, Served, run
 
+pytestmark = pytest.mark.alone
+
 TOOLS = [CHAT.tools["calculator"].schema]
 
 

@@ -17,6 +17,8 @@ from megarl.engine.generation import RequestFailed
 from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused
 from megarl.rollout.session_server.server import MAX_BODY_BYTES
 
+pytestmark = pytest.mark.alone
+
 
 def test_only_the_own_key_opens_a_session() -> None:
     async def test(served: Served) -> None:

@@ -20,6 +20,8 @@ from megarl.rollout.session_server.rendering import MessageRenderer
 from megarl.rollout.session_server.requests import CompletionRequest, normalize_messages
 from megarl.types import Prompt, as_token_ids
 
+pytestmark = pytest.mark.alone
+
 TOOLS = (CHAT.tools["calculator"].schema,)
 ASK: Any = {"role": "user", "content": "What is 1+2?"}
 

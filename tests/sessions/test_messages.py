@@ -18,6 +18,8 @@ from megarl.rollout.session_server.requests import (
     parse_request,
 )
 
+pytestmark = pytest.mark.alone
+
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "x"}'}}
 USER = {"role": "user", "content": "x"}
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import CHAT, CONFIG, PROMPT, call, parse
@@ -14,6 +15,8 @@ from serving import PARAMS, Numbered
 from megarl.rollout.session_server.recording import AgentSession, SessionContext
 from megarl.rollout.session_server.rendering import MessageRenderer
 from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused
+
+pytestmark = pytest.mark.alone
 
 TOOLS = (CHAT.tools["calculator"].schema,)
 LINES = ("a", "b", " b ", call("1+2"), "so...", "<tool_call>{", call("2+1"))

@@ -12,6 +12,8 @@ from serving import ASK, Numbered, Served, run
 
 from megarl.chat_format.chat_template import ChatTemplate
 
+pytestmark = pytest.mark.alone
+
 TOOLS = [CHAT.tools["calculator"].schema]
 QWEN3 = (
     "{% set ns = namespace(last=-1) %}"

@@ -18,6 +18,8 @@ from serving import ASK, PARAMS, Numbered, Served, run, serving
 from megarl.rollout.conversation import Halted
 from megarl.types import Branch, as_token_ids
 
+pytestmark = pytest.mark.alone
+
 TOOLS = [CHAT.tools["calculator"].schema]
 FIRST = ids("<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n")
 

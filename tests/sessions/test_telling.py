@@ -24,6 +24,8 @@ from megarl.rollout.session_server.requests import CompletionRequest
 from megarl.rollout.session_server.responses import StreamedResponse
 from megarl.types import Ids, as_token_ids
 
+pytestmark = pytest.mark.alone
+
 TOOLS = [CHAT.tools["calculator"].schema]
 
 

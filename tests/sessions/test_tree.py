@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from megarl.engine.generation import Generation
@@ -10,6 +11,8 @@ from megarl.rollout.session_server.requests import extend_digest, hash_prefixes
 from megarl.rollout.session_server.responses import Choice
 from megarl.rollout.session_server.token_tree import Node, TokenTree
 from megarl.types import Message, Prompt, SamplingMask, as_token_ids
+
+pytestmark = pytest.mark.alone
 
 PROMPT = Prompt("p", ({"role": "user", "content": "x"},), as_token_ids([1, 2]))
 

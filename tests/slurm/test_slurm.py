@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.waits, pytest.mark.nightly]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Stands in for megarl.train: on its first start it waits to be asked to stop, on its second it finishes.

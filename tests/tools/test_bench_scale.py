@@ -15,6 +15,8 @@ sys.path.append(str(ROOT / "tools"))
 import bench_scale  # noqa: E402
 from bench_scale import Constants, Step, Work  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 TRUE = {
     "columns": [2e-9, 0.001],
     "micro-batches": [5e-8, 1e-9, 0.002],

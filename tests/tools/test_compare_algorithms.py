@@ -20,6 +20,8 @@ import trials  # noqa: E402
 from megarl.config import ConfigError, load_config  # noqa: E402
 from megarl.dry_run.plan import validate  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -19,6 +19,8 @@ from megarl.config import ConfigError  # noqa: E402
 from megarl.controllers.correction import check_correction  # noqa: E402
 from megarl.controllers.lookup import load_requirements  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -11,6 +11,8 @@ import pytest
 
 from megarl.data.prompt_data import read_prompts
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "environment_rows.py"
 
 

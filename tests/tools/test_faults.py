@@ -21,6 +21,8 @@ from safetensors.numpy import save_file  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 def test_there_are_thirty_rows_and_each_has_a_scenario_that_can_show_it() -> None:
     assert list(rows.ROWS) == list(range(1, 31))

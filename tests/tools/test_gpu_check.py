@@ -23,7 +23,7 @@ from gpu.rows import ROWS, chosen, reason_against  # noqa: E402
 
 from megarl.config.strict import ConfigError  # noqa: E402
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.nightly]
 ON_CPU = [name for name, row in ROWS.items() if row.cpu and (name != "compile" or which("g++"))]
 """torch.compile makes C++ of a model there."""
 

@@ -16,6 +16,8 @@ from megarl.data.sft_data import read_conversations
 from megarl.environments.ready.calculator import calculator
 from megarl.types import Prompt
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -24,6 +24,8 @@ from megarl.reshard.plan.from_config import advise_split
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
 from megarl.reshard.plan.planner import ReshardPlan
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSEEK = load_hf_config(ROOT / "configs/models/deepseek_v3.json")
 QWEN = ("--model", "qwen3-235b", "--train", "tp=4,pp=4,ep=8,world=64", "--engine", "tp=8,ep=8")

@@ -16,6 +16,8 @@ sys.path.append(str(ROOT / "tools"))
 from flow import planned  # noqa: E402
 from flow.answers import Shape, answers  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 SHAPE = Shape(64, 4, "2048-4096", 1, 4, 8)
 
 

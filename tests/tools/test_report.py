@@ -23,6 +23,8 @@ from megarl.observe.run_folder import claim_and_begin
 from megarl.observe.tracker import Tracker
 from megarl.types import Prompt, Rollout, Turn
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -17,6 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import timeline  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 def main(name: str, who: str, begin: float, end: float) -> Span:
     return Span(name, who, "main", begin, end)

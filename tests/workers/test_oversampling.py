@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
 from scripted import CHAT, CONFIG, PROMPT, Writer, parse  # noqa: E402
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i}?"},)) for i in range(60)]
 NEEDED, SAMPLES = 4, 2
 

@@ -26,7 +26,9 @@ class Watched:
     def step(self, number: int, **calls: ToolCallStats) -> dict[str, float]:
         """Take a step in which these were called."""
         before = self.talks.tool_call_stats
-        self.talks.tool_call_stats = before | {name: before.get(name, ToolCallStats()) + one for name, one in calls.items()}
+        self.talks.tool_call_stats = before | {
+            name: before.get(name, ToolCallStats()) + one for name, one in calls.items()
+        }
         self.tools.begin_step()
         self.tools.update(number)
         return self.tools.metrics

@@ -14,6 +14,8 @@ from megarl.rewards.code.scorer import LONGEST, extract_code
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from said import HOSTILE  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("answer", "code"),

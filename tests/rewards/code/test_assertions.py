@@ -16,6 +16,8 @@ from megarl.rewards.code.problems import (
     parse_test_module,
 )
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("source", "call"),
@@ -106,7 +108,11 @@ def test_humaneval_with_assertions_alone() -> None:
     assert found.tests == (CallTest(2, "equal", "inc(1)"), AssertionTest("assert helper(inc(2)) == 3"))
     assert found.names == ("inc",) and found.code_prefix == PROMPT
     assert "def helper" in found.setup and "def inc" not in found.setup and "METADATA" not in found.setup
-    assert "def helper" in found.assertion_setup and "METADATA" in found.assertion_setup and "def inc" not in found.assertion_setup
+    assert (
+        "def helper" in found.assertion_setup
+        and "METADATA" in found.assertion_setup
+        and "def inc" not in found.assertion_setup
+    )
     assert "check" not in found.assertion_setup
 
 

@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from code_attacks import ATTACKS  # noqa: E402
 from grading_boxes import KINDS, graded  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 SECRET = "Zq7-4815162342"
 HALVES = SECRET[:4], SECRET[4:]
 SHORT = Grading(seconds=1.5, total_seconds=4.0)

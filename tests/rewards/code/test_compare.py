@@ -13,6 +13,8 @@ from megarl.rewards.code.compare import is_close, is_correct, matches_json, matc
 from megarl.rewards.code.plain import Opaque
 from megarl.rewards.code.problems import CallTest
 
+pytestmark = pytest.mark.alone
+
 NAN = math.nan
 
 

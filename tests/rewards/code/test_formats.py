@@ -13,6 +13,8 @@ import pytest
 
 from megarl.rewards.code.problems import DEFAULT_IMPORTS, AssertionTest, CallTest, Problem, ProgramTest, parse_problem
 
+pytestmark = pytest.mark.alone
+
 PRINTED = (ProgramTest("1\n", "2\n"), ProgramTest("3", "4"))
 ADD = {"testtype": "functional", "input": "1\n[2]", "output": "[1, 2]"}
 ADDED = CallTest([1, 2], "json", name="add", arguments=(1, [2]))

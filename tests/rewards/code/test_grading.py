@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from grading_boxes import KINDS, QUICK, graded, run  # noqa: E402
 from plain_boxes import PlainBoxes  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 HUMANEVAL = {
     "prompt": "from typing import List\n\ndef half(x):\n    return x / 2\n\ndef mean(xs: List[float]) -> float:\n"
     '    """Mean"""\n',

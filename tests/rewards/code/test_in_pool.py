@@ -18,6 +18,8 @@ from code_attacks import ATTACKS  # noqa: E402
 from grading_boxes import run  # noqa: E402
 from said import said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 NAMES = ["megarl.rewards.code:hidden_tests", "megarl.rewards.by_source:by_source"]
 PROGRAMS = {"inputs": ["3\n", "40 2\n"], "outputs": ["3", "42"]}
 JUDGED = {"test_list": ["assert f(1) == 1", "assert abs(f(2.5) - 2.5) < 1e-9"]}

@@ -13,6 +13,8 @@ import pytest
 from megarl.rewards.code import problems
 from megarl.rewards.code.problems import read_pickled_text, unpack_tests
 
+pytestmark = pytest.mark.alone
+
 TESTS = [{"input": "1\n", "output": "é\ud800" * 100, "testtype": "stdin"}]
 
 

@@ -18,6 +18,8 @@ from megarl.rewards.code.compare import is_correct
 from megarl.rewards.code.plain import DEPTH, DecodeError, Opaque, decode, encode
 from megarl.rewards.code.problems import CallTest
 
+pytestmark = pytest.mark.alone
+
 SCALARS = (
     st.none()
     | st.booleans()

@@ -20,6 +20,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from plain_boxes import PlainBoxes  # noqa: E402
 from said import said  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 TRUTH = ["assert f(1) == 2", "assert f(2) == 3", "assert f(5) == 7"]
 TWO = "Like so:\n```python\ndef f(x):\n    return x + 1\n```"
 ALL = "```python\ndef f(x):\n    return x + 1 + (x > 4)\n```\nIt prints `2`."
