@@ -1,11 +1,12 @@
-"""Seconds of a step where generation goes on beside training, over those where each waits for the other.
+"""Step time of asynchronous generation relative to synchronous generation.
 
     .venv/bin/python tools/bench_async.py FOLDER [--epochs 2] [--steps 8] [--rounds 2] [section.key=value ...]
 
-GRPO with the actor on a rank and the engine on another, a core each, both real: the quickstart's model and prompts, as
-tools/make_quickstart.py leaves them in the folder. Both kinds in turn, in as many rounds; of each run the median of its
-steps but the first two. At best the shorter phase costs nothing: `--epochs` sets how long training takes. Overrides
-are for both kinds. Beside it, what the asynchronous run says of lag and of the engine's empty slots.
+Runs GRPO with the actor on one rank and the engine on another, one core each, both real: the quickstart's model and
+prompts, as tools/make_quickstart.py writes them to the folder. Each round runs every kind once; a run's time is the
+median over its steps, without the first two. At best the shorter phase costs nothing: `--epochs` sets how long training
+takes. Overrides apply to all kinds. The table also shows staleness and the engine's idle slots in the asynchronous
+runs.
 """
 
 from __future__ import annotations
@@ -54,27 +55,27 @@ def settings(options: argparse.Namespace) -> list[str]:
 
 
 def timed(options: argparse.Namespace, kind: str, host: str) -> dict[str, float]:
-    """Median seconds of a run's steps by phase, and means of its figures."""
+    """Return a run's median step seconds by phase, and the means of its metrics."""
     with tempfile.TemporaryDirectory() as run_dir:
         command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "configs/quickstart.yaml"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", HOST_VARIABLE: host}
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, *settings(options), *KINDS[kind], f"run.dir={run_dir}"],
             cwd=ROOT,
             env=environment,
             capture_output=True,
             text=True,
         )
-        if done.returncode:
-            raise SystemExit(f"the {kind} run has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        if process.returncode:
+            raise SystemExit(f"the {kind} run has failed:\n{process.stdout[-2000:]}{process.stderr[-2000:]}")
         rows = [row for row in read_metrics(run_dir).values() if "time/step" in row][WARM:]
-    found = {"step": statistics.median(row["time/step"] for row in rows)}
-    found["generate"] = statistics.median(row["time/generate"] for row in rows)
-    found["train"] = statistics.median(sum(row[f"time/{name}"] for name in TRAINING) for row in rows)
+    result = {"step": statistics.median(row["time/step"] for row in rows)}
+    result["generate"] = statistics.median(row["time/generate"] for row in rows)
+    result["train"] = statistics.median(sum(row[f"time/{name}"] for name in TRAINING) for row in rows)
     for name in ("lag_mean", "age_mean", "idle_frac", "logprob_diff_p95", "logprob_diff_p95_stale"):
         values = [row[f"rollout/{name}"] for row in rows if f"rollout/{name}" in row]
-        found[name] = statistics.fmean(values) if values else float("nan")
-    return found
+        result[name] = statistics.fmean(values) if values else float("nan")
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = list(rounds[0]["synchronous"])
     print(f"{'':24}" + "".join(f"{name.removeprefix('logprob_'):>16}" for name in (*names, "times as fast")))
     for kind in KINDS:
-        values = [statistics.fmean(one[kind][name] for one in rounds) for name in names]
-        ratio = statistics.median(one["synchronous"]["step"] / one[kind]["step"] for one in rounds)
+        values = [statistics.fmean(results[kind][name] for results in rounds) for name in names]
+        ratio = statistics.median(results["synchronous"]["step"] / results[kind]["step"] for results in rounds)
         print(f"{kind:24}" + "".join(f"{value:16.3g}" for value in (*values, ratio)))
     return 0
 

@@ -1,17 +1,17 @@
-"""What a step costs on the host outside of model, optimizer and engine: seconds by part, bytes sent, memory.
+"""Host cost of a step outside of model, optimizer and engine: seconds by part, bytes sent, memory.
 
     .venv/bin/python tools/bench_flow.py [--ranks 2 4 8] [--sequences 512] [--lengths 2048-8192] [--turns 1]
         [--controller ppo] [--routing LAYERS TOPK] [--against fb96440]
 
-Real controllers, batches, workers, packing, deliveries and rollout log, on processes of this machine; the engines'
-answers are random arrays and the models are played (`flow/ranks.py`). For each number of ranks the same batch, in steps
-at a quarter of it, half of it and all of it: seconds are medians over the repeats, of the slowest rank, waits for
-others among them; those of a processor, on the rank where they are most, do not depend on how many processors there
-are. `from a line`: how far the three sizes are from what is linear in their tokens. `sent` is what a rank writes to
-sockets and to memory shared with others in a step, without the log; `memory` what all ranks together hold at most (sum
-of PSS) above what they had before there were rollouts.
+Controllers, batches, workers, packing, row exchange and rollout log are real and run as processes on this machine; the
+engines' answers are random arrays, and the models are mocked (`flow/ranks.py`). Every number of ranks gets the same
+batch, in steps with a quarter of it, half of it and all of it. Seconds are medians over the repeats, of the slowest
+rank, including its waits for others. CPU seconds are those of the rank that has the most; they do not depend on the
+number of cores. `from a line`: deviation of the three sizes from a cost linear in tokens. `sent`: bytes that a rank
+writes to sockets and to shared memory in a step, without the log. `memory`: peak over all ranks (sum of PSS), above the
+level before the rollouts.
 
---against checks out another revision into a folder of its own and lets it do the same after this one.
+--against checks out another revision into a temporary folder and measures it, too.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from megarl.config.strict import ConfigError
 
 PLAYED = "model"
 EVERY_S = 0.03
-"""Seconds between two looks at the memory while it is watched."""
+"""Seconds between samples of the memory."""
 
 
 class Watch:
-    """Bytes of all ranks together, by what the ranks say that they are doing."""
+    """Samples the memory of all ranks, by the phase that the ranks report."""
 
     def __init__(self) -> None:
         self._label, self.found = Path(), {}  # type: ignore[var-annotated]
         self._over = threading.Event()
 
     def look_into(self, folder: Path) -> None:
-        """For what the ranks say."""
+        """Set the folder where the ranks report their phase."""
         self._label = folder / "label"
 
     def __call__(self, pids: Sequence[int]) -> None:
@@ -63,50 +63,50 @@ class Watch:
         while not self._over.wait(EVERY_S):
             label = self._label.read_text() if self._label.exists() else ""
             if label:
-                held = sum(map(pss, pids))
-                self.found.setdefault(label, []).append(held)
+                total = sum(map(pss, pids))
+                self.found.setdefault(label, []).append(total)
 
     def result(self) -> dict[str, int]:
-        """Bytes of the rollouts, at most in a step, and while they are recorded with the batch still there, above what
-        there was before; 0 for what was over before it was looked at."""
+        """Return peak bytes above the baseline: of the rollouts, of a step, and of recording while the batch is alive;
+        0 for a phase too short to sample."""
         self._over.set()
         before = min(self.found["baseline"])
-        most = {label: max(held) - before for label, held in self.found.items()}
-        return {label: most.get(label, 0) for label in ("rollouts", "step", "log")}
+        peaks = {label: max(samples) - before for label, samples in self.found.items()}
+        return {label: peaks.get(label, 0) for label in ("rollouts", "step", "log")}
 
 
 def pss(pid: int) -> int:
-    """Bytes of a process, its share of those that it has in common with others."""
+    """Return the proportional set size of a process in bytes."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return 0
     return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:"))
 
 
 def ranks_of(order: dict[str, Any], root: Path = ROOT, watch: Watch | None = None) -> list[dict[str, Any]]:
-    """What each rank found. Without `watch` nobody looks at their memory from outside."""
+    """Run the ranks and return each rank's result. Without `watch`, memory is not sampled."""
     with tempfile.TemporaryDirectory(prefix="bench_flow_") as folder:
         if watch is not None:
             watch.look_into(Path(folder))
         script = str(Path(__file__).with_name("flow_rank.py"))
-        found: list[dict[str, Any]] = run(
+        results: list[dict[str, Any]] = run(
             [script, json.dumps({**order, "folder": folder})], order["ranks"], 7200.0, root, watch
         )
-        return found
+        return results
 
 
 def measured(order: dict[str, Any], root: Path) -> dict[str, Any]:
-    """Figures of a revision at some number of ranks."""
+    """Measure a revision at one number of ranks."""
     watch = Watch()
     by_rank = ranks_of(order, root, watch)
     memory = watch.result()
-    found = figures(by_rank, memory)
-    return found if order["before"] else found | {"beside": planned.beside(order, by_rank)}
+    summary = figures(by_rank, memory)
+    return summary if order["before"] else summary | {"beside": planned.beside(order, by_rank)}
 
 
 def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[str, Any]:
-    """Of what each rank found: by size, medians of the repeats, those of the slowest rank, and of bytes the most."""
+    """Aggregate the ranks' results by size: medians over the repeats, of the slowest rank, and the most bytes."""
     found: dict[str, Any] = {"memory": memory}
     for size in SIZES:
         steps = [rank[size] for rank in by_rank]
@@ -125,18 +125,18 @@ def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[s
 
 
 def medians(repeats: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Seconds by part, without what is played."""
+    """Return median seconds by part, without the mocked part."""
     names = sorted({name for step in repeats for name in step} - {PLAYED})
     return {name: statistics.median(step.get(name, 0.0) for step in repeats) for name in names}
 
 
 @contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
-    """A folder with another revision of this repository, which goes again."""
+    """Check out another revision of this repository into a temporary folder."""
     folder = Path(tempfile.mkdtemp(prefix="bench_flow_")) / "before"
-    made = git("worktree", "add", "--detach", str(folder), revision)
-    if made.returncode:
-        raise ConfigError(f"--against {revision}: {made.stderr.strip().splitlines()[-1]}")
+    process = git("worktree", "add", "--detach", str(folder), revision)
+    if process.returncode:
+        raise ConfigError(f"--against {revision}: {process.stderr.strip().splitlines()[-1]}")
     try:
         yield folder
     finally:
@@ -151,41 +151,49 @@ def git(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def table_of(found: dict[str, dict[int, Any]]) -> Table:
-    """Columns: a revision at some number of ranks. Rows: seconds by part, and what else there is."""
-    columns = [(name, world, figures) for name, by_world in found.items() for world, figures in by_world.items()]
+    """Build a table: one column per revision and number of ranks, one row per part and metric."""
+    columns = [
+        (name, world, results_by_size)
+        for name, by_world in found.items()
+        for world, results_by_size in by_world.items()
+    ]
     table = Table("", *(f"{name}\n{world} ranks" for name, world, _ in columns), box=box.SIMPLE)
-    whole = [figures["full"] for _, _, figures in columns]
-    for part in sorted({part for one in whole for part in one["parts"]}):
-        table.add_row(f"{part}, s", *(f"{one['parts'].get(part, 0.0):.3f}" for one in whole))
+    whole = [results_by_size["full"] for _, _, results_by_size in columns]
+    for part in sorted({part for result in whole for part in result["parts"]}):
+        table.add_row(f"{part}, s", *(f"{result['parts'].get(part, 0.0):.3f}" for result in whole))
     table.add_section()
-    table.add_row("host seconds of a step, slowest rank", *(f"{one['seconds']:.2f}" for one in whole), style="bold")
-    table.add_row("of a processor, most of a rank", *(f"{one['busy']:.2f}" for one in whole))
-    table.add_row("tokens/s", *(f"{one['tokens'] / one['seconds']:,.0f}" for one in whole))
-    table.add_row("a token's over a quarter's", *(f"{growth(figures):.2f}" for _, _, figures in columns))
+    table.add_row(
+        "host seconds of a step, slowest rank", *(f"{result['seconds']:.2f}" for result in whole), style="bold"
+    )
+    table.add_row("of a processor, most of a rank", *(f"{result['busy']:.2f}" for result in whole))
+    table.add_row("tokens/s", *(f"{result['tokens'] / result['seconds']:,.0f}" for result in whole))
+    table.add_row(
+        "a token's over a quarter's", *(f"{growth(results_by_size):.2f}" for _, _, results_by_size in columns)
+    )
     for kind in ("seconds", "busy"):
-        lines = [line_of(figures, kind) for _, _, figures in columns]
-        what = "of a processor" if kind == "busy" else "of the slowest rank"
-        table.add_row(f"{what}, ms a million tokens", *(f"{1e9 * slope:.0f}" for slope, _, _ in lines))
+        lines = [line_of(results_by_size, kind) for _, _, results_by_size in columns]
+        label = "of a processor" if kind == "busy" else "of the slowest rank"
+        table.add_row(f"{label}, ms a million tokens", *(f"{1e9 * slope:.0f}" for slope, _, _ in lines))
         table.add_row("  ms of none", *(f"{1e3 * start:.0f}" for _, start, _ in lines))
         table.add_row("  from a line", *(f"{off:.1%}" for _, _, off in lines))
-    table.add_row("sent, most of a rank, MB", *(f"{one['sent'] / 1e6:.1f}" for one in whole))
-    table.add_row("sent by all ranks, MB", *(f"{one['sent_by_all'] / 1e6:.1f}" for one in whole))
-    table.add_row("memory: rollouts, MB", *(f"{one['memory']['rollouts'] / 1e6:.0f}" for _, _, one in columns))
-    table.add_row("memory: most in a step, MB", *(f"{one['memory']['step'] / 1e6:.0f}" for _, _, one in columns))
-    table.add_row("memory: recording it, MB", *(f"{one['memory']['log'] / 1e6:.0f}" for _, _, one in columns))
+    table.add_row("sent, most of a rank, MB", *(f"{result['sent'] / 1e6:.1f}" for result in whole))
+    table.add_row("sent by all ranks, MB", *(f"{result['sent_by_all'] / 1e6:.1f}" for result in whole))
+    table.add_row("memory: rollouts, MB", *(f"{result['memory']['rollouts'] / 1e6:.0f}" for _, _, result in columns))
+    table.add_row("memory: most in a step, MB", *(f"{result['memory']['step'] / 1e6:.0f}" for _, _, result in columns))
+    table.add_row("memory: recording it, MB", *(f"{result['memory']['log'] / 1e6:.0f}" for _, _, result in columns))
     return table
 
 
 def growth(figures: dict[str, Any]) -> float:
-    """A processor's seconds for a token of all sequences over those of a quarter of them: 1 where cost grows as the
-    tokens do, below that where some of it does not grow."""
+    """Return CPU seconds per token at full size over those at quarter size: 1 if cost is proportional to tokens, less
+    if a part of it is fixed."""
     few, full = figures["quarter"], figures["full"]
     return float(full["busy"] / full["tokens"] / (few["busy"] / few["tokens"]))
 
 
 def line_of(figures: dict[str, Any], kind: str) -> tuple[float, float, float]:
-    """Seconds a token and seconds of no token, by least squares over the sizes, and how far the one that fits worst is
-    from there, as a share of it."""
+    """Fit seconds linearly to tokens by least squares. Return seconds per token, fixed seconds, and the largest
+    deviation relative to the largest value."""
     tokens = np.array([figures[size]["tokens"] for size in SIZES], float)
     seconds = np.array([figures[size][kind] for size in SIZES], float)
     slope, start = np.polyfit(tokens, seconds, 1)
@@ -193,7 +201,7 @@ def line_of(figures: dict[str, Any], kind: str) -> tuple[float, float, float]:
 
 
 def different(one: dict[str, float], other: dict[str, float]) -> list[str]:
-    """Metrics that two revisions have in common and say differently, beyond rounding; none of time."""
+    """Return the metrics that two revisions share and that differ beyond rounding, without metrics of time."""
     common = sorted(name for name in one.keys() & other.keys() if not name.startswith(("time/", "perf/")))
     return [name for name in common if abs(one[name] - other[name]) > 1e-4 * max(1.0, abs(one[name]))]
 
@@ -244,7 +252,7 @@ def main() -> int:
         )
 
     orders = {world: order(world, False) for world in chosen.ranks}
-    if chosen.planned:  # what is freed goes back at once, so that it is not counted with what is held
+    if chosen.planned:  # return freed memory to the system at once, so that it is not counted
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
     check_writable_file(chosen.json, "--json")
     if chosen.against and git("rev-parse", "--verify", f"{chosen.against}^{{commit}}").returncode:

@@ -1,8 +1,9 @@
-"""How fast the reshard's kernels are on a GPU, beside torch's copy of the same bytes in the same run.
+"""Speed of the reshard's kernels on a GPU, relative to torch's copy of the same bytes in the same run.
 
     .venv/bin/python tools/bench_kernels.py [--gib 2] [--repeats 20] [--json]
 
-Ratios of bytes moved (read and written) per second to those of a copy; needs an NVIDIA GPU, and exits with 2 without.
+Prints ratios of bytes moved (read and written) per second to those of a copy. Needs an NVIDIA GPU, and exits with 2
+without one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megarl.config.command_line import Parser, float_in_range, int_in_range, run
 from megarl.models.fp8 import BLOCK, grid_shape
 from megarl.reshard.run.copies import BlockScales, Box, pack, pack_fp8, unpack
 
-ROWS, COLUMNS = 7168, 2048  # DeepSeek-V3's w2 of one expert
+ROWS, COLUMNS = 7168, 2048  # w2 of one expert of DeepSeek-V3
 GOALS = {
     "contiguous pack": 0.9,
     "contiguous unpack": None,
@@ -32,11 +33,12 @@ GOALS = {
     "BF16 to FP8, scales given": None,
     "BF16 to FP8, boxes across blocks": None,
 }
-"""What is measured, and of some the ratio to reach on an H200."""
+"""Cases, and for some of them the ratio to reach on an H200."""
 
 
 def seconds(work: Callable[[], Any], repeats: int) -> float:
-    """Of one call, the median of five times `repeats` calls in a row, so that the host is ahead of the device."""
+    """Return the seconds of a call: the median of five times `repeats` calls in a row, so that the host is ahead of the
+    device."""
     work()
     found = []
     for _ in range(5):
@@ -51,7 +53,7 @@ def seconds(work: Callable[[], Any], repeats: int) -> float:
 
 
 def strips(matrices: list[torch.Tensor], width: int) -> list[Box]:
-    """All columns of some matrices in boxes of so many, one behind another in the buffer."""
+    """Return boxes of all columns and a fixed number of rows of some matrices, one behind another in the buffer."""
     boxes: list[Box] = []
     for matrix in matrices:
         for strip in matrix.split(width, dim=1):
@@ -60,7 +62,7 @@ def strips(matrices: list[torch.Tensor], width: int) -> list[Box]:
 
 
 def measure(gib: float, repeats: int) -> dict[str, float]:
-    """Bytes per second by name; "copy" is torch's."""
+    """Return bytes per second by case; "copy" is torch's."""
     count = max(1, int(gib * 2**30) // (ROWS * COLUMNS * 2))
     whole = torch.randn(count, ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16)
     matrices = list(whole)
@@ -73,7 +75,7 @@ def measure(gib: float, repeats: int) -> dict[str, float]:
     found["contiguous pack"] = 2 * bytes_ / seconds(partial(pack, boxes, buffer), repeats)
     found["contiguous unpack"] = 2 * bytes_ / seconds(partial(unpack, buffer, boxes), repeats)
     for width in (128, 256):
-        # Every eighth strip only: neighbours would find each other's bytes in the cache.
+        # Use every eighth strip: neighbours would find each other's bytes in the cache.
         cut = [box for number, box in enumerate(strips(matrices, width // 2)) if number % 8 == 0]
         cut = [(view, number * ROWS * width) for number, (view, _) in enumerate(cut)]
         moved = 2 * len(cut) * ROWS * width

@@ -1,10 +1,10 @@
-"""What it costs to hand tensors and values from rank to rank, beside what it could cost at best.
+"""Cost of sending tensors and values between ranks, relative to the best possible.
 
     .venv/bin/python tools/bench_messages.py [--mb 1 16 256 1024] [--ranks 4] [--repeats 5]
 
-First a message between two processes of this machine: `Post.deliver` until the reader has read every byte, against a
-plain copy in one process into new memory that is then read, and against gloo. Then a gather of values that few of the
-ranks have something to say in, `ranks.all_gather_objects` against torch's own, which pads all to the largest.
+First a message between two processes of this machine: `RowExchange.deliver` until the reader has read every byte,
+against a plain copy in one process into new memory that is then read, and against gloo. Then a gather of values to
+which only few ranks contribute: `ranks.all_gather_objects` against torch's own, which pads all to the largest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARES = (("1 of 100 bytes each", 0, 100), ("one rank 8 MB", 1, 8 << 20), ("two 
 
 
 def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way that `size` bytes take from rank 0 to rank 1; on rank 0."""
+    """Return the seconds of each method to move `size` bytes from rank 0 to rank 1; on rank 0."""
     rank, found = dist.get_rank(), {"plain": [], "post": [], "gloo": []}  # type: ignore[var-annotated]
     source = torch.arange(size // 8)
     kinds = {"x": (torch.int64, ())}
@@ -41,7 +41,7 @@ def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float
     lengths, homes, wants = torch.tensor([size // 8]), torch.tensor([0]), [[], [0]]
 
     def plain() -> torch.Tensor:
-        # Not torch.empty, for which malloc hands out pages again that were touched before.
+        # Not torch.empty: malloc would return pages that have already been touched.
         new = torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON), dtype=source.dtype)
         return new.copy_(source)
 
@@ -63,7 +63,7 @@ def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float
             begun = time.monotonic()
             if name != "plain" or rank == 0:
                 got = way()
-                read = int(got.sum())  # everything is touched where it is needed
+                read = int(got.sum())  # touch every byte where it is needed
                 ended = time.monotonic()
                 assert not len(got) or read == size // 8 * (size // 8 - 1) // 2
                 del got
@@ -75,7 +75,7 @@ def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float
 
 
 def gathers(repeats: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each way, for each of SHARES."""
+    """Return the median milliseconds of each method, for each of SHARES."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def torchs(value: bytes) -> list[bytes]:
@@ -99,7 +99,7 @@ def gathers(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def measure(sizes: list[int], repeats: int) -> None:
-    """As one of the ranks."""
+    """Run as one of the ranks."""
     torch.set_num_threads(1)
     world = int(os.environ["WORLD_SIZE"])
     ranks.initialize(ParallelConfig(world_size=world))

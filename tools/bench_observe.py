@@ -1,12 +1,12 @@
-"""What trackers and the profiler's ranges cost a step: steps with them over steps without, in turn in one run.
+"""Cost of trackers and profiler ranges: step time with them relative to without, interleaved in one run.
 
     .venv/bin/python tools/bench_observe.py FOLDER [--trackers tensorboard,mlflow] [--blocks 8] [--steps 6]
 
-SFT of the quickstart's model on one rank, of what tools/make_quickstart.py leaves in the folder. Steps come in blocks:
-with nothing, with trackers (figures and a table of four rows a step), with ranges (as while a profiler is at work), and
-again. Of each kind the median seconds of its steps but the first of each block, which pays for what the block before
-has left in the background; with nothing twice, so that it is seen what two equal ones differ by: on a machine that
-others use, only CPU time says something, that of all threads of the process.
+Runs SFT of the quickstart's model on one rank, with the data that tools/make_quickstart.py writes to the folder. Steps
+come in blocks: with nothing, with trackers (metrics and a table of four rows per step), with ranges (as while a
+profiler runs), and again. The result of each kind is the median over its steps, without the first of each block, which
+pays for the background work of the previous block. The kind with nothing is measured twice, to show the noise: on a
+shared machine, only the CPU time of all threads of the process is meaningful.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROW = ("What is 3 * (4 + 5)?" * 4, "<tool_call> 3 * (4 + 5) </tool_call> 27" * 4
 
 
 class InTurn(Tracker):
-    """Gives trackers the steps of their blocks alone. metrics.jsonl has all of them."""
+    """Passes steps to the trackers only in their own blocks; metrics.jsonl has all steps."""
 
     block = 6
     clock: Clock | None = None
@@ -54,9 +54,9 @@ class InTurn(Tracker):
 
 
 def run(settings: Sequence[str]) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of each step of the run, and CPU seconds of all threads of its process; those of one have what writing
-    the figures of the one before took."""
-    from megarl.flow import HybridFlow  # imports Megatron, which patches torch for good
+    """Return the seconds of each step of the run, and the CPU seconds of all threads of its process; those of a step
+    include writing the previous step's metrics."""
+    from megarl.flow import HybridFlow  # imports Megatron, which patches torch permanently
 
     seconds: dict[int, float] = {}
     busy: dict[int, float] = {}
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--trackers: {', '.join(sorted(unknown))} is none of {', '.join(TRACKERS)}")
     check_trackers(names)
     InTurn.block = options.steps
-    warm = len(KINDS) * options.steps  # trackers are opened in it, which takes seconds
+    warm = len(KINDS) * options.steps  # warm-up: opening trackers takes seconds
     steps = warm + options.blocks * warm
     with tempfile.TemporaryDirectory() as run_dir:
         one = {name: 1 for name in ("world_size", "ranks_per_node", "tp", "ep")}
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def timed(seconds: Mapping[int, float], kind: str, warm: int) -> float:
-    """Of the steps of these blocks, but the first of each."""
+    """Return the times of the steps of these blocks, without the first of each."""
     mine = [
         took
         for step, took in seconds.items()

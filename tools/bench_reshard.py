@@ -1,13 +1,13 @@
-"""Three ways of bringing a small MoE's weights from a trainer's ranks to engines' shards, side by side in one run:
+"""Three ways to bring a small MoE's weights from a trainer's ranks to engines' shards, side by side in one run:
 
   reshard   MegaRL's: each rank sends what others need and lack, see megarl/reshard
-  gather    every rank gathers all full tensors and cuts its own shards out of them, as most frameworks do
-  megatron  megatron.core.resharding, which brings weights into another Megatron layout; see `Megatron` below
+  gather    every rank gathers all full tensors and slices its own shards out of them, as most frameworks do
+  megatron  megatron.core.resharding, which moves weights into another Megatron layout; see `Megatron` below
 
   .venv/bin/python tools/bench_reshard.py [--ranks 4 8] [--nodes 1|2] [--repeats 5] [--hidden 512] [--json FILE]
 
-All ranks are processes of this machine and talk by gloo. With --nodes 2 they are two network namespaces with a wire of
---gbit between them (needs root and iproute2). Seconds are the median over repeats, of the slowest rank.
+All ranks are processes of this machine and communicate by gloo. With --nodes 2 they run in two network namespaces with
+a link of --gbit between them (needs root and iproute2). Seconds are the median over repeats, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megarl.reshard.run.executor import Executor
 Tensors = dict[str, torch.Tensor]
 TIMEOUT_S = 90.0
 LAYOUTS = {2: (2, 1, 2, 2), 4: (2, 2, 2, 4), 8: (2, 2, 4, 4)}
-"""By ranks: tp, pp, ep of the trainer, tp of an engine (and its ep)."""
+"""Layouts by number of ranks: tp, pp, ep of the trainer, tp of an engine (and its ep)."""
 
 
 def model(hidden: int) -> dict[str, Any]:
-    """A Qwen3-MoE: of 8 layers and 16 experts, 60 M parameters with a hidden size of 512."""
+    """Return the config of a Qwen3-MoE with 8 layers and 16 experts; 60 M parameters with a hidden size of 512."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "vocab_size": 16384,  # no padding in any layout: Megatron refuses to reshard between different paddings
@@ -63,7 +63,7 @@ def model(hidden: int) -> dict[str, Any]:
 
 
 class Case:
-    """This rank's shards on the trainer's side, and room for those of its engine."""
+    """This rank's shards in the trainer, and buffers for those of its engine."""
 
     def __init__(self, hf: dict[str, Any], nodes: int) -> None:
         world = int(os.environ["WORLD_SIZE"])
@@ -86,7 +86,7 @@ class Case:
         self.held = {name: torch.zeros(shape) for name, shape in shapes.items()}
 
     def shard(self, param: Param, layout: TrainLayout, rank: int) -> torch.Tensor:
-        """What a rank of Megatron's layout holds of a parameter."""
+        """Return the shard of a parameter that a rank of Megatron's layout holds."""
         expert = param.expert is not None
         dim, slices = split_with(param, param.sharding, layout.num_shards(expert), layout.shard_index(rank, expert))
         shape = list(param.hf[0].shape)
@@ -94,7 +94,7 @@ class Case:
         return self.fill(torch.zeros(shape), param, layout.slices_of_rank(rank, param))
 
     def fill(self, target: torch.Tensor, param: Param, intervals: list[ShardSlice]) -> torch.Tensor:
-        """Write the right values: those of the full tensor, which any rank can compute."""
+        """Write the expected values: those of the full tensor, which any rank can compute."""
         for source, dim, start, stop, offset in intervals:
             name, shape = param.hf[source]
             full = torch.rand(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
@@ -102,7 +102,7 @@ class Case:
         return target
 
     def wrong(self) -> list[str]:
-        """The tensors of the engine that have other values than they should."""
+        """Return the engine's tensors with wrong values."""
         expected = {name: torch.zeros_like(tensor) for name, tensor in self.held.items()}
         position = self.rank % self.engine.tp
         for param in self.params:
@@ -120,7 +120,7 @@ class Reshard:
         plan = ReshardPlan(case.hf, case.train, case.engine, case.here, bucket_bytes=64 << 20, wire="fp32")
         allocate = lambda size: torch.empty(size, dtype=torch.uint8)  # noqa: E731
         self.executor = Executor(plan, case.rank, period=1 << 30, allocate=allocate)
-        self.executor.num_syncs = 1  # the others verify nothing either
+        self.executor.num_syncs = 1  # do not verify; the other methods do not either
 
     def __call__(self) -> None:
         self.executor.sync(self.case.local, self.write, version=1)
@@ -160,8 +160,8 @@ class Gather:
 
 
 class Megatron:
-    """Its planner and its copy service for gloo, on modules with the parameters of the two layouts by Megatron's names
-    and attributes. The target has Megatron's layout, for it knows no other."""
+    """Megatron's planner and its copy service for gloo, on modules with the parameters of the two layouts under
+    Megatron's names and attributes. The target has a Megatron layout, since Megatron supports no other."""
 
     def __init__(self, case: Case) -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -190,7 +190,7 @@ class Megatron:
             parameter.zero_()
 
         class Service(GlooCopyService):  # type: ignore[misc]
-            def __init__(self) -> None:  # the original makes a CUDA stream
+            def __init__(self) -> None:  # the original creates a CUDA stream
                 self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
                 self.gloo_pg = ranks.host_group()
                 self.send_ops: list[Any] = []
@@ -200,11 +200,11 @@ class Megatron:
         self.service, self.swap = Service(), swap_model_weights
 
     def wrong(self) -> list[str]:
-        """The parameters of the target that have other values than they should."""
+        """Return the target's parameters with wrong values."""
         return [name for name, tensor in self.target.named_parameters() if not torch.equal(tensor, self.expected[name])]
 
     def module(self, case: Case, layout: TrainLayout, rank: int, groups: Any) -> tuple[torch.nn.Module, Tensors]:
-        """A module with the right values, and a copy of these by name."""
+        """Build a module with the expected values. Return it with a copy of them by name."""
         root, values = torch.nn.Module(), {}
         experts_here = case.experts // layout.ep
         layers = layout.stages[rank // layout.stage_ranks]
@@ -215,7 +215,7 @@ class Megatron:
             parts = param.megatron.split(".")
             if parts[:2] == ["decoder", "layers"]:
                 parts[2] = str(layers.index(int(parts[2])))
-            if param.expert is not None:  # as of Transformer Engine's grouped MLP: the only names it knows experts by
+            if param.expert is not None:  # as in Transformer Engine's grouped MLP: the only expert names that it knows
                 parts.pop(parts.index("experts") + 1)
                 parts[-1] += str(param.expert % experts_here)
             node = root
@@ -255,24 +255,26 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     case = Case(model(options.hidden), options.nodes)
     begin = time.perf_counter()
-    way = WAYS[options.way](case)
+    method = WAYS[options.way](case)
     result: dict[str, Any] = {"prepare_s": time.perf_counter() - begin, "seconds": []}
     for turn in range(options.repeats + 1):
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of memory starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark of memory
         before_memory, before_bytes = _memory("VmRSS"), _received(options.interface)
         dist.barrier(group=ranks.host_group())
         begin = time.perf_counter()
-        way()
+        method()
         seconds = time.perf_counter() - begin
-        seen = ranks.all_gather_objects((seconds, _memory("VmHWM") - before_memory))
+        rank_results = ranks.all_gather_objects((seconds, _memory("VmHWM") - before_memory))
         wire = ranks.all_gather_objects(_received(options.interface) - before_bytes)
         if turn == 0:
-            result["first_s"] = max(row[0] for row in seen)  # with planning where it is done then, and connections
-            wrong = [name for names in ranks.all_gather_objects(way.wrong()) for name in names]
+            result["first_s"] = max(
+                row[0] for row in rank_results
+            )  # includes connecting, and planning if that happens on the first call
+            wrong = [name for names in ranks.all_gather_objects(method.wrong()) for name in names]
             result["wrong"] = f"{len(wrong)} tensors have wrong values, such as {wrong[0]}" if wrong else ""
             continue
-        result["seconds"].append(max(row[0] for row in seen))
-        result["peak_mib"] = max(row[1] for row in seen) / 2**20
+        result["seconds"].append(max(row[0] for row in rank_results))
+        result["peak_mib"] = max(row[1] for row in rank_results) / 2**20
         result["wire_mib"] = sum(wire[:: case.here]) / 2**20 if options.nodes > 1 else wire[0] / 2**20
     result["model_mib"] = sum(param.size for param in case.params) * 4 / 2**20
     print("RESULT " + json.dumps(result), flush=True)
@@ -284,7 +286,7 @@ def _memory(field: str) -> int:
 
 
 def _received(interface: str) -> int:
-    """Bytes that have come in by a network interface, protocol and acknowledgements included."""
+    """Return the bytes received by a network interface, protocol and acknowledgements included."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == interface:
@@ -293,19 +295,19 @@ def _received(interface: str) -> int:
 
 
 def start(world: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run all ranks one way; what rank 0 found, or {"problem": text}."""
-    here = world // options.nodes
+    """Run all ranks with one method. Return rank 0's result, or {"problem": text}."""
+    ranks_per_node = world // options.nodes
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = "127.0.0.1" if options.nodes == 1 else "10.77.0.1"
     processes: list[subprocess.Popen[str]] = []
-    words = [tempfile.TemporaryFile("w+") for _ in range(world)]
+    output_files = [tempfile.TemporaryFile("w+") for _ in range(world)]
     for rank in range(world):
-        node = rank // here
+        node = rank // ranks_per_node
         interface = "lo" if options.nodes == 1 else f"megarl{node}"
         prefix = [] if options.nodes == 1 else ["ip", "netns", "exec", f"megarl{node}"]
-        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank % here), WORLD_SIZE=str(world))
+        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank % ranks_per_node), WORLD_SIZE=str(world))
         environment.update(MASTER_ADDR=address, MASTER_PORT=str(port), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
         environment.update(GLOO_SOCKET_IFNAME=interface)
         arguments = [
@@ -320,7 +322,7 @@ def start(world: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
         ]
         command = [*prefix, sys.executable, __file__, "--interface", interface, *arguments]
         processes.append(
-            subprocess.Popen(command, env=environment, stdout=words[rank], stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(command, env=environment, stdout=output_files[rank], stderr=subprocess.STDOUT, text=True)
         )
     deadline = time.monotonic() + 4 * TIMEOUT_S
     for process in processes:
@@ -328,24 +330,25 @@ def start(world: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
             process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-    told = []
-    for file in words:
+    outputs = []
+    for file in output_files:
         file.seek(0)
-        told.append(file.read().strip().splitlines())
-    found = [line for line in told[0] if line.startswith("RESULT ")]
-    if found:
-        return dict(json.loads(found[-1].removeprefix("RESULT ")))
-    failed = [lines[-1] for lines, process in zip(told, processes, strict=True) if process.returncode and lines]
+        outputs.append(file.read().strip().splitlines())
+    results = [line for line in outputs[0] if line.startswith("RESULT ")]
+    if results:
+        return dict(json.loads(results[-1].removeprefix("RESULT ")))
+    failed = [lines[-1] for lines, process in zip(outputs, processes, strict=True) if process.returncode and lines]
     return {"problem": failed[0][:150] if failed else f"not done after {4 * TIMEOUT_S:g} s"}
 
 
 def network(gbit: float) -> Callable[[], None]:
-    """Two namespaces with a wire of `gbit` Gbit/s between them; returns what removes them. Raises ConfigError."""
+    """Create two network namespaces with a link of `gbit` Gbit/s between them. Return a function that removes them.
+    Raises ConfigError."""
 
     def command(line: str, check: bool = True) -> None:
-        done = subprocess.run(line.split(), capture_output=True, text=True)
-        if check and done.returncode:
-            raise ConfigError(f"--nodes 2 needs root, iproute2 and a kernel with tbf: {line}: {done.stderr.strip()}")
+        process = subprocess.run(line.split(), capture_output=True, text=True)
+        if check and process.returncode:
+            raise ConfigError(f"--nodes 2 needs root, iproute2 and a kernel with tbf: {line}: {process.stderr.strip()}")
 
     def remove() -> None:
         for node in (0, 1):
@@ -377,14 +380,14 @@ def show(world: int, found: dict[str, Any], options: argparse.Namespace) -> None
         + ("bytes over loopback" if options.nodes == 1 else "bytes between the nodes")
     )
     print(f"  {'':10}{'seconds':>9}{'ratio':>8}{'wire MiB':>10}{'peak MiB':>10}{'prepare s':>11}{'first s':>9}")
-    ours = found["reshard"]
-    for name, way in found.items():
-        if "problem" in way:
-            print(f"  {name:10}does not run: {way['problem']}")
+    reshard = found["reshard"]
+    for name, result in found.items():
+        if "problem" in result:
+            print(f"  {name:10}does not run: {result['problem']}")
             continue
-        seconds, base = statistics.median(way["seconds"]), statistics.median(ours["seconds"])
-        figures = f"{seconds:9.3f}{seconds / base:8.2f}{way['wire_mib']:10.1f}{way['peak_mib']:10.1f}"
-        print(f"  {name:10}{figures}{way['prepare_s']:11.3f}{way['first_s']:9.3f}  {way['wrong']}")
+        seconds, base = statistics.median(result["seconds"]), statistics.median(reshard["seconds"])
+        columns = f"{seconds:9.3f}{seconds / base:8.2f}{result['wire_mib']:10.1f}{result['peak_mib']:10.1f}"
+        print(f"  {name:10}{columns}{result['prepare_s']:11.3f}{result['first_s']:9.3f}  {result['wrong']}")
 
 
 def parse() -> argparse.Namespace:
@@ -395,7 +398,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int_in_range(most=10**6), default=5)
     parser.add_argument("--hidden", type=int_in_range(64, 1 << 14), default=512, help="a multiple of 64")
     parser.add_argument("--json", type=Path)
-    for hidden in ("--interface", "--way"):  # of a rank, which this program starts
+    for hidden in ("--interface", "--way"):  # arguments of a rank, which this program starts
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,14 +1,14 @@
-"""Boxes per second and the time that one takes, beside bubblewrap alone with the same Python.
+"""Throughput and latency of boxes, relative to plain bubblewrap with the same Python.
 
     .venv/bin/python tools/bench_sandbox.py [--boxes 100] [--workers 1 2 4 8] [section.key=value ...]
 
-Each box runs `python3 -c pass`; so does the bare one, which is bubblewrap with /usr, the interpreter and none of what
-is installed for it, /proc, /dev and /tmp, started from a program as plain as can be. They take turns, so that what
-else the machine does meets both. Processor seconds are those of all their processes; on a busy machine they say more
-than the clock: cores divided by them is what their processes leave room for. The kernel's own work for both, such as
-taking namespaces apart, is in the boxes per second only.
+Each box runs `python3 -c pass`. So does the plain one: bubblewrap with /usr, the interpreter without its installed
+packages, /proc, /dev and /tmp, started by a minimal program. Both take turns, so that other load on the machine affects
+both. CPU seconds are those of all their processes; on a busy machine they mean more than the clock: the number of cores
+divided by them is the throughput that the processes would allow. The kernel's own work for both, such as tearing down
+namespaces, shows only in boxes per second.
 
-A few boxes come first: from then on the next ones wait, prepared, as they do in a run.
+A few boxes run first: from then on, prepared boxes are waiting, as they are in a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BARE = [
 
 
 async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
-    """Seconds and processor seconds of a box, of each kind; they take turns."""
+    """Return the seconds and CPU seconds of a box, for each kind; the kinds take turns."""
     spent: dict[str, list[float]] = {"sandbox": [], "bare": []}
     for _ in range(FIRST):
         await sandbox.run(COMMAND)
@@ -62,7 +62,9 @@ async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
         spent["bare"].append(time.perf_counter() - began)
         reap(others)
         used["bare"] += of_children() - before
-    used["sandbox"] += processor(sandbox.runner_pid)  # it reaps a box's first process a little after the box is over
+    used["sandbox"] += processor(
+        sandbox.runner_pid
+    )  # the runner reaps a box's first process shortly after the box ends
     found = {}
     for kind, seconds in spent.items():
         cuts = statistics.quantiles(seconds, n=20) if boxes > 1 else seconds * 19
@@ -71,7 +73,7 @@ async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
 
 
 async def at_once(sandbox: Sandbox, boxes: int, workers: int) -> tuple[float, float]:
-    """Boxes and bare ones per second, of so many workers; the two take turns by quarters of them all."""
+    """Return boxes and plain ones per second with this many workers; the two take turns by quarters of the total."""
     each = max(1, boxes // workers // ROUNDS)
     spent = [0.0, 0.0]
     loop = asyncio.get_running_loop()
@@ -101,7 +103,7 @@ def bare() -> None:
 
 
 def processor(pid: int) -> float:
-    """Seconds of a process and of those that it has reaped."""
+    """Return the CPU seconds of a process and of the children that it has reaped."""
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(") ")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -113,7 +115,8 @@ def children() -> set[int]:
 
 
 def reap(others: set[int]) -> None:
-    """The first process of a bare box, which may outlive its bubblewrap by a little, and then is ours."""
+    """Wait for the first process of a plain box, which may briefly outlive its bubblewrap and then becomes our
+    child."""
     deadline = time.monotonic() + 0.05
     while time.monotonic() < deadline:
         for pid in children() - others:

@@ -1,12 +1,12 @@
-"""What a save costs training: a step with an asynchronous save and with one that is waited for, in turn in one run.
+"""Cost of a save to training: steps with an asynchronous save and with a synchronous one, interleaved in one run.
 
     .venv/bin/python tools/bench_save.py [--width 512] [--layers 6] [--tokens 4096] [--rounds 5] [--folder DIR]
 
-Two data parallel ranks of this machine train a small MoE. Each round has a stretch of steps without a save, one with a
-save after its first step that is written while the others go on, and one with a save that is waited for; which comes
-first changes from round to round. `held up` is how long ranks wait at the end of steps, for copying, planning and
-sealing. `longer` is how much longer the whole stretch takes than that without a save: also what the thread takes of
-the cores while steps go on, which is much where ranks have no other cores than those that they train on.
+Two data parallel ranks of this machine train a small MoE. Each round has a series of steps without a save, one with an
+asynchronous save after its first step, and one with a synchronous save; their order changes from round to round. `held
+up`: how long ranks wait at the end of steps, for copying, planning and completing the checkpoint. `longer`: how much
+longer the whole series takes than the one without a save. This includes the cores that the writer thread takes from the
+steps, which is much if ranks have no other cores than those they train on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.config.command_line import Parser, int_in_range, run_cli
 
 WAYS = ("no save", "asynchronous", "waited for")
 STEPS = 4
-"""Of a stretch."""
+"""Steps of a series."""
 
 
 def model_config(width: int, layers: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def model_config(width: int, layers: int) -> dict[str, Any]:
 
 
 def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> None:
-    """As a rank."""
+    """Run as one of the ranks."""
     import torch
 
     from megarl.checkpoint.store import CheckpointStore, RankWrite
@@ -92,7 +92,7 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
             store.finish()
 
     def stretch(number: int, way: str) -> tuple[float, float]:
-        """Seconds of the whole, and of what is between steps."""
+        """Return the seconds of the whole series, and of the time between its steps."""
         ranks.barrier()
         began, between = time.perf_counter(), 0.0
         for turn in range(STEPS):
@@ -112,7 +112,7 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
     for turn in range(rounds + 1):
         for number, way in enumerate(WAYS[turn % 3 :] + WAYS[: turn % 3]):
             found = stretch(turn * len(WAYS) + number + 1, way)
-            if turn:  # the first round takes memory, and makes plans
+            if turn:  # the first round allocates memory and makes plans
                 seconds[way].append(found)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     copied = ranks.all_gather_objects(staging.nbytes)
@@ -121,8 +121,8 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
 
 
 def figures(seconds: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
-    """By way: median seconds of a step, how long a save holds it up, and how much longer the stretch is for it, with
-    both as shares of a step."""
+    """Return, by kind of save: median seconds of a step, how long a save holds it up, and how much longer the series
+    takes; the latter two also as shares of a step."""
     whole = {way: statistics.median(one for one, _ in found) for way, found in seconds.items()}
     between = {way: statistics.median(one for _, one in found) for way, found in seconds.items()}
     step = (whole[WAYS[0]] - between[WAYS[0]]) / STEPS

@@ -1,21 +1,21 @@
-"""Host seconds of a step, outside of model, optimizer and engine, in a job that nobody here has: modelled.
+"""Modelled host seconds of a step, outside of model, optimizer and engine, for jobs too large for this machine.
 
     .venv/bin/python tools/bench_scale.py [--config configs/deepseek_v3_671b.yaml] [--sequences 1024] [--length 32768]
 
-On a rank they are the sum of
+The host seconds of a rank are the sum of
 
-- what it does with the tokens that are at home on it: columns, functions of tokens, mini-batches, checks, rows that it
-  lays out for others. Seconds a token, and a byte of their records of routing, whatever the number of ranks is;
-- what it does with the tokens that it computes: micro-batches. Likewise;
-- its plans: who computes what, who needs what of whom. They grow with all sequences and with the ranks of a machine;
-  nothing is assumed of that: this process makes them, as that rank, from the lengths of all sequences;
-- exchanges that say figures of sequences everywhere, as many in every step: a number of seconds, and some for each
-  round, of which twice as many ranks need one more (`parallel/collectives.py`);
-- bytes that it sends to other machines, which this process counts in the plans, at the speed of gloo.
+- work on tokens of its own rollouts: columns, token functions, mini-batches, checks, rows laid out for other ranks;
+  seconds per token, and per byte of their routing records, whatever the number of ranks;
+- work on the tokens that it computes: micro-batches; likewise;
+- plans: who computes what, and who needs what from whom. They grow with all sequences and with the ranks of a machine;
+  these are not modelled: this process makes them, as that rank, from the lengths of all sequences;
+- exchanges of values of all sequences, as many in every step: fixed seconds, plus some for each round; twice as many
+  ranks need one more round (`parallel/collectives.py`);
+- bytes sent to other machines, which this process counts in the plans, at the speed of gloo.
 
-The seconds of the first two are a processor's, measured in steps of `bench_flow.py` at 2 and 4 ranks; so are the
-exchanges', at 2, 4 and 8 ranks, without what a wire between machines takes. Then a step at 8 ranks in another layout
-is predicted and measured. Rollouts are recorded in the background, and waits for other ranks are those of the model.
+The first two are CPU seconds, measured in steps of `bench_flow.py` at 2 and 4 ranks; so are the exchanges', at 2, 4 and
+8 ranks, without the network between machines. Then a step at 8 ranks in another layout is predicted and measured.
+Rollouts are recorded in the background, and waits for other ranks are attributed to the model.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ GROWS: dict[str, tuple[str, ...]] = {
     "numbers back": ("home", "computed"),
     "plans": (),
 }
-"""With what the seconds of a part grow; all others with the tokens at home."""
+"""Quantities that the seconds of a part grow with; all other parts grow with the tokens of the rank's own rollouts."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does in a step: tokens, and bytes of records of these in all layers, or in those of its stage."""
+    """Work of a rank in a step: tokens, and bytes of their routing records in all layers, or in those of its stage."""
 
     home: float
     record: float
@@ -68,7 +68,7 @@ class Work:
     stage_record: float
 
     def of(self, names: Sequence[str]) -> list[float]:
-        """With 1 for what does not grow."""
+        """Return the quantities, with a 1 for what does not grow."""
         found = {
             "home": self.home,
             "home records": self.home * self.record,
@@ -80,8 +80,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Constants:
-    """parts: by part the seconds for each of what it grows with, and of a step. planning: seconds of a plan here over
-    those in a rank. exchange: seconds of one, and more for each round. byte: seconds to another machine."""
+    """parts: by part, the seconds for each quantity that it grows with, and per step. planning: seconds of a plan in
+    this process over those in a rank. exchange: fixed seconds of an exchange, and seconds per round. byte: seconds per
+    byte to another machine."""
 
     parts: Mapping[str, Sequence[float]]
     exchange: tuple[float, float]
@@ -89,12 +90,12 @@ class Constants:
     byte: float
 
     def seconds(self, work: Work) -> dict[str, float]:
-        """A processor's, by part, without plans."""
+        """Return CPU seconds by part, without plans."""
         return {part: float(np.dot(by, work.of(grows(part)))) for part, by in self.parts.items()}
 
 
 def rounds(world: int) -> int:
-    """Of an exchange between so many ranks."""
+    """Return the number of rounds of an exchange between this many ranks."""
     return (world - 1).bit_length()
 
 
@@ -104,8 +105,7 @@ def grows(part: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank of a measured run did, and the seconds of a processor by part without its plans, which take
-    `planning`."""
+    """Work of a rank in a measured run, and its CPU seconds by part without plans, which take `planning` seconds."""
 
     work: Work
     busy: Mapping[str, float]
@@ -132,7 +132,7 @@ def steps_of(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> 
                 for name in {name for step in all_of for name in step["busy_parts"]} - {PLAYED}
             }
             spent = sum(busy.get(name, 0.0) for name in PLANS)
-            for name_of in PLANS:  # plans are part of these, and counted for themselves
+            for name_of in PLANS:  # plans are part of these, and counted separately
                 busy[name_of] = busy.get(name_of, 0.0) * max(0.0, 1 - planning / spent)
             computed = all_of[0]["computed"]
             work = Work(sizes["own"] * share, record, computed, record / order["pp"])
@@ -141,7 +141,7 @@ def steps_of(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> 
 
 
 def fitted(steps: Sequence[Step]) -> dict[str, list[float]]:
-    """By part, by least squares; what would be negative is left out."""
+    """Fit the constants by part with least squares; negative ones are dropped."""
     found = {}
     for part in sorted({part for step in steps for part in step.busy} - {"plans"}):
         seconds = np.array([step.busy.get(part, 0.0) for step in steps])
@@ -159,8 +159,9 @@ def fitted(steps: Sequence[Step]) -> dict[str, list[float]]:
 
 
 def job(config: Config, sequences: int, length: int) -> tuple[Paper, torch.Tensor, Any, list[tuple[int, ...]]]:
-    """Its plans, homes of the sequences, what is on record of a token, and which of it a stage replays."""
-    from flow.paper import Paper  # brings Megatron
+    """Return a job's plans, the ranks of its sequences, the routing records of a token, and the part of them that a
+    stage replays."""
+    from flow.paper import Paper  # imports Megatron
 
     parallel, hf = config.parallel, load_hf_config(config.model.hf_config or config.model.path)
     routing = routing_shape(hf, config.model.megatron)

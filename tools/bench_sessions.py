@@ -1,24 +1,24 @@
-"""Seconds of conversations through the session server, over those of asking the engine directly.
+"""Cost of conversations through the session server, relative to querying the engine directly.
 
     .venv/bin/python tools/bench_sessions.py FOLDER [--conversations 64] [--turns 3] [--tokens 32] [--rounds 5] [--even]
 
-with the quickstart's model, as tools/make_quickstart.py leaves it in the folder, by a real engine; with --played by one
-that answers at once, so that all of the time is the server's and its clients'.
+Uses the quickstart's model, as tools/make_quickstart.py writes it to the folder, with a real engine; with --played, a
+mocked engine that answers at once, so that all of the time is that of the server and its clients.
 
-Three ways in turn, in as many rounds: the same conversations, with the same number of tokens in each turn of the policy
-and the same words of the user's between them. A turn has from 1 to twice as many tokens as are asked for, less one;
-with --even all have as many, so that all answers come at the same moment and the engine has nothing to do until the
-first of the next questions are there: no agents are like this, and what a server costs is largest then.
+Each round runs three methods on the same conversations, with the same number of tokens in each turn of the policy and
+the same user messages between them. A turn has from 1 to 2 * tokens - 1 tokens; with --even all have the same number,
+so that all answers arrive at the same moment and the engine is idle until the first of the next requests arrive. No
+agents behave like this; the server's cost is largest then.
 
-- by the loop: in one event loop of this process, ids in and ids out, as the rollout loop does it without any agent;
-- by the clients: in a process of their own, which asks the engine itself, with ids, and reads its records;
-- by the server: the clients' process sends text to the session server and gets text; this process asks the engine. What
-  has come of a conversation is had as it ends, as in a run.
+- by the loop: in one event loop of this process, ids in and ids out, like the rollout loop without agents;
+- by the clients: in a separate process that queries the engine itself, with ids, and reads its records;
+- by the server: the clients' process sends text to the session server and gets text; this process queries the engine.
+  The rollouts of a conversation are collected when it ends, as in a run.
 
-What the server costs an agent is the last over the second, for an agent is a process of its own either way; what agents
-cost over no agents is the last over the first. No prompt comes twice, so that no way finds another's keys and values.
-The figures are of the medians, and of the ratios within a round; beside other work, the seconds that this process
-computes say more than those of the clock.
+The server's cost to an agent is the last over the second, because an agent is a separate process either way; the cost
+of agents relative to no agents is the last over the first. No prompt occurs twice, so no method finds another's keys
+and values in the cache. The figures are medians, and medians of the ratios within a round; if other work shares the
+machine, the CPU seconds of this process mean more than the clock.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ WORDS = {"role": "user", "content": "Are you sure? Say it again, and say how you
 
 
 class Played:
-    """Answers at once, with as many tokens as are asked for."""
+    """A mocked engine that answers at once, with as many tokens as requested."""
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         tokens = np.resize(as_token_ids(ids)[-16:], params["max_new_tokens"])
         return Generation(tokens, np.zeros(len(tokens), np.float32), "length", 0)
 
     async def stop(self) -> None:
-        """It has."""
+        """Do nothing: there is nothing to stop."""
 
 
 async def parse(text: str, schemas: Any) -> ParsedResponse:
@@ -76,7 +76,7 @@ async def parse(text: str, schemas: Any) -> ParsedResponse:
 
 
 def prompts(chat: ChatTemplate, options: argparse.Namespace, number: int) -> list[Prompt]:
-    """Of a round of one way, rendered; their first words are in no other."""
+    """Return rendered prompts of one method in one round; no other prompt starts with the same words."""
     first = number * options.conversations
     asked = (
         {"role": "user", "content": f"{at:07d}: what is {at} + {2 * at}?"}
@@ -86,7 +86,7 @@ def prompts(chat: ChatTemplate, options: argparse.Namespace, number: int) -> lis
 
 
 def lengths(options: argparse.Namespace) -> list[list[int]]:
-    """Tokens of each turn of each conversation."""
+    """Return the number of tokens of each turn of each conversation."""
     dice = random.Random(options.tokens)
     least, most = (options.tokens, options.tokens) if options.even else (1, 2 * options.tokens - 1)
     return [[dice.randint(least, most) for _ in range(options.turns)] for _ in range(options.conversations)]
@@ -112,7 +112,7 @@ async def directly(
 async def through(
     server: SessionServer, policy: Policy, asked: list[Prompt], params: dict[str, Any], clients: Any
 ) -> None:
-    """To the branches that come of it."""
+    """Run the conversations through the session server. Return the branches that result."""
     recordings: list[AgentSession] = [server.open(prompt, policy, params) for prompt in asked]
     clients.send(
         [(one.base_url, one.key, list(prompt.messages)) for one, prompt in zip(recordings, asked, strict=True)]
@@ -135,7 +135,8 @@ async def through(
 
 @dataclass(frozen=True)
 class Direct:
-    """For the clients: ask the engine themselves. engine: url, api_key, timeout, routing and version of a `Client`."""
+    """Settings for clients that query the engine themselves. engine: url, api_key, timeout, routing and version of a
+    `Client`."""
 
     engine: tuple[Any, ...]
     asked: list[Prompt]
@@ -143,9 +144,9 @@ class Direct:
 
 
 def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None:
-    """The process of the clients. It says of each conversation that it has ended, by its number; where it has asked the
-    engine itself, of all of them by one."""
-    other_end.close()  # so that it is told of the parent's end
+    """Run as the clients' process. It reports each conversation that has ended by its number; if it queries the engine
+    itself, only once after all of them."""
+    other_end.close()  # so that it notices when the parent ends
     chats: list[ChatTemplate] = []
     tokens = lengths(options)
 
@@ -184,7 +185,7 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
 async def compare(
     chat: ChatTemplate, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
 ) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, seconds that this process computed) of every round, of each way."""
+    """Return (seconds, CPU seconds of this process) of every round, by method."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if engine is not None or way != CLIENTS}
     ways = list(found)
     async with AsyncExitStack() as stack:
@@ -201,7 +202,7 @@ async def compare(
         gc.collect()
         gc.freeze()  # as a run does before its first step
         stack.callback(gc.unfreeze)
-        for number in range(options.rounds + 1):  # the first is not counted
+        for number in range(options.rounds + 1):  # the first round is not counted
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                 asked = prompts(chat, options, len(WAYS) * number + WAYS.index(way))
                 start = time.perf_counter(), time.process_time()
@@ -246,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rounds = {way: [round(took[at], 3) for took in found[way]] for way in found}
         print(f"{what}, {requests} requests a round: {rounds}")
         if at == 1:
-            found.pop(CLIENTS, None)  # they compute elsewhere
+            found.pop(CLIENTS, None)  # their CPU time is in another process
         served = [took[at] for took in found[SERVER]]
         for way in (way for way in found if way != SERVER):
             direct = [took[at] for took in found[way]]

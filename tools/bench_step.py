@@ -1,12 +1,12 @@
-"""How much of a training step is spent on real tokens, and how long ranks wait for each other: planned and measured.
+"""Share of a training step spent on real tokens, and waits of ranks for each other: planned and measured.
 
     .venv/bin/python tools/bench_step.py [--texts gsm8k.jsonl --key answer] [--ranks 8] [--budget 3072] [--run RUN_DIR]
 
-Four ways to cut the same sequences into micro-batches: packed end to end or padded to the longest of each, and by a
-token budget with balanced costs (what MegaRL does) or so many sequences each, as they come. First on paper, for many
-ranks and Qwen3-30B-A3B's costs; then as steps of a tiny MoE on two data parallel ranks of this machine, all four in
-turn in one run. With --run, the share of a loop's steps that no phase of model, optimizer and engine accounts for;
-`tools/report.py` draws where the rest goes.
+Compares four ways to split the same sequences into micro-batches: packed end to end or padded to the longest of each,
+and by a token budget with balanced costs (as MegaRL does) or with a fixed number of sequences, in order. First on
+paper, for many ranks and the costs of Qwen3-30B-A3B; then as steps of a tiny MoE on two data parallel ranks of this
+machine, interleaved in one run. With --run, prints the share of a loop's steps that no phase of model, optimizer and
+engine accounts for; `tools/report.py` plots where the rest goes.
 """
 
 from __future__ import annotations
@@ -61,13 +61,15 @@ MODEL: dict[str, Any] = dict(
 
 
 def long_tailed(count: int, longest: int) -> list[int]:
-    """Lengths as long answers have them: log-normal, half below 300 tokens, cut at `longest`; seeded."""
+    """Return seeded lengths distributed like those of long answers: log-normal, half below 300 tokens, clipped at
+    `longest`."""
     drawn = np.random.default_rng(1).lognormal(np.log(300), 1.0, count)
     return [int(length) for length in drawn.clip(8, longest)]
 
 
 def text_lengths(file: Path, key: str, most: int) -> list[int]:
-    """Of the texts under `key` in a data file, in words, digits and signs: about what tokenizers make of them."""
+    """Return lengths of the texts under `key` in a data file, counted in words, digits and punctuation: about what
+    tokenizers produce."""
     lengths = []
     for where, row in islice(read_rows(file), most):
         if not isinstance(row.get(key), str):
@@ -79,7 +81,7 @@ def text_lengths(file: Path, key: str, most: int) -> list[int]:
 
 
 def as_they_come(lengths: Sequence[int], dp: int, budget: int) -> Plan:
-    """As many sequences a micro-batch as fit the budget whatever their lengths, dealt out in turn."""
+    """Split in order: as many sequences per micro-batch as fit the budget whatever their lengths, dealt out in turn."""
     size = max(1, budget // max(lengths))
     parts = [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
     parts += [[] for _ in range(-len(parts) % dp)]
@@ -87,7 +89,7 @@ def as_they_come(lengths: Sequence[int], dp: int, budget: int) -> Plan:
 
 
 def computed(lengths: Sequence[int], part: Sequence[int], way: str) -> list[int]:
-    """The lengths that are computed of a micro-batch's sequences."""
+    """Return the lengths that are computed for a micro-batch's sequences."""
     mine = [lengths[i] for i in part]
     return [max(mine)] * len(mine) if mine and way.startswith("padded") else mine
 
@@ -99,8 +101,8 @@ def plan(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way: st
 
 
 def on_paper(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way: str) -> dict[str, float]:
-    """Real tokens of those computed, and what ranks wait: `busiest` is the most expensive rank over the mean, `waiting`
-    the same if ranks meet after each micro-batch, as expert parallelism makes them."""
+    """Return the share of real tokens, and the ranks' waits: `busiest` is the cost of the most expensive rank over the
+    mean, `waiting` the same if ranks meet after each micro-batch, as expert parallelism makes them."""
     chosen = plan(lengths, dp, budget, quadratic, way)
     parts = [[computed(lengths, part, way) for part in rank] for rank in chosen]
     costs = np.array([[sum(n + quadratic * n * n for n in part) for part in rank] for rank in parts])
@@ -114,7 +116,8 @@ def on_paper(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way
 
 
 def measure(lengths: list[int], budget: int) -> None:
-    """As a rank: seconds of a training step each way, and the share that is neither model nor optimizer."""
+    """Run as a rank. Return the seconds of a training step in each way, and the share that is neither model nor
+    optimizer."""
     import torch
 
     import megarl.megatron.trainer_model as model_file
@@ -168,7 +171,7 @@ def measure(lengths: list[int], budget: int) -> None:
     own = model.dispatcher
     for turn in range(ROUNDS + 1):
         for way, (batch, chosen) in work.items():
-            # MegaRL's own way is timed with its planning; the others' plans are given.
+            # MegaRL's split is timed with its planning; the plans of the others are precomputed.
             planned = type("Planned", (BatchDispatcher,), {"plan": lambda *_, given=chosen, **__: given})
             model.dispatcher = own if way == WAYS[0] else planned(**vars(own))
             inside.clear()
@@ -176,7 +179,7 @@ def measure(lengths: list[int], budget: int) -> None:
             start = time.perf_counter()
             model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
             whole = time.perf_counter() - start
-            if turn:  # the first is for warming up
+            if turn:  # the first turn is warm-up
                 seconds[way].append(whole)
                 outside[way].append(1 - sum(inside) / whole)
     median = {way: [statistics.median(seconds[way]), statistics.median(outside[way])] for way in WAYS}
@@ -185,7 +188,7 @@ def measure(lengths: list[int], budget: int) -> None:
 
 
 def outside_of_phases(folder: Path) -> float:
-    """Mean share of the steps of a run that no phase accounts for, or only one that is not model, optimizer, engine."""
+    """Return the mean share of a run's steps that is in no phase, or in one other than model, optimizer and engine."""
     phases = ("generate", "actor_", "critic_", "reference_", "reward_model_", "push_weights", "sleep")
     counted = tuple(f"time/{phase}" for phase in phases)
     shares = []

@@ -1,13 +1,13 @@
-"""A GRPO step beside TRL's, in turn, on the same cores: seconds by phase, and how many times as fast.
+"""GRPO steps of MegaRL and of TRL, interleaved on the same cores: seconds by phase, and the ratio of step times.
 
     .venv/bin/python tools/bench_trl.py --trl /tmp/trl/bin/python [--work shared] [key=value ...]
 
---trl is the python of an environment of its own, with trl==1.16.0 and torch and transformers as here.
-Both start, and then take steps in turn, each while the other waits without a core: a step of one, a step of the other.
-Both have the same random weights (an HF folder that this makes), prompts, number of answers and of tokens in each,
-fp32, AdamW, KL to a reference in the loss, one update of all answers. TRL generates by `transformers`, in one process
-with all cores, without gradient checkpointing, in the batches of --trl-batch. MegaRL is configs/quickstart.yaml with
-GRPO and one turn; key=value goes on top. A random policy hardly ever ends an answer early; TRL is forbidden to.
+--trl is the python of a separate environment, with trl==1.16.0 and the same torch and transformers as here. Both start,
+and then take steps in turn; the one that waits uses no core. Both have the same random weights (an HF folder that this
+program writes), prompts, number of answers and of tokens in each, fp32, AdamW, KL to a reference in the loss, one
+update on all answers. TRL generates with `transformers`, in one process with all cores, without gradient checkpointing,
+in batches of --trl-batch. MegaRL runs configs/quickstart.yaml with GRPO and one turn; key=value overrides it. A random
+policy hardly ever ends an answer early; TRL is not allowed to.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKS = {"quickstart": (16, 40), "shared": (4, 40)}
-"""Prompts of a step, each with 8 answers, and tokens of an answer."""
+"""Workloads: prompts per step, each with 8 answers, and tokens per answer."""
 SAMPLES = 8
 KL = 0.04
 LR = 2e-4
 PROMPT_TOKENS = 300
-"""Of the prompts of `shared`; those of the quickstart have some 22."""
+"""Tokens of a prompt of `shared`; a prompt of the quickstart has about 22."""
 
 
-# ---- what both are given
+# ---- inputs of both
 
 
 def make_work(folder: Path, work: str) -> None:
-    """model/, and prompts.jsonl with rows {prompt, text, ground_truth}: the chat, and the same as a model reads it."""
+    """Write model/, and prompts.jsonl with rows {prompt, text, ground_truth}: the chat, and the text that a model
+    reads."""
     import make_quickstart
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -77,7 +78,7 @@ def make_work(folder: Path, work: str) -> None:
 
 
 def variety(text: str) -> float:
-    """A reward that differs from answer to answer: the share of a text's characters that are different."""
+    """Return a reward that differs between answers: the share of distinct characters in a text."""
     return len(set(text)) / max(1, len(text))
 
 
@@ -85,7 +86,7 @@ def rollout_variety(rollout: Any) -> float:
     return variety(rollout.answer)
 
 
-# ---- turns: a process is told "go" in a line on stdin, and answers with the figures of a step in a line
+# ---- turns: a process reads the line "go" on stdin, and answers with a line of metrics of a step
 
 
 def wait_for_turn() -> None:
@@ -98,8 +99,8 @@ def tell(figures: dict[str, float]) -> None:
 
 
 class Side:
-    """One of the two: processes of a command, of which the first is talked to. world: of how many ranks; 0 for a
-    program that has none."""
+    """One of the two sides: the processes of a command; this program talks to the first. world: its number of ranks; 0
+    for a program without ranks."""
 
     def __init__(self, name: str, command: list[str], world: int, environment: dict[str, str], log: Path) -> None:
         self.name, self._log = name, log
@@ -121,7 +122,7 @@ class Side:
             ]
 
     def step(self) -> dict[str, float]:
-        """What it says of a step, with the CPU seconds of all its processes, engines among them."""
+        """Take a step. Return the report of the side, with the CPU seconds of all its processes, engines included."""
         first = self._processes[0]
         assert first.stdin is not None and first.stdout is not None
         before = self._cpu_seconds()
@@ -182,7 +183,7 @@ def be_megarl(options: argparse.Namespace) -> None:
 
 
 def be_trl(options: argparse.Namespace) -> None:
-    """In TRL's environment, without MegaRL."""
+    """Run the TRL side. Runs in TRL's environment, without MegaRL."""
     import time
 
     from datasets import Dataset
@@ -344,8 +345,8 @@ def show(work: str, found: dict[str, list[dict[str, float]]]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """As that of `megarl.config.command_line`, which TRL's environment has not: a mistake is one line and exit status
-    2."""
+    """Like the parser of `megarl.config.command_line`, which is not in TRL's environment: a mistake is one line and
+    exit status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; --help lists what there is\n")

@@ -1,13 +1,13 @@
-"""Whether every family computes the same in every layout, in training and in the engine: one table, 0 as exit status.
+"""Check that all families compute the same in all layouts, in training and in the engine; exits with 0 if they do.
 
     .venv/bin/python tools/check_parity.py [--family qwen3_moe ...] [--layout cp=2 ...] [--engine none] [--readme FILE]
 
-Tiny random models in fp32. In each layout, as ranks on this machine, Megatron's log-probs, loss, every gradient and one
-step of its distributed optimizer are compared with `transformers`, one sequence at a time, and with torch's AdamW; and
-SGLang's log-probs of the same tokens, with the same weights, with `transformers`. Since both are compared with a third,
-trainer and engine are no further from each other than the two gaps together.
+Uses tiny random models in fp32. In each layout, as ranks on this machine, Megatron's log-probs, loss, every gradient
+and one step of its distributed optimizer are compared with `transformers`, one sequence at a time, and with torch's
+AdamW; SGLang's log-probs of the same tokens, with the same weights, are compared with `transformers`. Since both are
+compared with the same reference, trainer and engine differ by at most the sum of the two gaps.
 
-All of it takes some twenty minutes on two cores. The tests run a part of it (`tests/megatron/test_model.py`).
+A full run takes about twenty minutes on two cores. The tests run a part of it (`tests/megatron/test_model.py`).
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ LAYOUTS = {
     "pp=2,cp=2": 4,
     "tp=2,pp=2,cp=2,ep=2": 8,
 }
-"""Ranks of each; what is not taken by tp, pp and cp is data parallel. Words are switches of `ranks_layout.py`."""
+"""Number of ranks by layout; ranks not taken by tp, pp and cp are data parallel. Words are switches of
+`ranks_layout.py`."""
 
 ENGINES = ("tp=1", "tp=2", "tp=2,ep=2")
 
 BOUNDS = {
-    "planned weights": 0.0,  # bytes that are there, against the plan of `models.memory`, relative
-    "planned gradients": 0.05,  # these models are so small that the padding of Megatron's buffers shows
-    "planned optimizer": 0.05,  # and that of two ranks one has more parameters and the other more padding
+    "planned weights": 0.0,  # allocated bytes against the plan of `models.memory`, relative
+    "planned gradients": 0.05,  # in models this small, the padding of Megatron's buffers shows
+    "planned optimizer": 0.05,  # likewise, and one of two ranks has more parameters, the other more padding
     "logprobs": 1e-5,
     "entropy": 1e-5,
     "temperature": 1e-5,  # log-probs at temperature 0.7
     "values": 1e-5,
     "scores": 1e-5,  # of a reward model
-    "serving": 0.0,  # the same by one without gradients and optimizer
+    "serving": 0.0,  # the same without gradients and optimizer
     "loss": 5e-6,
     "mtp_loss": 5e-6,
     "metric": 5e-6,
@@ -69,39 +70,39 @@ BOUNDS = {
     "step": 1e-4,  # largest difference of any weight after one clipped AdamW step, in units of the learning rate
     "packing": 5e-6,  # loss with other micro-batches
     "packing_step": 1e-4,
-    "in flight": 0.0,  # micro-batches of which a rank still has something, beyond those that the schedule has at work
+    "in flight": 0.0,  # micro-batches that a rank still holds, beyond those in flight in the schedule
     "vocabulary": 5e-6,  # vocab_parallel_logprobs with padding that fills a rank, part of one, or nothing
-    "swapped": 0.0,  # forward with the first weights swapped in, after a step
-    "replay same experts": 0.0,  # log-probs, loss, gradients with the model's own experts given, against not given
-    "replay logprobs": 1e-5,  # with random experts given, against transformers with the same
+    "swapped": 0.0,  # forward with the initial weights swapped in, after a step
+    "replay same experts": 0.0,  # log-probs, loss, gradients with the model's own experts replayed, against no replay
+    "replay logprobs": 1e-5,  # with random experts replayed, against transformers with the same
     "replay loss": 5e-6,
     "replay gradients": 5e-6,
     "replay recompute full": 0.0,  # against the same without recomputation
     "replay recompute moe": 0.0,
-    "cut logprobs": 1e-5,  # of a part of the vocabulary, another for each token, against transformers
+    "cut logprobs": 1e-5,  # truncated sampling: part of the vocabulary, different for each token, against transformers
     "cut entropy": 1e-5,
     "cut loss": 5e-6,
     "cut gradients": 5e-6,
     "cut packing": 5e-6,  # log-probs in other micro-batches
 }
-"""Largest difference that counts as equal. Weights are of the order of 0.1, log-probs of the order of 5."""
+"""Largest difference that counts as equal. Weights are of order 0.1, log-probs of order 5."""
 
 FLAGS = ("skipped", "unchanged", "resumed", "parked")
-"""1 where a step without finite gradients was skipped and left all as it was, where a step after loading a checkpoint
-gave the same bits, and where a model that was off the device computes the same."""
+"""1 if a step without finite gradients was skipped and changed nothing, if a step after loading a checkpoint gave the
+same bits, and if a model that was offloaded computes the same."""
 
 SHOWN = ("logprobs", "values", "loss", "gradients", "step")
 MARKS = "<!-- parity: tools/check_parity.py --readme -->", "<!-- /parity -->"
 
 
 def misses(numbers: dict[str, float]) -> list[str]:
-    """Names of the figures that are beyond their bound, or not numbers."""
+    """Return the names of values that exceed their bound, or are NaN."""
     gaps = [name for name, bound in BOUNDS.items() if name in numbers and not numbers[name] <= bound]
     return gaps + [name for name in FLAGS if name in numbers and numbers[name] != 1.0]
 
 
 def title(layout: str) -> str:
-    """`tp=2,ep=2` as TP2 x EP2."""
+    """Format `tp=2,ep=2` as TP2 x EP2."""
     sizes = [part.replace("=", "").upper() for part in layout.split(",") if "=" in part]
     words = [part for part in layout.split(",") if part and "=" not in part]
     ranks = LAYOUTS.get(layout, 1)
@@ -110,7 +111,7 @@ def title(layout: str) -> str:
 
 
 def run_layout(layout: str, families: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Start the ranks of a layout; figures by family."""
+    """Run the ranks of a layout. Return values by family."""
     with tempfile.TemporaryDirectory() as folder:
         actors = " ".join(f"{family}:actor" for family in families)
         found = run([str(SCRIPT), layout, actors, folder], LAYOUTS[layout])
@@ -118,13 +119,14 @@ def run_layout(layout: str, families: Iterable[str]) -> dict[str, dict[str, floa
 
 
 def run_engine(family: str, layout: str) -> dict[str, float]:
-    """Start an engine in a process of its own, for Megatron's shim and `transformers` do not go together."""
+    """Run an engine in a separate process: Megatron's shim and `transformers` do not work in one process."""
     found: dict[str, float] = run([__file__, "--engine-of", family, layout], 1)
     return found
 
 
 def engine_gap(family: str, layout: str) -> dict[str, float]:
-    """Largest difference between SGLang's and transformers' log-probs of the tokens that the layouts are checked on."""
+    """Return the largest difference between SGLang's and transformers' log-probs of the tokens that the layouts are
+    checked on."""
     sys.path.insert(0, str(ROOT / "tests/rollout"))
     import reference
     import tiny
@@ -164,7 +166,7 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
 
 
 def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
-    """Rows: family and layout. results: layout's title -> family -> figures."""
+    """Build a table with a row per family and layout. results: layout's title -> family -> values."""
     shown = Table(box=box.SIMPLE_HEAD)
     for column in ("family", "layout", *SHOWN, "missed"):
         shown.add_column(column, justify="left" if column in ("family", "layout", "missed") else "right")
@@ -179,7 +181,8 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
 
 
 def markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The table of megarl/megatron/README.md: families down, layouts across, the largest log-prob gap in each."""
+    """Return the table of megarl/megatron/README.md: a row per family, a column per layout, each cell the largest
+    log-prob gap."""
     families = list(dict.fromkeys(family for of_layout in results.values() for family in of_layout))
     lines = [["", *results], ["---"] * (len(results) + 1)]
     for family in families:
@@ -205,7 +208,7 @@ def main() -> int:
 
 
 def text_with_marks(file: Path) -> str:
-    """Of a file that the table is to go into. Raises ConfigError."""
+    """Return the text of the file that the table is inserted into. Raises ConfigError."""
     check_writable_file(file, "--readme")
     try:
         text = file.read_text(encoding="utf-8")
@@ -234,7 +237,7 @@ def check(options: argparse.Namespace) -> int:
             results[title(layout)] = run_layout(layout, families)
     for layout in options.engine:
         for family in options.family:
-            drafts = tiny.HF[family].get("num_nextn_predict_layers")  # which change none of an engine's log-probs
+            drafts = tiny.HF[family].get("num_nextn_predict_layers")  # draft layers do not change an engine's log-probs
             if layout != "none" and fits(family, layout) and not drafts:
                 console.print(f"engine {title(layout)}: {family}", style="dim")
                 results.setdefault(f"engine {title(layout)}", {})[family] = run_engine(family, layout)

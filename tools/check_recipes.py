@@ -1,11 +1,11 @@
-"""Runs recipes and compares what comes of them with what they say they must reach: `expect` in their configuration.
+"""Run recipes and compare their results with the targets in their configuration (`expect`).
 
     .venv/bin/python tools/check_recipes.py [CONFIG ...] [--quickstart runs/quickstart] [--out runs/checked]
                                             [section.key=value ...]
 
-By default those of the quickstart's task, which are small: they are given the folder of launch/quickstart.sh, and take
-some minutes each on two cores. Others are named; they need the weights and the data that their first lines say. Ends
-with 1 where something was not reached. Runs that are finished in --out are not taken again.
+By default runs the recipes of the quickstart's task, which are small: they read the folder of launch/quickstart.sh, and
+take some minutes each on two cores. Name others to run them; they need the weights and the data that their first lines
+describe. Exits with 1 if a target is missed. Runs that are finished in --out are not repeated.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megarl.config.command_line import Parser, parse_path_text, run_cli
 from megarl.dry_run.plan import check_expectations, parse_expectations
 
 TASK = "runs/quickstart/"
-"""Where recipes of the quickstart's task look for what launch/quickstart.sh has made."""
+"""Folder of launch/quickstart.sh's output, as recipes of the quickstart's task name it."""
 
 
 def small() -> list[Path]:
-    """The configurations of the quickstart's task that expect something and fit this machine."""
+    """Return the configurations of the quickstart's task that have targets and fit this machine."""
     most = max(3, os.cpu_count() or 1)
     found = []
     for path in sorted((trials.ROOT / "configs").glob("*.yaml")):
@@ -41,8 +41,8 @@ def small() -> list[Path]:
 
 
 def of_task(config: Config, folder: Path) -> list[str]:
-    """Overrides by which a recipe reads this folder where it names runs/quickstart; none for one that does not. Raises
-    ConfigError where the folder lacks what it reads."""
+    """Return overrides that make a recipe read this folder instead of runs/quickstart; none for a recipe that does not
+    name it. Raises ConfigError if the folder lacks a file that it reads."""
     named = {"model.path": (config.model.path,), "data.train": config.data.train, "data.eval": config.data.eval}
     overrides = []
     for key, paths in named.items():

@@ -1,19 +1,19 @@
-"""What checkpoints a run has, what is in one, and the model out of one as a Hugging Face folder.
+"""List the checkpoints of a run, show what is in one, and convert its model to a Hugging Face folder.
 
     .venv/bin/python tools/checkpoints.py list RUN [--hash] [--json]
     .venv/bin/python tools/checkpoints.py show RUN|CHECKPOINT [--hash] [--json]
     .venv/bin/python tools/checkpoints.py convert RUN|CHECKPOINT OUT [--role ROLE] [--adapter] [--config FILE]
                                                               [section.key=value ...]
 
-RUN is a run folder, which stands for its newest whole checkpoint; CHECKPOINT is RUN/checkpoints/step_000020 or a copy
-of it. `list` and `show` look at the sizes of files; with --hash also at every byte.
+RUN is a run folder, which stands for its newest complete checkpoint; CHECKPOINT is RUN/checkpoints/step_000020 or a
+copy of it. `list` and `show` check the sizes of files; with --hash also every byte.
 
-`convert` starts no ranks and no engine, needs no GPU, and holds a few times the largest matrix in memory, however large
-the model is. It writes what the run itself would export after that step: tokenizer and config.json of `model.path`, and
-adapters merged; with --adapter those alone, as PEFT has them. --role names another model than the policy, such as the
-critic, which becomes a sequence classifier. Every byte that is read is compared with its checksum first. The run's
-configuration is the config.yaml of its folder, or --config; keys behind it set it right, such as model.path=... on
-another machine.
+`convert` starts no ranks and no engine, needs no GPU, and holds a few times the largest matrix in memory, whatever the
+size of the model. It writes what the run itself would export after that step: tokenizer and config.json of
+`model.path`, with adapters merged; with --adapter only the adapters, in PEFT's format. --role names another model than
+the policy, such as the critic, which becomes a sequence classifier. Every byte is compared with its checksum before it
+is used. The run's configuration is the config.yaml in its folder, or --config; keys after it override it, such as
+model.path=... on another machine.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from megarl.config import Config, ConfigError, load_config
 from megarl.config.command_line import Parser, run_cli
 
 PARTS = ("world", "tp", "cp", "pp", "vpp", "ep", "etp")
-"""What the numbers of a manifest's layout are."""
+"""Names of the numbers in a manifest's layout."""
 
 
 def about(folder: Path, hashes: bool) -> dict[str, Any]:
-    """A line of `list`, as plain values."""
+    """Return the values of a line of `list`."""
     fault, found = check_checkpoint(folder, hashes), manifest.read(folder)
     tree, files = ({}, {}) if isinstance(found, str) else found
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
@@ -58,7 +58,7 @@ def about(folder: Path, hashes: bool) -> dict[str, Any]:
 
 
 def layout_of(tree: Mapping[str, Any]) -> str:
-    """In words: `8 ranks: tp=2 ep=4`."""
+    """Format a layout: `8 ranks: tp=2 ep=4`."""
     numbers, ranks = tree.get("layout") or [], tree.get("world_size", "?")
     if not isinstance(numbers, list):
         return "?"
@@ -70,7 +70,7 @@ def layout_of(tree: Mapping[str, Any]) -> str:
 
 
 def holds(files: Mapping[str, Entry]) -> list[str]:
-    """What is in it, by names: models, and folders of what else goes on."""
+    """Return the contents by name: models, and folders of other state."""
     others = {name.partition("/")[0] for name in files if "/" in name} - set(list_models(files))
     return [*list_models(files), *sorted(others)]
 
@@ -105,7 +105,7 @@ def line_of(row: Mapping[str, Any]) -> str:
     return "  ".join(part for part in parts if part)
 
 
-# --- one of them ------------------------------------------------------------------------------------------------
+# --- show ----------------------------------------------------------------------------------------------------
 
 
 def shown(path: Path, options: Namespace) -> int:
@@ -121,7 +121,7 @@ def shown(path: Path, options: Namespace) -> int:
 
 
 def contents(folder: Path) -> Iterator[tuple[str, Any]]:
-    """(name, what is said of it) of each part, as far as it can be read."""
+    """Return (name, description) of each part, as far as it can be read."""
     found = manifest.read(folder)
     if isinstance(found, str):
         return
@@ -146,7 +146,7 @@ def contents(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def model_in(folder: Path) -> str:
-    """Sizes and types of a model in a checkpoint, and whether there is an optimizer with it."""
+    """Describe the sizes and dtypes of a model in a checkpoint, and whether it has an optimizer."""
     from megarl.checkpoint.dist_checkpoint_reader import CheckpointReader
 
     found = CheckpointReader(folder)
@@ -158,7 +158,7 @@ def model_in(folder: Path) -> str:
     parts = [f"{elements:,} elements in {len(weights) - len(adapters)} tensors ({', '.join(types)})"]
     if adapters:
         parts.append(f"adapters of {sum(prod(whole.shape) for whole in adapters.values()):,}")
-    # As everybody calls them: Megatron's `param` are the fp32 masters.
+    # Use the common names: Megatron's `param` are the fp32 master weights.
     names = {"param": "masters", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
     parts.append("optimizer with " + ", ".join(names.get(name, name) for name in states) if states else "no optimizer")
     return "; ".join(parts)
@@ -182,11 +182,11 @@ def rollouts_in(files: list[Path]) -> int:
     return sum(pq.ParquetFile(file.absolute()).metadata.num_rows for file in files)
 
 
-# --- the model out of one -----------------------------------------------------------------------------------------
+# --- convert -----------------------------------------------------------------------------------------------------
 
 
 def configured(folder: Path, options: Namespace) -> Config:
-    """The configuration of the run that a checkpoint is of. Raises ConfigError."""
+    """Return the configuration of a checkpoint's run. Raises ConfigError."""
     file = options.config or folder.parent.parent / "config.yaml"
     if not file.is_file():
         raise ConfigError(

@@ -1,14 +1,14 @@
-"""Every algorithm on the quickstart's task, from the same warm-up, with the same seeds and samples: a table and a plot.
+"""Compare all algorithms on the quickstart's task, from one warm-up, with the same seeds and samples.
 
     .venv/bin/python tools/compare_algorithms.py FOLDER [--algorithms grpo dapo] [--seeds 1 2] [--out runs/compared]
                                                  [section.key=value ...]
 
-FOLDER is the one of launch/quickstart.sh (runs/quickstart). Each algorithm is configs/quickstart.yaml with nothing but
-`algorithm: NAME`, so what its recipe sets, and overrides on top; VAPO's critic has four steps to itself, not fifty.
-Runs that are finished in --out are not taken again, so that a comparison that was broken off goes on.
+FOLDER is that of launch/quickstart.sh (runs/quickstart). Each algorithm runs configs/quickstart.yaml with `algorithm:
+NAME`, that is with what its recipe sets, and the overrides; VAPO's critic warms up for four steps, not fifty. Runs that
+are finished in --out are not repeated, so that an interrupted comparison continues.
 
-Held out: the reward on 256 problems that were not trained on, before and after. Reward, KL to the warm-up (where there
-is a reference), entropy and tokens of an answer are of the last five steps; seconds are the median of a step.
+Held out: the reward on 256 problems outside the training data, before and after. Reward, KL to the warm-up (where there
+is a reference), entropy and response tokens are those of the last five steps; seconds are the median of a step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megarl.engine.sglang_engine import start_host
 matplotlib.use("Agg")
 CONFIG = "configs/quickstart.yaml"
 OWN = {"vapo": ["critic.warmup_steps=4"]}
-"""What an algorithm needs to learn anything in so short a run."""
+"""Overrides that an algorithm needs to learn anything in so short a run."""
 CURVES = {
     "reward": "rollout/reward_mean",
     "KL to the warm-up": "actor/kl_to_reference",
@@ -49,7 +49,7 @@ Metrics = Mapping[int, Mapping[str, float]]
 
 
 def comparable() -> list[str]:
-    """Names of the recipes that learn from rewards, and need no more than a policy, a critic and a reference."""
+    """Return the recipes that learn from rewards and need no more than a policy, a critic and a reference."""
     ours = {"rollout", "actor", "critic", "reference", "reward"}
     found = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
     return [
@@ -58,7 +58,7 @@ def comparable() -> list[str]:
 
 
 def figures(metrics: Metrics) -> dict[str, float]:
-    """Of a run, as the head of this file says; NaN for what it does not have."""
+    """Return a run's metrics as the module docstring defines them; NaN for missing ones."""
 
     def last(name: str) -> float:
         values = [of[name] for of in metrics.values() if name in of][-LAST:]
@@ -81,7 +81,7 @@ def figures(metrics: Metrics) -> dict[str, float]:
 
 
 def table(found: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
-    """A row for each algorithm: means over seeds."""
+    """Build a table with a row per algorithm: means over seeds."""
     names = list(next(iter(found.values()))[0])
     result = Table(box=box.SIMPLE_HEAD)
     result.add_column("algorithm")
@@ -94,7 +94,7 @@ def table(found: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
 
 
 def plot(runs: Mapping[str, Sequence[Metrics]], path: Path) -> None:
-    """Four curves, each algorithm a line: the mean over seeds."""
+    """Plot four curves, with a line per algorithm: the mean over seeds."""
     figure = Figure(figsize=(13, 8), layout="constrained")
     axes = figure.subplots(2, 2)
     colours = matplotlib.colormaps["tab20"]
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--algorithms: {unknown[0]} is none of {', '.join(comparable())}")
     given = [*trials.quickstart(options.folder.resolve()), "run.export=false", *options.overrides]
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.algorithms:  # a mistake in any of them is known before an hour of runs
+    for name in options.algorithms:  # a mistake in any of them fails before an hour of runs
         load_config(trials.ROOT / CONFIG, [f"algorithm={name}", *OWN.get(name, []), *given])
     host = start_host(load_config(trials.ROOT / CONFIG, given), threads=1)
     runs: dict[str, list[Metrics]] = {}

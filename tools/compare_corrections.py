@@ -1,16 +1,16 @@
-"""What helps where tokens are of older weights: the quickstart's task, once with each correction and once without.
+"""Compare off-policy corrections for stale tokens on the quickstart's task, against a run without one.
 
     .venv/bin/python tools/compare_corrections.py FOLDER [--lags 2 4] [--seeds 1] [--only tis,icepop] [--steps 40]
                                                   [section.key=value ...]
 
-FOLDER is what launch/quickstart.sh leaves, runs/quickstart: prompts, and the model after its warm-up in sft/export. All
-runs are GRPO, asynchronous, configs/quickstart_async.yaml with the actor on a rank and the engine on another, from the
-same warm-up, with the same seeds. A run's folder stays in FOLDER/corrections; what is done there is not done again.
-Overrides are for all runs. Of each correction and lag, means over the seeds of
+FOLDER is that of launch/quickstart.sh, runs/quickstart: prompts, and the model after its warm-up in sft/export. All
+runs are asynchronous GRPO, configs/quickstart_async.yaml with the actor on one rank and the engine on another, from the
+same warm-up, with the same seeds. Run folders stay in FOLDER/corrections, and finished runs are not repeated. Overrides
+apply to all runs. For each correction and lag, the table shows means over the seeds of
 
     greedy, sampled   held-out reward after the last step
-    lag               versions by which a token is older than the weights that learn from it
-    difference        of the trainer's log-prob of such a token to the one it was drawn with
+    lag               staleness: versions by which a token is older than the weights that learn from it
+    difference        between the trainer's log-prob of such a token and its behavior log-prob
     ratio p95, ess    of the trainer's probability of a token to the engine's; effective sample size of the sequences
     weight, masked    mean weight of a token's loss, share of tokens that it leaves out
     KL                of an update's policy to the one that the ratio is clipped to
@@ -34,7 +34,7 @@ CONFIG = "configs/quickstart_async.yaml"
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "uncorrected": ("correction.proximal=trainer",),
     "drawn": (),
-    "bypass": ("correction.proximal=engine", "rollout.verify_every=1"),  # which measures what it does without
+    "bypass": ("correction.proximal=engine", "rollout.verify_every=1"),  # so that the ratio is still measured
     "tis": ("correction.kind=tis",),
     "decoupled": ("correction.kind=tis", "correction.high=1e9"),
     "icepop": ("correction.kind=icepop",),
@@ -50,7 +50,7 @@ FIGURES = {
     "masked": "rollout_corr/rollout_rs_masked_fraction",
     "KL": "actor/ppo_kl",
 }
-"""Means over a run's steps, by title."""
+"""Metrics by title; each is a mean over a run's steps."""
 
 
 def settings(options: argparse.Namespace, name: str, lag: int, seed: int) -> list[str]:
@@ -66,7 +66,7 @@ def settings(options: argparse.Namespace, name: str, lag: int, seed: int) -> lis
 
 
 def figures(rows: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """By title, of a run's steps."""
+    """Return metrics of a run's steps by title."""
     last = rows[max(rows)]
     found = {name: last[f"eval/reward_{name}"] for name in ("greedy", "sampled")}
     for title, metric in FIGURES.items():
@@ -76,7 +76,7 @@ def figures(rows: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
 
 
 def ran(options: argparse.Namespace, name: str, lag: int, seed: int, host: str) -> dict[str, float]:
-    """The figures of a run, which is begun where it has not ended before."""
+    """Return the metrics of a run; start it unless it has already finished."""
     run_dir = options.folder / "corrections" / f"{name}_lag{lag}_seed{seed}"
     return figures(trials.run(CONFIG, settings(options, name, lag, seed), run_dir, host))
 

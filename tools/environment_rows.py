@@ -1,8 +1,8 @@
 """Make prompts of an environment's own tasks: .venv/bin/python tools/environment_rows.py SPEC FILE.jsonl [--evaluation]
 
-SPEC is an entry of rollout.environments that brings tasks: harbor:FOLDER (each task folder), or verifiers:NAME (its
-data set). Write it as the configuration has it, for each row names its environment. FILE is for data.train, or for
-data.eval with --evaluation: what the environment has for that.
+SPEC is an entry of rollout.environments that provides tasks: harbor:FOLDER (each task folder), or verifiers:NAME (its
+data set). Write it as in the configuration, because each row names its environment. FILE is for data.train, or for
+data.eval with --evaluation, which takes the environment's evaluation tasks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.environments import harbor, verifiers
 
 
 def rows_of(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:
-    """Rows as data.train has them. Raises ConfigError for an environment that brings none."""
+    """Return rows for data.train. Raises ConfigError for an environment without tasks."""
     prefix, _, rest = spec.partition(":")
     if prefix == "harbor":
         if evaluation:
@@ -32,7 +32,7 @@ def rows_of(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:
 
 
 def write(rows: list[dict[str, Any]], target: Path) -> None:
-    """All or nothing. Raises ConfigError for a row that JSON cannot hold."""
+    """Write all rows or none. Raises ConfigError for a row that JSON cannot represent."""
     lines = []
     for row in rows:
         try:

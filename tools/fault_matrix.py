@@ -1,16 +1,16 @@
-"""What happens to a run when something breaks: each row of the contract, injected for real, and what was seen.
+"""Inject faults into real runs: each row of the contract, and what was observed.
 
     .venv/bin/python tools/fault_matrix.py [--only 1,8-11] [--short] [--json FILE] [--keep FOLDER]
     .venv/bin/python tools/fault_matrix.py --soak 30 [--every 90]
 
 Runs are the training program with a tiny MoE, the real Megatron-Core and, where a row needs one, the real SGLang on the
 CPU. Processes are killed by their ids, disks are small file systems, bits are flipped in files and on the wire.
-`faults/README.md` says what each row does. `--short` has those that take seconds and need no engine. `detect`: seconds
-from the fault to the first trace of it; `recover`: to where the run went on; `lost`: samples that nothing was trained
-on. The exit status is 1 where a row is not as expected.
+`faults/README.md` describes each row. `--short` runs the rows that take seconds and need no engine. `detect`: seconds
+from the fault to its first visible trace; `recover`: seconds to where the run continued; `lost`: samples that were
+never trained on. The exit status is 1 if a row is not as expected.
 
-`--soak` trains under kills at random, a time of `--every` seconds between them on the average, and compares the end
-with that of the undisturbed run, bit for bit.
+`--soak` trains under random kills, `--every` seconds apart on average, and compares the final weights with those of the
+undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megarl.config.strict import ConfigError
 
 
 def tried(shop: Workshop, numbers: list[int]) -> dict[int, Seen]:
-    """What was seen of these rows; of one that could not be tried, why, which is not as expected."""
+    """Return the observations of these rows; a row that could not be tried is not as expected, with the reason."""
     found: dict[int, Seen] = {}
     for scenario, wanted in by_scenario(numbers).items():
         try:

@@ -1,4 +1,4 @@
-"""What `bench_flow.py` starts on each rank: `flow/ranks.py`."""
+"""The program that `bench_flow.py` starts on each rank: `flow/ranks.py`."""
 
 import sys
 

@@ -1,11 +1,11 @@
-"""What works on this machine's NVIDIA GPU: each part on its own, from the kernels to the whole loop.
+"""Check what works on this machine's NVIDIA GPU: each part on its own, from the kernels to the whole loop.
 
     .venv/bin/python tools/gpu_check.py [--only exact,ipc] [--json FILE] [--device cpu]
 
-Every row is a process with a time limit, so that one that crashes or hangs does not end the others. `gpu/README.md`
-says what each does. A row has passed, failed, or is not here, with the reason: no NVIDIA GPU, or a package that is not
-installed. `--device cpu` tries the rows that have a form without a GPU, which says that this tool works, not that a GPU
-does. Exit status: 0 where every row that could be tried passed, 1 where one failed, 3 where none could be tried.
+Every row is a process with a timeout, so that one that crashes or hangs does not end the others. `gpu/README.md`
+describes each. A row has passed, failed, or is not available, with the reason: no NVIDIA GPU, or a package that is not
+installed. `--device cpu` runs the rows that have a CPU form, which shows that this tool works, not that a GPU does.
+Exit status: 0 if every row that could be tried passed, 1 if one failed, 3 if none could be tried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULT = "GPU-CHECK "
 
 
 def tried(name: str, device: str, timeout_s: float) -> Found:
-    """What a row finds, in a process group of its own, which is ended with it."""
+    """Run a row in its own process group, which is killed at the end. Return the result."""
     paths = [str(TOOLS.parent), str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     env = {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(paths)}
@@ -48,7 +48,7 @@ def tried(name: str, device: str, timeout_s: float) -> Found:
         found = Found("failed", f"not done after {timeout_s:g} s")
     finally:
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # what the row has started, too
+            os.killpg(process.pid, signal.SIGKILL)  # also what the row has started
         except ProcessLookupError:
             pass
         process.wait()
@@ -56,7 +56,7 @@ def tried(name: str, device: str, timeout_s: float) -> Found:
 
 
 def read(output: str, errors: str, code: int) -> Found:
-    """The row's own result, or how its process ended."""
+    """Return the row's own result, or how its process ended."""
     results = [line for line in output.splitlines() if line.startswith(RESULT)]
     if results:
         return Found(**json.loads(results[-1].removeprefix(RESULT)))
@@ -65,11 +65,11 @@ def read(output: str, errors: str, code: int) -> Found:
 
 
 def as_row(name: str, device: str) -> int:
-    """In the row's process."""
+    """Run as the row's process."""
     module, function = ROWS[name].work.split(":")
     try:
         found = getattr(importlib.import_module(f"gpu.{module}"), function)(device)
-    except Exception as error:  # any: that it failed is what is to be found out
+    except Exception as error:  # any failure is a result
         found = Found("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
     print(RESULT + json.dumps(asdict(found)), flush=True)
     return 0
@@ -97,7 +97,7 @@ def main() -> int:
         else:
             found[name] = tried(name, options.device, ROWS[name].timeout_s)
             console.print(f"{name}: {found[name].state}, {found[name].text}", markup=False)
-        if options.json:  # after each, so that a machine that goes away leaves what is known
+        if options.json:  # after each row, so that results survive the loss of the machine
             machine = torch.cuda.get_device_name() if has_gpu and options.device == "cuda" else "no GPU"
             tree = {"device": machine, "torch": torch.__version__, "rows": {k: asdict(v) for k, v in found.items()}}
             options.json.write_text(json.dumps(tree, indent=1) + "\n")

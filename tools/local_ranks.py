@@ -1,4 +1,5 @@
-"""A script run as the ranks of a job on this machine, for tools that measure: it prints one line `RESULT {json}`."""
+"""Run a script as the ranks of a job on this machine, for tools that measure; the script prints one line `RESULT
+{json}`."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def run(
     root: Path = ROOT,
     watch: Callable[[Sequence[int]], None] | None = None,
 ) -> Any:
-    """Start `world` processes of a Python command line; what the first of them found. Ends the program where it found
-    nothing. root: of the checkout whose code they run. watch: is told their ids, and returns at once."""
+    """Start `world` processes of a Python command line. Return the result of the first one; exit the program if it has
+    none. root: the checkout whose code they run. watch: called with their ids; must return at once."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "WORLD_SIZE": str(world)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
@@ -47,7 +48,7 @@ def run(
         output, _ = ranks[0].communicate(timeout=timeout)
     finally:
         for process in ranks:
-            if ranks[0].returncode != 0:  # the others may wait for it for ever
+            if ranks[0].returncode != 0:  # the others may wait for it forever
                 process.kill()
             process.wait()
     lines = [line for line in output.splitlines() if line.startswith("RESULT ")]

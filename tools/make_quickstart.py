@@ -4,10 +4,10 @@
 
 writes OUT/model (an HF folder of about 1 M parameters, fp32), OUT/sft.jsonl, OUT/train.jsonl and OUT/eval.jsonl.
 
-The task: an expression of 2 or 3 numbers up to 99 with + - and *. The policy may guess, or call the calculator with the
-expression, read its answer and state it. The demonstrations in sft.jsonl show the tool in a minority (35 %); the rest
-guess a random number without it. What the warm-up teaches is therefore every skill but not the habit: that calling the
-tool pays is left for RL to find. No problem of eval.jsonl occurs in train.jsonl or sft.jsonl.
+The task is an expression of 2 or 3 numbers up to 99 with + - and *. The policy may guess, or call the calculator with
+the expression, read its answer and state it. A minority (35 %) of the demonstrations in sft.jsonl use the tool; the
+rest guess a random number without it. The warm-up therefore teaches every skill, but not the habit: RL must find out
+that calling the tool pays. No problem of eval.jsonl occurs in train.jsonl or sft.jsonl.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megarl.environments.ready.calculator import calculator
 VOCABULARY = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-TOOL_SHARE = 0.35  # of the demonstrations call the tool
+TOOL_SHARE = 0.35  # share of the demonstrations that call the tool
 FAMILIES = ("qwen3_moe", "deepseek_v3")
-MOST = 1_000_000  # of each kind of problem: there are 8.7 million
+MOST = 1_000_000  # problems of each kind; there are 8.7 million
 
 CHAT_TEMPLATE = """\
 {%- set system = messages[0].content if messages and messages[0].role == 'system' else '' -%}
@@ -74,7 +74,7 @@ Write each call as a JSON object:
 {%- if add_generation_prompt -%}<|im_start|>assistant{{ '\\n' }}{%- endif -%}
 """
 
-# Fills what the constant text leaves of the vocabulary, so that other text is not spelt byte by byte.
+# Fills the part of the vocabulary that the constant text leaves, so that other text is not spelt byte by byte.
 PLAIN_WORDS = """the of and to in is you that it he was for on are as with his they at be this have from or one had by
 word but not what all were we when your can said there use an each which she do how their if will up other about out
 many then them these so some her would make like him into time has look two more write go see number no way could
@@ -86,7 +86,7 @@ try again answer"""
 
 
 def problem(draw: random.Random) -> str:
-    """An expression of 2 or 3 numbers from 1 to 99, without spaces: `12+7*30`."""
+    """Return an expression of 2 or 3 numbers from 1 to 99, without spaces: `12+7*30`."""
     expression = str(draw.randint(1, 99))
     for _ in range(draw.choice((1, 2))):
         expression += draw.choice("+-*") + str(draw.randint(1, 99))
@@ -94,12 +94,12 @@ def problem(draw: random.Random) -> str:
 
 
 def value(expression: str) -> int:
-    """What it comes to. The expressions are our own: digits and + - * only."""
+    """Evaluate an expression. Expressions come from `problem`: digits and + - * only."""
     return int(eval(expression, {"__builtins__": {}}))
 
 
 def problems(draw: random.Random, count: int, taken: set[str]) -> list[str]:
-    """`count` problems, each different from the others and from those taken, to which they are added."""
+    """Return `count` problems that differ from each other and from those taken, and add them to these."""
     fresh: list[str] = []
     while len(fresh) < count:
         expression = problem(draw)
@@ -123,7 +123,8 @@ def tool_call(expression: str) -> dict[str, Any]:
 
 
 def demonstration(draw: random.Random, expression: str) -> list[dict[str, Any]]:
-    """A conversation: by the tool with probability TOOL_SHARE, otherwise a guess that is almost always wrong."""
+    """Return a conversation that uses the tool with probability TOOL_SHARE, else a guess that is almost always
+    wrong."""
     if draw.random() >= TOOL_SHARE:
         return [question(expression), statement(draw.randint(0, 999))]
     answer = value(expression)
@@ -131,7 +132,7 @@ def demonstration(draw: random.Random, expression: str) -> list[dict[str, Any]]:
 
 
 def write_data(out: Path, seed: int, train: int, held_out: int, demonstrations: int) -> None:
-    """Write eval.jsonl, train.jsonl and sft.jsonl, whose problems are all different."""
+    """Write eval.jsonl, train.jsonl and sft.jsonl; all problems differ."""
     draw = random.Random(seed)
     taken: set[str] = set()
     for name, size in (("eval", held_out), ("train", train)):
@@ -160,10 +161,10 @@ Shown = Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]]]]
 
 
 def make_tokenizer(shown: Shown) -> Any:
-    """A byte-level BPE tokenizer of exactly VOCABULARY ids with the chat template above, for text like what is shown.
+    """Train a byte-level BPE tokenizer of exactly VOCABULARY ids with the chat template above, for text like `shown`.
 
-    Words are split around digits and operators only, so each of these is a token of its own wherever it stands and the
-    constant text between them, trained on below, collapses to very few. A role's line is split off, too: the
+    Words are split around digits and operators only, so each of these is always a token of its own, and the constant
+    text between them, which is in the training text, collapses to very few tokens. A role's line is split off, too: the
     generation prompt ends there, and a conversation tokenised whole equals one tokenised turn by turn.
     """
     from transformers import PreTrainedTokenizerFast
@@ -192,7 +193,7 @@ def make_tokenizer(shown: Shown) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Rare words come after frequent ones in the merges: the constant text takes what it needs of the vocabulary first.
+    # Frequent words are merged before rare ones, so the constant text takes its share of the vocabulary first.
     bpe.train_from_iterator(constant * 1000 + [" " + word for word in PLAIN_WORDS.split()], trainer)
     bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in ADDED])
     spare = VOCABULARY - bpe.get_vocab_size()
@@ -203,7 +204,7 @@ def make_tokenizer(shown: Shown) -> Any:
 
 
 def make_model(family: str, eos_id: int, pad_id: int) -> Any:
-    """A tiny randomly initialised model of the family, fp32, embeddings not tied. Seed torch before calling."""
+    """Return a tiny randomly initialised model of the family, fp32, embeddings not tied. Seed torch before calling."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     common: dict[str, Any] = {
@@ -216,7 +217,7 @@ def make_model(family: str, eos_id: int, pad_id: int) -> Any:
         "num_experts_per_tok": 2,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
-        # About hidden_size ** -0.5. The usual 0.02 suits 2,500 wide; here it costs 50 steps of warm-up.
+        # About hidden_size ** -0.5. The usual 0.02 suits a width of 2,500; here it costs 50 steps of warm-up.
         "initializer_range": 0.08,
         "bos_token_id": None,
         "eos_token_id": eos_id,
@@ -226,7 +227,7 @@ def make_model(family: str, eos_id: int, pad_id: int) -> Any:
     if family == "qwen3_moe":
         qwen: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "norm_topk_prob": True}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **qwen))
-    # SGLang's MLA on CPU asks for a yarn entry.
+    # SGLang's MLA on CPU requires a yarn entry.
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
     yarn.update({"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0})
     deepseek: dict[str, Any] = {
@@ -248,25 +249,25 @@ def make_model(family: str, eos_id: int, pad_id: int) -> Any:
 
 
 def published_form(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with the names that the published models use; transformers 5 reads both and writes its own."""
+    """Return config.json with the names that the published models use; transformers 5 reads both and writes its own."""
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else {**rope, "type": rope["rope_type"]}
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
     else:
-        # What SGLang reads and transformers does not write.
+        # Keys that SGLang reads and transformers does not write.
         config.update({"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"})
     return config
 
 
 def write_model(folder: Path, family: str, seed: int, shown: Shown = ()) -> int:
-    """Write an HF folder that transformers and SGLang load; returns the number of parameters. shown: as of
-    `make_tokenizer`; a conversation of the task by default."""
+    """Write an HF folder that transformers and SGLang load. Return the number of parameters. shown: see
+    `make_tokenizer`; default: a conversation of the task."""
     import torch
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of a file that takes no time
+    logging.disable_progress_bar()  # no progress bar for a file this small
     torch.manual_seed(seed)
     example = [question("1"), tool_call("1"), {"role": "tool", "content": "1"}, statement(1)]
     tokenizer = make_tokenizer(shown or [(example, [calculator.schema])])
@@ -299,7 +300,7 @@ def make(options: argparse.Namespace) -> int:
     check_writable_folder(options.out, "OUT")
     if options.out.is_dir() and any(options.out.iterdir()):
         raise ConfigError(f"{options.out} is not empty; name another folder, or remove what is in it")
-    # Made aside and renamed, so that a folder of this name is always a whole one.
+    # Write to a temporary folder and rename it, so that a folder of this name is always complete.
     unfinished = options.out.absolute().with_name(f".{options.out.absolute().name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

@@ -1,14 +1,14 @@
-"""Take apart what engine and trainer say of the same tokens differently: staleness, carried prefixes, routing, cut-off
-sampling, kernels, the engine's cache.
+"""Attribute the log-prob differences of engine and trainer to their causes.
+
+Causes are staleness, carried prefixes, routing, truncated sampling, kernels, and the engine's cache.
 
     .venv/bin/python tools/mismatch.py RUN_DIR [--step N] [--worst N] [--json]
 
-Of one step (by default the last one in which the trainer has looked: `rollout.verify_every` says how often it does
-where its loss does not need these log-probs anyway). The table has a line for each cause: tokens, |gap| in nats as
-mean, 99th percentile and largest, and the share of all that is apart. Below it stands how far the engine's own
-log-probs of the same token behind the same tokens are apart, with and without something in its cache; then the worst
-tokens, with what comes before them. megarl/observe/logprob_gap.py says how causes are told apart, and what of them
-cannot be told.
+Analyses one step, by default the last one with log-probs of the trainer: `rollout.verify_every` sets how often it
+computes them if its loss does not need them. The table has a row per cause: tokens, |gap| in nats as mean, 99th
+percentile and largest, and the share of the total gap. Below it is the gap between the engine's own log-probs of the
+same token after the same tokens, with and without cached tokens; then the worst tokens, with the text before them.
+megarl/observe/logprob_gap.py explains how causes are told apart, and which cannot be.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.observe.rollout_log import is_complete, iter_rows, open_complete_par
 from megarl.observe.rollout_table import Record
 
 BEFORE = 12
-"""Tokens that are shown before one of the worst."""
+"""Number of tokens to show before one of the worst."""
 REMEDY = (
     "the trainer looks every rollout.verify_every steps, and in every step where its loss needs it (run.num_update "
     "above 1, correction.kind); set rollout.verify_every=1 to have it of all"
@@ -38,7 +38,7 @@ REMEDY = (
 
 
 def looked(run: Path, step: int) -> bool:
-    """Whether the trainer has said something of a step's rollouts."""
+    """Return whether a step's rollouts have log-probs of the trainer."""
     return any(
         row["trainer_logprobs"] is not None
         for file, part in open_complete_parts(run, step)
@@ -47,7 +47,7 @@ def looked(run: Path, step: int) -> bool:
 
 
 def find_step(run: Path, step: int | None) -> int:
-    """The one asked for, or the last in which the trainer has looked. Raises ConfigError."""
+    """Return the requested step, or the last one with log-probs of the trainer. Raises ConfigError."""
     if not run.is_dir():
         raise ConfigError(f"there is no run folder {run}; name one, such as runs/quickstart/run-1")
     steps = recorded_steps(run)
@@ -60,7 +60,7 @@ def find_step(run: Path, step: int | None) -> int:
             raise ConfigError(f"{run} has no log-probs of the trainer for step {step}: {REMEDY}")
         return step
     if len(steps) > 1 and not is_complete(run, steps[-1]):
-        steps.pop()  # it is being written
+        steps.pop()  # it is still being written
     for last in reversed(steps):
         if looked(run, last):
             return last
@@ -68,7 +68,8 @@ def find_step(run: Path, step: int | None) -> int:
 
 
 def decoder(run: Path) -> Any:
-    """Of ids to text: the tokenizer of the run's model, or of its export; where neither is here, numbers."""
+    """Return a function from ids to text: the tokenizer of the run's model, or of its export; without either,
+    numbers."""
     try:
         model = Path(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]["path"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
@@ -79,13 +80,13 @@ def decoder(run: Path) -> Any:
 
             try:
                 return AutoTokenizer.from_pretrained(folder, local_files_only=True).decode
-            except Exception:  # whatever the readers of a broken file raise
+            except Exception:  # readers of a broken file may raise anything
                 continue
     return lambda ids: " ".join(map(str, ids))
 
 
 def described(records: Sequence[Record], gaps: LogprobGaps, worst: int, decode: Any) -> list[dict[str, Any]]:
-    """The worst tokens, with their rollout's number, prompt and words."""
+    """Describe the worst tokens, with their rollout's number, prompt and text."""
     found = []
     for one in find_worst(gaps, worst):
         record, place = records[one.pop("record")], one["token"]
@@ -96,7 +97,7 @@ def described(records: Sequence[Record], gaps: LogprobGaps, worst: int, decode: 
 
 
 def shown(text: str) -> str:
-    """In a line, without characters that would steer the terminal."""
+    """Return the text in one line, without terminal control characters."""
     return json.dumps(text, ensure_ascii=False)[1:-1] if text.isprintable() else ascii(text)[1:-1]
 
 

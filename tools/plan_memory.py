@@ -1,13 +1,13 @@
-"""What a rank of a model's training needs, on paper: no GPU, no weights, no process.
+"""Plan the memory of a model's training ranks, on paper: no GPU, no weights, no process.
 
     .venv/bin/python tools/plan_memory.py --model qwen3-235b --gpus 128 --gpu-gb 80            # proposes layouts
     .venv/bin/python tools/plan_memory.py --model deepseek-v3 --algorithm ppo --gpu-gb 141 --rollout tp=32,ep=32 \\
         --layout world=512,tp=8,pp=16,ep=32 world=512,tp=8,pp=8,ep=64                          # which of these fit
     .venv/bin/python tools/plan_memory.py --model tiny/config.json --layout world=2,tp=2 --measure   # and is it true?
 
-Bytes of a rank by part, for actor, critic and reference together, as `--dry-run` shows them for a configuration. Ranks
-of a pipeline stage need the same. It plans for roles that share all ranks; `--dry-run` does for those on ranks of their
-own (`placement`). With --measure the model is built here on the CPU and its tensors are counted.
+Prints a rank's bytes by part, for actor, critic and reference together, as `--dry-run` does for a configuration. All
+ranks of a pipeline stage need the same. It plans for colocated roles; `--dry-run` also plans for roles on separate
+ranks (`placement`). With --measure the model is built here on the CPU and its tensors are counted.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from plan_reshard import MODELS, MOST, model_config, sizes  # noqa: E402
 
 LAYOUT = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
 ENGINE = {"tp": 1, "ep": 1}
-SHOWN = 8  # of the layouts that a search finds
-MOST_MEASURED = 4e9  # bytes of states, of all ranks: what --measure builds must fit a small machine
+SHOWN = 8  # layouts to show of those that a search finds
+MOST_MEASURED = 4e9  # bytes of states on all ranks; --measure must fit a small machine
 
 
 def base_config(options: argparse.Namespace, world: int, engine: dict[str, int]) -> Config:
-    """What is the same of all layouts."""
+    """Return the configuration that all layouts share."""
     return from_dict(
         {
             "algorithm": options.algorithm,
@@ -79,7 +79,7 @@ def layout_text(parallel: ParallelConfig) -> str:
 
 
 def judged_table(found: list[LayoutPlan], search: Search, chosen: LayoutPlan | None) -> Table:
-    """One layout a row; memory of the fullest rank in GB, modelled seconds of a step."""
+    """Build a table with a row per layout: memory of the fullest rank in GB, modelled seconds of a step."""
     table = Table(box=box.SIMPLE_HEAD)
     bytes_of = ("states", "in training", "generating", "in a push")
     for name in ("layout", "GPUs", "recompute", "engine", *bytes_of, "fits", "step"):
@@ -102,15 +102,15 @@ def judged_table(found: list[LayoutPlan], search: Search, chosen: LayoutPlan | N
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """However narrow the console is, as a pipe's 80 columns are: a figure that is cut off is worth less than a line
-    that a terminal breaks."""
+    """Print at full width, also on a narrow console such as the 80 columns of a pipe: a truncated number is worse than
+    a wrapped line."""
     room = console.options.update(max_width=10_000)
     needed = console.measure(table, options=room).maximum
     Console(file=console.file, width=max(needed, console.width)).print(table)
 
 
 def reason(one: LayoutPlan, search: Search, others: int) -> str:
-    """Why this layout, in a sentence."""
+    """Return a sentence on why this layout is suggested."""
     shares = sorted(((seconds, what) for what, seconds in one.seconds.items() if seconds), reverse=True)
     spent = ", ".join(
         f"{seconds / one.total:.0%} {NAMES[what]}" for seconds, what in shares if seconds > 0.005 * one.total
@@ -118,7 +118,8 @@ def reason(one: LayoutPlan, search: Search, others: int) -> str:
     layout = layout_text(one.config.parallel)
     of = f"of {others} layouts that fit, by the rule" if others > 1 else "the only layout that fits"
     return (
-        f"Suggested: {layout}, {'no recomputation' if one.recompute == 'none' else f'{one.recompute} recomputation'}: {of}; "
+        f"Suggested: {layout}, {'no recomputation' if one.recompute == 'none' else f'{one.recompute} recomputation'}: "
+        f"{of}; "
         f"{one.peak / 1e9:.1f} of {search.gpu_bytes / 1e9:g} GB at its fullest, and of the modelled "
         f"{one.total:.2f} s {spent}."
     )
@@ -158,7 +159,7 @@ def stage_json(stage: StageMemory) -> dict[str, Any]:
 
 
 def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
-    """Judge the layouts given, or search for some. Returns 1 where none fits."""
+    """Judge the given layouts, or search for some. Returns 1 if none fits."""
     given = given_layouts(options)
     engine = sizes(options.rollout, ENGINE, "--rollout") if options.rollout else {}
     worlds = [parallel.world_size for parallel in given] or [options.gpus]
@@ -220,7 +221,7 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 
 
 def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
-    """Build the models on this machine's CPU, as all ranks of the one layout, and count what they hold."""
+    """Build the models on this machine's CPU, as all ranks of the layout, and count the bytes of their tensors."""
     given = given_layouts(options) or [ParallelConfig(options.gpus or 1, options.gpus_per_node)]
     if len(given) != 1:
         raise ConfigError("--measure builds one layout; give one --layout")

@@ -1,11 +1,11 @@
-"""How a model's weights would go from Megatron's ranks to SGLang's, on paper: no GPU, no weights, no process.
+"""Plan how a model's weights go from Megatron's ranks to SGLang's, on paper: no GPU, no weights, no process.
 
     .venv/bin/python tools/plan_reshard.py --model deepseek-v3 --train tp=8,pp=16,ep=32,world=512 --engine tp=32,ep=32
 
-Plans the push of every rank and prints bytes, balance, rounds and staging beside the bound that ownership sets, which
-is computed apart from the planner; the time it should take; and the split of the layers over the stages that would be
-better. What a run would refuse, it refuses, by the same checks. Rank r is on node r // gpus-per-node. Trainer and
-engines have the same ranks, or those that are named:
+Plans the weight sync of every rank. Prints bytes, balance, rounds and staging beside the lower bound that ownership
+sets, which is computed independently of the planner; the expected time; and a better split of the layers over the
+stages, if there is one. It refuses what a run would refuse, by the same checks. Rank r is on node r // gpus-per-node.
+Trainer and engines share the same ranks, or use those that are named:
 
     ... --train world=256,tp=8,pp=8,ep=32 --engine tp=32,ep=32 --train-ranks 0-255 --engine-ranks 256-511
 """
@@ -49,12 +49,12 @@ FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
 MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}
 TRAIN = {"world": 0, "tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1}
 ENGINE = {"tp": 0, "ep": 1, "dp": 1, "mlp_tp": 0, "head_tp": 0, "shared_tp": 0}
-MOST = 1 << 20  # of anything that a layout has: GPUs, stages
-LEAST_GAIN = 0.002  # of another split, to be worth a line
+MOST = 1 << 20  # limit of any number in a layout: GPUs, stages
+LEAST_GAIN = 0.002  # smallest gain of another split that is worth a line
 
 
 def sizes(text: str, known: Mapping[str, int], option: str) -> dict[str, int]:
-    """`tp=8,pp=16` as numbers. Raises ConfigError; a key whose default is 0 and that comes first is required."""
+    """Parse `tp=8,pp=16`. Raises ConfigError; a key whose default is 0 and that comes first is required."""
     found = dict(known)
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
@@ -70,7 +70,7 @@ def sizes(text: str, known: Mapping[str, int], option: str) -> dict[str, int]:
 
 
 def rank_set(text: str, option: str) -> tuple[int, ...]:
-    """`0-3,8,9` as numbers, in this order. Raises ConfigError."""
+    """Parse `0-3,8,9` to ranks, in this order. Raises ConfigError."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         first, dash, last = part.partition("-")
@@ -82,14 +82,14 @@ def rank_set(text: str, option: str) -> tuple[int, ...]:
 
 
 def model_config(name: str) -> HFConfig:
-    """Of a model by its name here, or of a config.json or its folder."""
+    """Load a model config by its name in MegaRL, or from a config.json or its folder."""
     if name not in MODELS and not Path(name).exists():
         raise ConfigError(f"--model {name[:200]} is neither a file nor one of {', '.join(MODELS)}")
     return load_hf_config(MODELS.get(name, name))
 
 
 def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
-    """The configuration of a run in these layouts, so that its checks are asked. Raises ConfigError."""
+    """Return the configuration of a run in these layouts, after a run's checks. Raises ConfigError."""
     train, engine = sizes(options.train, TRAIN, "--train"), sizes(options.engine, ENGINE, "--engine")
     ours, theirs = rank_set(options.train_ranks, "--train-ranks"), rank_set(options.engine_ranks, "--engine-ranks")
     own, placement = train.pop("world"), {}
@@ -99,10 +99,10 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
         ours = ours or tuple(range(own))
         placement = {"actor": format_ranges(sorted(ours)), "rollout": format_ranges(sorted(theirs or ours))}
         here = options.gpus_per_node
-        own = -(-(max(*ours, *theirs) + 1) // here) * here  # the others of the last node have other roles
+        own = -(-(max(*ours, *theirs) + 1) // here) * here  # the remaining ranks of the last node have other roles
     sglang, drafts = sglang_settings(engine), family_of(hf).num_mtp_layers(hf) == 1
     if "attn_dp_size" in sglang or "moe_a2a_backend" in sglang:
-        drafts = False  # a run refuses them together
+        drafts = False  # a run refuses the combination
     return from_dict(
         {
             "algorithm": "grpo",
@@ -118,7 +118,7 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
                 "sglang": sglang,
                 "draft_tokens": int(drafts),
                 "push_bucket_mb": options.bucket_mb,
-                "max_context": 1024,  # is of no account here
+                "max_context": 1024,  # has no effect here
             },
             "train": {"mtp": float(drafts)},
         }
@@ -126,7 +126,7 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
 
 
 def sglang_settings(engine: Mapping[str, int]) -> dict[str, Any]:
-    """Of SGLang's, by which an engine is cut like this. Raises ConfigError where it has none."""
+    """Return the SGLang settings that give this engine layout. Raises ConfigError if there are none."""
     found: dict[str, Any] = {}
     tp, attention = engine["tp"], engine["tp"] // engine["dp"]
     if engine["dp"] > 1:
@@ -147,14 +147,14 @@ def sglang_settings(engine: Mapping[str, int]) -> dict[str, Any]:
 
 
 def stage_settings(options: argparse.Namespace, layers: int, pp: int, vpp: int) -> dict[str, int]:
-    """Of `model.megatron`: how many layers each stage has, as asked for, or as even as a run takes them."""
+    """Return the `model.megatron` settings of the layers per stage, as requested, or as even as a run makes them."""
     if not options.pp_layers:
         return split_layers(layers, pp, vpp) or {}
     try:
         counts = [int(number) for number in options.pp_layers.split(",")]
     except ValueError:
         raise ConfigError(f"--pp-layers must be numbers such as 4,4,3, not {options.pp_layers[:80]!r}") from None
-    even_stages(layers, pp, counts)  # raises for other numbers than are there
+    even_stages(layers, pp, counts)  # raises unless the counts match the model
     if len(set(counts)) == 1:
         return {}
     found = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
@@ -167,7 +167,7 @@ def stage_settings(options: argparse.Namespace, layers: int, pp: int, vpp: int) 
 
 
 def on_the_wire(hf: HFConfig, wire: str) -> HFConfig:
-    """The model with a checkpoint whose engines are pushed to in this format."""
+    """Return the model with a checkpoint whose engines receive weights in this format."""
     plain = {key: value for key, value in hf.items() if key != "quantization_config"}
     if wire != "fp8":
         return plain
@@ -195,7 +195,7 @@ def split_line(megatron: Mapping[str, Any], train: TrainLayout) -> str:
 
 
 def table(found: dict[str, Any], receivers: int) -> Table:
-    """The figures that have a bound, per GPU; a mean is of those of the engines."""
+    """Build a table of the bounded quantities, per GPU; means are over the engines' GPUs."""
     grid = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("", "plan", "bound", "ratio"):
         grid.add_column(name, justify="right" if name else "left")
@@ -220,8 +220,8 @@ def advice_line(advice: SplitAdvice) -> str:
         return "No split of the layers over the stages gives the busiest stage noticeably less to send."
     return (
         f"A better split: --pp-layers {','.join(map(str, advice.recommended))} gives the GPUs of the busiest stage "
-        f"{format_bytes(advice.recommended_bytes)} to send for {format_bytes(advice.current_bytes)}, {advice.gain:.1%} less "
-        "(bytes of a push only: see whether the stages then compute equally long)."
+        f"{format_bytes(advice.recommended_bytes)} to send for {format_bytes(advice.current_bytes)}, {advice.gain:.1%} "
+        "less (bytes of a push only: see whether the stages then compute equally long)."
     )
 
 

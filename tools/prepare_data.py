@@ -1,4 +1,4 @@
-"""Make verl-style parquet of a published data set, out of files that are on this machine.
+"""Convert local files of a published data set to verl-style parquet.
 
     .venv/bin/python tools/prepare_data.py gsm8k|math500|aime|humaneval SOURCE OUT
 
@@ -8,9 +8,9 @@ math500     file: `problem`, `answer` (HuggingFaceH4/MATH-500)                  
 aime        file: `problem` or `question`, `answer` (HuggingFaceH4/aime_2024 ...)     math_dapo
 humaneval   file: `prompt`, `test`, `entry_point` (openai/openai_humaneval)           hidden_tests
 
-Files are .jsonl, .json (a list) or .parquet; for a file there may be the folder that it alone lies in. Writes
-OUT/test.parquet, and OUT/train.parquet of gsm8k; all or, where anything is wrong, none. Every ground truth is looked at
-as the reward will.
+Files are .jsonl, .json (a list) or .parquet; a folder with a single file stands for the file. Writes OUT/test.parquet,
+and OUT/train.parquet for gsm8k; on any error, writes nothing. Every ground truth is checked the way that the reward
+reads it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ COMPLETE = (
     "Complete this function. Answer with the whole of it, with its imports, in one block of Python.\n\n```python\n"
 )
 LARGEST = 256 << 20
-"""Bytes of a .json file, which is read as a whole."""
+"""Maximum bytes of a .json file, which is read as a whole."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What is made of a row: `truth` is what the reward compares with."""
+    """A converted row; the reward compares with `truth`."""
 
     source: str
     text: str
@@ -57,14 +57,14 @@ class Made:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A data set: its splits, and what is made of a row, which raises ValueError for what is none of its rows."""
+    """A data set: its splits, and the conversion of a row, which raises ValueError for a row of another format."""
 
     make: Callable[[Row], Made]
     splits: tuple[str, ...] = ("test",)
 
 
 def of_gsm8k(row: Row) -> Made:
-    """Cobbe et al., arXiv:2110.14168: the answer ends in `#### <result>`."""
+    """Convert a row of GSM8K (Cobbe et al., arXiv:2110.14168): the answer ends in `#### <result>`."""
     question, answer = _text(row, "question", of="GSM8K"), _text(row, "answer", of="GSM8K")
     _, marker, result = answer.rpartition("####")
     result = result.strip().replace(",", "")
@@ -74,15 +74,16 @@ def of_gsm8k(row: Row) -> Made:
 
 
 def of_math500(row: Row) -> Made:
-    """500 of the problems of MATH (arXiv:2103.03874) that Lightman et al., arXiv:2305.20050, held out."""
+    """Convert a row of MATH-500: the 500 problems of MATH (arXiv:2103.03874) that Lightman et al., arXiv:2305.20050,
+    held out."""
     problem, truth = _text(row, "problem", of="MATH-500"), _truth(row, "MATH-500")
     kept = {name: row[name] for name in ("subject", "level", "unique_id") if row.get(name) is not None}
     return Made("HuggingFaceH4/MATH-500", problem + BOXED, truth, "math", kept)
 
 
 def of_aime(row: Row) -> Made:
-    """A problem of the American Invitational Mathematics Examination, whose result is a whole number up to 999."""
-    row = {name.lower(): value for name, value in row.items()}  # some have ID, Problem, Answer
+    """Convert a problem of the American Invitational Mathematics Examination; its result is an integer up to 999."""
+    row = {name.lower(): value for name, value in row.items()}  # some files have ID, Problem, Answer
     problem, truth = _text(row, "problem", "question", of="AIME"), _truth(row, "AIME")
     if not (truth.isascii() and truth.isdigit() and int(truth) <= 999):
         raise ValueError(f"the answer {truth[:40]!r} is no whole number from 0 to 999")
@@ -92,7 +93,7 @@ def of_aime(row: Row) -> Made:
 
 
 def of_humaneval(row: Row) -> Made:
-    """Chen et al., arXiv:2107.03374."""
+    """Convert a row of HumanEval (Chen et al., arXiv:2107.03374)."""
     prompt, test, entry = (_text(row, name, of="HumanEval") for name in ("prompt", "test", "entry_point"))
     truth = json.dumps({"prompt": prompt, "test": test, "entry_point": entry})
     kept = {"task_id": str(row.get("task_id") or ""), "entry_point": entry}
@@ -108,7 +109,7 @@ ADAPTERS = {
 
 
 def _text(row: Row, *names: str, of: str) -> str:
-    """The first of these columns that is a text."""
+    """Return the first of these columns that is a string."""
     for name in names:
         if isinstance(row.get(name), str) and row[name].strip():
             text: str = row[name]
@@ -130,7 +131,7 @@ def _truth(row: Row, of: str) -> str:
 
 
 def find_split(source: Path, split: str) -> Path:
-    """The file of a split; ConfigError where there is none or more than one."""
+    """Return the file of a split. Raises ConfigError if there is none, or more than one."""
     if not source.is_dir():
         raise ConfigError(f"there is no folder {source}; name one with train and test, as published")
     names = [f"{split}{suffix}" for suffix in (".jsonl", ".json", ".parquet", "-00000-of-00001.parquet")]
@@ -142,7 +143,7 @@ def find_split(source: Path, split: str) -> Path:
 
 
 def find_file(source: Path) -> Path:
-    """The file that is meant: itself, or the only one of a data set that the folder has."""
+    """Return the file itself, or the folder's only data file."""
     if not source.is_dir():
         if not source.exists():
             raise ConfigError(f"there is no file {source}; name a .jsonl, .json or .parquet file as published")
@@ -155,7 +156,7 @@ def find_file(source: Path) -> Path:
 
 
 def rows_of(file: Path) -> Iterable[tuple[str, Row]]:
-    """(where, row) of a file. Raises ConfigError."""
+    """Return (where, row) of each row of a file. Raises ConfigError."""
     return _listed(file) if file.suffix.lower() == ".json" else read_rows(file)
 
 
@@ -176,7 +177,8 @@ def _listed(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def convert(rows: Iterable[tuple[str, Row]], adapter: Adapter, split: str) -> list[Row]:
-    """Rows with verl's columns; ConfigError for a row that is none of the data set, or whose truth is of no use."""
+    """Return rows with verl's columns. Raises ConfigError for a row of another format, or with an unusable ground
+    truth."""
     converted = []
     for index, (where, row) in enumerate(rows):
         try:
@@ -199,7 +201,7 @@ def convert(rows: Iterable[tuple[str, Row]], adapter: Adapter, split: str) -> li
 
 
 def prepare(name: str, source: Path, target: Path) -> dict[str, int]:
-    """Convert all splits; the number of problems in each. Raises ConfigError or OSError and then leaves nothing."""
+    """Convert all splits. Return the number of problems in each. On ConfigError or OSError, nothing is written."""
     check_writable_folder(target, "OUT")
     adapter, tables = ADAPTERS[name], {}
     for split in adapter.splits:

@@ -1,14 +1,14 @@
-"""Take one recorded step of a run again, from the checkpoint before it, without engines: in a debugger, if you like.
+"""Replay a recorded step of a run from the checkpoint before it, without engines, optionally in a debugger.
 
     .venv/bin/python tools/replay_step.py RUN_DIR --step 7 [--break lab.losses:my_loss] [--pdb] [--alone] [KEY=VALUE]
 
-The step is given its own rollouts (`rollout.replay`) with the models, optimizers and random states of the newest
-checkpoint before it; steps between the two are replayed, too. On the same layout every figure is bit for bit that of
-the run, which is said at the end. RUN_DIR stays as it is: what is written goes into RUN_DIR/replays/.
+The step gets its recorded rollouts (`rollout.replay`) and the models, optimizers and random states of the newest
+checkpoint before it; steps in between are replayed, too. In the same layout every metric equals that of the run bit for
+bit; the end of the output says whether it does. RUN_DIR stays as it is: output goes to RUN_DIR/replays/.
 
-`--break` stops when the step enters that function, or at FILE.py:LINE; a `breakpoint()` in your own code stops, too, in
-that step. `--pdb` looks at the place where the step fails. Of several ranks the first is in the debugger, and the
-others wait for as long as that takes. `--alone` takes the step in one process, whatever the layout was.
+`--break` stops when the step enters that function, or at FILE.py:LINE; a `breakpoint()` in your own code stops in that
+step, too. `--pdb` opens the debugger where the step fails. With several ranks the first one is in the debugger, and the
+others wait as long as it takes. `--alone` runs the step in one process, whatever the layout was.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from megarl.observe.rollout_log import recorded_steps
 from megarl.observe.tracker import read_metrics
 
 PATIENT = "run.timeout_s=2000000"
-"""Seconds that ranks wait for one that is in a debugger: the most that there is, 23 days."""
+"""Override for ranks that wait for one in a debugger: the maximum timeout, 23 days."""
 ALONE = ("parallel={world_size: 1}", "placement={}", "critic.parallel={}")
 _STEP = re.compile(r"step_(\d{6,12})")
 UNEQUAL = ("time", "time/", "perf/")
-"""Beginnings of what is another number each time."""
+"""Prefixes of metrics that differ between runs."""
 ENDED, FAILED = "ended", "failed"
-"""Files in the folder of a replay by which its first rank says where it is."""
+"""Files in the folder of a replay that report the state of its first rank."""
 SOON = 50
-"""Tenths of a second in which other ranks see one of them."""
+"""Tenths of a second within which other ranks see one of these files."""
 
 
 class Order(NamedTuple):
-    """What was asked for. folder: where it is taken, in the run's folder."""
+    """The requested replay. folder: of the replay, in the run's folder."""
 
     run: Path
     step: int
@@ -63,7 +63,7 @@ class Order(NamedTuple):
 
 
 def as_it_was(run: Path, step: int) -> Config:
-    """The run's configuration as it was at a step: without what was changed when it went on after it."""
+    """Return the run's configuration at a step, without changes made when the run was resumed after it."""
     config = load_config(run / "config.yaml")
     tree = to_dict(config)
     try:
@@ -83,7 +83,7 @@ def as_it_was(run: Path, step: int) -> Config:
 
 
 def config_of(order: Order) -> Config:
-    """What is run: the same, without engines, and with nothing that goes beyond the step."""
+    """Return the configuration of the replay: that of the run, without engines and without anything after the step."""
     own = [
         f"run.dir={order.folder}",
         f"rollout.replay={order.run}",
@@ -104,22 +104,24 @@ def config_of(order: Order) -> Config:
 
 
 def checkpoints_before(run: Path, step: int) -> list[Path]:
-    """The oldest first."""
+    """Return the checkpoints before a step, the oldest first."""
     found = [(_STEP.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step_*") if path.is_dir()]
     return sorted(path for match, path in found if match and int(match[1]) < step)
 
 
 def check_step(run: Path, step: int) -> None:
-    """Raise ConfigError for a step that the run has not come to."""
+    """Raise ConfigError for a step that the run has not reached."""
     if there := recorded_steps(run):
         if step not in there:
             raise ConfigError(f"--step {step}: {run} has recorded steps {there[0]} to {there[-1]}; name one of them")
-    elif (last := max(read_metrics(run), default=0)) < step - 1:  # the one after the last may be where it failed
+    elif (
+        last := max(read_metrics(run), default=0)
+    ) < step - 1:  # the step after the last one may be the one that failed
         raise ConfigError(f"--step {step}: {run} has come to step {last}; name one up to {last + 1}")
 
 
 def prepare(run: Path, step: int) -> Path:
-    """A folder that is as the run's was before the step: its configuration, and links to its checkpoints."""
+    """Create a folder in the state of the run's before the step: its configuration, and links to its checkpoints."""
     for number in range(1, 10**6):
         folder = run / "replays" / f"step_{step:06d}-{number}"
         try:
@@ -148,13 +150,13 @@ def announce(order: Order) -> None:
 
 
 class Debugger(pdb.Pdb):
-    """Goes on until a breakpoint."""
+    """A debugger that continues until a breakpoint."""
 
     def __init__(self) -> None:
         super().__init__(nosigint=True)
 
     def stop_at(self, place: str) -> None:
-        """`module:function`, also of a class, or `FILE.py:LINE`. Raises ConfigError."""
+        """Set a breakpoint at `module:function`, also of a class, or `FILE.py:LINE`. Raises ConfigError."""
         self.clear_all_breaks()  # type: ignore[no-untyped-call]  # which a process shares
         file, _, line = place.rpartition(":")
         if line.isdecimal():
@@ -171,7 +173,7 @@ class Debugger(pdb.Pdb):
             raise ConfigError(f"--break {place}: {problem}")
 
     def begin(self) -> None:
-        """From here on, in what is called from now on."""
+        """Start tracing, for functions called from now on."""
         self.reset()
         self.botframe: Any = sys._getframe()
         self.set_continue()  # type: ignore[no-untyped-call]
@@ -179,20 +181,20 @@ class Debugger(pdb.Pdb):
             sys.settrace(self.trace_dispatch)
 
     def here(self) -> None:
-        """As `breakpoint()`."""
+        """Stop at the caller, like `breakpoint()`."""
         frame: FrameType | None = sys._getframe(1)
         self.set_trace(frame)
 
 
 def nowhere() -> None:
-    """As `breakpoint()`, on ranks that nobody looks at, and in steps before."""
+    """Replace `breakpoint()` on ranks without a debugger, and in earlier steps."""
 
 
 # --- the step -------------------------------------------------------------------------------------------------
 
 
 def take(order: Order) -> int:
-    """As one of the ranks, or the only one."""
+    """Run the replay as one of the ranks, or as the only one."""
     from megarl.flow import HybridFlow
     from megarl.launch import exit_status
     from megarl.parallel import rendezvous
@@ -200,7 +202,7 @@ def take(order: Order) -> int:
     looks = rendezvous.read_launch_env().rank == 0
     debugger = Debugger()
     if order.stop_at:
-        debugger.stop_at(order.stop_at)  # on all ranks: a mistake is everybody's
+        debugger.stop_at(order.stop_at)  # on all ranks, so that all raise the same error
 
     class Replayed(HybridFlow):
         def _begin_step(self) -> None:
@@ -228,7 +230,8 @@ def take(order: Order) -> int:
 
 
 def _after(order: Order, error: BaseException, looks: bool) -> int | None:
-    """Look at an error; on the other ranks wait until somebody has. The exit status, None where the error says it."""
+    """Open the debugger on an error; other ranks wait until it ends. Return the exit status, None if the error
+    determines it."""
     from megarl.launch import exit_status
 
     if isinstance(error, exit_status.ORDERLY_EXITS):
@@ -239,7 +242,7 @@ def _after(order: Order, error: BaseException, looks: bool) -> int | None:
             traceback.print_exception(error)
             pdb.post_mortem(error.__traceback__)
         return None
-    for _ in range(SOON):  # the first rank has left, or fails, too; else this one's error is its own
+    for _ in range(SOON):  # if the first rank has ended or fails, too; otherwise the error is this rank's own
         while (order.folder / FAILED).exists() and not (order.folder / ENDED).exists():
             time.sleep(0.1)
         if (order.folder / ENDED).exists():
@@ -249,7 +252,7 @@ def _after(order: Order, error: BaseException, looks: bool) -> int | None:
 
 
 def compare(order: Order) -> None:
-    """Say how far the figures of the step are those that the run had."""
+    """Print how far the step's metrics agree with those of the run."""
     was, now = figures(order.run, order.step), figures(order.folder, order.step)
     if was is None or now is None:
         print(f"{order.run} has no figures of step {order.step}, which did not come to its end")
@@ -263,7 +266,7 @@ def compare(order: Order) -> None:
 
 
 def figures(run: Path, step: int) -> dict[str, Any] | None:
-    """The last ones of a step that came to its end."""
+    """Return the last metrics of a completed step."""
     try:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -273,14 +276,14 @@ def figures(run: Path, step: int) -> dict[str, Any] | None:
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # of a disk that was full
+            continue  # a line cut off by a full disk
         if isinstance(row, dict) and row.get("step") == step and "time/step" in row:
             found = row
     return found
 
 
 def launch(order: Order, config: Config) -> int:
-    """The same program as all of its ranks, on this machine."""
+    """Run this program as all of its ranks, on this machine."""
     from megarl.launch import launcher
     from megarl.parallel.rendezvous import serve_local_store
 
@@ -331,9 +334,9 @@ def main(arguments: Sequence[str]) -> int:
         announce(order)
         return take(order) if config.parallel.world_size == 1 else launch(order, config)
     except ConfigError:
-        shutil.rmtree(order.folder)  # of which nothing has come: the checkpoints in it are links
+        shutil.rmtree(order.folder)  # nothing was produced; its checkpoints are links
         with suppress(OSError):
-            order.folder.parent.rmdir()  # where it was the first
+            order.folder.parent.rmdir()  # if this was the first replay
         raise
 
 

@@ -1,10 +1,10 @@
-"""What runs came to: a table and a plot.
+"""Summarise runs: a table and a plot.
 
     .venv/bin/python tools/report.py RUN_DIR [RUN_DIR...] [--plot FILE]
 
 Shows the held-out reward before and after training, greedy and sampled, the reward of the first and last steps, where
-the time went and where the files lie; and draws the reward curves and the seconds per phase into FILE (by default
-report.png in the run folder; of several runs report_B_C.png in the first, after the names of the others).
+the time went and where the files are; plots the reward curves and the seconds per phase to FILE (by default report.png
+in the run folder; for several runs report_B_C.png in the first, after the names of the others).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.observe.tracker import read_metrics
 
 matplotlib.use("Agg")
 REWARD = "rollout/reward_mean"
-WINDOW = 5  # steps that a smoothed reward averages, and first and last ones at most
+WINDOW = 5  # steps in a smoothed reward; also the maximum number of first and last steps
 CONTENTS = (
     ("metrics.jsonl", "metrics, one line per step"),
     ("tensorboard", "the same for TensorBoard"),
@@ -43,7 +43,7 @@ CONTENTS = (
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder's metrics: `series(name)` gives the steps that have it, and its values."""
+    """Metrics of a run folder: `series(name)` returns the steps that have a metric, and its values."""
 
     path: Path
     algorithm: str
@@ -58,7 +58,7 @@ class Run:
         return steps, [self.metrics[step][name] for step in steps]
 
     def phases(self) -> dict[str, float]:
-        """Mean seconds a step by phase, longest first; `other` is what no phase covers."""
+        """Return mean seconds per step by phase, longest first; `other` is the time in no phase."""
         names = {name for values in self.metrics.values() for name in values if name.startswith("time/")}
         _, whole = self.series("time/step")
         if not whole:
@@ -72,12 +72,12 @@ class Run:
         return dict(sorted(seconds.items(), key=lambda item: (-item[1], item[0])))
 
     def minutes(self) -> float:
-        """Of training: the sum of the steps, without start, evaluation and export."""
+        """Return minutes of training: the sum of the steps, without start, evaluation and export."""
         return sum(self.series("time/step")[1]) / 60
 
 
 def load_run(path: Path) -> Run:
-    """Raises ConfigError where there is no run."""
+    """Load a run folder. Raises ConfigError if it is none."""
     if not path.is_dir():
         raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
     try:
@@ -100,7 +100,7 @@ def load_run(path: Path) -> Run:
 
 
 def numbers(values: dict[str, float]) -> dict[str, float]:
-    """Those that are numbers, as ours are."""
+    """Return the numeric values of a row."""
     return {
         name: value
         for name, value in values.items()
@@ -109,7 +109,7 @@ def numbers(values: dict[str, float]) -> dict[str, float]:
 
 
 def before_after(run: Run, name: str) -> str:
-    """`0.00 -> 0.95`, or `-` where the run has no such figure."""
+    """Format `0.00 -> 0.95`, or `-` if the run has no such metric."""
     _, values = run.series(name)
     if not values:
         return "-"
@@ -117,7 +117,7 @@ def before_after(run: Run, name: str) -> str:
 
 
 def summary(runs: list[Run]) -> Table:
-    """A column per run, so that the figures fit a narrow terminal."""
+    """Build a table with a column per run, so that the numbers fit a narrow terminal."""
     table = Table(box=box.SIMPLE_HEAD, title="Mean reward: before -> after", title_justify="left")
     table.add_column("")
     for run in runs:
@@ -127,7 +127,7 @@ def summary(runs: list[Run]) -> Table:
         _, rewards = run.series(REWARD)
         curve = "-"
         if rewards:
-            size = min(WINDOW, len(rewards) // 2)  # the two do not overlap
+            size = min(WINDOW, len(rewards) // 2)  # first and last steps do not overlap
             ends = (rewards[:size], rewards[-size:]) if size else (rewards,)
             curve = " -> ".join(f"{statistics.fmean(end):.3f}" for end in ends)
         figures = {
@@ -164,14 +164,14 @@ def phase_table(runs: list[Run]) -> Table:
 
 
 def file_lines(runs: list[Run]) -> list[str]:
-    """Lines, not a table: a path is for copying, and must not be broken to fit a column."""
+    """Return lines, not a table: paths are for copying, and must not be wrapped to fit a column."""
     found = [(run.path / name, what) for run in runs for name, what in CONTENTS if (run.path / name).exists()]
     width = max((len(str(path)) for path, _ in found), default=0)
     return [f"  {str(path):{width}}  {what}" for path, what in found]
 
 
 def plot(runs: list[Run], file: Path) -> None:
-    """Draw reward curves with the held-out rewards, and seconds per phase, into a PNG."""
+    """Plot reward curves with the held-out rewards, and seconds per phase, to a PNG."""
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
@@ -191,7 +191,7 @@ def plot(runs: list[Run], file: Path) -> None:
     left.set_title(f"Reward (line: mean of {WINDOW} steps)")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.grid(alpha=0.3)
-    if len(runs) > 1:  # the markers mean the same in every colour, so they are explained in grey
+    if len(runs) > 1:  # markers mean the same in every colour, so the legend shows them in grey
         left.plot([], [], "o", color="grey", label="held-out, greedy")
         left.plot([], [], "s", color="grey", markerfacecolor="white", label="held-out, sampled")
     if left.get_legend_handles_labels()[0]:
@@ -216,7 +216,7 @@ def plot(runs: list[Run], file: Path) -> None:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Mean of each value and the WINDOW - 1 before it."""
+    """Return the mean of each value and the WINDOW - 1 before it."""
     return [statistics.fmean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
 
 

@@ -1,4 +1,4 @@
-"""Stretches of time, for `timeline.py`."""
+"""Time intervals, for `timeline.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 Times = list[tuple[float, float]]
-"""Stretches of time, disjoint and ascending."""
+"""Disjoint time intervals in ascending order."""
 
 
 def union(times: Iterable[tuple[float, float]]) -> Times:

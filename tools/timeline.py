@@ -1,12 +1,11 @@
-"""Who did what when in a run: a picture for the terminal, what it comes to, and one trace for Perfetto.
+"""Timeline of a run: a picture for the terminal, totals, and a trace for Perfetto.
 
     .venv/bin/python tools/timeline.py RUN_DIR [--steps 3-5] [--out timeline.json]
 
-Shows the last steps by default, a row for each rank and for its thread of generation; says how long each rank was at
-work and waited, for how long each two roles were at work at once, and what controller and data plane cost. FILE has all
-steps, unless some are named; open it with https://ui.perfetto.dev or chrome://tracing. A model's waits for its own
-neighbours, as in a pipeline, count as work. Where a run was stopped and resumed, the time from one step to the next is
-left out.
+Shows the last steps by default, with a row for each rank and for its generation thread. Prints how long each rank
+worked and waited, how long each two roles worked at the same time, and the cost of controller and data plane. FILE has
+all steps, unless some are named; open it in https://ui.perfetto.dev or chrome://tracing. A model's waits for its own
+peers, as in a pipeline, count as work. Where a run was stopped and resumed, the time between the two steps is left out.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red", "bright_green", 
 
 @dataclass(frozen=True)
 class Run:
-    """spans: by rank and thread, of the latest attempt at each step; an engine's on all of its ranks. windows: begin
-    and end of a step, by step and rank. pauses: by step the seconds before it in which the run was stopped and started
-    again; times have no part in them, what comes after is that much earlier."""
+    """spans: by rank and thread, those of the latest attempt at each step; an engine's are on all of its ranks.
+    windows: begin and end of a step, by step and rank. pauses: by step, the seconds before it in which the run was
+    stopped and restarted; times exclude them: all that follows is shifted earlier."""
 
     spans: Mapping[tuple[int, str], Sequence[Span]]
     windows: Mapping[int, Mapping[int, tuple[float, float]]]
@@ -55,13 +54,13 @@ class Run:
         return sorted({rank for rank, _ in self.spans})
 
     def whole(self, steps: Sequence[int]) -> tuple[float, float]:
-        """From the first begin of these steps to their last end."""
+        """Return the first begin and the last end of these steps."""
         found = list(chain.from_iterable(self.windows[step].values() for step in steps))
         begin = min(begin for begin, _ in found)
         return begin, max(begin + 1e-6, *(end for _, end in found))
 
     def notes(self, steps: Sequence[int]) -> list[str]:
-        """Of the pauses between these steps."""
+        """Return notes on the pauses between these steps."""
         return [
             f"before step {step} the run was stopped and resumed: {seconds:.0f} s are left out"
             for step, seconds in self.pauses.items()
@@ -73,7 +72,7 @@ class Run:
 
 
 def innermost(spans: Iterable[Span]) -> list[Span]:
-    """The spans of a thread, which are within each other or apart, cut so that each moment is of the innermost."""
+    """Split the spans of a thread, which nest or are disjoint, so that each moment belongs to the innermost one."""
     found: list[Span] = []
     open_: list[Span] = []
     at = -math.inf
@@ -100,7 +99,7 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
 
 
 def load(path: Path) -> Run:
-    """Raises ConfigError where there is no run, or nothing of it to show. A line that is broken is passed over."""
+    """Load a run's spans. Raises ConfigError if there is no run, or no span to show. Broken lines are skipped."""
     if not path.is_dir():
         raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
     files = sorted(path.glob("timeline/rank_*.json"))
@@ -119,10 +118,12 @@ def load(path: Path) -> Run:
     spans: dict[tuple[int, str], list[Span]] = {}
     windows: dict[int, dict[int, tuple[float, float]]] = {}
     pauses: dict[int, float] = {}
-    ended = math.inf  # the step before
+    ended = math.inf  # end of the previous step
     for step, by_rank in sorted(steps.items()):
         latest = max(found[0].begin for found in by_rank.values())
-        current = {rank: found for rank, found in by_rank.items() if found[0].end >= latest}  # ranks that a resume kept
+        current = {
+            rank: found for rank, found in by_rank.items() if found[0].end >= latest
+        }  # ranks that the resumed run still has
         begin = min(found[0].begin for found in current.values())
         if step in resumed and begin - ended > _SHORTEST_PAUSE_S:
             pauses[step] = begin - ended
@@ -132,7 +133,7 @@ def load(path: Path) -> Run:
         for rank, (whole, *others) in current.items():
             windows.setdefault(step, {})[rank] = whole.begin - shift, whole.end - shift
             for span in (whole, *others):
-                if span.end <= begin:  # of the start after a pause
+                if span.end <= begin:  # part of the start after a pause
                     continue
                 moved = span._replace(begin=max(span.begin, begin) - shift, end=span.end - shift)
                 for member in span.ranks or (rank,):
@@ -143,8 +144,8 @@ def load(path: Path) -> Run:
 
 
 def read_steps(file: Path) -> tuple[dict[int, list[Span]], set[int]]:
-    """By step: its own span, then what was written with it. A step that a resumed run took again is in it as it was
-    the last time, and so are those after it. And the steps that are the first ones of a process."""
+    """Return, by step, its own span and then the spans written with it; and the steps that are the first ones of a
+    process. If a resumed run repeated a step, its last attempt counts, and so do the steps after that."""
     found: dict[int, list[Span]] = {}
     firsts: set[int] = set()
     current: list[Span] = []
@@ -156,7 +157,8 @@ def read_steps(file: Path) -> tuple[dict[int, list[Span]], set[int]]:
             continue
         if event["ph"] == "M":
             threads[event["tid"]] = str(event["args"].get("name"))
-            is_first = is_first or threads[event["tid"]] == "main"  # each process names its threads once
+            # Each process names its threads once, when it starts.
+            is_first = is_first or threads[event["tid"]] == "main"
             continue
         begin, length, args = float(event["ts"]), float(event["dur"]), event["args"]
         thread = threads.get(event["tid"], "main")
@@ -172,7 +174,7 @@ def read_steps(file: Path) -> tuple[dict[int, list[Span]], set[int]]:
 
 
 def read_event(line: str) -> dict[str, Any] | None:
-    """A line's; None where it is none of ours, as the first, or one that a process left when it was killed."""
+    """Parse a line; None if it is not a span, such as the first line, or one cut off when a process was killed."""
     try:
         event = json.loads(line.rstrip(","))
         kind, args = event["ph"], event["args"]
@@ -188,7 +190,7 @@ def read_event(line: str) -> dict[str, Any] | None:
 
 
 def chosen(text: str, run: Run) -> list[int]:
-    """Steps as 3-5, or 4. Raises ConfigError."""
+    """Parse steps such as 3-5, or 4. Raises ConfigError."""
     match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", text)
     there = f"the timeline has the steps {min(run.windows)} to {max(run.windows)}"
     if match is None:
@@ -203,8 +205,8 @@ def chosen(text: str, run: Run) -> list[int]:
 
 
 def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Times]]:
-    """By who, and by rank, when it was at work between two times; also `wait` and `data`, where the rank was not at
-    work at the same time in another thread."""
+    """Return, by kind of work and by rank, when it worked between two times; also `wait` and `data`, while the rank was
+    not working in another thread."""
     found: dict[str, dict[int, Times]] = {}
     for (rank, _), spans in run.spans.items():
         for span in innermost(spans):
@@ -222,7 +224,7 @@ def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Times]]:
 
 
 def at_work(by_who: Mapping[str, Mapping[int, Times]], rank: int | None = None) -> Times:
-    """When anybody was, on a rank or on any."""
+    """Return when any kind of work was going on, on one rank or on any."""
     works = [by_rank for who, by_rank in by_who.items() if who not in NO_WORK]
     return union(
         piece for by_rank in works for other, times in by_rank.items() if rank in (None, other) for piece in times
@@ -230,7 +232,7 @@ def at_work(by_who: Mapping[str, Mapping[int, Times]], rank: int | None = None) 
 
 
 def shares(run: Run, steps: Sequence[int]) -> dict[int, dict[str, float]]:
-    """By rank the parts of the time that it was at work, waited, moved data, and did all else."""
+    """Return, by rank, the shares of the time spent working, waiting, moving data, and on all else."""
     begin, end = run.whole(steps)
     by_who, length = busy(run, begin, end), end - begin
     found = {}
@@ -242,7 +244,7 @@ def shares(run: Run, steps: Sequence[int]) -> dict[int, dict[str, float]]:
 
 
 def overlaps(run: Run, steps: Sequence[int]) -> dict[tuple[str, str], float]:
-    """Of each two roles the seconds in which both were at work, on whatever ranks."""
+    """Return, for each two roles, the seconds in which both worked, on any ranks."""
     by_who = busy(run, *run.whole(steps))
     roles = sorted(who for who in by_who if who not in (*NO_WORK, "rank"))
     when = {who: union(chain.from_iterable(by_who[who].values())) for who in roles}
@@ -251,8 +253,8 @@ def overlaps(run: Run, steps: Sequence[int]) -> dict[tuple[str, str], float]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a step, in seconds. nobody: while no rank was at work, which is what controller and data plane lengthened the
-    step by. controller, data: on the rank where it is most."""
+    """Seconds of a step. nobody: while no rank worked, which is how much controller and data plane lengthened the step.
+    controller, data: on the rank where they are largest."""
 
     length: float
     nobody: float
@@ -275,14 +277,14 @@ def cost(run: Run, step: int) -> Cost:
 
 
 def kind_of(span: Span) -> str:
-    """What a span is in the picture: work by its name without the step, and the rest by what it is."""
+    """Return the kind of a span in the picture: for work, its name without the step; for the rest, its category."""
     if span.category in (STEP, REMOTE):
         return ""
     return span.category if span.category in NO_WORK else re.sub(r" of step \d+$", "", span.name)
 
 
 def row(spans: Iterable[Span], begin: float, end: float, width: int) -> list[str]:
-    """For each of `width` equal parts of the time what took most of it."""
+    """Return the dominant kind of each of `width` equal parts of the time."""
     cells: list[dict[str, float]] = [{} for _ in range(width)]
     size = (end - begin) / width
     for span in innermost(spans):
@@ -296,7 +298,7 @@ def row(spans: Iterable[Span], begin: float, end: float, width: int) -> list[str
 
 
 def marks(kinds: Iterable[str]) -> dict[str, str]:
-    """A letter for each kind, the first of its own that is free."""
+    """Assign a letter to each kind: the first one of its name that is free."""
     found = dict(MARKS)
     for kind in kinds:
         letters = (letter for letter in kind.upper() + kind.lower() + "0123456789" if letter.isalnum())
@@ -350,13 +352,14 @@ def tables(run: Run, steps: Sequence[int]) -> list[Table]:
 
 
 def overhead(costs: Sequence[Cost]) -> str:
-    """Of placement and controllers, in the median step. It hardly grows with a step: of which it would be a 100th."""
+    """Describe the overhead of placement and controllers in the median step, and the step time of which it would be
+    one percent, since it hardly grows with a step."""
     nobody, length = statistics.median(of.nobody for of in costs), statistics.median(of.length for of in costs)
     return f"overhead: {nobody:.3f} s of a step, {nobody / length:.1%}; 1% of one of {100 * nobody:.0f} s"
 
 
 def trace(run: Run, steps: Sequence[int]) -> dict[str, Any]:
-    """What Perfetto reads: a process for each rank, from 0 on, in microseconds."""
+    """Return the trace for Perfetto: a process per rank, times from 0 on, in microseconds."""
     begin, end = run.whole(steps)
     events: list[dict[str, Any]] = []
     for number, ((rank, thread), spans) in enumerate(run.spans.items()):

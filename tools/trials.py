@@ -1,4 +1,4 @@
-"""Runs of a configuration one after another, for tools that compare what comes of them."""
+"""Run a configuration several times, for tools that compare the results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megarl.observe.tracker import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DONE = "finished"
-"""In a run folder: that the run has come to its end, and what it was."""
+"""File in a run folder that marks a finished run, with its configuration."""
 
 
 def quickstart(folder: Path) -> list[str]:
-    """Overrides that make a recipe one of the quickstart's task, warmed up. Raises ConfigError where the folder is not
-    what launch/quickstart.sh leaves."""
+    """Return overrides that turn a recipe into one of the quickstart's task, starting from its warm-up. Raises
+    ConfigError if the folder is not that of launch/quickstart.sh."""
     for part in ("sft/export/config.json", "train.jsonl", "eval.jsonl"):
         if not (folder / part).is_file():
             raise ConfigError(
@@ -30,10 +30,10 @@ def quickstart(folder: Path) -> list[str]:
 
 
 def run(config: str, overrides: Sequence[str], run_dir: Path, host: str | None = None) -> dict[int, dict[str, float]]:
-    """Metrics by step. A run that came to its end before is not taken again, one that was broken off is begun anew.
+    """Run a configuration and return metrics by step. A finished run is not repeated; an interrupted one starts anew.
     host: where its engines are started.
 
-    Raises SystemExit with the end of what it said where it fails, ConfigError where the folder has another run.
+    Raises SystemExit with the end of its output if it fails, ConfigError if the folder has another run.
     """
     done, what = run_dir / DONE, "\n".join([config, *overrides])
     if done.exists() and done.read_text() != what:

@@ -1,15 +1,15 @@
-"""Look at runs in a browser: one page that needs neither server nor network.
+"""View runs in a browser: one page that needs neither server nor network.
 
     .venv/bin/python tools/view.py RUN [RUN ...] [-o page.html] [--details N]
     .venv/bin/python tools/view.py RUN [RUN ...] --serve [PORT]
 
-Writes page.html (by default view.html in the run folder; of several runs view_B_C.html in the first): curves with
-their bands and alarms, where the time went, all rollouts as a table that sorts and filters, one with its tokens in
-colour, prompts, and where two runs part. The tokens of at most N rollouts (20,000) lie beside it, in page_files/: all
-of a small run, of a large one those of the first and last steps and the best and worst of others. `--serve` shows any,
-and figures anew as the run goes on; its address is for this machine alone.
+Writes page.html (by default view.html in the run folder; for several runs view_B_C.html in the first): curves with
+their bands and alarms, where the time went, a table of all rollouts that sorts and filters, single rollouts with
+coloured tokens, prompts, and where two runs diverge. The tokens of at most N rollouts (20,000) are stored beside it, in
+page_files/: all of a small run; for a large one those of the first and last steps, and the best and worst of others.
+`--serve` shows any rollout, and updates metrics as the run continues; its address is for this machine only.
 
-What a run folder has lost, or holds of another version, is said on the page and here, and the rest is shown.
+Missing files, and files of another version, are reported on the page and on the terminal, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from megarl.view.page import DEFAULT_DETAILS, load, write_page
 from megarl.view.page_server import Server
 
 SHOWN_STEPS, MOST_ROWS, MOST_SPANS = 3, 64, 20_000
-"""Of the timeline: the last steps, the first ranks' threads, the longest spans."""
+"""Limits of the timeline: the last steps, the first ranks' threads, the longest spans."""
 
 
 def spans_of(path: Path) -> Mapping[str, Any] | None:
-    """{steps, rows: [{name, spans: [[kind, name, begin, end], ...]}], begins: [step, seconds], notes}, in seconds from
-    the begin of these steps; None where nothing is on record."""
+    """Return {steps, rows: [{name, spans: [[kind, name, begin, end], ...]}], begins: [step, seconds], notes}, in
+    seconds from the begin of these steps; None if no spans are recorded."""
     if not any(path.glob("timeline/rank_*.json")):
         return None
     try:
@@ -111,7 +111,7 @@ def show(options: argparse.Namespace) -> int:
         )
     file = options.out or default_output_file(options.runs, "view.html")
     check_writable_file(file, "--out")
-    if file.exists() and not file.is_file():  # it is replaced, not written into
+    if file.exists() and not file.is_file():  # the file is replaced, so it must be a regular one
         raise ConfigError(f"--out {file} is no regular file; name another")
     check_writable_folder(file.with_name(f"{file.stem}_files"), "--out")
     runs = [load(path, spans_of) for path in options.runs]

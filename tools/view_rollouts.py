@@ -1,17 +1,17 @@
-"""Look at the conversations of a run.
+"""View the conversations of a run.
 
     .venv/bin/python tools/view_rollouts.py RUN_DIR [--step N] [--show N] [--worst | --best | --sort COLUMN]
                                             [--where "reward<0.5 and turns>2"] [--tokens] [--html FILE]
 
-Prints the rollouts of one step (the last one recorded by default), turn by turn: what the policy wrote is bright, what
-it was only given, and is not trained on, is dimmed. `--html` writes them into a page instead; tools/view.py makes one
-of all steps. `--where` shows those that fit: columns with <, <=, >, >=, = or != (of text also ~, "has this in it"),
-and, or, not and parentheses. `--sort reward` begins with the lowest, `--sort reward:down` with the highest. Columns:
-step, number, group, prompt, source, status, reward, advantage, logprob, length, actions (the policy's tokens), turns,
-tool_calls, tool_errors, lag. `--tokens` has a line for each token: its place, id, log-prob, advantage, version of the
-weights and text.
+Prints the rollouts of one step (by default the last recorded one), turn by turn: text that the policy wrote is bright;
+text that it was only given, and that is not trained on, is dimmed. `--html` writes them to a page instead;
+tools/view.py writes one of all steps. `--where` filters by columns with <, <=, >, >=, = or != (for text also ~,
+"contains"), and, or, not and parentheses. `--sort reward` starts with the lowest, `--sort reward:down` with the
+highest. Columns: step, number, group, prompt, source, status, reward, advantage, logprob, length, actions (the policy's
+tokens), turns, tool_calls, tool_errors, lag. `--tokens` prints a line per token: its position, id, log-prob, advantage,
+weight version and text.
 
-For figures over all of them, a step is a folder of parquet files with a row for each rollout:
+For statistics over all of them, a step is a folder of parquet files with a row per rollout:
 
     pandas.read_parquet("RUN_DIR/rollouts/step_000012")[["group", "reward", "advantage", "status", "messages"]]
 
@@ -51,7 +51,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0.4rem 0; padding:
 
 
 def find_step(run_dir: Path, step: int | None) -> int:
-    """The step asked for or the last one recorded, which another process may be writing. Raises ConfigError."""
+    """Return the requested step, or the last recorded one, which another process may still be writing. Raises
+    ConfigError."""
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run folder {run_dir}; name one, such as runs/quickstart/run-1")
     steps = recorded_steps(run_dir)
@@ -65,7 +66,7 @@ def find_step(run_dir: Path, step: int | None) -> int:
 
 
 def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
-    """By the names of COLUMNS. newest: version of the weights that wrote something in its step."""
+    """Return a rollout's values by the names of COLUMNS. newest: newest weight version that sampled in its step."""
     rollout = record.rollout
     written = [turn.logprobs for turn in rollout.turns if turn.is_action]
     logprobs = np.concatenate([np.zeros(0, np.float32), *written])
@@ -91,7 +92,7 @@ def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
 
 
 def chosen(records: list[Record], step: int, options: argparse.Namespace) -> list[Record]:
-    """Those that fit `--where`, in the order that is asked for. Raises ConfigError."""
+    """Return the rollouts that match `--where`, in the requested order. Raises ConfigError."""
     fits = parse_condition(options.where) if options.where is not None else None
     name, _, way = options.sort.partition(":") if options.sort is not None else ("", "", "")
     if options.sort is not None:
@@ -120,7 +121,7 @@ def _last_if_none(value: Value, down: bool) -> tuple[bool, float]:
 
 
 def head_line(record: Record) -> str:
-    """One line of figures: prompt, reward and its parts, advantage, how it ended, length."""
+    """Return one line: prompt, reward and its parts, advantage, status, length."""
     rollout = record.rollout
     reward = f"reward {rollout.reward:g}"
     if rollout.unscored:
@@ -162,7 +163,7 @@ def turn_label(index: int, turn: Turn) -> str:
 def print_rollouts(
     records: list[Record], title: str, decode: Decode, console: Console, words: TokenDecoder | None = None
 ) -> None:
-    """words: where each token is to have a line of its own."""
+    """Print rollouts. words: if given, print a line per token."""
     console.print(title, style="bold", markup=False)
     for record in records:
         good = record.advantage if record.advantage is not None else record.rollout.reward
@@ -182,7 +183,7 @@ def print_rollouts(
 
 
 def token_lines(record: Record, turn: Turn, first: int, words: TokenDecoder) -> list[str]:
-    """A line for each token of a turn that begins at token `first` of its rollout."""
+    """Return a line per token of a turn that begins at token `first` of its rollout."""
     ids = turn.token_ids.tolist()
     versions, lines = turn.token_versions, []
     for place, (token, word) in enumerate(zip(ids, words.decode_each(ids), strict=True)):
@@ -196,7 +197,7 @@ def token_lines(record: Record, turn: Turn, first: int, words: TokenDecoder) -> 
 
 
 def html_page(records: list[Record], title: str, decode: Decode) -> str:
-    """A page that shows the records; every text in it comes from outside and is escaped."""
+    """Return a page that shows the records; all of its text comes from outside and is escaped."""
     body = [f"<h1>{html.escape(title)}</h1>"]
     for record in records:
         body.append(f"<article><header>{html.escape(head_line(record))}</header>")
@@ -210,7 +211,7 @@ def html_page(records: list[Record], title: str, decode: Decode) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without characters that would steer the terminal; a model may write any byte."""
+    """Remove terminal control characters; a model may write any byte."""
     return "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in text)
 
 
