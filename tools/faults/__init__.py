@@ -1,1 +1,1 @@
-"""Faults that are put into real runs, for `fault_matrix.py`; `README.md` says how a row is made."""
+"""Faults injected into real runs, for `fault_matrix.py`; `README.md` explains how to add a row."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are gone on from in another layout, and by another run."""
+"""Resume checkpoints in another layout, and by another run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "EP 2": {"world_size": 2, "tp": 1, "ep": 2},
     "PP 2": {"world_size": 2, "tp": 1, "ep": 1, "pp": 2},
 }
-"""What the checkpoint of a run with TP 2 and EP 2 is gone on with."""
+"""Layouts that resume a checkpoint of a run with TP 2 and EP 2."""
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
@@ -31,7 +31,7 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
 
 
 def furthest(one: Path, other: Path) -> float:
-    """The largest difference of two runs' exported weights; infinite where they are not the same tensors."""
+    """Return the largest difference of two runs' exported weights; infinite if they have different tensors."""
     first, second = (load_file(path / "export" / "model.safetensors") for path in (one, other))
     if first.keys() != second.keys():
         return float("inf")
@@ -39,7 +39,7 @@ def furthest(one: Path, other: Path) -> float:
 
 
 def copied(run: Path, place: Path, without: int = 0) -> Path:
-    """A run folder without its export, and without the checkpoint of a step."""
+    """Copy a run folder without its export, and without the checkpoint of a step."""
     shutil.copytree(run, place / "run")
     shutil.rmtree(place / "run" / "export")
     if without:
@@ -48,7 +48,7 @@ def copied(run: Path, place: Path, without: int = 0) -> Path:
 
 
 def _layouts(shop: Workshop) -> Seen:
-    """In each the last step is taken anew; and in one nothing but the export, which has the same bits."""
+    """Repeat the last step in each layout; in one, only export, which gives the same bits."""
     findings, undisturbed = Findings(), shop.undisturbed()
     for number, (name, layout) in enumerate(LAYOUTS.items()):
         run_dir = copied(undisturbed, shop.place(f"row_16_{number}"), without=STEPS)

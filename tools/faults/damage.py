@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged where they lie, one in each of four ways, and a second job at the same folder."""
+"""Checkpoints damaged on disk, one in each of four ways, and a second job at the same folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from faults.workshop import SFT_STEPS, Workshop
 
 
 def shard(folder: Path) -> Path:
-    """The largest file of the model in a checkpoint."""
+    """Return the largest file of the model in a checkpoint."""
     return max((folder / "actor").glob("*.distcp"), key=lambda path: path.stat().st_size)
 
 
@@ -26,7 +26,7 @@ def truncate(folder: Path) -> Path:
 
 
 def flip_a_bit(folder: Path) -> Path:
-    """In the middle, where the numbers are."""
+    """Flip a bit in the middle of the file, in the tensor data."""
     file = shard(folder)
     with file.open("r+b") as opened:
         opened.seek(file.stat().st_size // 2)
@@ -49,12 +49,12 @@ def remove_metadata(folder: Path) -> Path:
 
 
 DAMAGE = {9: (truncate,), 10: (flip_a_bit,), 11: (remove_shard, remove_metadata)}
-"""By row, what is done to one checkpoint each."""
+"""Damages by row, each to a checkpoint of its own."""
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    """One run shows all: its newest checkpoints are damaged, and while it goes on from an older one, another job wants
-    its folder."""
+    """Show all rows in one run: its newest checkpoints are damaged, and while it continues from an older one, another
+    job wants its folder."""
     shop.say(f"rows {', '.join(map(str, wanted))}")
     undisturbed, run_dir = shop.undisturbed_sft(), shop.place("damaged") / "run"
     shutil.copytree(undisturbed, run_dir)
@@ -65,7 +65,7 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
             folder = run_dir / "checkpoints" / f"step_{step:06d}"
             files.append((folder, damage(folder).relative_to(folder)))
             step -= 1
-    if step == SFT_STEPS:  # nothing is damaged, and all is done
+    if step == SFT_STEPS:  # the newest checkpoint is intact: training is complete
         shutil.rmtree(run_dir / "checkpoints" / f"step_{step:06d}")
         step -= 1
     held = Point("held", "save:tmp", step + 1)

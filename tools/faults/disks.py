@@ -1,4 +1,4 @@
-"""Disks that are full, and one that cannot be written: small file systems of the run's own."""
+"""Full disks, and a read-only one: small file systems that only the run sees."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from faults.workshop import SFT_STEPS, STEPS, Workshop, one_by_one
 
 FILLER = "filler"
 _FULL = ("Errno 28", "No space", "Errno 27", "File too large")
-"""Of a disk, and of RLIMIT_FSIZE in its place."""
+"""Error texts of a full disk, and of RLIMIT_FSIZE in its place."""
 
 
 @cache
 def can_mount() -> bool:
-    """Whether this user may have a file system of his own here, in a name space."""
+    """Return whether this user may mount a file system in a namespace on this machine."""
     probe = ["unshare", "-Urm", "sh", "-c", "mount -t tmpfs none /tmp"]
     try:
         return subprocess.run(probe, capture_output=True).returncode == 0 and shutil.which("nsenter") is not None
@@ -35,9 +35,8 @@ def can_mount() -> bool:
 
 
 class Disk:
-    """A file system at a folder, in a name space that lives until `close`, from `mount` on: a small tmpfs, or without a
-    size what is there, which then cannot be written. prefix: of commands that are to see it. inside: where this process
-    finds it."""
+    """A file system at a folder, in a namespace that lives from `mount` to `close`: a small tmpfs, or without a size
+    the existing one, made read-only. prefix: of commands that should see it. inside: its path for this process."""
 
     def __init__(self, folder: Path, megabytes: int = 0) -> None:
         self.folder, self.megabytes = folder, megabytes
@@ -77,7 +76,7 @@ class Disk:
 
 
 class Quota:
-    """What stands in for a small disk where none can be mounted: no file of a process may grow beyond some bytes."""
+    """Stands in for a small disk where none can be mounted: a limit on the size of a process's files."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -102,14 +101,14 @@ LINE = re.compile(r"ALARM: could not write checkpoint \S*(step_\d+): (.*)")
 
 
 def _full_in_a_save(shop: Workshop) -> Seen:
-    """The disk of the checkpoints is filled while the second one is being written, and freed behind it."""
+    """Fill the disk of the checkpoints while the second one is written, and free it afterwards."""
     findings, run_dir = Findings(), shop.place("row_12") / "run"
     folder = run_dir / "checkpoints"
     disk = Disk(folder, 150) if can_mount() else None
     points = [Point("begun", "forward", 1), Point("writing", "save:data", 2)]
     try:
         with shop.sft(run_dir, points, disk.prefix if disk else (), run__keep_checkpoints=2) as job:
-            job.reached("begun")  # a folder of checkpoints that was there before would be another run's
+            job.reached("begun")  # an existing folder of checkpoints would belong to another run
             if disk:
                 disk.mount()
             job.go_on("begun")
@@ -142,7 +141,7 @@ def _full_in_a_save(shop: Workshop) -> Seen:
 
 
 def _read_only(shop: Workshop) -> Seen:
-    """A run is to go on from its checkpoints, to which it can add none."""
+    """Resume a run from checkpoints on a read-only disk."""
     findings, run_dir = Findings(), shop.place("row_13") / "run"
     shutil.copytree(shop.undisturbed_sft(), run_dir)
     shutil.rmtree(run_dir / "export")
@@ -170,7 +169,7 @@ def _read_only(shop: Workshop) -> Seen:
 
 
 def _full_for_logs(shop: Workshop) -> Seen:
-    """The run folder is full from the first step on: metrics, log, TensorBoard, recorded rollouts."""
+    """Fill the disk of the run folder from the first step on: metrics, log, TensorBoard, recorded rollouts."""
     findings, run_dir = Findings(), shop.place("row_28") / "run"
     disk = Disk(run_dir, 20) if can_mount() else None
     alone = {"parallel__world_size": 1, "parallel__tp": 1, "parallel__ep": 1, "run__save_every": 0}
@@ -196,7 +195,7 @@ def _full_for_logs(shop: Workshop) -> Seen:
         findings.add(done, f"all {STEPS} steps were trained, as the terminal says", "the terminal does not say so")
         said = [line for line in (*ended.lines, *job.output.splitlines()) if "could not" in line or "No space" in line]
         findings.add(bool(said), f"said: {shortened(said[0] if said else '', 110)}", "nothing is said of it")
-        # What is missing does not show that it was full: what could not be written is removed, and makes room.
+        # Free space does not show that the disk was full: partly written files are removed, which makes room.
         full_then = any(reason in line for line in said for reason in _FULL)
         written = f"{len(job.metrics())} of {STEPS} steps are in metrics.jsonl"
         findings.add(full_then, written, "the disk was not full")

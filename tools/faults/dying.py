@@ -1,4 +1,4 @@
-"""Ranks that die, hang, or crawl, in a run of two on recorded answers."""
+"""Ranks that die, hang, or slow down, in a run of two ranks on recorded answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from faults.workshop import KEYS, STEPS, Workshop, one_by_one
 RESTARTS = "run.max_restarts"
 TIMEOUT_S = 20
 AT = 3
-"""The step in which it happens; the checkpoint before it is there."""
+"""Step of the fault; a checkpoint of the step before exists."""
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
@@ -26,13 +26,13 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
 
 
 def restarting(shop: Workshop, name: str, points: Sequence[Point], **settings: Any) -> Job:
-    """A run that starts again by itself, where this program can do that."""
+    """Start a run that restarts by itself, if this program can do that."""
     more: dict[str, Any] = {"run__max_restarts": 2} if RESTARTS in KEYS else {}
     return shop.replayed(shop.place(name) / "run", points, run__timeout_s=TIMEOUT_S, **more, **settings)
 
 
 def again(shop: Workshop, job: Job, ended: Ended, findings: Findings, **settings: Any) -> None:
-    """See that the run has gone on by itself; where it has not, go on with it as a person would."""
+    """Check that the run has restarted by itself; otherwise resume it, as a person would."""
     if findings.add(ended.status == 0, "started again by itself", f"not started again by itself ({ended.why})"):
         return
     with shop.replayed(job.run_dir, (), run__resume="auto", run__timeout_s=TIMEOUT_S, **settings) as second:
@@ -40,7 +40,7 @@ def again(shop: Workshop, job: Job, ended: Ended, findings: Findings, **settings
 
 
 def ranks_gone(job: Job, pids: Sequence[int], since: float, seconds: float) -> float | None:
-    """Seconds until these processes have ended; None where they have not in so many."""
+    """Return seconds until these processes have ended; None if they do not end in time."""
     deadline = time.time() + seconds
     while any(os.path.exists(f"/proc/{pid}") and _state(pid) != "Z" for pid in pids):
         if time.time() > deadline:
@@ -50,7 +50,7 @@ def ranks_gone(job: Job, pids: Sequence[int], since: float, seconds: float) -> f
 
 
 def step_again(job: Job, step: int, since: float) -> float | None:
-    """Seconds until a step was done behind a moment."""
+    """Return seconds from a moment until a step was completed."""
     rows = (row for row in job.metrics() if row["step"] >= step and row["time"] > since)
     return next((row["time"] - since for row in rows), None)
 
@@ -69,7 +69,7 @@ def _killed(shop: Workshop, at: str) -> Seen:
         pid = job.reached("there")["pid"]
         others = [other for rank, other in job.ranks().items() if other != pid]
         if at == "all_reduce":
-            time.sleep(0.3)  # it was said just before
+            time.sleep(0.3)  # the point is just before the all-reduce
         moment = job.send(pid, signal.SIGKILL)
         job.go_on("there")
         detect = ranks_gone(job, others, moment, TIMEOUT_S + 30)
@@ -112,15 +112,19 @@ def _stopped(shop: Workshop) -> Seen:
 
 
 def _is_stacks(text: str) -> bool:
-    """Whether faulthandler or py-spy has written it, of a thread that computes."""
+    """Return whether the text is a stack dump of a running thread, by faulthandler or py-spy."""
     return 'File "' in text and ("Thread 0x" in text or "most recent call first" in text)
 
 
 def _slowed(shop: Workshop) -> Seen:
-    """The rank has a tenth of its time: it is stopped and continued, 20 times a second."""
+    """Slow a rank to a tenth of its speed: stop and continue it, 20 times per second."""
     findings = Findings()
     given: dict[str, Any] = {"run__num_rollout": 2 * STEPS, "run__save_every": 0, "run__export": False}
-    given |= {"parallel__tp": 1, "parallel__ep": 1, "rollout__replay": shop.longer_answers}  # each works by itself
+    given |= {
+        "parallel__tp": 1,
+        "parallel__ep": 1,
+        "rollout__replay": shop.longer_answers,
+    }  # no tensor or expert parallelism: each rank works by itself
     with restarting(shop, "row_29", [], **given) as job:
         job.wait_for(lambda: job.metrics(), "the first step")
         slow = Slow(job.ranks()[1])
@@ -174,7 +178,7 @@ class Slow(threading.Thread):
 
 
 def _state(pid: int) -> str:
-    """Of a process, as /proc has it; empty where there is none."""
+    """Return a process's state from /proc; empty if there is none."""
     found = read_text_of(pid)
     return found.rpartition(")")[2].split()[0] if found else ""
 

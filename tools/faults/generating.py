@@ -1,5 +1,5 @@
-"""Engines that die or hang, pushes that go wrong, signals and a tool that hangs: all in one run of two engines, a fault
-in each of its steps. Where the run ends of one it is gone on with from its newest checkpoint."""
+"""Engines that die or hang, weight syncs that fail, signals and a hung tool, all in one run of two engines with one
+fault in each faulty step. If a fault ends the run, it is resumed from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from megarl.types import Rollout
 
 HANGS = "rollout.hang_timeout"
 HANG_S, TOOL_S, BUDGET_S = 30, 5, 120
-"""Bounds that the run has: of an engine's silence, of a tool's call; and what Slurm gives a job to save itself."""
+"""Timeouts of the run: an engine's silence, a tool call; and the time that Slurm gives a job to save itself."""
 TOLERANCE = 1e-3
-"""Of the engine's log-probs to the trainer's, 95 % of the tokens: other weights are further away."""
+"""Bound on the log-prob difference of engine and trainer for 95 % of the tokens; other weights differ by more."""
 STEPS = {22: 1, 18: 2, 19: 3, 4: 4, 5: 6, 6: 8, 7: 10}
-"""In which step a row is injected; the one behind it says whether the engines are well."""
+"""Step in which each row is injected; the step after it shows whether the engines work."""
 LAST = 11
 
 
@@ -56,7 +56,7 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
 
 
 class Chain:
-    """One run, however often it has to be started."""
+    """One run, across restarts."""
 
     def __init__(self, shop: Workshop, wanted: Sequence[int]) -> None:
         self.shop, self.place = shop, shop.place("generating")
@@ -74,7 +74,7 @@ class Chain:
         self.job: Job | None = None
 
     def alive(self) -> Job:
-        """The run, started again where it has ended."""
+        """Return the running job; restart the run if it has ended."""
         if self.job is None or self.job.process.poll() is not None:
             limits = {HANGS: HANG_S} if HANGS in KEYS else {}
             self.job = self.shop.generated(
@@ -96,7 +96,7 @@ class Chain:
     # --- where it is
 
     def rows(self) -> dict[int, dict[str, Any]]:
-        """Metrics of each step that was taken, as it was taken last."""
+        """Return metrics of each step taken; of repeated steps, the last attempt."""
         return {row["step"]: row for row in self.alive_or_not().metrics() if "rollout/reward_mean" in row}
 
     def alive_or_not(self) -> Job:
@@ -107,7 +107,7 @@ class Chain:
         return len(read_text(self.notes / SEEN))
 
     def in_the_middle(self, step: int) -> None:
-        """Wait until some answers of a step are done, and others not."""
+        """Wait until some answers of a step are done and others are not."""
         job = self.alive()
         job.wait_for(lambda: step == 1 or step - 1 in self.rows(), f"step {step - 1}")
         before = self.rewarded()
@@ -119,12 +119,13 @@ class Chain:
         return self.rows()[step]
 
     def rollouts(self, step: int) -> list[Rollout]:
-        """Of a step that is over: they are written in the background."""
+        """Return the rollouts of a completed step, which are written in the background."""
         self.alive_or_not().wait_for(lambda: is_complete(self.run_dir, step), f"the rollouts of step {step}")
         return read_rollouts(self.run_dir, step)
 
     def engine(self, index: int = 0) -> psutil.Process:
-        """The process of an engine that computes: the first child of its server. They come from the tool's own host."""
+        """Return the scheduler process of an engine: the first child of its server. Servers are forked by the tool's
+        own host."""
         log = str(self.run_dir / "logs" / f"engine_{index}.log")
         mine = [process for process in psutil.Process().children(recursive=True) if _writes_to(process, log)]
         servers = [process for process in mine if len(process.children()) > 1]
@@ -163,7 +164,7 @@ def _hung_tool(chain: Chain, findings: Findings, number: int) -> Seen:
 
 
 def _asked_to_stop(chain: Chain, findings: Findings, number: int) -> Seen:
-    """Twice: while answers are under way, and again, as nobody takes it for the same, while it saves."""
+    """Send the stop signal in two situations: while answers are running, and again while the run saves."""
     step, what = STEPS[number], {18: signal.SIGUSR1, 19: signal.SIGTERM}[number]
     chain.in_the_middle(step)
     job = chain.alive()
@@ -176,7 +177,7 @@ def _asked_to_stop(chain: Chain, findings: Findings, number: int) -> Seen:
     ended = job.ended()
     right = ended.status == REQUEUE_EXIT_CODE
     findings.add(right, f"exit status {ended.status}: {ended.why}", f"exit status {ended.status}: {ended.why}")
-    took = ended.at - moment - 4.0  # which it was held for
+    took = ended.at - moment - 4.0  # minus the time that the tool held it
     findings.add(right and took < BUDGET_S, f"{took:.0f} s from the signal to the end, of {BUDGET_S}")
     second = chain.alive()
     second.wait_for(lambda: resumed_from(second.log)[-1:] == [step], f"a resume from step {step}")
@@ -219,7 +220,7 @@ def _is_dead(process: psutil.Process) -> bool:
 
 
 def _recovered(chain: Chain, findings: Findings, number: int, moment: float, before: int) -> Seen:
-    """That the step went on without its engine, which was started again and has the weights."""
+    """Check that the step continued without its engine, and that the engine was restarted with the weights."""
     step, job = STEPS[number], chain.alive_or_not()
     detect = None
 
@@ -243,7 +244,7 @@ def _recovered(chain: Chain, findings: Findings, number: int, moment: float, bef
 
 
 def _well(chain: Chain, findings: Findings, step: int) -> None:
-    """That in a step the engines have the trainer's weights, all of them of one version."""
+    """Check that in a step all engines have the trainer's weights, of one version."""
     row = chain.done(step)
     far = row["rollout/logprob_diff_p95"]
     findings.add(
@@ -258,7 +259,7 @@ def _well(chain: Chain, findings: Findings, step: int) -> None:
 
 
 def _lost_line(job: Job, since: float) -> str:
-    """What the log says of an engine that was lost after a moment."""
+    """Return the log line about an engine lost after a moment."""
     for line in job.log.splitlines()[::-1]:
         try:
             at = time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
@@ -272,7 +273,7 @@ def _lost_line(job: Job, since: float) -> str:
 
 
 def _why(job: Job) -> str:
-    """Of a run that has ended; empty of one that goes on."""
+    """Return the reason of a run that has ended; empty if it is running."""
     return _ended(job).why
 
 

@@ -1,8 +1,8 @@
-"""The training program with points at which a tool can hurt it:
+"""The training program with points at which a tool can inject faults:
 
     .venv/bin/python tools/faults/hooked.py CONFIG [key=value ...]
 
-It is `megarl.train`, but for what `points.py` puts into it. Where it starts ranks, they are this program, too.
+It is `megarl.train` plus what `points.py` installs. If it starts ranks, they run this program, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.parallel import rendezvous  # noqa: E402
 
 
 class HookedLaunch(launcher.Launch):
-    """Starts this program in place of `-m megarl.train`."""
+    """Launches this program instead of `-m megarl.train`."""
 
     def __init__(self, command: Sequence[str], *arguments: Any, **named: Any) -> None:
         python, *rest = command

@@ -1,4 +1,4 @@
-"""A start of the training program that is to be hurt: its processes, what it says, how it ends."""
+"""A start of the training program for fault injection: its processes, its output, its end."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from megarl.engine.engine_host_client import HOST_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 900.0
-"""How long anything may take that is waited for; a machine at other work is slow."""
+"""Maximum wait for anything; a busy machine is slow."""
 SAME_BITS = "the weights are those of the undisturbed run, bit for bit"
 _LOOK_S = 0.02
 
 
 class WentOtherwise(Exception):
-    """The run did not come to where it was to be hurt, or did not end. Says what it did."""
+    """Raised if the run did not reach the point of the fault, or did not end. Describes what it did."""
 
 
 @dataclass(frozen=True)
 class Ended:
     status: int
     lines: list[str]
-    """Of stderr."""
+    """Lines of stderr."""
     at: float
-    """`time.time()`."""
+    """Time of the end, as in `time.time()`."""
 
     @property
     def why(self) -> str:
-        """The line that says it, short enough for a table."""
+        """The line with the reason, short enough for a table."""
         return shortened(self.lines[-1] if self.lines else f"exit status {self.status}")
 
 
@@ -50,9 +50,9 @@ def shortened(text: str, most: int = 160) -> str:
 
 
 class Job:
-    """run_dir: of the run, which an earlier start may have begun. config: a YAML file; settings: keys over it. points:
-    see `points.py`; they are in `<run_dir>.points`, and each is reached once however often the run is started. prefix:
-    of the command line, such as a file system of its own. host: socket of a host of engines, for runs that need one."""
+    """run_dir: run folder, possibly of an earlier start. config: a YAML file; settings: overrides. points: see
+    `points.py`; they are in `<run_dir>.points`, and each is reached once, however often the run is started. prefix: of
+    the command line, such as for a private file system. host: socket of an engine host, for runs that need one."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Job:
         host: str = "",
     ) -> None:
         self.run_dir = self.seen_at = run_dir
-        """The second is where this process finds it, which is elsewhere where the run has a file system of its own."""
+        """The second is the path for this process, which differs if the run has a private file system."""
         self.points = run_dir.with_name(f"{run_dir.name}.points")
         self.points.mkdir(parents=True, exist_ok=True)
         given = [f"{key}={_yaml(value)}" for key, value in {"run.dir": run_dir, **settings}.items()]
@@ -96,7 +96,7 @@ class Job:
     # --- waiting
 
     def wait_for(self, there: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> Any:
-        """What `there` returns when it is true. Raises WentOtherwise where the run ends before, or it is late."""
+        """Return the first true value of `there`. Raises WentOtherwise if the run ends first, or on timeout."""
         deadline = time.monotonic() + seconds
         while not (found := there()):
             if self.process.poll() is not None:
@@ -109,7 +109,7 @@ class Job:
         return found
 
     def reached(self, name: str, seconds: float = PATIENCE_S) -> dict[str, Any]:
-        """Which process was there, and when."""
+        """Return the process that reached the point, and the time."""
         found: dict[str, Any] = self.wait_for(lambda: self._mark(name), f"the point {name}", seconds)
         return found
 
@@ -143,7 +143,7 @@ class Job:
             return []
 
     def ranks(self) -> dict[int, int]:
-        """Process of each rank; of a run of one, the program itself."""
+        """Return the process of each rank; for a single rank, the program itself."""
         found = {}
         for process in self.family():
             try:
@@ -156,14 +156,14 @@ class Job:
         return found or {0: self.process.pid}
 
     def send(self, pid: int, number: int) -> float:
-        """A signal to one of its processes; returns when."""
+        """Send a signal to a process of the run. Return the time."""
         if pid not in {process.pid for process in self.family()}:
             raise WentOtherwise(f"process {pid} is none of the run's any more")
         os.kill(pid, number)
         return time.time()
 
     def kill_all(self) -> float:
-        """All of it at once, as a machine that goes down does; returns when."""
+        """Kill all processes at once, like a machine that goes down. Return the time."""
         family, at = self.family(), time.time()
         for process in family:
             try:
@@ -191,7 +191,7 @@ class Job:
 
 
 def _is_fork(process: psutil.Process) -> bool:
-    """Whether it is a child of a rank that has its command line, as one that was forked does."""
+    """Return whether the process was forked by a rank: it has a rank's command line and is its child."""
     parent = process.parent()
     try:
         return parent is not None and "LOCAL_WORLD_SIZE" in parent.environ() and parent.cmdline() == process.cmdline()
@@ -200,13 +200,13 @@ def _is_fork(process: psutil.Process) -> bool:
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Whole lines, in their order; a step that was taken again is there again."""
+    """Return the complete lines in order, repeated steps included."""
     found = []
     for line in read_text(run_dir / "metrics.jsonl").splitlines():
         try:
             found.append(json.loads(line))
         except ValueError:
-            pass  # being written
+            pass  # the file is being written
     return found
 
 
@@ -218,7 +218,7 @@ def read_text(path: Path) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    """Names of what is in the folder of checkpoints."""
+    """Return the names in the folder of checkpoints."""
     try:
         return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     except OSError:
@@ -226,7 +226,7 @@ def checkpoints(run_dir: Path) -> list[str]:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Whether two runs have exported the same bits."""
+    """Return whether two runs have exported the same bits."""
     files = [sorted((path / "export").glob("*.safetensors")) for path in (one, other)]
     if not files[0] or len(files[0]) != len(files[1]):
         return False

@@ -1,4 +1,4 @@
-"""A reward service and a reward function that misbehave where an answer asks for it: `[word]` in its text."""
+"""A reward service and a reward function that misbehave if an answer asks for it: `[word]` in its text."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 from megarl.types import Rollout
 
 NOTES = "MEGARL_FAULTS_NOTES"
-"""Environment variable with the folder into which the function writes who called it."""
+"""Environment variable: the folder where the function records its calls."""
 SLOW_S = 0.5
 HUGE = 1_000_000_000
 _CHUNK = bytes(1 << 16)
 
 
 def asks(text: str) -> str:
-    """What an answer asks for; empty for none."""
+    """Return the misbehaviour that an answer asks for; empty for none."""
     found = re.search(r"\[(\w+)\]", text)
     return found[1] if found else ""
 
 
 def judge(rollout: Rollout) -> float:
-    """The function; it runs in a process of the pool, which it notes."""
+    """The reward function; runs in a process of the pool, which it records."""
     word = asks(rollout.answer)
     if word in ("raise", "loop", "leave"):
         Path(os.environ[NOTES], word).write_text(str(os.getpid()))
@@ -44,12 +44,12 @@ class _Quiet(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: Any) -> None:
-        """Who asked has hung up."""
+        """Ignore the error: the client has hung up."""
 
 
 class Service:
-    """The service, in threads of this process, until `close`. asked: when each answer was asked about. sent: bytes of
-    the body that is too large, which were taken."""
+    """The service, in threads of this process, until `close`. asked: request times by answer. sent: bytes sent of the
+    oversized body."""
 
     def __init__(self) -> None:
         self.asked: dict[str, list[float]] = {}
@@ -91,7 +91,7 @@ class Service:
                     for _ in range(HUGE // len(_CHUNK)):
                         service.sent += self.wfile.write(_CHUNK)
                 except OSError:
-                    pass  # it was cut off
+                    pass  # the client closed the connection
                 self.close_connection = True
 
             def log_message(self, *_: Any) -> None:

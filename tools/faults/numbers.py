@@ -1,4 +1,4 @@
-"""Numbers that are none: a gradient on one rank, log-probs of one sample."""
+"""Non-finite values: a gradient on one rank, log-probs of one sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faults.workshop import GROUPS, SAMPLES, STEPS, Workshop, one_by_one
 from megarl.observe.rollout_log import read_records
 
 MOST = 1
-"""Updates in a row that may be skipped."""
+"""Maximum number of updates skipped in a row."""
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
@@ -21,7 +21,7 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
 
 
 def _gradient(shop: Workshop) -> Seen:
-    """Two data parallel ranks, of which the second spoils its gradients once in step 2, and in steps 4 and 5 again."""
+    """Run two data parallel ranks; the second spoils its gradients in step 2, and again in steps 4 and 5."""
     findings = Findings()
     once = Point("once", "gradient", 2, rank=1)
     twice = Point("twice", "gradient", 4, rank=1, again=MOST)
@@ -53,10 +53,10 @@ def _gradient(shop: Workshop) -> Seen:
 
 
 def _log_probs(shop: Workshop) -> Seen:
-    """The trainer's log-probs of one sample are none in step 2."""
+    """Make the trainer's log-probs of one sample NaN in step 2."""
     findings = Findings()
     point = Point("nan", "logprobs", 2)
-    # What is computed before the updates is compared with, so a step has two of them.
+    # With two updates per step, log-probs are computed before the updates.
     with shop.replayed(
         shop.place("row_21") / "run",
         [point],
@@ -74,7 +74,7 @@ def _log_probs(shop: Workshop) -> Seen:
     findings.add(bool(counted), f"counted: {', '.join(counted)}", "no metric counts it")
     lost = None
     if 2 in rows:
-        (harmed,) = [one for one in read_records(job.run_dir, 2) if one.number == 0]  # the first that the rank has
+        (harmed,) = [one for one in read_records(job.run_dir, 2) if one.number == 0]  # the rank's first sample
         left_out = harmed.advantages is None or not harmed.advantages.any()
         lost = int(rows[2].get("rollout/quarantined", 0))
         findings.add(left_out and lost == 1, "nothing was learned from it, and no other", f"left out: {lost}")

@@ -1,4 +1,4 @@
-"""What a run is made of whose answers nobody generates: texts that the tool writes, recorded as a run records them."""
+"""Rollouts that no engine generates: texts written by the tool, recorded as a run records them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def wordy(step: int, group: int, sample: int) -> str:
 def record(
     run_dir: Path, model: Path, steps: Sequence[int], groups: int, samples: int, answer: Answer = wordy, ranks: int = 1
 ) -> Path:
-    """A run folder with the rollouts of these steps, for `rollout.replay`, a share of them on each of `ranks`. The
-    log-probs are those of a policy that finds every token as likely; returns the folder."""
+    """Write a run folder with the rollouts of these steps, for `rollout.replay`, with a part of them on each of
+    `ranks`. The log-probs are those of a uniform policy. Returns the folder."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -51,5 +51,5 @@ def record(
 
 
 def even(rollout: Rollout) -> float:
-    """A reward that half of them get."""
+    """Return a reward that half of the samples get."""
     return float(sum(int(turn.token_ids.sum()) for turn in rollout.turns if turn.is_action) % 2 == 0)

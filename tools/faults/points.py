@@ -1,8 +1,8 @@
-"""Moments of a run at which it waits to be hurt, and faults that only its own process can make.
+"""Points at which a run waits for fault injection, and faults that only its own process can cause.
 
-`hooked.py` loads this into the processes of a training program. A point is reached once in a run, whatever is started
-again behind it: a file says so, `<name>.at`, with the process and the time, and where a point holds the run, it goes on
-when there is a file `<name>.go`.
+`hooked.py` loads this into the processes of a training program. A point is reached once per run, also across restarts:
+the file `<name>.at` records the process and the time. A point that holds the run releases it when a file `<name>.go`
+exists.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _STAGES = ("tmp", "data", "manifest", "rename", "latest")
 
 @dataclass(frozen=True)
 class Point:
-    """at: a name of `INSTALL`. step, rank: of the run; steps count from 1. again: in how many steps more, one after the
-    other, what it does is done; of what holds the run, none. ends: of a stage of a checkpoint, whether the thread that
-    has come there ends."""
+    """at: a name of `INSTALL`. step, rank: of the run; steps count from 1. again: number of further consecutive steps
+    in which to repeat the fault; 0 for points that hold the run. ends: for a stage of a checkpoint, whether the thread
+    that reaches it ends."""
 
     name: str
     at: str
@@ -39,10 +39,10 @@ class Point:
 
 
 class _Now:
-    """What this process is at."""
+    """State of this process."""
 
     step = 0
-    busy = False  # looking at a point, which opens files itself
+    busy = False  # whether it is checking a point, which opens files itself
 
 
 class Moment:
@@ -55,7 +55,7 @@ class Moment:
         return self.here and self.point.step <= _Now.step <= self.point.step + self.point.again
 
     def mark(self) -> bool:
-        """Say that it is reached, if nobody has."""
+        """Record that the point is reached, unless it already was."""
         try:
             descriptor = os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except FileExistsError:
@@ -70,13 +70,13 @@ class Moment:
             time.sleep(_LOOK_S)
 
     def reach(self) -> None:
-        """Hold the run here, where it has not been held before."""
+        """Hold the run here, unless it has been held before."""
         if self.mark():
             self.hold()
 
 
 def install(given: str) -> None:
-    """Put the points into this process. given: what the environment variable holds."""
+    """Install the points in this process. given: the value of the environment variable."""
     tree = json.loads(given)
     moments = [Moment(Point(**one), Path(tree["folder"])) for one in tree["points"]]
     if not moments:
@@ -94,7 +94,7 @@ def install(given: str) -> None:
 
 
 def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
-    """Have `act` called with the same arguments before a function is."""
+    """Call `act` with the same arguments before a function."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -109,7 +109,7 @@ def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
 
 
 def _in_forward(moment: Moment) -> None:
-    """In the first layer of the model that the step computes; its peers go on to where they need it."""
+    """Hold in the first layer of the step's model; peers continue until they need this rank."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     import megarl.megatron.trainer_model  # noqa: F401  first: it fits Megatron-Core to a machine without GPU
@@ -118,7 +118,7 @@ def _in_forward(moment: Moment) -> None:
 
 
 def _in_all_reduce(moment: Moment) -> None:
-    """Inside of one: the others are kept from theirs until the run may go on."""
+    """Hold within an all-reduce: the other ranks are kept from theirs until released."""
     import torch.distributed as dist
 
     def act(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
@@ -133,14 +133,15 @@ def _in_all_reduce(moment: Moment) -> None:
 
 
 def _in_push(moment: Moment) -> None:
-    """Before an order to an engine that is being given weights."""
+    """Hold before an order to an engine during a weight sync."""
     from megarl.engine.sglang_engine import Engine
 
     _before(Engine, "order", lambda *_, **__: moment.reach() if moment.is_now() else None)
 
 
 def _in_save(moment: Moment) -> None:
-    """At a stage of the checkpoint of a step, whoever writes it, by what Python says of files that are opened."""
+    """Hold at a stage of a step's checkpoint, whoever writes it, recognised by Python's audit events for opened
+    files."""
     import sys
 
     stage, folder = moment.point.at.partition(":")[2], f"step_{moment.point.step:06d}"
@@ -160,7 +161,7 @@ def _in_save(moment: Moment) -> None:
                 if not moment.point.ends:
                     moment.reach()
                 elif moment.mark():
-                    raise SystemExit("ended by the fault matrix")  # as a thread is that is ended from outside
+                    raise SystemExit("ended by the fault matrix")  # like a thread that is ended from outside
             finally:
                 _Now.busy = False
 
@@ -174,8 +175,8 @@ def _writes(mode: Any, flags: Any) -> bool:
 
 
 def stage_of(event: str, path: str, folder: str, opened: int) -> str:
-    """Of a checkpoint, what is about to happen; empty for none of its stages. folder: its final name. opened: files of
-    it that have been opened for writing by this process, this one counted."""
+    """Return the checkpoint stage about to begin; empty if none. folder: its final name. opened: number of its files
+    that this process has opened for writing, including this one."""
     inside = f"/{folder}.tmp/" in path
     if event == "os.rename":
         return "rename" if path.endswith(f"/{folder}.tmp") else ""
@@ -192,7 +193,7 @@ def stage_of(event: str, path: str, folder: str, opened: int) -> str:
 
 
 def _on_the_wire(moment: Moment) -> None:
-    """One bit of what a rank sends to the engines, behind where it was hashed."""
+    """Flip a bit of what a rank sends to the engines, after it was hashed."""
     from megarl.reshard.run.executor import Executor
 
     original = Executor._pack
@@ -207,7 +208,7 @@ def _on_the_wire(moment: Moment) -> None:
 
 
 def _in_the_gradient(moment: Moment) -> None:
-    """This rank's gradients are none, whichever part of them it looks after."""
+    """Make this rank's gradients NaN, whichever shard of them it owns."""
     from megarl.megatron import optimizer
 
     def spoil(whole: Any, *_: Any) -> None:
@@ -221,7 +222,7 @@ def _in_the_gradient(moment: Moment) -> None:
 
 
 def _in_the_log_probs(moment: Moment) -> None:
-    """Those of the first sequence on this rank."""
+    """Make the log-probs of this rank's first sequence NaN."""
     from megarl.megatron.trainer_model import MegatronModel
 
     original = MegatronModel.forward
@@ -245,4 +246,4 @@ INSTALL: dict[str, Callable[[Moment], None]] = {
     "logprobs": _in_the_log_probs,
     **{f"save:{stage}": _in_save for stage in _STAGES},
 }
-"""Points by where they are."""
+"""Installers of points by name."""

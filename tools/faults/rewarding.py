@@ -1,4 +1,4 @@
-"""Rewards that fail in every way, in one step of one run; the step after it is as it should be."""
+"""Rewards that fail in every way, in one step of a run; the next step must be normal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ WORDS: tuple[tuple[str, ...], ...] = (
     ("flat",) * 4,
     (),
 )
-"""What the answers of each group ask for, in the first step; the others of a group, nothing."""
+"""Misbehaviour that the answers of each group ask for in the first step; the remaining answers of a group ask for
+none."""
 SAMPLES = 6
 TIMEOUT_S, TRIES, PAUSE_S = 3.0, 3, 0.2
 MASKED = {"error", "hang", "malformed", "nan", "text", "huge", "raise", "loop", "leave"}
@@ -33,7 +34,7 @@ MASKED = {"error", "hang", "malformed", "nan", "text", "huge", "raise", "loop", 
 def answer(step: int, group: int, sample: int) -> str:
     words = WORDS[group]
     if group in (4, 5):
-        words = words[:1] * SAMPLES  # all of them
+        words = words[:1] * SAMPLES  # all samples of the group
     asked = f" [{words[sample]}]" if step == 1 and sample < len(words) else ""
     return wordy(step, group, sample) + asked
 
@@ -82,7 +83,7 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
 
 
 class Step:
-    """What was recorded of one, by group and by what was asked for."""
+    """Records of a step, by group and by requested misbehaviour."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records
@@ -94,7 +95,7 @@ class Step:
         return [one for one in self.records if one.rollout.group == number]
 
     def masked(self, findings: Findings, *words: str) -> int:
-        """See that those that asked for these words have no reward and were not trained on; returns how many."""
+        """Check that the answers with these words have no reward and were not trained on. Return their number."""
         found = self.asking(*words)
         good = [one for one in found if one.rollout.unscored and one.advantages is None]
         said = {text for one in found for text in one.rollout.unscored.values()}
@@ -107,7 +108,7 @@ class Step:
         return len(found)
 
     def others_are_right(self, findings: Findings, group: int) -> None:
-        """See that those of the group that have a reward have advantages around their own mean: nobody counted as 0."""
+        """Check that the group's rewarded answers have advantages around their own mean: no failed one counts as 0."""
         scored = [one for one in self.group(group) if not one.rollout.unscored]
         rewards = [one.rollout.reward for one in scored]
         given = [one.advantage for one in scored]

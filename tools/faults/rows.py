@@ -1,4 +1,4 @@
-"""The rows: what is injected and what is expected of it, in the words of the contract of a run that does not stop."""
+"""The rows: the injected fault and the expected result, in the words of the fault contract."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Row:
     injected: str
     expected: str
     scenario: str
-    """Module of this package whose `show` injects it, with others of the same runs."""
+    """Module of this package whose `show` injects it, along with other rows of the same runs."""
     short: bool = False
-    """Whether it is one of those of `--short`: seconds, and no engine."""
+    """Whether `--short` includes it: it takes seconds and needs no engine."""
 
 
 ROWS: dict[int, Row] = {
@@ -62,7 +62,7 @@ ROWS: dict[int, Row] = {
 
 
 def chosen(text: str) -> list[int]:
-    """`1,4-6` as numbers of rows, ascending. Raises ValueError for what names none."""
+    """Parse `1,4-6` to row numbers, ascending. Raises ValueError for a number that is no row."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
@@ -74,7 +74,7 @@ def chosen(text: str) -> list[int]:
 
 
 def by_scenario(numbers: list[int]) -> dict[str, list[int]]:
-    """Which rows each scenario is to show, in the order of their first rows."""
+    """Return the rows that each scenario shows, in the order of their first rows."""
     found: dict[str, list[int]] = {}
     for number in numbers:
         found.setdefault(ROWS[number].scenario, []).append(number)

@@ -1,4 +1,4 @@
-"""Runs that are killed as they write a checkpoint, at each of its stages."""
+"""Runs killed while they write a checkpoint, at each of its stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.checkpoint import manifest
 ASYNCHRONOUS = "run.save_async"
 STAGES = ("tmp", "data", "manifest", "rename", "latest")
 AT = 2
-"""The step whose checkpoint it is."""
+"""Step of the checkpoint."""
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
@@ -25,12 +25,12 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
 
 
 def resumed_from(log: str) -> list[int]:
-    """Steps of the checkpoints that a run has gone on from, one after the other."""
+    """Return the steps of the checkpoints that a run has resumed from, in order."""
     return [int(step) for step in re.findall(r"resumed from \S*/step_(\d+)", log)]
 
 
 def whole(run_dir: Path, step: int) -> bool:
-    """Whether a checkpoint is there and its files are those of its manifest."""
+    """Return whether a checkpoint exists and its files match its manifest."""
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
     found = manifest.read(folder)
     if isinstance(found, str):
@@ -40,8 +40,8 @@ def whole(run_dir: Path, step: int) -> bool:
 
 
 def _stages(shop: Workshop) -> Seen:
-    """The whole job is killed at each stage in turn; each start goes on from what the one before has left. Behind the
-    stage `rename` the new checkpoint is whole, though `latest` does not say so."""
+    """Kill the whole job at each stage in turn; each start resumes from what the previous one left. After the stage
+    `rename` the new checkpoint is complete, although `latest` does not name it."""
     findings, run_dir, recover = Findings(), shop.place("row_8") / "run", 0.0
     undisturbed = shop.undisturbed_sft()
     moment = 0.0
@@ -67,8 +67,8 @@ def _stages(shop: Workshop) -> Seen:
 
 
 def _writer(shop: Workshop) -> Seen:
-    """What writes the checkpoint of a step beside training ends in the middle of its files; then, of the step after
-    it, the whole rank is killed there, and the run started again."""
+    """End the thread that writes a step's asynchronous checkpoint in the middle of its files; at the next step, kill
+    the whole rank there, and restart the run."""
     findings, run_dir = Findings(), shop.place("row_14") / "run"
     undisturbed = shop.undisturbed_sft()
     more: dict[str, Any] = {"run__save_async": True} if ASYNCHRONOUS in KEYS else {}
@@ -96,7 +96,7 @@ def _writer(shop: Workshop) -> Seen:
 
 
 def _damaged(run_dir: Path) -> list[str]:
-    """Checkpoints by their names that are not whole."""
+    """Return the names of incomplete checkpoints."""
     names = [name for name in checkpoints(run_dir) if re.fullmatch(r"step_\d+", name)]
     return [name for name in names if not whole(run_dir, int(name[5:]))]
 

@@ -1,4 +1,4 @@
-"""What was seen of a row, and the table of all of them."""
+"""Observations of a row, and the table of all rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from faults.rows import ROWS
 
 @dataclass(frozen=True)
 class Seen:
-    """ok: whether it is what is expected. detect, recover: seconds from the fault to the first trace of it that a user
-    could see, and to where the run went on behind it; None where there is nothing to measure. lost: samples that were
-    generated, or recorded for the run, and never trained on; None where it has none."""
+    """ok: whether the row is as expected. detect, recover: seconds from the fault to its first trace that a user can
+    see, and to where the run continued after it; None if there is nothing to measure. lost: samples generated or
+    recorded for the run and never trained on; None if it has none."""
 
     ok: bool
     text: str
@@ -27,7 +27,7 @@ class Seen:
 
 @dataclass
 class Findings:
-    """Facts of one row, each a wish and whether it came true; all of them make the row."""
+    """Facts about one row, each an expectation and whether it holds; the row is as expected if all hold."""
 
     facts: list[tuple[bool, str]]
 
@@ -35,7 +35,7 @@ class Findings:
         self.facts = []
 
     def add(self, ok: bool, yes: str, no: str = "") -> bool:
-        """`no` is what is said where it is not so; without it nothing is said then but that it is missing."""
+        """Add a fact. no: text if it does not hold; by default, NOT and the positive text."""
         self.facts.append((ok, yes if ok else no or f"NOT: {yes}"))
         return ok
 
@@ -62,7 +62,7 @@ def table(found: Mapping[int, Seen]) -> Table:
 
 
 def total(found: Mapping[int, Seen]) -> str:
-    """`29 of 30`, of those that were tried."""
+    """Return `29 of 30`, counting the rows that were tried."""
     return f"{sum(seen.ok for seen in found.values())} of {len(found)} rows are as expected"
 
 

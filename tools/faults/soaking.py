@@ -1,4 +1,4 @@
-"""Training under kills at random, which ends with the weights of a run that nothing has happened to."""
+"""Training under random kills, which must end with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from faults.seen import Seen
 from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop, finished
 
 IN_MATRIX_S, EVERY_S = 60.0, 15.0
-"""How long the one of row 30 is, and how far apart its kills are on the average."""
+"""Length of the soak of row 30, and average seconds between its kills."""
 SHARE = 0.6
-"""Of the time that is asked for, what the undisturbed run takes."""
+"""Share of the requested time that the undisturbed run takes."""
 RESTARTS = "run.max_restarts"
 TIMEOUT_S = 20
 _PERCENTILES = (50, 90, 99)
 _VICTIMS = {"rank": 3, "rank that hangs": 1, "process of a rank": 1, "launcher": 1}
-"""How often each is drawn, to the others."""
+"""Weights of the random choice of a victim."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Kill:
     what: str
     at: float
     step: int
-    """That was done before."""
+    """Last step completed before it."""
     recovered: float | None
-    """Seconds until the next one was."""
+    """Seconds until the next step was completed."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Report:
     kills: list[Kill]
     seconds: float
     effective: float
-    """Seconds of steps that counted, of all seconds."""
+    """Seconds of steps that counted, as a share of all seconds."""
     undisturbed: float
-    """The same of the run that nothing happened to, which has to start, too."""
+    """The same for the undisturbed run, which has to start, too."""
     by_hand: int
     """Starts that the tool had to make."""
     same: bool
     missing: int
-    """Steps that are in no metrics."""
+    """Steps without metrics."""
 
     @property
     def ok(self) -> bool:
@@ -73,19 +73,19 @@ class Report:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that so many percent of them do not exceed."""
+    """Return the smallest value that at least this percentage of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * int(share) // 100) - 1)]
 
 
 def effective_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Of steps that counted: of one that was taken several times, the last."""
+    """Return the seconds of steps that counted; of a repeated step, the last attempt."""
     last = {row["step"]: row for row in rows if "time/step" in row}
     return float(sum(row["time/step"] for row in last.values()))
 
 
 def recovered(rows: Sequence[Mapping[str, Any]], at: float, step: int) -> float | None:
-    """Seconds from a moment, at which a step was done, to the end of the one behind it."""
+    """Return seconds from a moment, at which a step was done, to the end of the next step."""
     times = [row["time"] for row in rows if row["step"] > step and row["time"] > at]
     return float(min(times) - at) if times else None
 
@@ -102,7 +102,8 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
 
 
 def soak(shop: Workshop, seconds: float, every: float, seed: int = 1) -> Report:
-    """seconds: within which it kills; it goes on until the run is done. every: seconds between kills, on average."""
+    """Run the soak. seconds: period in which it kills; it continues until the run is done. every: average seconds
+    between kills."""
     times = [row["time"] for row in metrics_of(shop.undisturbed())]
     step_s = statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
     steps = max(8, min(10_000, int(SHARE * seconds / step_s)))
@@ -130,14 +131,15 @@ def soak(shop: Workshop, seconds: float, every: float, seed: int = 1) -> Report:
 
 
 def _patience(seconds: float) -> float:
-    """With a run of a soak of so many seconds, on a machine that others use."""
+    """Return the timeout of a run of a soak of this many seconds, on a shared machine."""
     return 10 * seconds + 600
 
 
 def _under_kills(
     shop: Workshop, run_dir: Path, given: dict[str, Any], seconds: float, every: float, draw: random.Random
 ) -> tuple[list[tuple[str, float, int]], int]:
-    """The run until it is done: what was killed, when, and behind which step; and how often it was started by hand."""
+    """Run to the end under kills. Return what was killed, when, and after which step; and the number of starts by the
+    tool."""
     kills: list[tuple[str, float, int]] = []
     starts, began = 0, time.time()
     due = began + draw.expovariate(1 / every)
@@ -163,13 +165,13 @@ def _under_kills(
 
 
 def _kill_one(job: Job, draw: random.Random) -> str:
-    """Kill, or stop for ever, one of its processes; what it was, empty where there is none."""
+    """Kill one of the run's processes, or stop it forever. Return its kind; empty if there is none."""
     ranks = list(job.ranks().values())
     below = [
         process.pid for process in job.family()[1:] if process.pid not in ranks and process.ppid() != job.process.pid
     ]
     what = draw.choices(list(_VICTIMS), list(_VICTIMS.values()))[0]
-    if ranks == [job.process.pid]:  # they are not there yet
+    if ranks == [job.process.pid]:  # the ranks have not started yet
         what = "launcher"
     pids = {"launcher": [job.process.pid], "process of a rank": sorted(below)}.get(what, sorted(ranks))
     if not pids:

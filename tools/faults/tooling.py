@@ -1,4 +1,5 @@
-"""What a run with engines calls: a calculator of which one call hangs, and a reward that counts who was rewarded."""
+"""User code of a run with engines: a calculator of which one call hangs, and a reward that counts rewarded
+conversations."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megarl.environments.tools import Tool
 from megarl.types import Rollout
 
 SEEN, HANG, HUNG = "seen", "hang", "hung"
-"""Files of the notes: a byte for each conversation that was rewarded; that a call is to hang; which process did."""
+"""Files of the notes: a byte per rewarded conversation; a request that a call hangs; the process that hung."""
 
 
 def _calculate(expression: str) -> str:

@@ -1,4 +1,4 @@
-"""What scenarios have in common: a tiny model, recorded answers, an engine host, runs that nothing disturbed."""
+"""What scenarios share: a tiny model, recorded answers, an engine host, undisturbed runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from faults.seen import Seen
 from megarl.config import Config, ConfigError, describe_keys
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
-"""Of a run on recorded answers, and of its step."""
+"""Steps of a run on recorded answers, groups of a step, and samples of a group."""
 SFT_STEPS = 5
 
 CONFIG = """
@@ -45,23 +45,23 @@ KEYS = {name for name, _ in describe_keys()}
 
 
 class Workshop:
-    """folder: for all that the tool makes. say: what it is at, for people."""
+    """folder: for all files of the tool. say: reports progress to people."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say = folder.resolve(), say
         self._closing: list[Callable[[], None]] = []
 
     def place(self, name: str) -> Path:
-        """A new folder."""
+        """Create a new folder."""
         found = self.folder / name
         found.mkdir(parents=True)
         return found
 
-    # --- what runs are of
+    # --- material
 
     @cached_property
     def material(self) -> Path:
-        """model/, questions.jsonl without tools, train.jsonl with one, sft.jsonl, and the two configurations."""
+        """Write model/, questions.jsonl without tools, train.jsonl with one, sft.jsonl, and the two configurations."""
         target = self.folder / "material"
         command = [sys.executable, "tools/make_quickstart.py", str(target), "--family", "qwen3_moe"]
         command += ["--demonstrations", "60", "--train", "64"]
@@ -81,12 +81,12 @@ class Workshop:
 
     @cached_property
     def longer_answers(self) -> Path:
-        """The same of more steps than a run has."""
+        """Recorded rollouts of more steps than a run has."""
         steps = range(1, 2 * STEPS + 1)
         return record(self.folder / "longer_answers", self.material / "model", steps, GROUPS, SAMPLES, ranks=2)
 
     def host(self) -> str:
-        """Where engines can be started that need not import SGLang."""
+        """Engine host, so that engines start without importing SGLang."""
         if not hasattr(self, "_host"):
             from megarl.engine.sglang_engine import start_host
 
@@ -97,13 +97,13 @@ class Workshop:
     # --- runs
 
     def sft(self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any) -> Job:
-        """Of one rank, which starts in seconds. settings: with `__` for the dot of a key."""
+        """Start an SFT run on one rank, which takes seconds to start. settings: keys with `__` for the dot."""
         given = {"model.path": self.material / "model", "data.train": self.material / "sft.jsonl", **_keys(settings)}
         given = {"parallel.world_size": 1, **given}
         return Job(run_dir, self.material / "sft.yaml", given, points, prefix)
 
     def replayed(self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any) -> Job:
-        """GRPO on two ranks, of recorded answers."""
+        """Start GRPO on two ranks, on recorded answers."""
         paths = {"model.path": self.material / "model", "data.train": self.material / "questions.jsonl"}
         given: dict[str, Any] = {**paths, "parallel.world_size": 2, "parallel.tp": 2, "parallel.ep": 2}
         given |= _keys(settings)
@@ -114,7 +114,7 @@ class Workshop:
     @cached_property
     def caller(self) -> Path:
         """A policy that nearly knows one conversation by heart, in which it calls the calculator; its questions are
-        beside it, in talks.jsonl."""
+        next to it, in talks.jsonl."""
         from faults.tooling import calculator
 
         place = self.place("caller")
@@ -136,7 +136,7 @@ class Workshop:
         return place
 
     def generated(self, run_dir: Path, points: Sequence[Point], settings: dict[str, Any]) -> Job:
-        """GRPO of that policy, on two ranks with an engine each, that answers with tools. The entropy bonus changes the
+        """Start GRPO of that policy, on two ranks with an engine each, with tools. The entropy bonus changes the
         weights, whatever the answers are."""
         given = {
             "model.path": self.caller / "run" / "export",
@@ -154,14 +154,14 @@ class Workshop:
 
     @cache  # noqa: B019  there is one workshop
     def undisturbed(self) -> Path:
-        """The run folder of one of recorded answers that nothing has happened to."""
+        """Run folder of an undisturbed run on recorded answers."""
         run_dir = self.place("undisturbed") / "run"
         finished(self.replayed(run_dir))
         return run_dir
 
     @cache  # noqa: B019
     def undisturbed_sft(self) -> Path:
-        """The same of SFT, with the checkpoints of all of its steps."""
+        """Run folder of an undisturbed SFT run, with checkpoints of all steps."""
         run_dir = self.place("undisturbed_sft") / "run"
         finished(self.sft(run_dir))
         return run_dir
@@ -175,7 +175,7 @@ class Workshop:
 def one_by_one(
     shop: Workshop, wanted: Sequence[int], works: Mapping[int, Callable[[Workshop], Seen]]
 ) -> Iterator[tuple[int, Seen]]:
-    """Rows that have runs of their own: what cannot be tried of one does not keep the others from it."""
+    """Run rows that have their own runs: an error in one does not stop the others."""
     for number, work in works.items():
         if number in wanted:
             shop.say(f"row {number}")
@@ -183,7 +183,7 @@ def one_by_one(
 
 
 def tried(work: Callable[..., Seen], *arguments: Any) -> Seen:
-    """What was seen; where it did not come to that, why, which is not as expected."""
+    """Return a row's observations, or a failed result with the reason."""
     try:
         return work(*arguments)
     except (WentOtherwise, ConfigError, OSError) as error:
@@ -191,7 +191,7 @@ def tried(work: Callable[..., Seen], *arguments: Any) -> Seen:
 
 
 def finished(job: Job, seconds: float = PATIENCE_S) -> float:
-    """Wait, so long, for the end of a run that nothing is to happen to; returns its seconds. Raises WentOtherwise."""
+    """Wait for the end of an undisturbed run. Return its seconds. Raises WentOtherwise."""
     with job:
         done = job.ended(seconds)
         if done.status:

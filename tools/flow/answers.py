@@ -1,4 +1,4 @@
-"""What a scripted engine answers: token ids and log-probs out of a random generator, the same for the same group."""
+"""Answers of a scripted engine: token ids and log-probs from a random generator, deterministic for a group."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from megarl.config import Config, from_dict
 from megarl.models.routing import RoutingShape
 
 PROMPT = 256
-"""Tokens of a prompt at most; a quarter of a sequence that is shorter than four prompts."""
+"""Maximum tokens of a prompt; a sequence shorter than four prompts has a prompt of a quarter of its length."""
 TOOL = 32
 """Tokens of a tool's answer between two turns."""
 
 SIZES = {"quarter": 0.25, "half": 0.5, "full": 1.0}
-"""Of the sequences, how many there are in a step, so that one sees how its cost grows."""
+"""Shares of the sequences in a step, which show how cost grows with size."""
 QUADRATIC = 1 / (6 * 4096)
-"""Of attention: what a token costs more for each that stands before it, in a model as wide as 4096."""
+"""Quadratic cost of attention: extra cost of a token per preceding token, in a model of width 4096."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A step's answers. lengths: `2048-8192` uniform, `32768` all alike, `lognormal` around 3,600 up to 32,768."""
+    """Shape of a step's answers. lengths: `2048-8192` uniform, `32768` constant, `lognormal` around 3,600 up to
+    32,768."""
 
     sequences: int
     samples: int = 8
@@ -41,7 +42,7 @@ class Shape:
 class Answer:
     seed: int
     prompt: np.ndarray  # [tokens] int32, the same array in a group
-    turns: list[tuple[np.ndarray, np.ndarray]]  # ids and log-probs, which are empty for a tool's
+    turns: list[tuple[np.ndarray, np.ndarray]]  # ids and log-probs; log-probs are empty for tool output
     routing: np.ndarray | None  # [tokens - 1, layers, topk] uint8 or int16
 
 
@@ -54,7 +55,7 @@ def total_tokens(shape: Shape) -> int:
 
 
 def lengths(shape: Shape, group: int) -> np.ndarray:
-    """[samples] tokens of each."""
+    """Return [samples] lengths in tokens."""
     random = np.random.default_rng((1, group))
     if shape.lengths == "lognormal":
         return np.exp(random.normal(8.2, 0.8, shape.samples)).clip(256, 32768).astype(np.int64)
@@ -65,7 +66,7 @@ def lengths(shape: Shape, group: int) -> np.ndarray:
 
 
 def answers(shape: Shape, group: int) -> Iterator[Answer]:
-    """A group's, in their order."""
+    """Return a group's answers, in order."""
     random = np.random.default_rng((2, group))
     sizes = lengths(shape, group)
     prompt = random.integers(0, 150_000, min(PROMPT, int(sizes.min()) // 4), dtype=np.int32)
@@ -87,7 +88,7 @@ def answers(shape: Shape, group: int) -> Iterator[Answer]:
 
 
 def config_of(order: Mapping[str, Any], folder: Path) -> Config:
-    """What the ranks are told, as a configuration."""
+    """Return the ranks' options as a configuration."""
     shape = Shape(**order["shape"])
     samples, sequences = shape.samples, shape.sequences
     longest = max(int(lengths(shape, group).max()) for group in range(groups(shape)))
@@ -110,6 +111,6 @@ def config_of(order: Mapping[str, Any], folder: Path) -> Config:
 
 
 def routing_of(shape: Shape) -> RoutingShape | None:
-    """Of a model all of whose layers have experts."""
+    """Return routing records of a model with experts in all layers."""
     every = tuple(range(shape.layers))
     return RoutingShape(shape.layers, every, shape.topk, shape.experts) if shape.layers else None

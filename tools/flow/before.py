@@ -1,5 +1,5 @@
-"""The way values travelled before rollouts stayed where they are made, for `bench_flow.py --against`: to fb96440 and
-what is like it. To be dropped with the option."""
+"""How values moved before rollouts stayed on the ranks that made them, for `bench_flow.py --against` fb96440 and
+similar revisions. To be dropped with the option."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from flow.answers import Answer
 from megarl.megatron import trainer_model as megatron_model
 from megarl.parallel import ranks
-from megarl.types import Prompt, Rollout, Turn  # in whose fields there are tuples
+from megarl.types import Prompt, Rollout, Turn  # of the other revision, with tuples in their fields
 
 
 class Before:
-    """Every rank has every rollout, pickled, as tuples of numbers; every model's numbers go to all."""
+    """Every rank has every rollout, pickled, as tuples of numbers; every model's outputs go to all ranks."""
 
     @staticmethod
     def rank(place: Any) -> int:
@@ -44,7 +44,7 @@ class Before:
 
     @staticmethod
     def rollouts(group: int, made: Sequence[Answer]) -> list[Rollout]:
-        found, prompt_ids = [], tuple(made[0].prompt.tolist())
+        rollouts, prompt_ids = [], tuple(made[0].prompt.tolist())
         prompt = Prompt(str(group), (), prompt_ids)  # type: ignore[arg-type]
         for answer in made:
             turns = [Turn(prompt.token_ids)]
@@ -55,8 +55,8 @@ class Before:
             if answer.routing is not None:
                 last = np.full((1, *answer.routing.shape[1:]), -1, np.int16)
                 routing = torch.from_numpy(np.concatenate([answer.routing.astype(np.int16), last]))
-            found.append(Rollout(prompt, tuple(turns), seed=answer.seed, group=group, routing=routing))
-        return found
+            rollouts.append(Rollout(prompt, tuple(turns), seed=answer.seed, group=group, routing=routing))
+        return rollouts
 
     @staticmethod
     def gathered(mine: Sequence[Rollout]) -> list[Rollout]:
@@ -76,5 +76,5 @@ class Before:
 
     @staticmethod
     def is_own(file: Path, rank: int) -> bool:
-        """Rank 0 writes all."""
+        """Return whether this rank wrote the file: rank 0 writes all."""
         return rank == 0 and file.suffix == ".jsonl" and file.parent.name == "rollouts"

@@ -1,5 +1,5 @@
-"""What a rank of `bench_flow.py` holds on the host, looked at while it works: bytes that its allocators have given out,
-and its share of memory that ranks have in common. What an allocator keeps of what was given back does not count."""
+"""Host memory of a rank of `bench_flow.py`, sampled while it works: bytes that its allocators have handed out, and its
+share of shared memory. Freed memory that an allocator keeps does not count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 EVERY_S = 0.002
-"""Seconds between two looks."""
+"""Seconds between samples."""
 
 
 class _Info(ctypes.Structure):
@@ -27,13 +27,14 @@ _libc.mallinfo2.restype = _Info
 
 
 def given_out() -> int:
-    """Bytes that this process has of its allocators, in blocks and in mappings of their own."""
+    """Return the bytes that this process's allocators have handed out, in blocks and in separate mappings."""
     info = _libc.mallinfo2()
     return int(info.uordblks + info.hblkhd) + int(pa.total_allocated_bytes())
 
 
 def in_common() -> int:
-    """Bytes of memory that several processes have mapped, its share of those that it has touched."""
+    """Return this process's share of the bytes of memory that several processes have mapped, as far as it has touched
+    them."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss_Shmem:"):
             return int(line.split()[1]) << 10
@@ -45,7 +46,7 @@ def held() -> int:
 
 
 class Looking:
-    """The most that was held within each part, above what there was before. part: what the main thread is at."""
+    """Samples the peak memory in each part, above the level before. part: the current part of the main thread."""
 
     def __init__(self, before: int, part: Callable[[], str]) -> None:
         self.most: dict[str, int] = {}
@@ -65,6 +66,6 @@ class Looking:
 
 
 def settled() -> int:
-    """What is held when nothing is under way."""
+    """Return the memory in use while nothing is running."""
     gc.collect()
     return held()

@@ -1,4 +1,4 @@
-"""What messages between ranks cost, for `bench_scale.py`: how many exchanges there are, and how long one takes."""
+"""Cost of messages between ranks, for `bench_scale.py`: the number of exchanges, and the time of one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _taken = [0]
 
 
 def count() -> None:
-    """From now on, the exchanges in which figures go from every rank to every rank."""
+    """Start counting the exchanges in which values go from every rank to every rank."""
     around = collectives.all_gather_small
 
     def counted(*arguments: Any, **named: Any) -> Any:
@@ -26,13 +26,13 @@ def count() -> None:
 
 
 def taken_part() -> int:
-    """In how many of them this rank has taken part."""
+    """Return the number of exchanges in which this rank has taken part."""
     return _taken[0]
 
 
 def latency(group: dist.ProcessGroup) -> float:
-    """Seconds of a processor for one that says little, as many ranks do it: of a rank for its rounds, where each has a
-    processor, and without what a wire takes."""
+    """Return the CPU seconds of a small exchange between this many ranks: those of a rank for its rounds, with one core
+    per rank, and without network time."""
     small = torch.zeros(4)
     dist.barrier(group=group)
     begun = time.process_time()
@@ -42,7 +42,7 @@ def latency(group: dist.ProcessGroup) -> float:
 
 
 def wire(group: dist.ProcessGroup) -> float:
-    """Seconds a byte from rank 0 to rank 1 by gloo, as to another machine; the least that was seen."""
+    """Return seconds per byte from rank 0 to rank 1 by gloo, as to another machine; the minimum measured."""
     found = [0.0] if group.size() == 1 else []
     for _ in range(0 if found else 5):
         dist.barrier(group=group)

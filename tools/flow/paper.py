@@ -1,9 +1,9 @@
-"""What a rank of a job sends in a step, and how long it plans that: the code that plans, without job and values.
+"""Bytes that a rank of a job sends in a step, and its planning time: the planning code, without job and values.
 
     sent = Paper(config, lengths, homes, routing, layers).step(rank, seed=0)
 
-The plans of micro-batches, who needs what of whom, and what is laid out for whom are those of the repository
-(`megatron/distribution.py`, `parallel/row_exchange_plan.py`); the tensors have shapes and dtypes and nothing in them.
+The plans of micro-batches, who needs what from whom, and what is laid out for whom, come from MegaRL's own code
+(`megatron/distribution.py`, `parallel/row_exchange_plan.py`); the tensors have shapes and dtypes but no data.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megarl.types.batch import REQUIRED_COLUMNS, BatchSharding
 
 @dataclass
 class Sent:
-    """Bytes that a rank writes for its neighbours, once for all of them, and for other machines, and the seconds that a
-    processor plans. computed: tokens of its micro-batches, of all passes."""
+    """Bytes that a rank writes for ranks of its machine, once for all of them, and for other machines; and the CPU
+    seconds of its plans. computed: tokens of its micro-batches, over all passes."""
 
     machine: int = 0
     network: int = 0
@@ -44,8 +44,7 @@ class Sent:
 
 
 class Paper:
-    """lengths, homes: [N] of the sequences. layers: by pipeline stage those of the records of routing, by their places
-    in them."""
+    """lengths, homes: [N] of the sequences. layers: by pipeline stage, indices of its layers in the routing records."""
 
     def __init__(
         self,
@@ -76,12 +75,12 @@ class Paper:
         self._machines = [list(range(first, first + size)) for first in range(0, parallel.world_size, size)]
 
     def step(self, rank: int, seed: int) -> Sent:
-        """Of PPO with a reference, or of GRPO. seed: of the mini-batches, as many as steps have been taken."""
+        """Plan a step of PPO with a reference, or of GRPO. seed: of the mini-batches, the number of steps taken."""
         config, sent = self.config, Sent()
         ppo = config.algorithm == "ppo"
         with self._as(rank, sent):
             batch = self._batch(rank, range(len(self.lengths)), ("rollout_logprobs",))
-            reference = batch.with_(routing=None)  # it chooses for itself
+            reference = batch.with_(routing=None)  # the reference routes for itself
             passes = [(self._actor, batch, "logprobs"), (self._critic, batch, "values")]
             for model, rows, name in (*passes[: 1 + ppo], (self._actor, reference, "logprobs")):
                 before = sent.machine + sent.network
@@ -135,8 +134,8 @@ class Paper:
 
     @contextmanager
     def _as(self, rank: int, sent: Sent) -> Iterator[None]:
-        """Within the block this process is a rank, whose post plans and sends nothing."""
-        packing._cached_plan.cache_clear()  # a rank plans for itself
+        """Act as a rank within the block; its row exchange plans and sends nothing."""
+        packing._cached_plan.cache_clear()  # each rank makes its own plan
         before = distribution.dist, distribution.row_exchange
         world, begun = self.config.parallel.world_size, time.thread_time()
         job = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: world)
@@ -150,12 +149,12 @@ class Paper:
 
 
 def place_of_critic(place: distribution.ModelRank) -> distribution.ModelRank:
-    """It replays nothing."""
+    """Return the critic's place: it replays no routing."""
     return distribution.ModelRank(place.dp_rank, place.needs_tokens, place.is_last_stage, place.is_reporter, ())
 
 
 class _Post:
-    """As `parallel.row_exchange.RowExchange`, which sends what this counts."""
+    """Stands in for `parallel.row_exchange.RowExchange` and counts the bytes it would send."""
 
     def __init__(self, machines: Sequence[Sequence[int]], rank: int, sent: Sent) -> None:
         self._machines, self._rank, self._sent = machines, rank, sent

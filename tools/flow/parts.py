@@ -1,4 +1,4 @@
-"""Where the seconds of a step of `bench_flow.py` go: by part, of the clock and of a processor."""
+"""Where the seconds of a step of `bench_flow.py` go: wall-clock and CPU seconds by part."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from contextlib import contextmanager
 from typing import Any
 
 NOT_OURS = "model"
-"""The part that is played for model, optimizer and engine, which is no part of a step's host seconds."""
+"""The mocked part, for model, optimizer and engine, which is not among a step's host seconds."""
 
 
 class Parts:
-    """Seconds by part, and how many of them the processor worked for it; what is done within another part is counted
-    once, for the inner one."""
+    """Wall-clock and CPU seconds by part. Time in a part within another counts for the inner one only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.busy: dict[str, float] = {}
         self.computed = 0
-        """Tokens of the micro-batches that were made."""
+        """Tokens of the micro-batches that were built."""
         self._open: list[str] = []
         self._since = 0.0, 0.0
 
     @property
     def moment(self) -> str:
-        """Where in a step this is, as `models.host_memory.moments` calls it."""
+        """Report the current moment of a step, under the names of `models.host_memory.moments`."""
         parts = tuple(self._open)
         if "log" in parts:
             return "recording"
@@ -53,7 +52,7 @@ class Parts:
         self._since = now
 
     def around(self, owner: Any, name: str, part: str) -> None:
-        """Time a function of a module or class, wherever it is called from there."""
+        """Time a function of a module or class, whoever calls it."""
         wrapped = getattr(owner, name)
 
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -64,7 +63,7 @@ class Parts:
         setattr(owner, name, staticmethod(timed) if static else timed)
 
     def around_each(self, owner: Any, name: str, part: str) -> None:
-        """Time what a generator does until it yields."""
+        """Time a generator until each of its yields."""
         wrapped = getattr(owner, name)
 
         def timed(*arguments: Any, **named: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What is planned of a step of `bench_flow.py`, in bytes, beside what its ranks have held and sent."""
+"""Planned bytes of a step of `bench_flow.py`, against those that its ranks held and sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def homes_of(shape: Shape, world: int, engine_tp: int) -> torch.Tensor:
-    """[sequences] ranks, as `flow/ranks.py` deals groups out to engines."""
+    """Return [sequences] ranks, as `flow/ranks.py` assigns groups to engines."""
     engines = world // engine_tp
     return torch.tensor(
         [group * engines // groups(shape) * engine_tp for group in range(groups(shape)) for _ in range(shape.samples)]
@@ -30,7 +30,7 @@ def lengths_of(shape: Shape) -> torch.Tensor:
 
 
 def paper_of(order: Mapping[str, Any]) -> Paper:
-    from flow.paper import Paper  # brings Megatron
+    from flow.paper import Paper  # imports Megatron
 
     shape, pp = Shape(**order["shape"]), order["pp"]
     layers = [tuple(range(shape.layers))[stage::pp] for stage in range(pp)]
@@ -39,14 +39,14 @@ def paper_of(order: Mapping[str, Any]) -> Paper:
 
 
 def sent(order: Mapping[str, Any], seed: int) -> list[Sent]:
-    """By rank, in a step of which `seed` were taken before."""
+    """Return the bytes that each rank sends in a step; `seed` steps were taken before."""
     paper = paper_of(order)
     return [paper.step(rank, seed) for rank in range(order["ranks"])]
 
 
 def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
-    """Bytes of all ranks, of one machine, at the times that `host_memory.moments` names, and besides with rollouts
-    alone and while these are recorded."""
+    """Return the bytes of all ranks of one machine, at the moments of `host_memory.moments`, with rollouts alone, and
+    while these are recorded."""
     config, shape = config_of(order, Path()), Shape(**order["shape"])
     declared, routing, sizes = load_requirements(config), routing_of(shape), lengths_of(shape)
     tokens = int(sizes.sum())
@@ -56,7 +56,7 @@ def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
     )
     whole = tokens * ((columns + FLOAT_BYTES) * (1 + ("critic" in declared.roles)) + record) * config.run.epochs
     moved = sum(sum(rank.by_update) for rank in by_rank) / whole
-    # The first pass is the policy's, which replays: its tokens go there, and a number of each comes back.
+    # The first pass is the policy's, with replayed routing: tokens are sent there, and one value per token comes back.
     passed = sum(rank.by_forward[0] for rank in by_rank) / (tokens * (TOKEN_BYTES + FLOAT_BYTES + record))
     found: dict[str, float] = {}
     for share, names in ((passed, ("forward",)), (moved, ("advantages", "cutting", "update"))):
@@ -70,14 +70,14 @@ def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
 
 
 def measured(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """What all ranks have held at most at each of those times, each at its own."""
+    """Return the sum of each rank's peak at each of these moments."""
     names = {name for rank in by_rank for name in rank["held"]}
     return {name: sum(rank["held"].get(name, 0) for rank in by_rank) for name in sorted(names)}
 
 
 def beside(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Planned and measured: bytes by time in a step, those that all ranks sent in the last one, and tokens of its
-    micro-batches."""
+    """Return planned and measured values: bytes by moment of a step, those that all ranks sent in the last step, and
+    tokens of its micro-batches."""
     last = [rank["full"][-1] for rank in by_rank]
     paper = sent(order, last[0]["seed"])
     planned, found = held(order, paper), measured(by_rank)

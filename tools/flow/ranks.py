@@ -1,8 +1,8 @@
-"""One rank of `bench_flow.py`: steps of a real controller on real batches, with answers and models that are played.
+"""A rank of `bench_flow.py`: steps of a real controller on real batches, with mocked answers and models.
 
-Everything between engine, model and optimizer is the code of the repository that this runs in; `Played` is a
-`MegatronModel` whose schedule cuts the micro-batches, reads each column that the loss in its place reads, and says
-numbers that follow from the tokens, so that two revisions can be told to say the same.
+Everything between engine, model and optimizer is the code of the repository that this runs in. `Played` is a
+`MegatronModel` whose schedule builds the micro-batches, reads the columns that the loss declares, and returns values
+derived from the tokens, so that the results of two revisions can be compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megarl.workers.reward import RewardWorker
 
 
 class Played(MegatronModel):
-    """What is asked of a model in a step, without the model."""
+    """A model's interface in a step, without the model."""
 
     def __init__(self, config: Config, place: ranks.Ranks, role: Any, shape: Shape, parts: Parts, how: Any) -> None:
         self.config, self.ranks, self.role, self.mtp_layers = config, place, role, 0
@@ -83,11 +83,11 @@ class Played(MegatronModel):
                 read = torch.stack([column.float() for column in columns]).sum(0)
                 return TokenLoss(read, {f"{self.role}/read": read})
 
-        vars(touch).update(vars(loss_fn))  # what the loss in its place has named
+        vars(touch).update(vars(loss_fn))  # columns that the replaced loss has declared
         return super().train_step(batch, touch, temperature)
 
     def _schedule(self, rows: Any, *arguments: Any, **named: Any) -> list[Any]:
-        """As Megatron's would ask for the micro-batches, one after another; the last stage has something to say."""
+        """Request the micro-batches one after another, as Megatron's schedule would; the last stage returns output."""
         *plan, consume, forward_only = (*arguments, *named.values())
         place, done = torch.device("cpu"), []
         mine, take, layers = self.how.opened(self, rows, plan, forward_only)
@@ -111,7 +111,7 @@ LOSS_READS = {
 
 
 class PlayedRollout:
-    """Engines of `tp` ranks each, whose answers are there as soon as they are asked for."""
+    """Engines of `tp` ranks each, which answer at once."""
 
     def __init__(self, config: Config, mine: Sequence[Rollout], parts: Parts, how: Any) -> None:
         self.mine, self.parts, self.how = mine, parts, how
@@ -130,10 +130,10 @@ class PlayedRollout:
 
 
 class Now:
-    """What the tool has to know of how this revision does it."""
+    """How this revision does what the benchmark needs to know."""
 
     parcels = 0
-    """Bytes of rollouts that were handed to other ranks for their rewards."""
+    """Bytes of rollouts that were sent to other ranks for their rewards."""
 
     @staticmethod
     def rank(place: Any) -> int:
@@ -155,7 +155,7 @@ class Now:
         budget = model.config.train.token_budget * model.ranks.cp
         places = dict(ranks.all_gather_objects(own))
         model.dispatcher = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replay_shape)
-        model.oom_retry = SimpleNamespace(  # as where `guards.memory` is off
+        model.oom_retry = SimpleNamespace(  # as if `guards.memory` were off
             run=lambda batch, plan, work, trains: (work(plan), plan), track_current=lambda micros: micros, metrics={}
         )
 
@@ -210,14 +210,14 @@ class Now:
 
     @staticmethod
     def posted() -> int:
-        """Bytes of rows that this rank has written for others."""
+        """Return the bytes of rows that this rank has written for others."""
         from megarl.parallel import row_exchange
 
         return sum(row_exchange.get_row_exchange().bytes_sent.values()) - Now.parcels
 
     @staticmethod
     def is_own(file: Path, rank: int) -> bool:
-        """Whether this rank has written it, of the rollouts on record."""
+        """Return whether this rank has written the file of recorded rollouts."""
         return file.name == f"rank_{rank:05d}.parquet"
 
 
@@ -226,7 +226,7 @@ def trivial(rollout: Rollout) -> float:
 
 
 def flow_of(config: Config, place: Any, mine: Sequence[Rollout], shape: Shape, parts: Parts, how: Any) -> Any:
-    """The roles of a flow, each the real worker, with models that are played."""
+    """Return the roles of a flow: the real workers, with mocked models."""
     context = Context(config, how.of_log(place), {}, None, Clock(), Path(config.run.dir), {})  # type: ignore[arg-type]
     actor, critic = ActorWorker(context), CriticWorker(context)
     actor.model = Played(config, place, "actor", shape, parts, how)
@@ -256,14 +256,13 @@ def watch_parts(parts: Parts, how: Any, controller: Controller, log: Any) -> Non
 
 
 def written() -> int:
-    """Bytes that this process has written: to sockets, to shared memory and to files."""
+    """Return the bytes that this process has written: to sockets, shared memory and files."""
     with open("/proc/self/io") as file:
         return int(dict(line.split(": ") for line in file.read().splitlines())["wchar"])
 
 
 def measure(order: Mapping[str, Any], how: Any = Now) -> None:
-    """As one of the ranks: warm up, then steps at each of SIZES, then one that is watched
-    for the memory that it takes."""
+    """Run as one of the ranks: warm up, then take steps at each of SIZES, then one step with memory sampling."""
     torch.set_num_threads(1)
     messages.count()
     shape = Shape(**order["shape"])
@@ -311,7 +310,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
                 settling()()
         logged = sum(file.stat().st_size for file in folder.rglob("*") if how.is_own(file, rank))
         sent = written() - wrote - logged
-        ranks.barrier()  # all have seen what they have written
+        ranks.barrier()  # all ranks have read their counters
         shutil.rmtree(folder / "run" / "rollouts", ignore_errors=True) if rank == 0 else None
         ranks.barrier()
         tokens = int(result.batch.lengths.sum())
@@ -331,7 +330,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         )
 
     def mark(label: str, seconds: float = 0.4) -> None:
-        """Tell whoever watches the memory what is going on."""
+        """Report the current phase to the process that samples the memory."""
         ranks.barrier()
         if rank == 0:
             (folder / "label").write_text(label)

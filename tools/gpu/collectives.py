@@ -17,14 +17,14 @@ REFUSED = ("Duplicate GPU", "invalid usage")
 
 
 def _talk(rank: int, world: int, device: str, port: int, said: Any) -> None:
-    """What is wrong with each collective, as a list, or the error's text."""
+    """Run each collective. Return a list of errors, or the text of the exception."""
     try:
         store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=60))
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         said.put([name for name, right in _tried(rank, world, device) if not right])
         dist.destroy_process_group()
-    except Exception as error:  # any: what NCCL refuses is a finding
+    except Exception as error:  # whatever NCCL refuses is a result
         said.put(f"{type(error).__name__}: {' '.join(str(error).split())[:2000]}")
 
 
@@ -68,7 +68,7 @@ def alone(device: str) -> Found:
 
 
 def shared(device: str) -> Found:
-    """NCCL may refuse two ranks on one GPU; that it says so, and does not hang, is what is looked for then."""
+    """NCCL may refuse two ranks on one GPU; the check is then that it raises and does not hang."""
     answers = _world(2, device)
     faults = []
     for answer in answers:

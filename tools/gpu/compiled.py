@@ -1,4 +1,4 @@
-"""`torch.compile` of an expert's MLP and the log-probs behind it, with gradients, beside the same without."""
+"""`torch.compile` of an expert's MLP and the log-probs after it, with gradients, against eager mode."""
 
 from __future__ import annotations
 

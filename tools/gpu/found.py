@@ -1,4 +1,4 @@
-"""What was found of a row, the table of it, and the exit status."""
+"""Result of a row, the table of all results, and the exit status."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.table import Table
 
 State = Literal["passed", "failed", "not here"]
 NOTHING_TRIED = 3
-"""Exit status where no row could be tried, as on a machine without a GPU. 0: each that could be passed; 1: one failed;
-2: told something wrong."""
+"""Exit status if no row could be tried, as on a machine without a GPU. 0: each row that could be tried passed; 1: one
+failed; 2: wrong arguments."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """`figures`: what was measured, by name with its unit."""
+    """`figures`: measured values, by name with their unit."""
 
     state: State
     text: str
@@ -26,7 +26,7 @@ class Found:
 
 
 def judged(faults: list[str], text: str, figures: Mapping[str, float] | None = None) -> Found:
-    """Failed with the faults, if there are any; otherwise passed."""
+    """Return a failed result if there are faults, otherwise a passed one."""
     return Found("failed" if faults else "passed", "; ".join(faults) or text, figures or {})
 
 

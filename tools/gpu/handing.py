@@ -1,4 +1,4 @@
-"""A tensor is handed to another process: by CUDA IPC on a GPU, by shared memory on the CPU."""
+"""Share a tensor with another process: by CUDA IPC on a GPU, by shared memory on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _receive(arriving: Any, leaving: Any) -> None:
 
 
 def hand_off(device: str) -> Found:
-    """The other process reads what was sent, and what it writes is seen here without a copy."""
+    """Check that the other process reads what was sent, and that its writes are visible here without a copy."""
     context = mp.get_context("spawn")
     arriving, leaving = context.Queue(), context.Queue()
     process = context.Process(target=_receive, args=(arriving, leaving), daemon=True)

@@ -1,4 +1,4 @@
-"""The reshard's kernels: what they copy, bit for bit against torch on the CPU, and how fast."""
+"""The reshard's kernels: exactness against torch on the CPU, bit for bit, and speed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu.found import Found, judged
 
 
 def exact(device: str) -> Found:
-    """Boxes of odd places and widths, packed and unpacked, in each type that weights have."""
+    """Pack and unpack boxes of odd offsets and widths, in each dtype of weights."""
     from megarl.reshard.run.copies import Box, pack, unpack
 
     faults, generator = [], torch.Generator().manual_seed(1)
@@ -42,7 +42,7 @@ def exact(device: str) -> Found:
 
 
 def speed(device: str) -> Found:
-    """`bench_kernels.py` with its goals."""
+    """Run `bench_kernels.py` against its goals."""
     from bench_kernels import GOALS, measure
 
     found = measure(2.0, 20)

@@ -11,12 +11,12 @@ from gpu.found import Found, judged
 
 ROOT = Path(__file__).resolve().parents[2]
 GAP = 0.05
-"""The largest 95th percentile of |log-prob of the engine - of the trainer| for bf16, nats."""
+"""Maximum 95th percentile of |log-prob of the engine - of the trainer| in bf16, nats."""
 SHARED = ("model.dtype=bfloat16", "parallel={world_size: 1}", "run.eval_every=0")
 
 
 def _run(*arguments: str) -> str:
-    """Its last line where it failed."""
+    """Run a command. Return its last line if it fails."""
     done = subprocess.run([sys.executable, "-W", "ignore", *arguments], cwd=ROOT, capture_output=True, text=True)
     lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
     return "" if done.returncode == 0 else f"{' '.join(arguments[:3])} ended with {done.returncode}: {lines[-1][:300]}"
@@ -41,18 +41,18 @@ def _trained(folder: Path, rollouts: int, warm: bool) -> Found:
     known = [float(gap) for gap in gaps if gap is not None]
     if not known:
         return Found("failed", "the run has no rollout/logprob_diff_p95")
-    near = all(gap <= GAP for gap in known)  # a NaN is not, and `max` would lose it
+    near = all(gap <= GAP for gap in known)  # false for a NaN, which `max` would lose
     faults = [] if near else [f"log-prob gap p95 of the steps {known}, at most {GAP} wanted"]
     return judged(faults, f"{len(known)} steps, log-prob gap p95 at most {max(known):.3g}", {"gap p95": max(known)})
 
 
 def engine(device: str) -> Found:
-    """Three steps from arbitrary weights, each push verified."""
+    """Three steps from random weights, each weight sync verified."""
     with tempfile.TemporaryDirectory() as folder:
         return _trained(Path(folder), 3, warm=False)
 
 
 def quickstart(device: str) -> Found:
-    """With its warm-up, and ten steps."""
+    """The quickstart with its warm-up, and ten steps."""
     with tempfile.TemporaryDirectory() as folder:
         return _trained(Path(folder), 10, warm=True)

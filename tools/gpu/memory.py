@@ -1,4 +1,4 @@
-"""What `plan_memory.py` predicts that a model's states take, against what is held when it is built on the GPU."""
+"""Memory of a model's states as `plan_memory.py` predicts it, against that of a model built on the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGER = dict(hidden_size=1024, num_hidden_layers=8, moe_intermediate_size=512, 
 
 
 def states(device: str) -> Found:
-    """Weights, gradients and optimizer states; activations and what NCCL and CUDA themselves take are not in it."""
+    """Compare weights, gradients and optimizer states; activations, NCCL and CUDA are not included."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps({**MODEL, **LARGER, "model_type": "qwen3_moe"}))

@@ -1,4 +1,4 @@
-"""The rows of `gpu_check.py` in the order in which they are tried: what is cheap and tells much comes first."""
+"""The rows of `gpu_check.py` in their order: cheap and informative ones come first."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LOOP = (*TE, "sglang", "torch_memory_saver")
 
 @dataclass(frozen=True)
 class Row:
-    """`work`: module of this folder and its function, device -> Found. `needs`: what must import, with the device
-    `cuda`, and on any. `cpu`: whether it has a form without a GPU, which tries the row's own code."""
+    """`work`: module of this folder and its function, device -> Found. `needs`: modules that must import, with the
+    device `cuda`, and on any. `cpu`: whether it has a form without a GPU, which tests the row's own code."""
 
     title: str
     work: str
@@ -57,7 +57,7 @@ ROWS: dict[str, Row] = {
 
 
 def chosen(text: str) -> list[str]:
-    """The names in "ipc,local", in the table's order; all of them for "". Raises ConfigError."""
+    """Parse "ipc,local" to names in the table's order; all of them for "". Raises ConfigError."""
     names = [name.strip() for name in text.split(",")] if text else list(ROWS)
     for name in names:
         if name not in ROWS:
@@ -66,12 +66,12 @@ def chosen(text: str) -> list[str]:
 
 
 def missing(names: Iterable[str], find: Callable[[str], object] = find_spec) -> list[str]:
-    """Those of the modules that are not installed."""
+    """Return the modules that are not installed."""
     return [name for name in names if not find(name)]
 
 
 def reason_against(row: Row, device: str, has_gpu: bool, find: Callable[[str], object] = find_spec) -> str:
-    """Why a row cannot be tried here; "" where it can."""
+    """Return why a row cannot be tried on this machine; "" if it can."""
     if device == "cuda" and not has_gpu:
         return "no NVIDIA GPU"
     if device == "cpu" and not row.cpu:

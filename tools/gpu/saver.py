@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 def pause(device: str) -> Found:
-    """Measured in a process that is started as the saver wants it: with its library loaded first."""
+    """Measure in a process started as the saver requires: with its library loaded first."""
     import torch_memory_saver
 
     with torch_memory_saver.configure_subprocess():

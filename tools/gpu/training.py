@@ -1,6 +1,6 @@
-"""Megatron's training step of a small MoE: losses of some steps on one batch, each way in a process of its own.
+"""Megatron's training step of a small MoE: losses of some steps on one batch, each variant in a separate process.
 
-The truth is fp32 on the CPU from the same weights: bf16 rounds, so curves lie near each other and not on each other.
+The reference is fp32 on the CPU from the same weights. bf16 rounds, so its curve is close to the reference, not equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpu.found import Found, judged
 
 STEPS = 12
 NEAR = 0.03
-"""Of the first loss, the largest distance of bf16's curve from fp32's."""
+"""Maximum distance of bf16's curve from fp32's, as a share of the first loss."""
 MODEL: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"],
     vocab_size=512,
@@ -41,8 +41,8 @@ MODEL: dict[str, Any] = dict(
 
 
 def curve(device: str, **wanted: Any) -> list[float]:
-    """Losses of `STEPS` steps on one batch. dtype; local: Megatron's local modules; replay: experts that are given,
-    drawn with this seed; megatron: further fields. Raises RuntimeError with the process's last line."""
+    """Return losses of `STEPS` steps on one batch. dtype; local: use Megatron's local modules; replay: seed of the
+    replayed experts; megatron: further fields. Raises RuntimeError with the process's last line."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     command = [sys.executable, "-W", "ignore", "-m", "gpu.training", json.dumps(wanted)]
     done = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, timeout=280)
@@ -54,9 +54,9 @@ def curve(device: str, **wanted: Any) -> list[float]:
 
 
 def beside(found: list[float], truth: list[float]) -> Found:
-    """Both fall, and stay near each other."""
+    """Check that both curves fall, and stay close to each other."""
     gaps = [abs(a - b) / truth[0] for a, b in zip(found, truth, strict=True)]
-    gap = math.nan if any(map(math.isnan, gaps)) else max(gaps)  # of some NaN, `max` would tell nothing
+    gap = math.nan if any(map(math.isnan, gaps)) else max(gaps)  # `max` does not propagate NaN reliably
     faults = [f"the loss differs by {gap:.1%} of the first from the truth's"] if not gap <= NEAR else []
     if not found[-1] < 0.9 * found[0]:
         faults.append(f"the loss does not fall: {found[0]:.3f} to {found[-1]:.3f}")
@@ -73,12 +73,13 @@ def engine(device: str) -> Found:
 
 
 def fp8(device: str) -> Found:
-    """Beside bf16 on the same device; the widths of the model are multiples of 16, as FP8 products want them."""
+    """Compare FP8 with bf16 on the same device; the model's widths are multiples of 16, as FP8 products require."""
     return beside(curve(device, dtype="bfloat16", megatron={"fp8": "hybrid"}), curve(device, dtype="bfloat16"))
 
 
 def replay(device: str) -> Found:
-    """Both are given the same experts for each token, others than they would choose; and this is felt."""
+    """Compare with the same experts replayed for each token, other than the router would choose; the replay must change
+    the losses."""
     truth = curve("cpu", dtype="float32", replay=3)
     found = beside(curve(device, dtype="bfloat16", local=True, replay=3), truth)
     if found.state == "passed" and truth[0] == curve("cpu", dtype="float32")[0]:
@@ -87,7 +88,7 @@ def replay(device: str) -> Found:
 
 
 def use_local_modules() -> None:
-    """In place of Transformer Engine's on a GPU: Megatron's local modules, with one MLP per expert."""
+    """Use Megatron's local modules instead of Transformer Engine's on a GPU, with one MLP per expert."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from megarl.cpu.megatron_modules import adapt_local_spec
@@ -108,7 +109,7 @@ def use_local_modules() -> None:
 
 
 def measure(wanted: dict[str, Any]) -> None:
-    """As a process of its own."""
+    """Run as a separate process."""
     import torch
 
     from megarl.config import from_dict
@@ -129,7 +130,7 @@ def measure(wanted: dict[str, Any]) -> None:
     if wanted.get("local"):
         use_local_modules()
     model = MegatronModel(MODEL, config, place, "actor", total_updates=STEPS)
-    for name, tensor in model.local_params().items():  # drawn on the CPU by name: the same on each device
+    for name, tensor in model.local_params().items():  # initialised on the CPU by name: the same on each device
         drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
         tensor.copy_(0.05 * drawn) if tensor.dim() > 1 else tensor.fill_(1.0)
     model.optimizer.reload_model_params()
