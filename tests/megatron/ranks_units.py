@@ -177,8 +177,8 @@ def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
 
 
 def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
-    """What of a micro-batch has been copied to a device at first, by a forward pass in the middle of a pipeline, and for
-    a loss."""
+    """Return the tensors of a micro-batch on the device: at first, after a forward pass of a middle stage, and for a
+    loss."""
     from megarl.megatron.micro_batch import make_micro_batch
     from megarl.megatron.routing_replay import ReplayShard
     from megarl.types import reads

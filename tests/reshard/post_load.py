@@ -1,9 +1,9 @@
-"""What SGLang's own code does to weights after it has loaded them, on a GPU's paths but with tensors on the CPU:
+"""Run SGLang's own processing of loaded weights, on a GPU's paths but with tensors on the CPU:
 
 python post_load.py BACKEND,... for the experts
 
-For each kind of layer, type and choice of backend a line of JSON: whether the tensors hold the bits that they were
-given, and what the layer says of itself, see `engine.weight_loader.find_layout_oddities`. What needs a GPU's kernel says which
+Prints a line of JSON for each kind of layer, dtype and backend: whether the tensors hold the bits that were loaded, and
+the layer's own report, see `engine.weight_loader.find_layout_oddities`. A layer that needs a GPU kernel reports the
 error.
 """
 

@@ -159,8 +159,9 @@ b.close()
 setup = {"place": "/tmp/megarl-sandbox-65534", "processes": 2, "bwrap": "/usr/bin/bwrap", "python": "/usr"}
 a.sendall(pack_message({**setup, "packages": [], "cgroups": True, "old": False}))
 limits = {"seconds": 30, "memory_mb": 256, "disk_mb": 16, "files": 100, "processes": 8, "open_files": 64}
-order = {"number": 1, "kind": "run", "session": False, "channel": True, "command": HARNESS_COMMAND, "files": [], "fetch": []}
-a.sendall(pack_message({**order, "limits": {**limits, "output_bytes": 65536}}, [b"", encode_preamble("n", sys.argv[3])]))
+order = {"number": 1, "kind": "run", "session": False, "channel": True, "command": HARNESS_COMMAND}
+order |= {"files": [], "fetch": [], "limits": {**limits, "output_bytes": 65536}}
+a.sendall(pack_message(order, [b"", encode_preamble("n", sys.argv[3])]))
 unpacker, said = Unpacker(), []
 while len(said) < 2 and (piece := a.recv(65536)):
     said += unpacker.feed(piece)

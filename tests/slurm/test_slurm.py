@@ -51,7 +51,8 @@ import os, signal, sys, time
 from megarl.launch import exit_status as ending
 with ending.exit_on_error():
     ending.register_run(run_dir="run", save_every=1, max_restarts=1)
-    print(f"rank {os.environ['RANK']} on {os.environ['SLURMD_NODENAME']}, attempt {ending.get_restart_count()}", flush=True)
+    rank, node = os.environ["RANK"], os.environ["SLURMD_NODENAME"]
+    print(f"rank {rank} on {node}, attempt {ending.get_restart_count()}", flush=True)
     if os.environ["SLURMD_NODENAME"] == "n2":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600 if os.environ["SLURM_STEP_NODELIST"] == "n[1-2]" else 0)
