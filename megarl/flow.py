@@ -292,7 +292,7 @@ class HybridFlow(Items, Evaluating, Keeping):
         self.loader = PromptLoader.from_config(items, config)
         self.eval_items = self.controller.load_eval_items(self) if config.data.eval and run.eval_every else ()
         if should_check_offered(config, self.requirements):
-            check_offered((one for items in (items, self.eval_items) for one in items), self.chat.catalog)
+            check_offered((item for items in (items, self.eval_items) for item in items), self.chat.catalog)
 
     def _start(self) -> None:
         config = self.config

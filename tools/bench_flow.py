@@ -245,9 +245,11 @@ def main() -> int:
                 f"--sequences {shape.sequences} are not four times as many groups of {chosen.samples} for each of the "
                 f"{world // chosen.engine_tp} engines"
             )
-        own = {name: getattr(chosen, name) for name in ("controller", "updates", "tp", "pp", "engine_tp", "repeats")}
+        settings = {
+            name: getattr(chosen, name) for name in ("controller", "updates", "tp", "pp", "engine_tp", "repeats")
+        }
         per_machine = chosen.per_machine or world
-        return own | dict(
+        return settings | dict(
             ranks=world, shape=vars(shape), token_budget=chosen.token_budget, per_machine=per_machine, before=before
         )
 
@@ -257,19 +259,19 @@ def main() -> int:
     check_writable_file(chosen.json, "--json")
     if chosen.against and git("rev-parse", "--verify", f"{chosen.against}^{{commit}}").returncode:
         raise ConfigError(f"--against {chosen.against}: this repository has no such revision")
-    found: dict[str, dict[int, Any]] = {"now": {world: measured(one, ROOT) for world, one in orders.items()}}
+    results: dict[str, dict[int, Any]] = {"now": {world: measured(item, ROOT) for world, item in orders.items()}}
     if chosen.against:
         with checked_out(chosen.against) as folder:
-            found[chosen.against] = {chosen.ranks[-1]: measured(order(chosen.ranks[-1], True), folder)}
-    console.print(table_of(found))
+            results[chosen.against] = {chosen.ranks[-1]: measured(order(chosen.ranks[-1], True), folder)}
+    console.print(table_of(results))
     if chosen.planned:
-        for world, one in found["now"].items():
+        for world, item in results["now"].items():
             table = Table(f"{world} ranks, M", "planned", "measured", "", box=box.SIMPLE)
-            for name, (planned, counted) in one["beside"].items():
+            for name, (planned, counted) in item["beside"].items():
                 table.add_row(name, f"{planned / 1e6:.1f}", f"{counted / 1e6:.1f}", f"{planned / counted:.2f}")
             console.print(table)
     if chosen.against:
-        now, before = (by_world[chosen.ranks[-1]] for by_world in found.values())
+        now, before = (by_world[chosen.ranks[-1]] for by_world in results.values())
         console.print(
             f"at {chosen.ranks[-1]} ranks: seconds 1/{before['full']['seconds'] / now['full']['seconds']:.1f}, of a "
             f"processor 1/{before['full']['busy'] / now['full']['busy']:.1f}, sent "
@@ -279,7 +281,7 @@ def main() -> int:
         odd = different(now["full"]["metrics"], before["full"]["metrics"])
         console.print(f"other metrics: {', '.join(odd)}" if odd else "all metrics are the same")
     if chosen.json:
-        chosen.json.write_text(json.dumps(found, indent=1))
+        chosen.json.write_text(json.dumps(results, indent=1))
     return 0
 
 

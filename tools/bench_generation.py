@@ -47,9 +47,9 @@ class Played:
         self.options, self.stops, self.busy, self.version = options, asyncio.Event(), 0.0, 0
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        options, known = self.options, np.asarray(ids)
-        turn = int((known == 0).sum())
-        begun = len(known) - 1 - int(np.flatnonzero(known == 0)[-1])
+        options, prompt_ids = self.options, np.asarray(ids)
+        turn = int((prompt_ids == 0).sum())
+        begun = len(prompt_ids) - 1 - int(np.flatnonzero(prompt_ids == 0)[-1])
         dice = random.Random(f"{params['sampling_seed']}/{turn}")
         length = max(1, round(dice.lognormvariate(0.0, options.sigma) * options.tokens))
         last = CALL if turn < options.turns else END
@@ -123,11 +123,11 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
     engines = [Played(options) for _ in range(options.engines)]
     carried: list[list[Group]] = [[] for _ in engines]
     oversample = options.oversample if kind == "queue and over-sampling" else 1.0
-    seconds, groups, tokens, anew, handed = 0.0, 0, 0, 0, 0
+    seconds, groups, tokens, num_restarted, num_handed = 0.0, 0, 0, 0, 0
     for step in range(options.steps):
-        held = sum(map(len, carried))
-        count = round(options.prompts * oversample) - held
-        prompts = [Prompt(str(handed + number), (), [WORD, 0]) for number in range(count)]  # type: ignore[arg-type]
+        num_carried = sum(map(len, carried))
+        count = round(options.prompts * oversample) - num_carried
+        prompts = [Prompt(str(num_handed + number), (), [WORD, 0]) for number in range(count)]  # type: ignore[arg-type]
         counts = LocalKVStore()
         edges = [count * e // len(engines) for e in range(len(engines) + 1)]
 
@@ -137,7 +137,7 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
             chat: Any = Chat()
             engine.version = step
             first, last = (edges[number], edges[number + 1]) if kind == "even slices" else (0, count)
-            tickets = GroupQueue(count, len(engines), counts, "step", held)
+            tickets = GroupQueue(count, len(engines), counts, "step", num_carried)
             call = gather_rollouts(
                 prompts[first:last],
                 GroupQueue(last - first) if kind == "even slices" else tickets,
@@ -158,10 +158,10 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
         carried = [result.partials for result in results]
         groups += len({rollout.group for result in results for rollout in result.rollouts})
         tokens += sum(rollout.num_actions for result in results for rollout in result.rollouts)
-        anew += sum(result.num_stale for result in results)
-        handed += GroupQueue(count, 1, counts, "step").count_claimed()
+        num_restarted += sum(result.num_stale for result in results)
+        num_handed += GroupQueue(count, 1, counts, "step").count_claimed()
     idle = 1 - sum(engine.busy for engine in engines) / (seconds * options.engines * options.concurrency)
-    return seconds, idle, groups, tokens, anew
+    return seconds, idle, groups, tokens, num_restarted
 
 
 def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int, int, int]]:
@@ -172,13 +172,13 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int
     for name, number in {"sigma": 1.0, "token-s": 0.001, "tool-s": 0.0, "oversample": 1.5}.items():
         parser.add_argument(f"--{name}", type=float, default=number)
     options = parser.parse_args(arguments)
-    found = []
+    results = []
     for kind in ("even slices", "queue", "queue and over-sampling"):
-        found.append(asyncio.run(steps(kind, options)))
-        seconds, idle, groups, tokens, anew = found[-1]
-        print(f"{kind:24} {seconds:7.2f} s  {found[0][0] / seconds:.2f}x  {idle:5.1%} idle  ", end="")
+        results.append(asyncio.run(steps(kind, options)))
+        seconds, idle, groups, tokens, anew = results[-1]
+        print(f"{kind:24} {seconds:7.2f} s  {results[0][0] / seconds:.2f}x  {idle:5.1%} idle  ", end="")
         print(f"{groups} groups, {tokens:,} tokens, {anew} begun anew", flush=True)
-    return found
+    return results
 
 
 def show() -> int:

@@ -40,7 +40,7 @@ def seconds(work: Callable[[], Any], repeats: int) -> float:
     """Return the seconds of a call: the median of five times `repeats` calls in a row, so that the host is ahead of the
     device."""
     work()
-    found = []
+    times = []
     for _ in range(5):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -48,8 +48,8 @@ def seconds(work: Callable[[], Any], repeats: int) -> float:
             work()
         stop.record()
         stop.synchronize()
-        found.append(start.elapsed_time(stop) / 1000 / repeats)
-    return sorted(found)[2]
+        times.append(start.elapsed_time(stop) / 1000 / repeats)
+    return sorted(times)[2]
 
 
 def strips(matrices: list[torch.Tensor], width: int) -> list[Box]:
@@ -69,18 +69,18 @@ def measure(gib: float, repeats: int) -> dict[str, float]:
     bytes_ = whole.numel() * 2
     buffer = torch.empty(bytes_, dtype=torch.uint8, device="cuda")
     flat = whole.view(-1).view(torch.uint8)
-    found = {"copy": 2 * bytes_ / seconds(partial(buffer.copy_, flat), repeats)}
+    rates = {"copy": 2 * bytes_ / seconds(partial(buffer.copy_, flat), repeats)}
 
     boxes = [(matrix, number * ROWS * COLUMNS * 2) for number, matrix in enumerate(matrices)]
-    found["contiguous pack"] = 2 * bytes_ / seconds(partial(pack, boxes, buffer), repeats)
-    found["contiguous unpack"] = 2 * bytes_ / seconds(partial(unpack, buffer, boxes), repeats)
+    rates["contiguous pack"] = 2 * bytes_ / seconds(partial(pack, boxes, buffer), repeats)
+    rates["contiguous unpack"] = 2 * bytes_ / seconds(partial(unpack, buffer, boxes), repeats)
     for width in (128, 256):
         # Use every eighth strip: neighbours would find each other's bytes in the cache.
         cut = [box for number, box in enumerate(strips(matrices, width // 2)) if number % 8 == 0]
         cut = [(view, number * ROWS * width) for number, (view, _) in enumerate(cut)]
         moved = 2 * len(cut) * ROWS * width
-        found[f"pack of rows of {width} B"] = moved / seconds(partial(pack, cut, buffer), repeats)
-        found[f"unpack of rows of {width} B"] = moved / seconds(partial(unpack, buffer, cut), repeats)
+        rates[f"pack of rows of {width} B"] = moved / seconds(partial(pack, cut, buffer), repeats)
+        rates[f"unpack of rows of {width} B"] = moved / seconds(partial(unpack, buffer, cut), repeats)
 
     grids = [torch.ones(*grid_shape(matrix.shape), device="cuda") for matrix in matrices]
     halves = [(matrix, number * ROWS * COLUMNS) for number, matrix in enumerate(matrices)]
@@ -88,13 +88,13 @@ def measure(gib: float, repeats: int) -> dict[str, float]:
     for name, make in (("made", True), ("given", False)):
         scaled = [BlockScales(grid, 0, 0, make) for grid in grids]
         taken = seconds(partial(pack_fp8, halves, scaled, buffer), repeats)
-        found[f"BF16 to FP8, scales {name}"] = moved / taken
+        rates[f"BF16 to FP8, scales {name}"] = moved / taken
     shift = BLOCK // 2
     halves = [(matrix[shift:-shift], place) for matrix, place in halves]
     scaled = [BlockScales(grid, shift, 0) for grid in grids]
     moved = 3 * sum(view.numel() for view, _ in halves)
-    found["BF16 to FP8, boxes across blocks"] = moved / seconds(partial(pack_fp8, halves, scaled, buffer), repeats)
-    return found
+    rates["BF16 to FP8, boxes across blocks"] = moved / seconds(partial(pack_fp8, halves, scaled, buffer), repeats)
+    return rates
 
 
 def show() -> int:
@@ -105,15 +105,15 @@ def show() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise ConfigError("bench_kernels.py measures kernels on an NVIDIA GPU; torch sees none here")
-    found = measure(options.gib, options.repeats)
+    rates = measure(options.gib, options.repeats)
     if options.json:
-        print(json.dumps({"device": torch.cuda.get_device_name(), **found}))
+        print(json.dumps({"device": torch.cuda.get_device_name(), **rates}))
         return 0
-    copy = found["copy"]
+    copy = rates["copy"]
     print(f"{torch.cuda.get_device_name()}, torch copy {copy / 1e12:.2f} TB/s (read and written)")
     for name, goal in GOALS.items():
         wanted = f"  goal {goal}" if goal else ""
-        print(f"{name:34} {found[name] / 1e12:6.2f} TB/s  {found[name] / copy:5.2f} of copy{wanted}")
+        print(f"{name:34} {rates[name] / 1e12:6.2f} TB/s  {rates[name] / copy:5.2f} of copy{wanted}")
     return 0
 
 

@@ -34,7 +34,7 @@ SHARES = (("1 of 100 bytes each", 0, 100), ("one rank 8 MB", 1, 8 << 20), ("two 
 
 def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float]]:
     """Return the seconds of each method to move `size` bytes from rank 0 to rank 1; on rank 0."""
-    rank, found = dist.get_rank(), {"plain": [], "post": [], "gloo": []}  # type: ignore[var-annotated]
+    rank, taken = dist.get_rank(), {"plain": [], "post": [], "gloo": []}  # type: ignore[var-annotated]
     source = torch.arange(size // 8)
     kinds = {"x": (torch.int64, ())}
     columns = {"x": source if rank == 0 else source[:0]}
@@ -58,11 +58,11 @@ def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float
         return into
 
     for _ in range(repeats + 1):
-        for name, way in (("plain", plain), ("post", by_post), ("gloo", by_gloo)):
+        for name, method in (("plain", plain), ("post", by_post), ("gloo", by_gloo)):
             ranks.barrier()
             begun = time.monotonic()
             if name != "plain" or rank == 0:
-                got = way()
+                got = method()
                 read = int(got.sum())  # touch every byte where it is needed
                 ended = time.monotonic()
                 assert not len(got) or read == size // 8 * (size // 8 - 1) // 2
@@ -70,8 +70,8 @@ def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float
             else:
                 ended = begun
             times = ranks.all_gather_objects((begun, ended))
-            found[name].append(times[0 if name == "plain" else 1][1] - times[0][0])
-    return {name: seconds[1:] for name, seconds in found.items()}
+            taken[name].append(times[0 if name == "plain" else 1][1] - times[0][0])
+    return {name: seconds[1:] for name, seconds in taken.items()}
 
 
 def gathers(repeats: int) -> dict[str, dict[str, float]]:
@@ -83,19 +83,19 @@ def gathers(repeats: int) -> dict[str, dict[str, float]]:
         dist.all_gather_object(values, value, group=ranks.host_group())
         return values
 
-    found = {}
+    medians = {}
     for title, speakers, size in SHARES:
         value = bytes(size) if not speakers or rank < speakers else b""
-        ways: dict[str, Callable[[bytes], list[bytes]]] = {"ours": ranks.all_gather_objects, "torch": torchs}
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        methods: dict[str, Callable[[bytes], list[bytes]]] = {"ours": ranks.all_gather_objects, "torch": torchs}
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
         for _ in range(1 + (repeats if speakers else 50 * repeats)):
-            for name, way in ways.items():
+            for name, method in methods.items():
                 ranks.barrier()
                 begun = time.perf_counter()
-                assert len(way(value)) == world
+                assert len(method(value)) == world
                 seconds[name].append(time.perf_counter() - begun)
-        found[title] = {name: 1000 * statistics.median(taken[1:]) for name, taken in seconds.items()}
-    return found
+        medians[title] = {name: 1000 * statistics.median(taken[1:]) for name, taken in seconds.items()}
+    return medians
 
 
 def measure(sizes: list[int], repeats: int) -> None:
@@ -124,15 +124,15 @@ def main() -> int:
     if chosen.as_rank:
         measure(chosen.mb, chosen.repeats)
         return 0
-    own = [__file__, "--as-rank", "--repeats", str(chosen.repeats), "--mb", *map(str, chosen.mb)]
+    command = [__file__, "--as-rank", "--repeats", str(chosen.repeats), "--mb", *map(str, chosen.mb)]
     console = Console(width=100)
     table = Table("MB", "plain copy GB/s", "post GB/s", "gloo GB/s", "post over plain copy", box=box.SIMPLE)
-    for size, ways in run(own, 2)["messages"].items():
+    for size, ways in run(command, 2)["messages"].items():
         speed = {name: int(size) * 2**20 / 1e9 / statistics.median(taken) for name, taken in ways.items()}
         table.add_row(size, *(f"{value:.2f}" for value in speed.values()), f"{speed['post'] / speed['plain']:.2f}")
     console.print(table)
     table = Table(f"gather, {chosen.ranks} ranks", "ours ms", "torch ms", box=box.SIMPLE)
-    for title, taken in run(own, chosen.ranks)["gathers"].items():
+    for title, taken in run(command, chosen.ranks)["gathers"].items():
         table.add_row(title, f"{taken['ours']:.2f}", f"{taken['torch']:.2f}")
     console.print(table)
     return 0

@@ -98,18 +98,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warm = len(KINDS) * options.steps  # warm-up: opening trackers takes seconds
     steps = warm + options.blocks * warm
     with tempfile.TemporaryDirectory() as run_dir:
-        one = {name: 1 for name in ("world_size", "ranks_per_node", "tp", "ep")}
+        single_rank = {name: 1 for name in ("world_size", "ranks_per_node", "tp", "ep")}
         settings = [
             *(f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={run_dir}/run"),
             *(f"run.num_rollout={steps}", "run.export=false", "track.progress=false"),
             f"track.trackers=[{','.join(names)}]",
-            *(f"parallel.{name}={value}" for name, value in one.items()),
+            *(f"parallel.{name}={value}" for name, value in single_rank.items()),
         ]
         both = run(settings)
     for what, of_steps in zip(("by the clock", "of CPU time"), both, strict=True):
-        found = {kind: timed(of_steps, kind, warm) for kind in KINDS}
-        for kind, seconds in found.items():
-            ratio = seconds / found["nothing"]
+        times = {kind: timed(of_steps, kind, warm) for kind in KINDS}
+        for kind, seconds in times.items():
+            ratio = seconds / times["nothing"]
             print(f"{kind:14} {1000 * seconds:8.2f} ms a step {what}, {ratio:6.3f} of nothing")
     clock = Clock()
     span = min(timeit.repeat(lambda: clock.span("x").__enter__, number=10_000, repeat=5)) / 10_000
@@ -122,12 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def timed(seconds: Mapping[int, float], kind: str, warm: int) -> float:
     """Return the times of the steps of these blocks, without the first of each."""
-    mine = [
+    own_steps = [
         took
         for step, took in seconds.items()
         if step > warm and InTurn.kind(step) == kind and (step - 1) % InTurn.block
     ]
-    return statistics.median(mine)
+    return statistics.median(own_steps)
 
 
 if __name__ == "__main__":

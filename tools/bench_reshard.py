@@ -145,8 +145,8 @@ class Gather:
             assert slot is not None
             for index in case.engine.expert_indices(position, param, case.experts):
                 target = case.held[slot.name][index] if slot.grid == "expert" else case.held[slot.name]
-                for held in case.engine.slices_of_rank(position, param):
-                    self.where.setdefault(param.hf[held.source].name, []).append((target, held))
+                for piece in case.engine.slices_of_rank(position, param):
+                    self.where.setdefault(param.hf[piece.source].name, []).append((target, piece))
 
     def __call__(self) -> None:
         from megarl.checkpoint.export import gather_hf
@@ -180,8 +180,8 @@ class Megatron:
             dist.new_group(list(range(position, case.ranks.job.world, size)), backend="gloo")
             for position in range(size)
         ]
-        own, peers = engines[case.rank // size], across[case.rank % size]
-        target.tp, target.ep, target.dp, target.expt_dp = own, own, peers, peers
+        engine_group, peers = engines[case.rank // size], across[case.rank % size]
+        target.tp, target.ep, target.dp, target.expt_dp = engine_group, engine_group, peers, peers
         target.pp, target.expt_tp = alone[case.rank], alone[case.rank]
         self.source, _ = self.module(case, case.train, case.rank, source)
         engine = TrainLayout(size, size, size, even_stages(case.hf["num_hidden_layers"], 1))

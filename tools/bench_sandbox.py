@@ -65,11 +65,11 @@ async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
     used["sandbox"] += processor(
         sandbox.runner_pid
     )  # the runner reaps a box's first process shortly after the box ends
-    found = {}
+    results = {}
     for kind, seconds in spent.items():
         cuts = statistics.quantiles(seconds, n=20) if boxes > 1 else seconds * 19
-        found[kind] = {"p50": cuts[9], "p95": cuts[18], "processor": used[kind] / boxes}
-    return found
+        results[kind] = {"p50": cuts[9], "p95": cuts[18], "processor": used[kind] / boxes}
+    return results
 
 
 async def at_once(sandbox: Sandbox, boxes: int, workers: int) -> tuple[float, float]:
@@ -141,8 +141,8 @@ async def measure(options: argparse.Namespace) -> None:
         ratio = {name: kinds["sandbox"][name] / kinds["bare"][name] for name in kinds["bare"] if kinds["bare"][name]}
         print(f"{'ratio':12}" + "".join(f"{ratio.get(name, float('nan')):{w}.2f}" for name, w in WIDTHS.items()))
         for workers in options.workers:
-            here, alone = await at_once(sandbox, options.boxes, workers)
-            print(f"{workers:3} at once: {here:8.1f} boxes/s, bare {alone:8.1f}, ratio {here / alone:5.2f}")
+            sandboxed, alone = await at_once(sandbox, options.boxes, workers)
+            print(f"{workers:3} at once: {sandboxed:8.1f} boxes/s, bare {alone:8.1f}, ratio {sandboxed / alone:5.2f}")
     finally:
         await sandbox.close()
 

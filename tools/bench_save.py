@@ -111,9 +111,9 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
     gc.freeze()  # as a run does before its first step
     for turn in range(rounds + 1):
         for number, way in enumerate(WAYS[turn % 3 :] + WAYS[: turn % 3]):
-            found = stretch(turn * len(WAYS) + number + 1, way)
+            stretch_times = stretch(turn * len(WAYS) + number + 1, way)
             if turn:  # the first round allocates memory and makes plans
-                seconds[way].append(found)
+                seconds[way].append(stretch_times)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     copied = ranks.all_gather_objects(staging.nbytes)
     print("RESULT " + json.dumps({"seconds": seconds, "bytes": size, "copied": copied}), flush=True)
@@ -157,11 +157,13 @@ def main() -> int:
         measure(chosen.folder, *json.loads(chosen.as_rank))
         return 0
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        found = run([__file__, "--as-rank", json.dumps(sizes), "--folder", folder], world=2)
-    rows = figures(found["seconds"])
+        results = run([__file__, "--as-rank", json.dumps(sizes), "--folder", folder], world=2)
+    rows = figures(results["seconds"])
     step = rows.pop(WAYS[0])["step, s"]
-    copied = " and ".join(f"{size / 1e6:.0f}" for size in found["copied"])
-    print(f"a checkpoint of {found['bytes'] / 1e6:.0f} MB, of which ranks copy {copied} MB; a step takes {step:.2f} s")
+    copied = " and ".join(f"{size / 1e6:.0f}" for size in results["copied"])
+    print(
+        f"a checkpoint of {results['bytes'] / 1e6:.0f} MB, of which ranks copy {copied} MB; a step takes {step:.2f} s"
+    )
     table = Table("a save that is", *(next(iter(rows.values()))), box=box.SIMPLE_HEAD)
     for way, row in rows.items():
         cells = [f"{value:.1%}" if name.startswith("of ") else f"{value:.3f}" for name, value in row.items()]

@@ -69,13 +69,13 @@ class Work:
 
     def of(self, names: Sequence[str]) -> list[float]:
         """Return the quantities, with a 1 for what does not grow."""
-        found = {
+        quantities = {
             "home": self.home,
             "home records": self.home * self.record,
             "computed": self.computed,
             "computed records": self.computed * self.stage_record,
         }
-        return [*(found[name] for name in names), 1.0]
+        return [*(quantities[name] for name in names), 1.0]
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ class Step:
 
 
 def order(world: int, layers: int, sequences: int, length: int, repeats: int, **layout: int) -> dict[str, Any]:
-    own = {"controller": "ppo", "updates": 4, "tp": 1, "pp": 1, "engine_tp": 2, "repeats": repeats} | layout
+    settings = {"controller": "ppo", "updates": 4, "tp": 1, "pp": 1, "engine_tp": 2, "repeats": repeats} | layout
     shape = Shape(sequences, 4, str(length), 1, layers, 8)
-    return own | dict(ranks=world, shape=vars(shape), token_budget=32768, per_machine=world, before=False)
+    return settings | dict(ranks=world, shape=vars(shape), token_budget=32768, per_machine=world, before=False)
 
 
 def steps_of(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> list[Step]:
-    shape, found = Shape(**order["shape"]), []
+    shape, results = Shape(**order["shape"]), []
     record = shape.layers * shape.topk
     for name, share in SIZES.items():
         part = {**order, "shape": {**order["shape"], "sequences": round(shape.sequences * share)}}
@@ -136,13 +136,13 @@ def steps_of(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> 
                 busy[name_of] = busy.get(name_of, 0.0) * max(0.0, 1 - planning / spent)
             computed = all_of[0]["computed"]
             work = Work(sizes["own"] * share, record, computed, record / order["pp"])
-            found.append(Step(work, busy, planning))
-    return found
+            results.append(Step(work, busy, planning))
+    return results
 
 
 def fitted(steps: Sequence[Step]) -> dict[str, list[float]]:
     """Fit the constants by part with least squares; negative ones are dropped."""
-    found = {}
+    constants = {}
     for part in sorted({part for step in steps for part in step.busy} - {"plans"}):
         seconds = np.array([step.busy.get(part, 0.0) for step in steps])
         rows = np.array([step.work.of(grows(part)) for step in steps])
@@ -154,8 +154,8 @@ def fitted(steps: Sequence[Step]) -> dict[str, list[float]]:
             used.pop(int(np.argmin(by * rows[:, used].max(0))))
         whole = np.zeros(rows.shape[1])
         whole[used] = by.clip(min=0)
-        found[part] = whole.tolist()
-    return found
+        constants[part] = whole.tolist()
+    return constants
 
 
 def job(config: Config, sequences: int, length: int) -> tuple[Paper, torch.Tensor, Any, list[tuple[int, ...]]]:
@@ -189,7 +189,7 @@ def main() -> int:
     small = chosen.small, chosen.small_length, chosen.repeats
     orders = [order(2, 4, *small), order(2, 16, *small), order(4, 4, *small, tp=2)]
     last = order(8, 8, *small, tp=2, pp=2, engine_tp=4)
-    taken = [(one, ranks_of(one)) for one in (*orders, last)]
+    taken = [(item, ranks_of(item)) for item in (*orders, last)]
     if chosen.json:
         chosen.json.write_text(json.dumps(taken))
     report(chosen, taken, Console(width=120))
@@ -199,14 +199,14 @@ def main() -> int:
 def report(
     chosen: Any, taken: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], console: Console
 ) -> None:
-    *known, (last, of_last) = taken
-    waits = {rounds(one["ranks"]): min(rank["latency"] for rank in found) for one, found in taken}
+    *earlier, (last, of_last) = taken
+    waits = {rounds(item["ranks"]): min(rank["latency"] for rank in measured) for item, measured in taken}
     slope, start = np.polyfit(list(waits), list(waits.values()), 1)
     constants = Constants(
-        fitted([step for one in known for step in steps_of(*one)]),
+        fitted([step for item in earlier for step in steps_of(*item)]),
         (max(0.0, float(start)), max(0.0, float(slope))),
-        max(step["collectives"] for _, found in taken for step in found[0]["full"]),
-        min(rank["wire"] for _, found in taken for rank in found),
+        max(step["collectives"] for _, measured in taken for step in measured[0]["full"]),
+        min(rank["wire"] for _, measured in taken for rank in measured),
     )
     table = Table("part", "ns a token at home", "a byte of its record", "a computed token", "a byte", "ms a step")
     for part, by in constants.parts.items():
@@ -222,11 +222,11 @@ def report(
     steps = steps_of(last, of_last)[-len(of_last) :]
     console.print("8 ranks, of which no constant is: a processor's seconds of a step, predicted and measured")
     for rank, step in enumerate(steps):
-        guess, found = (
+        guess, measured = (
             sum(constants.seconds(step.work).values()) + step.planning,
             sum(step.busy.values()) + step.planning,
         )
-        console.print(f"  rank {rank}: {guess:.3f} {found:.3f}  {guess / found:.2f}")
+        console.print(f"  rank {rank}: {guess:.3f} {measured:.3f}  {guess / measured:.2f}")
     paper_job(chosen, constants, console)
 
 
@@ -245,24 +245,24 @@ def paper_job(chosen: Any, constants: Constants, console: Console) -> None:
     paper, homes, routing, layers = job(config, chosen.sequences, chosen.length)
     stage = parallel.world_size // parallel.pp
     of_all = len(routing.moe_layers) * routing.topk * routing.dtype.itemsize
-    found: dict[int, dict[str, float]] = {}
+    plans: dict[int, dict[str, float]] = {}
     for rank in sorted({0, 1, parallel.world_size // 2, parallel.world_size - stage, parallel.world_size - 1}):
         sent = paper.step(rank, 0)
         home = float((homes == rank).sum()) * chosen.length
-        mine = len(layers[rank // stage]) * routing.topk * routing.dtype.itemsize
-        found[rank] = constants.seconds(Work(home, of_all, sent.computed, mine)) | {
+        record_bytes = len(layers[rank // stage]) * routing.topk * routing.dtype.itemsize
+        plans[rank] = constants.seconds(Work(home, of_all, sent.computed, record_bytes)) | {
             "plans": sent.seconds,
             "exchanges": constants.exchanges
             * (constants.exchange[0] + constants.exchange[1] * rounds(parallel.world_size)),
             "bytes to other machines": sent.network * constants.byte,
         }
-    table = Table(f"{parallel.world_size} ranks, seconds", *(f"rank {rank}" for rank in found), box=box.SIMPLE)
-    for part in next(iter(found.values())):
-        table.add_row(part, *(f"{parts[part]:.3f}" for parts in found.values()))
+    table = Table(f"{parallel.world_size} ranks, seconds", *(f"rank {rank}" for rank in plans), box=box.SIMPLE)
+    for part in next(iter(plans.values())):
+        table.add_row(part, *(f"{parts[part]:.3f}" for parts in plans.values()))
     table.add_section()
-    table.add_row("in all", *(f"{sum(parts.values()):.2f}" for parts in found.values()), style="bold")
+    table.add_row("in all", *(f"{sum(parts.values()):.2f}" for parts in plans.values()), style="bold")
     table.add_row(
-        f"of {chosen.step_s:g} s", *(f"{sum(parts.values()) / chosen.step_s:.2%}" for parts in found.values())
+        f"of {chosen.step_s:g} s", *(f"{sum(parts.values()) / chosen.step_s:.2%}" for parts in plans.values())
     )
     console.print(table)
 

@@ -78,11 +78,11 @@ async def parse(text: str, schemas: Any) -> ParsedResponse:
 def prompts(chat: ChatTemplate, options: argparse.Namespace, number: int) -> list[Prompt]:
     """Return rendered prompts of one method in one round; no other prompt starts with the same words."""
     first = number * options.conversations
-    asked = (
+    texts = (
         {"role": "user", "content": f"{at:07d}: what is {at} + {2 * at}?"}
         for at in range(first, first + options.conversations)
     )
-    return [Prompt("", (message,), as_token_ids(chat.encode_prompt(Prompt("", (message,))))) for message in asked]
+    return [Prompt("", (message,), as_token_ids(chat.encode_prompt(Prompt("", (message,))))) for message in texts]
 
 
 def lengths(options: argparse.Namespace) -> list[list[int]]:
@@ -98,13 +98,13 @@ async def directly(
     async def converse(prompt: Prompt, tokens: list[int]) -> None:
         ids, routed = prompt.token_ids, 0
         for turn, most in enumerate(tokens):
-            said = await policy.generate(ids, {**params, "max_new_tokens": most}, routed)
-            routed += 0 if said.routing is None else len(said.routing)
-            await parse(chat.decode(said.token_ids), ())
+            generated = await policy.generate(ids, {**params, "max_new_tokens": most}, routed)
+            routed += 0 if generated.routing is None else len(generated.routing)
+            await parse(chat.decode(generated.token_ids), ())
             if turn == options.turns - 1:
                 return
-            behind = as_token_ids(chat.encode_continuation([WORDS], (), int(said.token_ids[-1])))
-            ids = np.concatenate([ids, said.token_ids, behind])
+            behind = as_token_ids(chat.encode_continuation([WORDS], (), int(generated.token_ids[-1])))
+            ids = np.concatenate([ids, generated.token_ids, behind])
 
     await asyncio.gather(*map(converse, asked, lengths(options)))
 
@@ -115,20 +115,20 @@ async def through(
     """Run the conversations through the session server. Return the branches that result."""
     recordings: list[AgentSession] = [server.open(prompt, policy, params) for prompt in asked]
     clients.send(
-        [(one.base_url, one.key, list(prompt.messages)) for one, prompt in zip(recordings, asked, strict=True)]
+        [(sent.base_url, sent.key, list(prompt.messages)) for sent, prompt in zip(recordings, asked, strict=True)]
     )
     news, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_reader(clients.fileno(), news.set)
     try:
-        left = len(recordings)
-        while left:
+        remaining = len(recordings)
+        while remaining:
             await news.wait()
             news.clear()
-            while left and clients.poll():
+            while remaining and clients.poll():
                 recording = recordings[clients.recv()]
                 await server.close(recording)
                 recording.collect_branches()
-                left -= 1
+                remaining -= 1
     finally:
         loop.remove_reader(clients.fileno())
 
@@ -155,9 +155,9 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
             body = {"model": "policy", "messages": messages, "max_tokens": most}
             async with http.post(
                 f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
-            ) as told:
-                answer = await told.json()
-                assert told.status == 200, answer
+            ) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
             messages += [answer["choices"][0]["message"], WORDS]
         pipe.send(number)
 
@@ -186,15 +186,15 @@ async def compare(
     chat: ChatTemplate, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
 ) -> dict[str, list[tuple[float, float]]]:
     """Return (seconds, CPU seconds of this process) of every round, by method."""
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if engine is not None or way != CLIENTS}
-    ways = list(found)
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if engine is not None or way != CLIENTS}
+    ways = list(times)
     async with AsyncExitStack() as stack:
         policy: Policy = Played()
-        told: tuple[Any, ...] = ()
+        engine_settings: tuple[Any, ...] = ()
         if engine is not None:
             shape = routing_shape(load_hf_config(engine.config.model.path), {})
-            told = (engine.url, engine.api_key, 600.0, shape, engine.weight_version)
-            policy = await stack.enter_async_context(Client(*told))
+            engine_settings = (engine.url, engine.api_key, 600.0, shape, engine.weight_version)
+            policy = await stack.enter_async_context(Client(*engine_settings))
         server = SessionServer(chat, parse, config)
         await server.start()
         stack.push_async_callback(server.aclose)
@@ -204,23 +204,23 @@ async def compare(
         stack.callback(gc.unfreeze)
         for number in range(options.rounds + 1):  # the first round is not counted
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                asked = prompts(chat, options, len(WAYS) * number + WAYS.index(way))
+                round_prompts = prompts(chat, options, len(WAYS) * number + WAYS.index(way))
                 start = time.perf_counter(), time.process_time()
                 if way == LOOP:
-                    await directly(policy, chat, asked, params, options)
+                    await directly(policy, chat, round_prompts, params, options)
                 elif way == CLIENTS:
-                    clients.send(Direct(told, asked, params))
+                    clients.send(Direct(engine_settings, round_prompts, params))
                     await asyncio.to_thread(clients.recv)
                 else:
-                    await through(server, policy, asked, params, clients)
+                    await through(server, policy, round_prompts, params, clients)
                 took = time.perf_counter() - start[0], time.process_time() - start[1]
-                found[way] += [took] if number else []
+                times[way] += [took] if number else []
                 if number:
                     print(f"round {number}, {way:14} {took[0]:6.2f} s, of this process {took[1]:6.3f} s", flush=True)
         figures = server.metrics
         expected = (options.rounds + 1) * options.conversations
         assert (figures.branches, figures.forks) == (expected, 0), figures
-    return found
+    return times
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -238,19 +238,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     theirs.close()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found = _found(options, Path(folder), clients)
+            times = _found(options, Path(folder), clients)
     finally:
         clients.close()
         process.join()
     requests = options.conversations * options.turns
     for at, what in enumerate(("seconds", "seconds of this process")):
-        rounds = {way: [round(took[at], 3) for took in found[way]] for way in found}
+        rounds = {way: [round(took[at], 3) for took in times[way]] for way in times}
         print(f"{what}, {requests} requests a round: {rounds}")
         if at == 1:
-            found.pop(CLIENTS, None)  # their CPU time is in another process
-        served = [took[at] for took in found[SERVER]]
-        for way in (way for way in found if way != SERVER):
-            direct = [took[at] for took in found[way]]
+            times.pop(CLIENTS, None)  # their CPU time is in another process
+        served = [took[at] for took in times[SERVER]]
+        for way in (way for way in times if way != SERVER):
+            direct = [took[at] for took in times[way]]
             more = statistics.median(served) - statistics.median(direct)
             ratio = statistics.median(mine / theirs for mine, theirs in zip(served, direct, strict=True))
             print(

@@ -90,8 +90,8 @@ def as_they_come(lengths: Sequence[int], dp: int, budget: int) -> Plan:
 
 def computed(lengths: Sequence[int], part: Sequence[int], way: str) -> list[int]:
     """Return the lengths that are computed for a micro-batch's sequences."""
-    mine = [lengths[i] for i in part]
-    return [max(mine)] * len(mine) if mine and way.startswith("padded") else mine
+    part_lengths = [lengths[i] for i in part]
+    return [max(part_lengths)] * len(part_lengths) if part_lengths and way.startswith("padded") else part_lengths
 
 
 def plan(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way: str) -> Plan:
@@ -168,12 +168,12 @@ def measure(lengths: list[int], budget: int) -> None:
     work = {way: batch_of(way) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     outside: dict[str, list[float]] = {way: [] for way in WAYS}
-    own = model.dispatcher
+    dispatcher = model.dispatcher
     for turn in range(ROUNDS + 1):
         for way, (batch, chosen) in work.items():
             # MegaRL's split is timed with its planning; the plans of the others are precomputed.
             planned = type("Planned", (BatchDispatcher,), {"plan": lambda *_, given=chosen, **__: given})
-            model.dispatcher = own if way == WAYS[0] else planned(**vars(own))
+            model.dispatcher = dispatcher if way == WAYS[0] else planned(**vars(dispatcher))
             inside.clear()
             ranks.barrier()
             start = time.perf_counter()
@@ -249,11 +249,11 @@ def main() -> int:
         console.print(table(f"{name}: {len(lengths)} sequences on {options.ranks} ranks, on paper", paper))
         part = lengths[:: max(1, len(lengths) // 64)]
         command = [__file__, "--as-rank", json.dumps(part), "--budget", str(options.budget)]
-        found = run(command, world=2)
-        base = found[WAYS[0]][0]
+        results = run(command, world=2)
+        base = results[WAYS[0]][0]
         measured = {
             way: {"seconds a step": seconds, "times the first": seconds / base, "outside of model, optimizer": outside}
-            for way, (seconds, outside) in found.items()
+            for way, (seconds, outside) in results.items()
         }
         console.print(table(f"{name}: {len(part)} sequences on 2 ranks of this machine", measured))
     if share is not None:

@@ -52,8 +52,10 @@ def make_work(folder: Path, work: str) -> None:
         torch.manual_seed(1)
         sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 7, "num_experts": 16}
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-        known = json.loads((folder / "model/config.json").read_text())
-        rest = {name: known[name] for name in ("vocab_size", "num_experts_per_tok", "eos_token_id", "pad_token_id")}
+        model_config = json.loads((folder / "model/config.json").read_text())
+        rest = {
+            name: model_config[name] for name in ("vocab_size", "num_experts_per_tok", "eos_token_id", "pad_token_id")
+        }
         rest |= {"tie_word_embeddings": False, "norm_topk_prob": True, "max_position_embeddings": 2048}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **rest, initializer_range=0.04, dtype="float32"))
         model.save_pretrained(folder / "model")
@@ -72,8 +74,8 @@ def make_work(folder: Path, work: str) -> None:
             row["prompt"], tools=tools, add_generation_prompt=True, tokenize=False
         )
         rows.append(row)
-    for name, kept in (("prompts.jsonl", ("id", "prompt", "ground_truth", "tools")), ("trl.jsonl", ("text",))):
-        lines = [json.dumps({key: row[key] for key in kept if key in row}) for row in rows]
+    for name, columns in (("prompts.jsonl", ("id", "prompt", "ground_truth", "tools")), ("trl.jsonl", ("text",))):
+        lines = [json.dumps({key: row[key] for key in columns if key in row}) for row in rows]
         (folder / name).write_text("\n".join(lines) + "\n")
 
 
@@ -138,9 +140,9 @@ class Side:
         import psutil
 
         total = 0.0
-        for mine in self._processes:
+        for child in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                parent = psutil.Process(mine.pid)
+                parent = psutil.Process(child.pid)
                 for process in (parent, *parent.children(recursive=True)):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         used = process.cpu_times()
@@ -295,8 +297,8 @@ def sides(options: argparse.Namespace, folder: Path) -> Iterator[Side]:
     world = load_config(ROOT / "configs/quickstart.yaml", overrides).parallel.world_size
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-    own = [sys.executable, "-W", "ignore", __file__, "--be", "megarl", *overrides]
-    yield Side("MegaRL", own, world, {**place, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, folder / "megarl.log")
+    command = [sys.executable, "-W", "ignore", __file__, "--be", "megarl", *overrides]
+    yield Side("MegaRL", command, world, {**place, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, folder / "megarl.log")
     if options.trl is None:
         return
     their = [str(options.trl), "-W", "ignore", __file__, "--be", "trl", "--folder", str(folder), "--work", options.work]
@@ -317,17 +319,17 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
         folder = Path(place) / options.work
         make_work(folder, options.work)
         both = list(sides(options, folder))
-        found: dict[str, list[dict[str, float]]] = {side.name: [] for side in both}
+        results: dict[str, list[dict[str, float]]] = {side.name: [] for side in both}
         try:
             for turn in range(options.warm_up + options.rounds):
                 for side in both[:: 1 if turn % 2 else -1]:
                     figures = side.step()
                     if turn >= options.warm_up:
-                        found[side.name].append(figures)
+                        results[side.name].append(figures)
         finally:
             for side in both:
                 side.end()
-    return found
+    return results
 
 
 def show(work: str, found: dict[str, list[dict[str, float]]]) -> None:

@@ -87,10 +87,10 @@ class Writes:
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         seed = params["sampling_seed"]
         length = self._left.setdefault(seed, lengths(self._options, seed)).pop(0)
-        own = {**params, "max_new_tokens": length, "ignore_eos": True, "stop_token_ids": []}
-        said = await self._client.generate(ids, own, routed)
-        tokens = np.concatenate([said.token_ids[:-1], as_token_ids([self._end])])
-        return Generation(tokens, said.logprobs, "stop", said.weight_version, routing=said.routing)
+        turn_params = {**params, "max_new_tokens": length, "ignore_eos": True, "stop_token_ids": []}
+        generated = await self._client.generate(ids, turn_params, routed)
+        tokens = np.concatenate([generated.token_ids[:-1], as_token_ids([self._end])])
+        return Generation(tokens, generated.logprobs, "stop", generated.weight_version, routing=generated.routing)
 
     async def stop(self) -> None:
         await self._client.stop()
@@ -106,9 +106,9 @@ class InStep:
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         await self._gate.wait()
         async with self._room:
-            said = await self._policy.generate(ids, params, routed)
+            generated = await self._policy.generate(ids, params, routed)
         await self._gate.wait()
-        return said
+        return generated
 
     async def stop(self) -> None:
         await self._policy.stop()
@@ -147,7 +147,7 @@ async def parse(text: str, schemas: Any) -> ParsedResponse:
 
 async def compare(engine: Engine, chat: ChatTemplate, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of every round of both methods, and those of waiting alone."""
-    found: dict[str, list[float]] = {TURNS: [], LOOP: [], f"{TURNS}, waiting alone": [], f"{LOOP}, waiting alone": []}
+    times: dict[str, list[float]] = {TURNS: [], LOOP: [], f"{TURNS}, waiting alone": [], f"{LOOP}, waiting alone": []}
     async with Client(engine.url, engine.api_key, 600.0, None, engine.weight_version) as client:
         short = argparse.Namespace(**{**vars(options), "turns": 2})
         for way in (TURNS, LOOP):  # warm-up, not counted
@@ -155,15 +155,15 @@ async def compare(engine: Engine, chat: ChatTemplate, options: argparse.Namespac
         for number in range(1, options.rounds + 1):
             alone = waiting([seconds_of(options, seed) for seed in seeds(options, number)])
             for way, seconds in zip((TURNS, LOOP), alone, strict=True):
-                found[f"{way}, waiting alone"].append(seconds)
+                times[f"{way}, waiting alone"].append(seconds)
             for way in (TURNS, LOOP) if number % 2 else (LOOP, TURNS):
-                found[way].append(await timed(engine, chat, options, client, way, number))
+                times[way].append(await timed(engine, chat, options, client, way, number))
                 print(
-                    f"round {number}, {way:14} {found[way][-1]:6.2f} s, of which waiting for tools alone "
-                    f"{found[f'{way}, waiting alone'][-1]:6.2f} s",
+                    f"round {number}, {way:14} {times[way][-1]:6.2f} s, of which waiting for tools alone "
+                    f"{times[f'{way}, waiting alone'][-1]:6.2f} s",
                     flush=True,
                 )
-    return found
+    return times
 
 
 def seeds(options: argparse.Namespace, number: int) -> list[str]:
@@ -223,11 +223,11 @@ def run(options: argparse.Namespace) -> int:
         try:
             engine.start()
             engine.wait_ready()
-            found = asyncio.run(compare(engine, chat, options))
+            times = asyncio.run(compare(engine, chat, options))
         finally:
             engine.shutdown()
             host.close()
-    medians = {way: statistics.median(found[way]) for way in found}
+    medians = {way: statistics.median(times[way]) for way in times}
     for behind in (", waiting alone", ""):
         slow, quick = medians[TURNS + behind], medians[LOOP + behind]
         print(f"medians{behind}: {TURNS} {slow:.2f} s, {LOOP} {quick:.2f} s: {slow / quick:.2f}x")

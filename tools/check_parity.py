@@ -114,14 +114,14 @@ def run_layout(layout: str, families: Iterable[str]) -> dict[str, dict[str, floa
     """Run the ranks of a layout. Return values by family."""
     with tempfile.TemporaryDirectory() as folder:
         actors = " ".join(f"{family}:actor" for family in families)
-        found = run([str(SCRIPT), layout, actors, folder], LAYOUTS[layout])
-    return {name.partition(":")[0]: numbers for name, numbers in found.items()}
+        results = run([str(SCRIPT), layout, actors, folder], LAYOUTS[layout])
+    return {name.partition(":")[0]: numbers for name, numbers in results.items()}
 
 
 def run_engine(family: str, layout: str) -> dict[str, float]:
     """Run an engine in a separate process: Megatron's shim and `transformers` do not work in one process."""
-    found: dict[str, float] = run([__file__, "--engine-of", family, layout], 1)
-    return found
+    results: dict[str, float] = run([__file__, "--engine-of", family, layout], 1)
+    return results
 
 
 def engine_gap(family: str, layout: str) -> dict[str, float]:
@@ -158,8 +158,8 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
                     {"Content-Type": "application/json", "Authorization": f"Bearer {engine.api_key}"},
                 )
                 with urllib.request.urlopen(request, timeout=120) as answer:
-                    found = json.load(answer)["meta_info"]["input_token_logprobs"]
-                gaps += [abs(pair[0] - float(truth[start + t])) for t, pair in enumerate(found) if t]
+                    entries = json.load(answer)["meta_info"]["input_token_logprobs"]
+                gaps += [abs(pair[0] - float(truth[start + t])) for t, pair in enumerate(entries) if t]
         finally:
             engine.shutdown()
     return {"logprobs": max(gaps)}

@@ -32,12 +32,12 @@ TASK = "runs/quickstart/"
 def small() -> list[Path]:
     """Return the configurations of the quickstart's task that have targets and fit this machine."""
     most = max(3, os.cpu_count() or 1)
-    found = []
+    configs = []
     for path in sorted((trials.ROOT / "configs").glob("*.yaml")):
         config = load_config(path)
         if config.expect and config.model.path.startswith(TASK) and config.parallel.world_size <= most:
-            found.append(path)
-    return found
+            configs.append(path)
+    return configs
 
 
 def of_task(config: Config, folder: Path) -> list[str]:
@@ -48,15 +48,15 @@ def of_task(config: Config, folder: Path) -> list[str]:
     for key, paths in named.items():
         if not any(path.startswith(TASK) for path in paths):
             continue
-        here = [folder / path.removeprefix(TASK) if path.startswith(TASK) else Path(path) for path in paths]
-        for path in here:
+        local_paths = [folder / path.removeprefix(TASK) if path.startswith(TASK) else Path(path) for path in paths]
+        for path in local_paths:
             if not path.exists():
                 raise ConfigError(
                     f"{path} is not there: call launch/quickstart.sh first, or give the folder it has made with "
                     "--quickstart"
                 )
-        one = str(here[0]) if len(here) == 1 else json.dumps([str(path) for path in here])
-        overrides.append(f"{key}={one}")
+        value = str(local_paths[0]) if len(local_paths) == 1 else json.dumps([str(path) for path in local_paths])
+        overrides.append(f"{key}={value}")
     return overrides
 
 
@@ -66,19 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--out", type=Path, default=Path("runs/checked"))
     options = parser.parse_intermixed_args(arguments)
-    overrides = [one for one in options.configs if "=" in one]
-    files = [Path(parse_path_text(one)) for one in options.configs if "=" not in one] or small()
+    overrides = [word for word in options.configs if "=" in word]
+    files = [Path(parse_path_text(word)) for word in options.configs if "=" not in word] or small()
     table, missed = Table("recipe", "figure", "expected", "found", "", box=box.SIMPLE_HEAD), 0
     for file in files:
         config = load_config(file, overrides)
         expected = parse_expectations(config)
         if not expected:
             raise ConfigError(f"{file} expects nothing: give it a section `expect`")
-        own = of_task(config, options.quickstart.resolve())
-        metrics = trials.run(str(file.resolve()), [*own, *overrides], options.out.resolve() / file.stem)
+        task_overrides = of_task(config, options.quickstart.resolve())
+        metrics = trials.run(str(file.resolve()), [*task_overrides, *overrides], options.out.resolve() / file.stem)
         for name, (figure, good) in check_expectations(expected, metrics).items():
-            said = "not told" if figure is None else f"{figure:.4g}"
-            table.add_row(file.stem, name, str(expected[name]), said, "" if good else "MISSED")
+            shown = "not told" if figure is None else f"{figure:.4g}"
+            table.add_row(file.stem, name, str(expected[name]), shown, "" if good else "MISSED")
             missed += not good
     Console(width=120).print(table)
     return 1 if missed else 0

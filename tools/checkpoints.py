@@ -40,8 +40,8 @@ PARTS = ("world", "tp", "cp", "pp", "vpp", "ep", "etp")
 
 def about(folder: Path, hashes: bool) -> dict[str, Any]:
     """Return the values of a line of `list`."""
-    fault, found = check_checkpoint(folder, hashes), manifest.read(folder)
-    tree, files = ({}, {}) if isinstance(found, str) else found
+    fault, saved = check_checkpoint(folder, hashes), manifest.read(folder)
+    tree, files = ({}, {}) if isinstance(saved, str) else saved
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     return {
         "name": folder.name,
@@ -62,10 +62,10 @@ def layout_of(tree: Mapping[str, Any]) -> str:
     numbers, ranks = tree.get("layout") or [], tree.get("world_size", "?")
     if not isinstance(numbers, list):
         return "?"
-    known = [f"{name}={number}" for name, number in zip(PARTS[1:], numbers[1:], strict=False) if number != 1]
+    sizes = [f"{name}={number}" for name, number in zip(PARTS[1:], numbers[1:], strict=False) if number != 1]
     others = [str(text) for text in numbers[len(PARTS) :]]
     return f"{ranks} rank{'' if ranks == 1 else 's'}" + "".join(
-        f"; {text}" for text in (" ".join(known), *others) if text
+        f"; {text}" for text in (" ".join(sizes), *others) if text
     )
 
 
@@ -122,10 +122,10 @@ def shown(path: Path, options: Namespace) -> int:
 
 def contents(folder: Path) -> Iterator[tuple[str, Any]]:
     """Return (name, description) of each part, as far as it can be read."""
-    found = manifest.read(folder)
-    if isinstance(found, str):
+    saved = manifest.read(folder)
+    if isinstance(saved, str):
         return
-    files = found[1]
+    files = saved[1]
     for role in list_models(files):
         try:
             yield role, model_in(folder / role)
@@ -149,10 +149,10 @@ def model_in(folder: Path) -> str:
     """Describe the sizes and dtypes of a model in a checkpoint, and whether it has an optimizer."""
     from megarl.checkpoint.dist_checkpoint_reader import CheckpointReader
 
-    found = CheckpointReader(folder)
-    weights = {name: whole for name, whole in found.items() if not name.startswith("optimizer.")}
+    reader = CheckpointReader(folder)
+    weights = {name: whole for name, whole in reader.items() if not name.startswith("optimizer.")}
     adapters = {name: whole for name, whole in weights.items() if name.startswith("adapters.")}
-    states = sorted({name.split(".")[2] for name in found if name.startswith("optimizer.state.")})
+    states = sorted({name.split(".")[2] for name in reader if name.startswith("optimizer.state.")})
     types = sorted({str(whole.dtype).removeprefix("torch.") for whole in weights.values()})
     elements = sum(prod(whole.shape) for name, whole in weights.items() if name not in adapters)
     parts = [f"{elements:,} elements in {len(weights) - len(adapters)} tensors ({', '.join(types)})"]
@@ -193,8 +193,8 @@ def configured(folder: Path, options: Namespace) -> Config:
             f"there is no {file}, which has the configuration of the run that {folder} is of; name it by --config"
         )
     config = load_config(file, options.overrides)
-    found = manifest.read(folder)
-    written = "" if isinstance(found, str) else found[0].get("config", "")
+    saved = manifest.read(folder)
+    written = "" if isinstance(saved, str) else saved[0].get("config", "")
     if written and written != config_hash(config):
         print("note: the configuration has changed since this checkpoint was written", file=sys.stderr)
     return config
@@ -216,15 +216,15 @@ def converted(path: Path, options: Namespace) -> int:
     config = configured(folder, options)
     declared = load_requirements(config)
     role = options.role or declared.main_role
-    found = manifest.read(folder)
-    if isinstance(found, str):
-        raise ConfigError(f"{folder} is no whole checkpoint: {found}")
-    files = found[1]
+    saved = manifest.read(folder)
+    if isinstance(saved, str):
+        raise ConfigError(f"{folder} is no whole checkpoint: {saved}")
+    files = saved[1]
     if role not in list_models(files):
         raise ConfigError(f"{folder} has no {role}; it has {', '.join(list_models(files)) or 'no model'}")
-    mine = [name for name in files if name.startswith(f"{role}/")]
+    role_files = [name for name in files if name.startswith(f"{role}/")]
     for look in (manifest.check_sizes, manifest.check_hashes):
-        if fault := look(folder, files, mine):
+        if fault := look(folder, files, role_files):
             raise ConfigError(f"{folder} is damaged: {fault}; convert another checkpoint")
 
     source = Path(config.critic.path or config.model.path if role == "critic" else config.model.path)

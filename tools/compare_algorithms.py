@@ -50,10 +50,12 @@ Metrics = Mapping[int, Mapping[str, float]]
 
 def comparable() -> list[str]:
     """Return the recipes that learn from rewards and need no more than a policy, a critic and a reference."""
-    ours = {"rollout", "actor", "critic", "reference", "reward"}
-    found = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
+    roles = {"rollout", "actor", "critic", "reference", "reward"}
+    requirements = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
     return [
-        name for name, one in found.items() if one.item == "prompts" and one.trained_roles and set(one.roles) <= ours
+        name
+        for name, needs in requirements.items()
+        if needs.item == "prompts" and needs.trained_roles and set(needs.roles) <= roles
     ]
 
 
@@ -122,26 +124,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if unknown := [name for name in options.algorithms if name not in comparable()]:
         raise ConfigError(f"--algorithms: {unknown[0]} is none of {', '.join(comparable())}")
-    given = [*trials.quickstart(options.folder.resolve()), "run.export=false", *options.overrides]
+    common = [*trials.quickstart(options.folder.resolve()), "run.export=false", *options.overrides]
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.algorithms:  # a mistake in any of them fails before an hour of runs
-        load_config(trials.ROOT / CONFIG, [f"algorithm={name}", *OWN.get(name, []), *given])
-    host = start_host(load_config(trials.ROOT / CONFIG, given), threads=1)
+        load_config(trials.ROOT / CONFIG, [f"algorithm={name}", *OWN.get(name, []), *common])
+    host = start_host(load_config(trials.ROOT / CONFIG, common), threads=1)
     runs: dict[str, list[Metrics]] = {}
     try:
         for name in options.algorithms:
             for seed in options.seeds:
-                own = [f"algorithm={name}", f"run.seed={seed}", *OWN.get(name, []), *given]
-                metrics = trials.run(CONFIG, own, options.out.resolve() / f"{name}-{seed}", host.path)
+                run_overrides = [f"algorithm={name}", f"run.seed={seed}", *OWN.get(name, []), *common]
+                metrics = trials.run(CONFIG, run_overrides, options.out.resolve() / f"{name}-{seed}", host.path)
                 runs.setdefault(name, []).append(metrics)
                 after = figures(metrics)["greedy after"]
                 print(f"{name}, seed {seed}: held out, greedy, {after:.3f}", flush=True)
     finally:
         host.close()
-    found = {name: [figures(metrics) for metrics in seeds] for name, seeds in runs.items()}
-    (options.out / "table.json").write_text(json.dumps(found, indent=1))
+    results = {name: [figures(metrics) for metrics in seeds] for name, seeds in runs.items()}
+    (options.out / "table.json").write_text(json.dumps(results, indent=1))
     plot(runs, options.out / "curves.png")
-    Console(width=160).print(table(found))
+    Console(width=160).print(table(results))
     print(f"curves: {options.out / 'curves.png'}")
     return 0
 

@@ -68,11 +68,11 @@ def settings(options: argparse.Namespace, name: str, lag: int, seed: int) -> lis
 def figures(rows: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     """Return metrics of a run's steps by title."""
     last = rows[max(rows)]
-    found = {name: last[f"eval/reward_{name}"] for name in ("greedy", "sampled")}
+    means = {name: last[f"eval/reward_{name}"] for name in ("greedy", "sampled")}
     for title, metric in FIGURES.items():
         values = [row[metric] for row in rows.values() if metric in row]
-        found[title] = statistics.fmean(values) if values else float("nan")
-    return found
+        means[title] = statistics.fmean(values) if values else float("nan")
+    return means
 
 
 def ran(options: argparse.Namespace, name: str, lag: int, seed: int, host: str) -> dict[str, float]:
@@ -102,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'':22}" + "".join(f"{title:>12}" for title in titles), flush=True)
         for lag in options.lags:
             for name in names:
-                found = [ran(options, name, lag, seed, host.path) for seed in range(1, options.seeds + 1)]
-                values = [statistics.fmean(one[title] for one in found) for title in titles]
+                results = [ran(options, name, lag, seed, host.path) for seed in range(1, options.seeds + 1)]
+                values = [statistics.fmean(result[title] for result in results) for title in titles]
                 print(f"{f'{name}, max_lag {lag}':22}" + "".join(f"{value:12.3g}" for value in values), flush=True)
     finally:
         host.close()

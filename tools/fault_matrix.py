@@ -38,16 +38,16 @@ from megarl.config.strict import ConfigError
 
 def tried(shop: Workshop, numbers: list[int]) -> dict[int, Seen]:
     """Return the observations of these rows; a row that could not be tried is not as expected, with the reason."""
-    found: dict[int, Seen] = {}
+    results: dict[int, Seen] = {}
     for scenario, wanted in by_scenario(numbers).items():
         try:
             for number, seen in importlib.import_module(f"faults.{scenario}").show(shop, wanted):
                 shop.say(f"row {number} {'is as expected' if seen.ok else 'is NOT as expected'}: {seen.text}")
-                found[number] = replace(seen, text=seen.text.replace(f"{shop.folder}/", ""))
+                results[number] = replace(seen, text=seen.text.replace(f"{shop.folder}/", ""))
         except (WentOtherwise, ConfigError, OSError) as error:
             for number in wanted:
-                found.setdefault(number, Seen(False, shortened(f"{type(error).__name__}: {error}", 300)))
-    return found
+                results.setdefault(number, Seen(False, shortened(f"{type(error).__name__}: {error}", 300)))
+    return results
 
 
 def main() -> int:
@@ -84,10 +84,10 @@ def main() -> int:
             console.print(soaking.table(report))
             good, written = report.ok, report.as_json()
         else:
-            found = tried(shop, numbers)
-            console.print(table(found))
-            console.print(f"{total(found)}, in {time.monotonic() - began:.0f} s")
-            good, written = all(seen.ok for seen in found.values()), as_json(found)
+            results = tried(shop, numbers)
+            console.print(table(results))
+            console.print(f"{total(results)}, in {time.monotonic() - began:.0f} s")
+            good, written = all(seen.ok for seen in results.values()), as_json(results)
     finally:
         shop.close()
         if options.keep is None:

@@ -43,16 +43,16 @@ def tried(name: str, device: str, timeout_s: float) -> Found:
     )
     try:
         output, errors = process.communicate(timeout=timeout_s)
-        found = read(output, errors, process.returncode)
+        result = read(output, errors, process.returncode)
     except subprocess.TimeoutExpired:
-        found = Found("failed", f"not done after {timeout_s:g} s")
+        result = Found("failed", f"not done after {timeout_s:g} s")
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)  # also what the row has started
         except ProcessLookupError:
             pass
         process.wait()
-    return replace(found, seconds=time.monotonic() - start)
+    return replace(result, seconds=time.monotonic() - start)
 
 
 def read(output: str, errors: str, code: int) -> Found:
@@ -68,10 +68,10 @@ def as_row(name: str, device: str) -> int:
     """Run as the row's process."""
     module, function = ROWS[name].work.split(":")
     try:
-        found = getattr(importlib.import_module(f"gpu.{module}"), function)(device)
+        result = getattr(importlib.import_module(f"gpu.{module}"), function)(device)
     except Exception as error:  # any failure is a result
-        found = Found("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
-    print(RESULT + json.dumps(asdict(found)), flush=True)
+        result = Found("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+    print(RESULT + json.dumps(asdict(result)), flush=True)
     return 0
 
 
@@ -89,20 +89,20 @@ def main() -> int:
     import torch
 
     has_gpu = torch.cuda.is_available()
-    found: dict[str, Found] = {}
+    results: dict[str, Found] = {}
     console = Console(width=None if sys.stdout.isatty() else 140)
     for name in names:
         if reason := reason_against(ROWS[name], options.device, has_gpu):
-            found[name] = Found("not here", reason)
+            results[name] = Found("not here", reason)
         else:
-            found[name] = tried(name, options.device, ROWS[name].timeout_s)
-            console.print(f"{name}: {found[name].state}, {found[name].text}", markup=False)
+            results[name] = tried(name, options.device, ROWS[name].timeout_s)
+            console.print(f"{name}: {results[name].state}, {results[name].text}", markup=False)
         if options.json:  # after each row, so that results survive the loss of the machine
             machine = torch.cuda.get_device_name() if has_gpu and options.device == "cuda" else "no GPU"
-            tree = {"device": machine, "torch": torch.__version__, "rows": {k: asdict(v) for k, v in found.items()}}
+            tree = {"device": machine, "torch": torch.__version__, "rows": {k: asdict(v) for k, v in results.items()}}
             options.json.write_text(json.dumps(tree, indent=1) + "\n")
-    console.print(table(found, {name: ROWS[name].title for name in names}))
-    return status(found)
+    console.print(table(results, {name: ROWS[name].title for name in names}))
+    return status(results)
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def make_tokenizer(shown: Shown) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = CHAT_TEMPLATE
 
-    texts = [str(tokenizer.apply_chat_template(said, tools=tools, tokenize=False)) for said, tools in shown]
+    texts = [str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)) for messages, tools in shown]
     text = "\0".join(texts)
     for token in (*SPECIAL, *ADDED):
         text = text.replace(token, "\0")

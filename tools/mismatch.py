@@ -87,13 +87,15 @@ def decoder(run: Path) -> Any:
 
 def described(records: Sequence[Record], gaps: LogprobGaps, worst: int, decode: Any) -> list[dict[str, Any]]:
     """Describe the worst tokens, with their rollout's number, prompt and text."""
-    found = []
-    for one in find_worst(gaps, worst):
-        record, place = records[one.pop("record")], one["token"]
+    descriptions = []
+    for token in find_worst(gaps, worst):
+        record, place = records[token.pop("record")], token["token"]
         ids = record.rollout.token_ids.tolist()
-        about = {"rollout": record.number, "prompt": record.rollout.prompt.id, **one}
-        found.append({**about, "text": decode([ids[place]]), "before": decode(ids[max(0, place - BEFORE) : place])})
-    return found
+        about = {"rollout": record.number, "prompt": record.rollout.prompt.id, **token}
+        descriptions.append(
+            {**about, "text": decode([ids[place]]), "before": decode(ids[max(0, place - BEFORE) : place])}
+        )
+    return descriptions
 
 
 def shown(text: str) -> str:
@@ -103,24 +105,24 @@ def shown(text: str) -> str:
 
 def table(found: dict[str, Any]) -> list[str]:
     rows = [f"{'cause':<31}{'tokens':>10}{'mean':>11}{'p99':>11}{'largest':>11}{'share':>8}"]
-    for one in found["causes"]:
-        figures = "".join(f"{one[name]:>11.2e}" for name in ("mean", "p99", "largest"))
-        share = f"{one['share']:>7.1%}" if one["name"] != "all" else ""
-        rows.append(f"{one['name']:<31}{one['tokens']:>10,}{figures} {share}".rstrip())
+    for row in found["causes"]:
+        figures = "".join(f"{row[name]:>11.2e}" for name in ("mean", "p99", "largest"))
+        share = f"{row['share']:>7.1%}" if row["name"] != "all" else ""
+        rows.append(f"{row['name']:<31}{row['tokens']:>10,}{figures} {share}".rstrip())
     if found["twins"]:
         rows.append("\nthe engine against itself: the same token behind the same tokens, something before it was")
-        for one in found["twins"]:
-            figures = "".join(f"{one[name]:>11.2e}" for name in ("mean", "p99", "largest"))
-            rows.append(f"{one['name']:<34}{one['tokens']:>7,}{figures}")
-    for one in found["worst"]:
+        for row in found["twins"]:
+            figures = "".join(f"{row[name]:>11.2e}" for name in ("mean", "p99", "largest"))
+            rows.append(f"{row['name']:<34}{row['tokens']:>7,}{figures}")
+    for row in found["worst"]:
         rows.append(
-            f"\nrollout {one['rollout']}, prompt {shown(one['prompt'])}, token {one['token']}: gap {one['gap']:+.3e}, "
-            f"engine {one['engine']:.4f}, trainer {one['trainer']:.4f}: {one['cause']}"
-            + (f", {one['lag']} versions behind" if one["lag"] else "")
-            + (f", one of {one['choices']} words" if one["choices"] else "")
-            + (f", {one['cached']} tokens cached" if one["cached"] > 0 else "")
+            f"\nrollout {row['rollout']}, prompt {shown(row['prompt'])}, token {row['token']}: gap {row['gap']:+.3e}, "
+            f"engine {row['engine']:.4f}, trainer {row['trainer']:.4f}: {row['cause']}"
+            + (f", {row['lag']} versions behind" if row["lag"] else "")
+            + (f", one of {row['choices']} words" if row["choices"] else "")
+            + (f", {row['cached']} tokens cached" if row["cached"] > 0 else "")
         )
-        rows.append(f"  {shown(one['before'])} >>{shown(one['text'])}<<")
+        rows.append(f"  {shown(row['before'])} >>{shown(row['text'])}<<")
     return rows
 
 
@@ -128,7 +130,7 @@ def take_apart(options: argparse.Namespace) -> int:
     step = find_step(options.run, options.step)
     records = read_records(options.run, step, whole=True, without=["routing"])
     gaps = compute_gaps(records, step - 1)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "run": str(options.run),
         "step": step,
         "tokens": len(gaps),
@@ -140,17 +142,17 @@ def take_apart(options: argparse.Namespace) -> int:
         "worst": described(records, gaps, options.worst, decoder(options.run)) if options.worst else [],
     }
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
         return 0
-    print(f"{options.run}, step {step}: {found['tokens']:,} tokens of {found['rollouts']} rollouts")
-    if not found["routing_measured"]:
+    print(f"{options.run}, step {step}: {result['tokens']:,} tokens of {result['rollouts']} rollouts")
+    if not result["routing_measured"]:
         print(
             "routing was not measured apart, which is done with train.replay_routing in the first step and each "
             "rollout.verify_every-th after it: with replay it is in none of these, without it is within them"
         )
     if gaps.num_nonfinite:
         print(f"{gaps.num_nonfinite} tokens are left out: a log-prob of theirs is not finite")
-    print("\n".join(table(found)))
+    print("\n".join(table(result)))
     return 0
 
 

@@ -63,14 +63,14 @@ def base_config(options: argparse.Namespace, world: int, engine: dict[str, int])
 
 
 def given_layouts(options: argparse.Namespace) -> list[ParallelConfig]:
-    found = []
+    layouts = []
     for text in options.layout:
         chosen = sizes(text, {**LAYOUT, "world": options.gpus or -1}, "--layout")
         world = chosen.pop("world")
         if world < 0:
             raise ConfigError(f"--layout {text} has no world=..., and --gpus is not given")
-        found.append(ParallelConfig(world, options.gpus_per_node, **chosen))
-    return found
+        layouts.append(ParallelConfig(world, options.gpus_per_node, **chosen))
+    return layouts
 
 
 def layout_text(parallel: ParallelConfig) -> str:
@@ -84,19 +84,19 @@ def judged_table(found: list[LayoutPlan], search: Search, chosen: LayoutPlan | N
     bytes_of = ("states", "in training", "generating", "in a push")
     for name in ("layout", "GPUs", "recompute", "engine", *bytes_of, "fits", "step"):
         table.add_column(name, justify="left" if name in ("layout", "recompute", "engine") else "right", no_wrap=True)
-    for one in found:
-        config, memory = one.config, one.memory
+    for judged in found:
+        config, memory = judged.config, judged.memory
         rows = [max(sum(stage.states.values()) for stage in memory), max(stage.training_total for stage in memory)]
         rows += [max(stage.generation_total for stage in memory), max(stage.weight_sync_total for stage in memory)]
         table.add_row(
             layout_text(config.parallel),
             str(config.parallel.world_size),
-            one.recompute,
+            judged.recompute,
             f"TP{config.rollout.tp} EP{config.rollout.ep}" if search.declared.has_rollout else "-",
             *(f"{float_in_range / 1e9:.1f}" for float_in_range in rows),
-            "yes" if search.fits(one) else "no",
-            f"{one.total:.2f} s",
-            style="bold" if one is chosen else None,
+            "yes" if search.fits(judged) else "no",
+            f"{judged.total:.2f} s",
+            style="bold" if judged is chosen else None,
         )
     return table
 
@@ -160,9 +160,9 @@ def stage_json(stage: StageMemory) -> dict[str, Any]:
 
 def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     """Judge the given layouts, or search for some. Returns 1 if none fits."""
-    given = given_layouts(options)
+    layouts = given_layouts(options)
     engine = sizes(options.rollout, ENGINE, "--rollout") if options.rollout else {}
-    worlds = [parallel.world_size for parallel in given] or [options.gpus]
+    worlds = [parallel.world_size for parallel in layouts] or [options.gpus]
     if not worlds[0]:
         raise ConfigError("--gpus is not given; without --layout it is needed, to search for layouts of so many")
     length = (options.context or options.tokens) // 2
@@ -177,33 +177,35 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 
     search = search_of(worlds[0])
     judged: list[LayoutPlan] = []
-    for parallel in given:
-        mine = search_of(parallel.world_size)
+    for parallel in layouts:
+        world_search = search_of(parallel.world_size)
         check_layout(parallel)
-        one = mine.least_recomputing(parallel)
-        check_feasible(hf, one.config, mine.declared)
-        judged.append(one)
+        candidate = world_search.least_recomputing(parallel)
+        check_feasible(hf, candidate.config, world_search.declared)
+        judged.append(candidate)
     most = options.gpus or max(worlds)
-    fitting = [one for one in judged if search.fits(one) and one.config.parallel.world_size <= most]
-    if not given:
+    fitting = [
+        candidate for candidate in judged if search.fits(candidate) and candidate.config.parallel.world_size <= most
+    ]
+    if not layouts:
         fitting = search.find_fitting()
     chosen = select_best(fitting) if fitting else None
-    if chosen is not None and not given:
+    if chosen is not None and not layouts:
         check_feasible(hf, chosen.config, search.declared)
     gpus = f"{most} GPUs of {options.gpu_gb:g} GB"
     if chosen is None:
-        why = f"None of these layouts fits {gpus}." if given else f"No layout of {gpus} was found that fits."
+        why = f"None of these layouts fits {gpus}." if layouts else f"No layout of {gpus} was found that fits."
     else:
         why = reason(chosen, search, len(fitting)) + "\n" + RULE
     if options.json:
-        rows = [as_json(one, search) for one in judged or fitting]
+        rows = [as_json(candidate, search) for candidate in judged or fitting]
         suggested = as_json(chosen, search)["layout"] if chosen else None
         text = {"model": options.model, "algorithm": options.algorithm, "gpu_gb": options.gpu_gb}
         print(json.dumps({**text, "layouts": rows, "suggested": suggested, "reason": why}, indent=2))
         return 0 if chosen else 1
     console.print(f"{Path(options.model).name}, {options.algorithm}, {options.dtype}: {gpus}", style="bold")
     rows_shown = judged or fitting[:SHOWN]
-    if chosen is not None and not any(one is chosen for one in rows_shown):
+    if chosen is not None and not any(candidate is chosen for candidate in rows_shown):
         rows_shown = [*rows_shown, chosen]
     if rows_shown:
         print_whole(console, judged_table(rows_shown, search, chosen))
@@ -222,16 +224,16 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 
 def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     """Build the models on this machine's CPU, as all ranks of the layout, and count the bytes of their tensors."""
-    given = given_layouts(options) or [ParallelConfig(options.gpus or 1, options.gpus_per_node)]
-    if len(given) != 1:
+    layouts = given_layouts(options) or [ParallelConfig(options.gpus or 1, options.gpus_per_node)]
+    if len(layouts) != 1:
         raise ConfigError("--measure builds one layout; give one --layout")
-    base = base_config(options, given[0].world_size, {})
+    base = base_config(options, layouts[0].world_size, {})
     search = Search(hf, None, base, load_requirements(base), 0, StepTime(hf, 1, 1, GPUSpec()))
-    config = search.plan_layout(given[0], options.recompute or "none").config
+    config = search.plan_layout(layouts[0], options.recompute or "none").config
     check_feasible(hf, config, search.declared)
     critic = hf if "critic" in search.declared.roles else None
     planned = plan_memory(hf, config, search.declared, critic)
-    world = given[0].world_size
+    world = layouts[0].world_size
     states = sum(sum(stage.states.values()) for stage in planned) * world // len(planned)
     if states > MOST_MEASURED:
         raise ConfigError(
@@ -244,33 +246,33 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     from megarl.parallel import ranks as parallel_ranks
 
     os.environ.setdefault("MASTER_PORT", str(parallel_ranks.free_port()))
-    mine = parallel_ranks.initialize(config.parallel)
+    job = parallel_ranks.initialize(config.parallel)
     from megarl.megatron.memory_stats import model_state_bytes
     from megarl.megatron.trainer_model import MegatronModel
 
-    found: dict[str, int] = {}
+    counted: dict[str, int] = {}
     for role in ("actor", "critic")[: 2 if critic else 1]:
-        model = MegatronModel(hf, config, mine, role)  # type: ignore[arg-type]
-        found |= {f"{role} {part}": float_in_range for part, float_in_range in model_state_bytes(model).items()}
+        model = MegatronModel(hf, config, job, role)  # type: ignore[arg-type]
+        counted |= {f"{role} {part}": part_bytes for part, part_bytes in model_state_bytes(model).items()}
         if role == "actor" and planned[0].host:
             snapshot = model.snapshot().values()
-            found["reference weights"] = sum(tensor.numel() * tensor.element_size() for tensor in snapshot)
-    everyone = parallel_ranks.all_gather_objects((mine.job.rank, mine.pp_rank, found))
+            counted["reference weights"] = sum(tensor.numel() * tensor.element_size() for tensor in snapshot)
+    everyone = parallel_ranks.all_gather_objects((job.job.rank, job.pp_rank, counted))
     parallel_ranks.shutdown()
     rows = [
         {
             "rank": rank,
             "part": part,
             "predicted": {**planned[stage].states, **planned[stage].host}[part],
-            "measured": held,
+            "measured": num_bytes,
         }
         for rank, stage, parts in everyone
-        for part, held in parts.items()
+        for part, num_bytes in parts.items()
     ]
     worst = max(abs(row["measured"] / row["predicted"] - 1) for row in rows)
-    if mine.job.rank == 0 and options.json:
+    if job.job.rank == 0 and options.json:
         print(json.dumps({"rows": rows, "largest_difference": worst}))
-    elif mine.job.rank == 0:
+    elif job.job.rank == 0:
         table = Table(box=box.SIMPLE_HEAD)
         for name in ("rank", "part", "predicted", "measured", "difference"):
             table.add_column(name, justify="left" if name == "part" else "right")

@@ -55,30 +55,30 @@ LEAST_GAIN = 0.002  # smallest gain of another split that is worth a line
 
 def sizes(text: str, known: Mapping[str, int], option: str) -> dict[str, int]:
     """Parse `tp=8,pp=16`. Raises ConfigError; a key whose default is 0 and that comes first is required."""
-    found = dict(known)
+    values = dict(known)
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in known:
             raise ConfigError(f"{option} has no {key!r}; it is made of {', '.join(known)}, as in tp=8,ep=8")
         if not value.isdecimal() or len(value) > 9 or not 0 < int(value) <= MOST:
             raise ConfigError(f"{option} {key} must be a positive number of at most {MOST}, not {value[:40]!r}")
-        found[key] = int(value)
+        values[key] = int(value)
     required = next(iter(known))
-    if not found[required]:
+    if not values[required]:
         raise ConfigError(f"{option} needs {required}=...")
-    return found
+    return values
 
 
 def rank_set(text: str, option: str) -> tuple[int, ...]:
     """Parse `0-3,8,9` to ranks, in this order. Raises ConfigError."""
-    found: list[int] = []
+    ranks: list[int] = []
     for part in filter(None, text.split(",")):
         first, dash, last = part.partition("-")
         ends = [first, last] if dash else [first, first]
         if not all(end.isdecimal() and len(end) <= 7 for end in ends) or not int(ends[0]) <= int(ends[1]) < MOST:
             raise ConfigError(f"{option} must be ranks such as 0-3,8,9, not {part[:40]!r}")
-        found += range(int(ends[0]), int(ends[1]) + 1)
-    return tuple(found)
+        ranks += range(int(ends[0]), int(ends[1]) + 1)
+    return tuple(ranks)
 
 
 def model_config(name: str) -> HFConfig:
@@ -91,15 +91,24 @@ def model_config(name: str) -> HFConfig:
 def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
     """Return the configuration of a run in these layouts, after a run's checks. Raises ConfigError."""
     train, engine = sizes(options.train, TRAIN, "--train"), sizes(options.engine, ENGINE, "--engine")
-    ours, theirs = rank_set(options.train_ranks, "--train-ranks"), rank_set(options.engine_ranks, "--engine-ranks")
-    own, placement = train.pop("world"), {}
-    if ours and len(ours) != own:
-        raise ConfigError(f"a layout of {own} ranks of the trainer cannot lie on {len(ours)} ranks: --train-ranks")
-    if ours or theirs:
-        ours = ours or tuple(range(own))
-        placement = {"actor": format_ranges(sorted(ours)), "rollout": format_ranges(sorted(theirs or ours))}
-        here = options.gpus_per_node
-        own = -(-(max(*ours, *theirs) + 1) // here) * here  # the remaining ranks of the last node have other roles
+    train_ranks, engine_ranks = (
+        rank_set(options.train_ranks, "--train-ranks"),
+        rank_set(options.engine_ranks, "--engine-ranks"),
+    )
+    world, placement = train.pop("world"), {}
+    if train_ranks and len(train_ranks) != world:
+        raise ConfigError(
+            f"a layout of {world} ranks of the trainer cannot lie on {len(train_ranks)} ranks: --train-ranks"
+        )
+    if train_ranks or engine_ranks:
+        train_ranks = train_ranks or tuple(range(world))
+        placement = {
+            "actor": format_ranges(sorted(train_ranks)),
+            "rollout": format_ranges(sorted(engine_ranks or train_ranks)),
+        }
+        per_node = options.gpus_per_node
+        # Whole nodes: the remaining ranks of the last node have other roles.
+        world = -(-(max(*train_ranks, *engine_ranks) + 1) // per_node) * per_node
     sglang, drafts = sglang_settings(engine), family_of(hf).num_mtp_layers(hf) == 1
     if "attn_dp_size" in sglang or "moe_a2a_backend" in sglang:
         drafts = False  # a run refuses the combination
@@ -110,7 +119,7 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
                 "dtype": "float32" if options.wire == "fp32" else "bfloat16",
                 "megatron": stage_settings(options, int(hf["num_hidden_layers"]), train["pp"], train["vpp"]),
             },
-            "parallel": {"world_size": own, "ranks_per_node": options.gpus_per_node, **train},
+            "parallel": {"world_size": world, "ranks_per_node": options.gpus_per_node, **train},
             "placement": placement,
             "rollout": {
                 "tp": engine["tp"],
@@ -127,23 +136,23 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
 
 def sglang_settings(engine: Mapping[str, int]) -> dict[str, Any]:
     """Return the SGLang settings that give this engine layout. Raises ConfigError if there are none."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     tp, attention = engine["tp"], engine["tp"] // engine["dp"]
     if engine["dp"] > 1:
-        found["attn_dp_size"] = engine["dp"]
+        settings["attn_dp_size"] = engine["dp"]
     if engine["mlp_tp"] not in (0, tp):
-        found["moe_dense_tp_size"] = engine["mlp_tp"]
+        settings["moe_dense_tp_size"] = engine["mlp_tp"]
     if engine["head_tp"] not in (0, tp):
         if engine["head_tp"] != attention:
             raise ConfigError(
                 f"--engine head_tp={engine['head_tp']}: SGLang knows tp / dp = {attention} and tp={tp} only"
             )
-        found["enable_dp_lm_head"] = True
+        settings["enable_dp_lm_head"] = True
     if engine["shared_tp"] not in (0, tp):
         if engine["shared_tp"] != 1:
             raise ConfigError(f"--engine shared_tp={engine['shared_tp']}: SGLang knows 1 and tp={tp} only")
-        found["moe_a2a_backend"] = "deepep"
-    return found
+        settings["moe_a2a_backend"] = "deepep"
+    return settings
 
 
 def stage_settings(options: argparse.Namespace, layers: int, pp: int, vpp: int) -> dict[str, int]:
@@ -157,13 +166,13 @@ def stage_settings(options: argparse.Namespace, layers: int, pp: int, vpp: int) 
     even_stages(layers, pp, counts)  # raises unless the counts match the model
     if len(set(counts)) == 1:
         return {}
-    found = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
-    if [len(stage) for stage in stage_layers(layers, pp, found, vpp)] != counts:
+    settings = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
+    if [len(stage) for stage in stage_layers(layers, pp, settings, vpp)] != counts:
         raise ConfigError(
             f"--pp-layers {options.pp_layers[:80]}: only the first and the last stage can have layers of their own "
             "number, the others have equally many"
         )
-    return found
+    return settings
 
 
 def on_the_wire(hf: HFConfig, wire: str) -> HFConfig:
@@ -176,8 +185,8 @@ def on_the_wire(hf: HFConfig, wire: str) -> HFConfig:
 
 def title(options: argparse.Namespace, train: TrainLayout, engine: EngineLayout) -> str:
     vpp = sizes(options.train, TRAIN, "--train")["vpp"]
-    ours = {"TP": train.tp, "CP": train.cp, "PP": train.pp, "VPP": vpp, "EP": train.ep, "ETP": train.etp}
-    theirs = {"TP": engine.tp, "EP": engine.ep, "DP": engine.dp}
+    train_sizes = {"TP": train.tp, "CP": train.cp, "PP": train.pp, "VPP": vpp, "EP": train.ep, "ETP": train.etp}
+    engine_sizes = {"TP": engine.tp, "EP": engine.ep, "DP": engine.dp}
 
     def text(values: dict[str, int]) -> str:
         return " ".join(f"{name}{value}" for name, value in values.items() if value > 1) or "TP1"
@@ -186,7 +195,10 @@ def title(options: argparse.Namespace, train: TrainLayout, engine: EngineLayout)
     if train.ranks or engine.ranks:
         number += f" -> {len(engine.ranks) or train.world} GPUs"
     draft = ", with the draft model" if engine.draft else ""
-    return f"{Path(options.model).name}, {number}: {text(ours)} -> {text(theirs)}{draft}, {options.wire} on the wire"
+    return (
+        f"{Path(options.model).name}, {number}: {text(train_sizes)} -> {text(engine_sizes)}{draft}, "
+        f"{options.wire} on the wire"
+    )
 
 
 def split_line(megatron: Mapping[str, Any], train: TrainLayout) -> str:
@@ -285,10 +297,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     train, engine = paper.plan.train, paper.plan.engine
     node, wire = options.gpus_per_node, options.wire
     least: Bound = compute_bound(hf, train, engine, node, wire)
-    found = compute_metrics(paper, least, links)
+    metrics = compute_metrics(paper, least, links)
     advice = advise_split(hf, train, engine, node, wire, config.parallel.vpp)
-    found["better_pp_layers"] = list(advice.recommended) if advice.gain >= LEAST_GAIN else None
-    found["better_pp_gain"] = round(advice.gain, 4)
+    metrics["better_pp_layers"] = list(advice.recommended) if advice.gain >= LEAST_GAIN else None
+    metrics["better_pp_gain"] = round(advice.gain, 4)
     lines = [*summarize(paper, least, links), advice_line(advice)]
     if config.model.megatron:
         lines.insert(0, split_line(config.model.megatron, train))
@@ -297,13 +309,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
             render_page(title(options, train, engine), paper, least, links, lines), encoding="utf-8"
         )
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(metrics, indent=2))
         return 0
     console.print(title(options, train, engine), style="bold")
-    console.print(table(found, len(paper.plan.rank_map.engine)))
+    console.print(table(metrics, len(paper.plan.rank_map.engine)))
     console.print(
-        f"Planned in {found['plan_seconds']:.3f} s for one rank, {found['all_ranks_seconds']:.1f} s for all; "
-        f"{found['messages']:,} messages of {format_bytes(found['mean_message_bytes'])} in {found['rounds']} rounds.\n"
+        f"Planned in {metrics['plan_seconds']:.3f} s for one rank, {metrics['all_ranks_seconds']:.1f} s for all; "
+        f"{metrics['messages']:,} messages of {format_bytes(metrics['mean_message_bytes'])} in {metrics['rounds']} "
+        "rounds.\n"
     )
     for line in lines:
         console.print(line)

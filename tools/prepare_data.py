@@ -77,8 +77,8 @@ def of_math500(row: Row) -> Made:
     """Convert a row of MATH-500: the 500 problems of MATH (arXiv:2103.03874) that Lightman et al., arXiv:2305.20050,
     held out."""
     problem, truth = _text(row, "problem", of="MATH-500"), _truth(row, "MATH-500")
-    kept = {name: row[name] for name in ("subject", "level", "unique_id") if row.get(name) is not None}
-    return Made("HuggingFaceH4/MATH-500", problem + BOXED, truth, "math", kept)
+    extra = {name: row[name] for name in ("subject", "level", "unique_id") if row.get(name) is not None}
+    return Made("HuggingFaceH4/MATH-500", problem + BOXED, truth, "math", extra)
 
 
 def of_aime(row: Row) -> Made:
@@ -88,16 +88,16 @@ def of_aime(row: Row) -> Made:
     if not (truth.isascii() and truth.isdigit() and int(truth) <= 999):
         raise ValueError(f"the answer {truth[:40]!r} is no whole number from 0 to 999")
     year = str(row.get("year") or "")
-    kept = {name: str(row[name]) for name in ("id", "url", "year") if row.get(name) is not None}
-    return Made(f"aime{year}" if year.isdigit() else "aime", problem + ANSWER, str(int(truth)), "math", kept)
+    extra = {name: str(row[name]) for name in ("id", "url", "year") if row.get(name) is not None}
+    return Made(f"aime{year}" if year.isdigit() else "aime", problem + ANSWER, str(int(truth)), "math", extra)
 
 
 def of_humaneval(row: Row) -> Made:
     """Convert a row of HumanEval (Chen et al., arXiv:2107.03374)."""
     prompt, test, entry = (_text(row, name, of="HumanEval") for name in ("prompt", "test", "entry_point"))
     truth = json.dumps({"prompt": prompt, "test": test, "entry_point": entry})
-    kept = {"task_id": str(row.get("task_id") or ""), "entry_point": entry}
-    return Made("openai/openai_humaneval", f"{COMPLETE}{prompt.rstrip()}\n```", truth, "code", kept)
+    extra = {"task_id": str(row.get("task_id") or ""), "entry_point": entry}
+    return Made("openai/openai_humaneval", f"{COMPLETE}{prompt.rstrip()}\n```", truth, "code", extra)
 
 
 ADAPTERS = {
@@ -135,11 +135,11 @@ def find_split(source: Path, split: str) -> Path:
     if not source.is_dir():
         raise ConfigError(f"there is no folder {source}; name one with train and test, as published")
     names = [f"{split}{suffix}" for suffix in (".jsonl", ".json", ".parquet", "-00000-of-00001.parquet")]
-    found = [source / name for name in names if (source / name).is_file()]
-    if len(found) != 1:
-        problem = " and ".join(file.name for file in found) if found else "none"
+    files = [source / name for name in names if (source / name).is_file()]
+    if len(files) != 1:
+        problem = " and ".join(file.name for file in files) if files else "none"
         raise ConfigError(f"{source} must have one of {', '.join(names)}; it has {problem}")
-    return found[0]
+    return files[0]
 
 
 def find_file(source: Path) -> Path:
@@ -148,11 +148,11 @@ def find_file(source: Path) -> Path:
         if not source.exists():
             raise ConfigError(f"there is no file {source}; name a .jsonl, .json or .parquet file as published")
         return source
-    found = sorted(file for file in source.iterdir() if file.suffix.lower() in (".jsonl", ".json", ".parquet"))
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found[:8]) or "none"
+    files = sorted(file for file in source.iterdir() if file.suffix.lower() in (".jsonl", ".json", ".parquet"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files[:8]) or "none"
         raise ConfigError(f"{source} must have one .jsonl, .json or .parquet file; it has {names}: name the file")
-    return found[0]
+    return files[0]
 
 
 def rows_of(file: Path) -> Iterable[tuple[str, Row]]:
@@ -182,18 +182,18 @@ def convert(rows: Iterable[tuple[str, Row]], adapter: Adapter, split: str) -> li
     converted = []
     for index, (where, row) in enumerate(rows):
         try:
-            made = adapter.make(row)
-            messages = [{"role": "user", "content": made.text}]
-            by_source.check(Prompt(str(index), tuple(messages), data_source=made.source, ground_truth=made.truth))
+            record = adapter.make(row)
+            messages = [{"role": "user", "content": record.text}]
+            by_source.check(Prompt(str(index), tuple(messages), data_source=record.source, ground_truth=record.truth))
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
-        extra: Row = {"split": split, "index": index, **made.extra}
+        extra: Row = {"split": split, "index": index, **record.extra}
         converted.append(
             {
-                "data_source": made.source,
+                "data_source": record.source,
                 "prompt": messages,
-                "ability": made.ability,
-                "reward_model": {"style": "rule", "ground_truth": made.truth},
+                "ability": record.ability,
+                "reward_model": {"style": "rule", "ground_truth": record.truth},
                 "extra_info": extra,
             }
         )

@@ -84,7 +84,7 @@ def as_it_was(run: Path, step: int) -> Config:
 
 def config_of(order: Order) -> Config:
     """Return the configuration of the replay: that of the run, without engines and without anything after the step."""
-    own = [
+    overrides = [
         f"run.dir={order.folder}",
         f"rollout.replay={order.run}",
         "run.resume=auto",
@@ -100,20 +100,22 @@ def config_of(order: Order) -> Config:
     sections = {
         name: f"{name}.{next(iter(value))}" for name, value in tree.items() if isinstance(value, dict) and value
     }
-    return from_dict(plain_yaml.apply_overrides(tree, [*own, *order.overrides], sections))
+    return from_dict(plain_yaml.apply_overrides(tree, [*overrides, *order.overrides], sections))
 
 
 def checkpoints_before(run: Path, step: int) -> list[Path]:
     """Return the checkpoints before a step, the oldest first."""
-    found = [(_STEP.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step_*") if path.is_dir()]
-    return sorted(path for match, path in found if match and int(match[1]) < step)
+    folders = [(_STEP.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step_*") if path.is_dir()]
+    return sorted(path for match, path in folders if match and int(match[1]) < step)
 
 
 def check_step(run: Path, step: int) -> None:
     """Raise ConfigError for a step that the run has not reached."""
-    if there := recorded_steps(run):
-        if step not in there:
-            raise ConfigError(f"--step {step}: {run} has recorded steps {there[0]} to {there[-1]}; name one of them")
+    if recorded := recorded_steps(run):
+        if step not in recorded:
+            raise ConfigError(
+                f"--step {step}: {run} has recorded steps {recorded[0]} to {recorded[-1]}; name one of them"
+            )
     elif (
         last := max(read_metrics(run), default=0)
     ) < step - 1:  # the step after the last one may be the one that failed
@@ -129,19 +131,19 @@ def prepare(run: Path, step: int) -> Path:
             break
         except FileExistsError:
             continue
-    found = checkpoints_before(run, step)
-    if found:
+    checkpoints = checkpoints_before(run, step)
+    if checkpoints:
         (folder / "checkpoints").mkdir()
         (folder / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    for path in found:
+    for path in checkpoints:
         (folder / "checkpoints" / path.name).symlink_to(path.resolve())
     return folder
 
 
 def announce(order: Order) -> None:
-    found = checkpoints_before(order.run, order.step)
-    first = int(found[-1].name.removeprefix("step_")) + 1 if found else 1
-    start = f"{found[-1].name}" if found else "the start of the run, as there is no checkpoint before it"
+    checkpoints = checkpoints_before(order.run, order.step)
+    first = int(checkpoints[-1].name.removeprefix("step_")) + 1 if checkpoints else 1
+    start = f"{checkpoints[-1].name}" if checkpoints else "the start of the run, as there is no checkpoint before it"
     between = f", with the steps from {first} on" if first < order.step else ""
     print(f"step {order.step} of {order.run}, from {start}{between}, in {order.folder}", flush=True)
 
@@ -164,8 +166,10 @@ class Debugger(pdb.Pdb):
         else:
             module, _, name = place.partition(":")
             first, *rest = name.split(".")
-            found = reduce(lambda of, part: getattr(of, part, None), rest, plugins.load(f"{module}:{first}", "--break"))
-            code = getattr(unwrap(found), "__code__", None) if callable(found) else None
+            function = reduce(
+                lambda of, part: getattr(of, part, None), rest, plugins.load(f"{module}:{first}", "--break")
+            )
+            code = getattr(unwrap(function), "__code__", None) if callable(function) else None
             if code is None:
                 raise ConfigError(f"--break {place} is no function that is written in Python")
             problem = self.set_break(code.co_filename, code.co_firstlineno, funcname=code.co_name)
@@ -271,15 +275,15 @@ def figures(run: Path, step: int) -> dict[str, Any] | None:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return None
-    found = None
+    metrics = None
     for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
             continue  # a line cut off by a full disk
         if isinstance(row, dict) and row.get("step") == step and "time/step" in row:
-            found = row
-    return found
+            metrics = row
+    return metrics
 
 
 def launch(order: Order, config: Config) -> int:
@@ -320,14 +324,14 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{run} is no run folder: it has no config.yaml")
     if chosen.folder is None:
         check_step(run, step)
-    asked = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)
+    request = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)
     if chosen.folder is not None:
-        return take(Order(*asked, chosen.folder))
+        return take(Order(*request, chosen.folder))
     from megarl.dry_run.plan import validate
 
     if chosen.stop_at:
         Debugger().stop_at(chosen.stop_at)
-    order = Order(*asked, prepare(run, step))
+    order = Order(*request, prepare(run, step))
     try:
         config = config_of(order)
         validate(config, until=step).raise_errors()

@@ -165,9 +165,9 @@ def phase_table(runs: list[Run]) -> Table:
 
 def file_lines(runs: list[Run]) -> list[str]:
     """Return lines, not a table: paths are for copying, and must not be wrapped to fit a column."""
-    found = [(run.path / name, what) for run in runs for name, what in CONTENTS if (run.path / name).exists()]
-    width = max((len(str(path)) for path, _ in found), default=0)
-    return [f"  {str(path):{width}}  {what}" for path, what in found]
+    files = [(run.path / name, what) for run in runs for name, what in CONTENTS if (run.path / name).exists()]
+    width = max((len(str(path)) for path, _ in files), default=0)
+    return [f"  {str(path):{width}}  {what}" for path, what in files]
 
 
 def plot(runs: list[Run], file: Path) -> None:
@@ -230,8 +230,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def report(options: argparse.Namespace) -> int:
     runs = [load_run(path) for path in options.runs]
     file = options.plot or default_output_file(options.runs, "report.png")
-    if (form := file.suffix[1:].lower()) not in (known := FigureCanvasBase.get_supported_filetypes()):
-        raise ConfigError(f"--plot {file}: a plot has one of the suffixes {', '.join(sorted(known))}, not {form!r}")
+    if (form := file.suffix[1:].lower()) not in (formats := FigureCanvasBase.get_supported_filetypes()):
+        raise ConfigError(f"--plot {file}: a plot has one of the suffixes {', '.join(sorted(formats))}, not {form!r}")
     check_writable_file(file, "--plot")
     plot(runs, file)
     console = Console(highlight=False)

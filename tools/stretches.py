@@ -11,28 +11,28 @@ Times = list[tuple[float, float]]
 
 
 def union(times: Iterable[tuple[float, float]]) -> Times:
-    found: Times = []
+    merged: Times = []
     for begin, end in sorted(times):
         if end <= begin:
             continue
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def common(one: Times, other: Times) -> Times:
-    found, i, j = [], 0, 0
+    shared, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
         if begin < end:
-            found.append((begin, end))
+            shared.append((begin, end))
         if one[i][1] < other[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return shared
 
 
 def without(one: Times, other: Times) -> Times:

@@ -55,9 +55,9 @@ class Run:
 
     def whole(self, steps: Sequence[int]) -> tuple[float, float]:
         """Return the first begin and the last end of these steps."""
-        found = list(chain.from_iterable(self.windows[step].values() for step in steps))
-        begin = min(begin for begin, _ in found)
-        return begin, max(begin + 1e-6, *(end for _, end in found))
+        bounds = list(chain.from_iterable(self.windows[step].values() for step in steps))
+        begin = min(begin for begin, _ in bounds)
+        return begin, max(begin + 1e-6, *(end for _, end in bounds))
 
     def notes(self, steps: Sequence[int]) -> list[str]:
         """Return notes on the pauses between these steps."""
@@ -73,14 +73,14 @@ class Run:
 
 def innermost(spans: Iterable[Span]) -> list[Span]:
     """Split the spans of a thread, which nest or are disjoint, so that each moment belongs to the innermost one."""
-    found: list[Span] = []
+    pieces: list[Span] = []
     open_: list[Span] = []
     at = -math.inf
 
     def until(time: float) -> None:
         nonlocal at
         if open_ and at < time:
-            found.append(open_[-1]._replace(begin=at, end=time))
+            pieces.append(open_[-1]._replace(begin=at, end=time))
         at = max(at, time)
 
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
@@ -92,7 +92,7 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
     while open_:
         until(open_[-1].end)
         open_.pop()
-    return found
+    return pieces
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -109,9 +109,9 @@ def load(path: Path) -> Run:
     resumed: set[int] = set()
     for file in files:
         rank = int(re.sub(r"\D", "", file.stem) or -1)
-        found, firsts = read_steps(file)
+        by_step, firsts = read_steps(file)
         resumed |= firsts
-        for step, done in found.items():
+        for step, done in by_step.items():
             steps.setdefault(step, {})[rank] = done
     if not steps:
         raise ConfigError(f"the files in {path / 'timeline'} have no step yet, or are damaged")
@@ -120,11 +120,11 @@ def load(path: Path) -> Run:
     pauses: dict[int, float] = {}
     ended = math.inf  # end of the previous step
     for step, by_rank in sorted(steps.items()):
-        latest = max(found[0].begin for found in by_rank.values())
+        latest = max(by_step[0].begin for by_step in by_rank.values())
         current = {
-            rank: found for rank, found in by_rank.items() if found[0].end >= latest
+            rank: by_step for rank, by_step in by_rank.items() if by_step[0].end >= latest
         }  # ranks that the resumed run still has
-        begin = min(found[0].begin for found in current.values())
+        begin = min(by_step[0].begin for by_step in current.values())
         if step in resumed and begin - ended > _SHORTEST_PAUSE_S:
             pauses[step] = begin - ended
         else:
@@ -138,7 +138,7 @@ def load(path: Path) -> Run:
                 moved = span._replace(begin=max(span.begin, begin) - shift, end=span.end - shift)
                 for member in span.ranks or (rank,):
                     spans.setdefault((member, span.thread), []).append(moved)
-        ended = max(found[0].end for found in current.values())
+        ended = max(by_step[0].end for by_step in current.values())
     order = sorted(spans, key=lambda key: (key[0], key[1] != "main", key[1]))
     return Run({key: spans[key] for key in order}, windows, pauses)
 
@@ -146,7 +146,7 @@ def load(path: Path) -> Run:
 def read_steps(file: Path) -> tuple[dict[int, list[Span]], set[int]]:
     """Return, by step, its own span and then the spans written with it; and the steps that are the first ones of a
     process. If a resumed run repeated a step, its last attempt counts, and so do the steps after that."""
-    found: dict[int, list[Span]] = {}
+    by_step: dict[int, list[Span]] = {}
     firsts: set[int] = set()
     current: list[Span] = []
     threads: dict[Any, str] = {}
@@ -166,11 +166,11 @@ def read_steps(file: Path) -> tuple[dict[int, list[Span]], set[int]]:
         span = Span(event["name"], event["cat"], thread, begin / 1e6, (begin + length) / 1e6, members)
         if span.category == STEP and (number := re.fullmatch(r"step (\d{1,12})", span.name)):
             step, current = int(number[1]), []
-            found = {other: spans for other, spans in found.items() if other < step} | {step: current}
+            by_step = {other: spans for other, spans in by_step.items() if other < step} | {step: current}
             firsts = {other for other in firsts if other < step} | ({step} if is_first else set())
             is_first = False
         current.append(span)
-    return found, firsts
+    return by_step, firsts
 
 
 def read_event(line: str) -> dict[str, Any] | None:
@@ -192,13 +192,13 @@ def read_event(line: str) -> dict[str, Any] | None:
 def chosen(text: str, run: Run) -> list[int]:
     """Parse steps such as 3-5, or 4. Raises ConfigError."""
     match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", text)
-    there = f"the timeline has the steps {min(run.windows)} to {max(run.windows)}"
+    available = f"the timeline has the steps {min(run.windows)} to {max(run.windows)}"
     if match is None:
-        raise ConfigError(f"--steps {text} names no steps; write 3-5, or 4; {there}")
+        raise ConfigError(f"--steps {text} names no steps; write 3-5, or 4; {available}")
     first, last = int(match[1]), int(match[2] or match[1])
-    if not (found := [step for step in run.windows if first <= step <= last]):
-        raise ConfigError(f"--steps {text} names none that was done; {there}")
-    return found
+    if not (steps := [step for step in run.windows if first <= step <= last]):
+        raise ConfigError(f"--steps {text} names none that was done; {available}")
+    return steps
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -207,19 +207,19 @@ def chosen(text: str, run: Run) -> list[int]:
 def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Times]]:
     """Return, by kind of work and by rank, when it worked between two times; also `wait` and `data`, while the rank was
     not working in another thread."""
-    found: dict[str, dict[int, Times]] = {}
+    result: dict[str, dict[int, Times]] = {}
     for (rank, _), spans in run.spans.items():
         for span in innermost(spans):
             if span.category not in (STEP, REMOTE):
                 cut = max(begin, span.begin), min(end, span.end)
-                found.setdefault(span.category, {}).setdefault(rank, []).append(cut)
-    merged = {who: {rank: union(times) for rank, times in by_rank.items()} for who, by_rank in found.items()}
+                result.setdefault(span.category, {}).setdefault(rank, []).append(cut)
+    merged = {who: {rank: union(times) for rank, times in by_rank.items()} for who, by_rank in result.items()}
     for rank in run.ranks:
         covered = at_work(merged, rank)
         for who in (DATA, WAIT):
-            left = without(merged.get(who, {}).get(rank, []), covered)
-            merged.setdefault(who, {})[rank] = left
-            covered = union(covered + left)
+            remaining = without(merged.get(who, {}).get(rank, []), covered)
+            merged.setdefault(who, {})[rank] = remaining
+            covered = union(covered + remaining)
     return merged
 
 
@@ -235,12 +235,12 @@ def shares(run: Run, steps: Sequence[int]) -> dict[int, dict[str, float]]:
     """Return, by rank, the shares of the time spent working, waiting, moving data, and on all else."""
     begin, end = run.whole(steps)
     by_who, length = busy(run, begin, end), end - begin
-    found = {}
+    result = {}
     for rank in run.ranks:
         parts = {"work": seconds(at_work(by_who, rank))} | {who: seconds(by_who[who][rank]) for who in (WAIT, DATA)}
         parts["controller"] = (end - begin) - sum(parts.values())
-        found[rank] = {name: value / length for name, value in parts.items()}
-    return found
+        result[rank] = {name: value / length for name, value in parts.items()}
+    return result
 
 
 def overlaps(run: Run, steps: Sequence[int]) -> dict[tuple[str, str], float]:
@@ -248,7 +248,7 @@ def overlaps(run: Run, steps: Sequence[int]) -> dict[tuple[str, str], float]:
     by_who = busy(run, *run.whole(steps))
     roles = sorted(who for who in by_who if who not in (*NO_WORK, "rank"))
     when = {who: union(chain.from_iterable(by_who[who].values())) for who in roles}
-    return {(one, other): seconds(common(when[one], when[other])) for one, other in combinations(roles, 2)}
+    return {(first, other): seconds(common(when[first], when[other])) for first, other in combinations(roles, 2)}
 
 
 @dataclass(frozen=True)
@@ -299,11 +299,11 @@ def row(spans: Iterable[Span], begin: float, end: float, width: int) -> list[str
 
 def marks(kinds: Iterable[str]) -> dict[str, str]:
     """Assign a letter to each kind: the first one of its name that is free."""
-    found = dict(MARKS)
+    assigned = dict(MARKS)
     for kind in kinds:
         letters = (letter for letter in kind.upper() + kind.lower() + "0123456789" if letter.isalnum())
-        found.setdefault(kind, next((letter for letter in letters if letter not in found.values()), "#"))
-    return found
+        assigned.setdefault(kind, next((letter for letter in letters if letter not in assigned.values()), "#"))
+    return assigned
 
 
 def picture(run: Run, steps: Sequence[int], width: int) -> list[Text]:
@@ -337,8 +337,10 @@ def tables(run: Run, steps: Sequence[int]) -> list[Table]:
     for rank, part in shares(run, steps).items():
         by_rank.add_row(str(rank), *(f"{part[name]:.1%}" for name in ("work", WAIT, DATA, "controller")))
     pairs = Table("at work at once", "seconds", box=box.SIMPLE_HEAD)
-    found = [(value, f"{one} and {other}") for (one, other), value in overlaps(run, steps).items() if value >= 0.005]
-    for pair, value in [(pair, f"{value:.2f}") for value, pair in sorted(found, reverse=True)] or [
+    overlapping = [
+        (value, f"{first} and {other}") for (first, other), value in overlaps(run, steps).items() if value >= 0.005
+    ]
+    for pair, value in [(pair, f"{value:.2f}") for value, pair in sorted(overlapping, reverse=True)] or [
         ("no two roles", "")
     ]:
         pairs.add_row(pair, value)

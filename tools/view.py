@@ -116,10 +116,10 @@ def show(options: argparse.Namespace) -> int:
     check_writable_folder(file.with_name(f"{file.stem}_files"), "--out")
     runs = [load(path, spans_of) for path in options.runs]
     written = write_page(runs, file, options.details)
-    for one in runs:
-        for note in [*one.notes, *(one.spans or {}).get("notes", ())]:
+    for run in runs:
+        for note in [*run.notes, *(run.spans or {}).get("notes", ())]:
             print(f"note: {note}")
-    rollouts = sum(len(one.index) for one in runs)
+    rollouts = sum(len(run.index) for run in runs)
     print(
         f"wrote {file}: {written['page'] / 2**20:.1f} MiB, {rollouts} rollouts; tokens of {written['rollouts']} of "
         f"them beside it, {written['beside'] / 2**20:.1f} MiB"

@@ -71,7 +71,7 @@ def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
     written = [turn.logprobs for turn in rollout.turns if turn.is_action]
     logprobs = np.concatenate([np.zeros(0, np.float32), *written])
     oldest = min((version for version, _ in rollout.version_spans if version >= 0), default=newest)
-    found: dict[str, Value] = {
+    values: dict[str, Value] = {
         "step": step,
         "number": record.number,
         "group": rollout.group,
@@ -88,7 +88,7 @@ def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
         "tool_errors": rollout.tool_errors,
         "lag": newest - oldest,
     }
-    return found
+    return values
 
 
 def chosen(records: list[Record], step: int, options: argparse.Namespace) -> list[Record]:
@@ -99,19 +99,19 @@ def chosen(records: list[Record], step: int, options: argparse.Namespace) -> lis
         check_column(name, "--sort")
         if way not in ("", "up", "down"):
             raise ConfigError(f"--sort {options.sort[:60]}: write {name}, or {name}:down for the highest first")
-    found = list(records)
+    selected = list(records)
     if fits is not None or name:
         newest = max((version for one in records for version, _ in one.rollout.version_spans), default=-1)
-        known = {id(one): figures(one, step, newest) for one in records}
+        values = {id(one): figures(one, step, newest) for one in records}
         if fits is not None:
-            found = [one for one in found if fits(known[id(one)])]
+            selected = [one for one in selected if fits(values[id(one)])]
         if name in TEXT_COLUMNS:
-            found.sort(key=lambda one: str(known[id(one)][name]), reverse=way == "down")
+            selected.sort(key=lambda one: str(values[id(one)][name]), reverse=way == "down")
         elif name:
-            found.sort(key=lambda one: _last_if_none(known[id(one)][name], way == "down"))
+            selected.sort(key=lambda one: _last_if_none(values[id(one)][name], way == "down"))
     if options.worst or options.best:
-        found.sort(key=lambda record: record.rollout.reward, reverse=options.best)
-    return found
+        selected.sort(key=lambda record: record.rollout.reward, reverse=options.best)
+    return selected
 
 
 def _last_if_none(value: Value, down: bool) -> tuple[bool, float]:
@@ -188,11 +188,11 @@ def token_lines(record: Record, turn: Turn, first: int, words: TokenDecoder) -> 
     versions, lines = turn.token_versions, []
     for place, (token, word) in enumerate(zip(ids, words.decode_each(ids), strict=True)):
         text = _printable(word).replace("\n", "\\n")
-        own = ""
+        source = ""
         if turn.is_action:
             advantage = "" if record.advantages is None else f"{record.advantages[first + place]:+.4f}"
-            own = f"{turn.logprobs[place]:.4f}  {advantage:>8}  w{versions[place]}"
-        lines.append(f"{first + place:6}  {token:7}  {own:>26}  |{text}|")
+            source = f"{turn.logprobs[place]:.4f}  {advantage:>8}  w{versions[place]}"
+        lines.append(f"{first + place:6}  {token:7}  {source:>26}  |{text}|")
     return lines
 
 

@@ -84,8 +84,8 @@ def _other_runs(shop: Workshop) -> Seen:
         if "forced" in describe_ranges()["run.resume"]:
             with shop.sft(run_dir, run__resume="forced") as job:
                 ended = job.ended()
-            found = resumed_from(job.log)[-1:]
-            forced = ended.status == 0 and found == [SFT_STEPS - 1] and not same_weights(run_dir, undisturbed)
+            resumed = resumed_from(job.log)[-1:]
+            forced = ended.status == 0 and resumed == [SFT_STEPS - 1] and not same_weights(run_dir, undisturbed)
             findings.add(forced, "run.resume=forced goes on all the same", f"forced: {ended.why}")
         else:
             findings.add(False, "", "nothing forces it")

@@ -68,8 +68,8 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
     if step == SFT_STEPS:  # the newest checkpoint is intact: training is complete
         shutil.rmtree(run_dir / "checkpoints" / f"step_{step:06d}")
         step -= 1
-    held = Point("held", "save:tmp", step + 1)
-    with shop.sft(run_dir, [held], run__resume="auto") as job:
+    hold = Point("held", "save:tmp", step + 1)
+    with shop.sft(run_dir, [hold], run__resume="auto") as job:
         job.reached("held")
         refused = None
         if 15 in wanted:
@@ -84,9 +84,9 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
         findings = Findings()
         for folder, file in files:
             lines = [line for line in log.splitlines() if f"skipping checkpoint {folder}" in line]
-            said = shortened(lines[0].partition(f"{folder.name}: ")[2] if lines else "", 100)
+            message = shortened(lines[0].partition(f"{folder.name}: ")[2] if lines else "", 100)
             named = bool(lines) and str(file) in lines[0]
-            findings.add(named, f"skipped: {said}", f"{file} is not named ({said or 'nothing is said'})")
+            findings.add(named, f"skipped: {message}", f"{file} is not named ({message or 'nothing is said'})")
         findings.add(fell_back, f"went on from step {step}", f"went on from {resumed_from(log)}")
         findings.add(ended.status == 0 and exact, "to the weights of the undisturbed run, bit for bit")
         yield number, findings.seen()

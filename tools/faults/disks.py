@@ -124,14 +124,14 @@ def _full_in_a_save(shop: Workshop) -> Seen:
             findings.add(whole(view, 1), "the old checkpoint is intact")
             full.free()
             ended = job.ended()
-        found = LINE.search(job.log + job.output)
-        assert found is not None
-        findings.add(found[1] == "step_000002", f"alarm: {shortened(found[2], 90)}")
+        match = LINE.search(job.log + job.output)
+        assert match is not None
+        findings.add(match[1] == "step_000002", f"alarm: {shortened(match[2], 90)}")
         findings.add(ended.status == 0 and len(job.metrics()) == SFT_STEPS, "training went on to its end", ended.why)
         names = {path.name for path in where.iterdir()}
-        kept = {f"step_{step:06d}" for step in (SFT_STEPS - 1, SFT_STEPS)}
-        findings.add(names == kept | {"latest"}, "later checkpoints were written", f"there are {sorted(names)}")
-        findings.add(all(whole(view, int(name[5:])) for name in kept), "and are whole")
+        expected = {f"step_{step:06d}" for step in (SFT_STEPS - 1, SFT_STEPS)}
+        findings.add(names == expected | {"latest"}, "later checkpoints were written", f"there are {sorted(names)}")
+        findings.add(all(whole(view, int(name[5:])) for name in expected), "and are whole")
         if disk is None:
             findings.add(True, STAND_IN)
         return findings.seen(detect)
@@ -193,10 +193,14 @@ def _full_for_logs(shop: Workshop) -> Seen:
         findings.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.why}")
         done = f"step {STEPS}/{STEPS}" in job.output
         findings.add(done, f"all {STEPS} steps were trained, as the terminal says", "the terminal does not say so")
-        said = [line for line in (*ended.lines, *job.output.splitlines()) if "could not" in line or "No space" in line]
-        findings.add(bool(said), f"said: {shortened(said[0] if said else '', 110)}", "nothing is said of it")
+        messages = [
+            line for line in (*ended.lines, *job.output.splitlines()) if "could not" in line or "No space" in line
+        ]
+        findings.add(
+            bool(messages), f"said: {shortened(messages[0] if messages else '', 110)}", "nothing is said of it"
+        )
         # Free space does not show that the disk was full: partly written files are removed, which makes room.
-        full_then = any(reason in line for line in said for reason in _FULL)
+        full_then = any(reason in line for line in messages for reason in _FULL)
         written = f"{len(job.metrics())} of {STEPS} steps are in metrics.jsonl"
         findings.add(full_then, written, "the disk was not full")
         if disk is None:

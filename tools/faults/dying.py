@@ -98,8 +98,8 @@ def _stopped(shop: Workshop) -> Seen:
             f"not detected within run.timeout_s={TIMEOUT_S}",
         )
         ended = job.ended()
-        said = "\n".join([job.log, job.output, *ended.lines])
-        findings.add(bool(re.search(r"rank 1\b", said)), "rank 1 is named", "rank 1 is not named")
+        output = "\n".join([job.log, job.output, *ended.lines])
+        findings.add(bool(re.search(r"rank 1\b", output)), "rank 1 is named", "rank 1 is not named")
         stacks = [file for file in job.run_dir.rglob("*") if file.is_file() and _is_stacks(read_text(file))]
         findings.add(
             bool(stacks),
@@ -119,13 +119,13 @@ def _is_stacks(text: str) -> bool:
 def _slowed(shop: Workshop) -> Seen:
     """Slow a rank to a tenth of its speed: stop and continue it, 20 times per second."""
     findings = Findings()
-    given: dict[str, Any] = {"run__num_rollout": 2 * STEPS, "run__save_every": 0, "run__export": False}
-    given |= {
+    overrides: dict[str, Any] = {"run__num_rollout": 2 * STEPS, "run__save_every": 0, "run__export": False}
+    overrides |= {
         "parallel__tp": 1,
         "parallel__ep": 1,
         "rollout__replay": shop.longer_answers,
     }  # no tensor or expert parallelism: each rank works by itself
-    with restarting(shop, "row_29", [], **given) as job:
+    with restarting(shop, "row_29", [], **overrides) as job:
         job.wait_for(lambda: job.metrics(), "the first step")
         slow = Slow(job.ranks()[1])
         try:
@@ -179,8 +179,8 @@ class Slow(threading.Thread):
 
 def _state(pid: int) -> str:
     """Return a process's state from /proc; empty if there is none."""
-    found = read_text_of(pid)
-    return found.rpartition(")")[2].split()[0] if found else ""
+    status = read_text_of(pid)
+    return status.rpartition(")")[2].split()[0] if status else ""
 
 
 def read_text_of(pid: int) -> str:

@@ -127,8 +127,8 @@ class Chain:
         """Return the scheduler process of an engine: the first child of its server. Servers are forked by the tool's
         own host."""
         log = str(self.run_dir / "logs" / f"engine_{index}.log")
-        mine = [process for process in psutil.Process().children(recursive=True) if _writes_to(process, log)]
-        servers = [process for process in mine if len(process.children()) > 1]
+        candidates = [process for process in psutil.Process().children(recursive=True) if _writes_to(process, log)]
+        servers = [process for process in candidates if len(process.children()) > 1]
         if not servers:
             raise WentOtherwise(f"engine {index} is not there")
         server = max(servers, key=psutil.Process.create_time)
@@ -148,14 +148,14 @@ def _writes_to(process: psutil.Process, log: str) -> bool:
 def _hung_tool(chain: Chain, findings: Findings, number: int) -> Seen:
     step = STEPS[number]
     chain.done(step)
-    said = [
+    messages = [
         str(message["content"])
         for rollout in chain.rollouts(step)
         for message in rollout.messages
         if message["role"] == "tool"
     ]
-    late = [text for text in said if "stopped after" in text]
-    findings.add(len(late) == 1, f"1 of {len(said)} observations: {late[0] if late else ''}", f"{len(late)} say so")
+    late = [text for text in messages if "stopped after" in text]
+    findings.add(len(late) == 1, f"1 of {len(messages)} observations: {late[0] if late else ''}", f"{len(late)} say so")
     pid = int(read_text(chain.notes / HUNG) or 0)
     findings.add(pid > 0 and not os.path.exists(f"/proc/{pid}"), "its process was killed")
     aborted = _aborted(chain, step)
@@ -308,8 +308,8 @@ def _flipped_bit(chain: Chain, findings: Findings, number: int) -> Seen:
     flipped = job.reached("wire")
     ended = job.ended()
     findings.add(ended.status == 2, "exit status 2", f"exit status {ended.status}")
-    said = re.search(r"arrived|checksum|hash|bits|other weights than were sent", ended.why)
-    named = bool(said) and f"version {step}" in ended.why
+    match = re.search(r"arrived|checksum|hash|bits|other weights than were sent", ended.why)
+    named = bool(match) and f"version {step}" in ended.why
     findings.add(named, shortened(ended.why, 140), shortened(ended.why, 140))
     after = chain.run_dir / "rollouts" / f"step_{step + 1:06d}"
     findings.add(not after.exists(), "nothing was generated with it")

@@ -34,11 +34,11 @@ class HookedLaunch(launcher.Launch):
 
 def main() -> int:
     launcher.Launch = HookedLaunch  # type: ignore[misc]
-    given = os.environ.get(points.VARIABLE, "")
-    if given and (rendezvous.read_launch_env().is_launched or "parallel.world_size=1" in sys.argv):
+    variable = os.environ.get(points.VARIABLE, "")
+    if variable and (rendezvous.read_launch_env().is_launched or "parallel.world_size=1" in sys.argv):
         import megarl.flow  # noqa: F401  in the order in which the program imports things
 
-        points.install(given)
+        points.install(variable)
     return train.main()
 
 

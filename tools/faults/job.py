@@ -67,18 +67,18 @@ class Job:
         """The second is the path for this process, which differs if the run has a private file system."""
         self.points = run_dir.with_name(f"{run_dir.name}.points")
         self.points.mkdir(parents=True, exist_ok=True)
-        given = [f"{key}={_yaml(value)}" for key, value in {"run.dir": run_dir, **settings}.items()]
+        overrides = [f"{key}={_yaml(value)}" for key, value in {"run.dir": run_dir, **settings}.items()]
         script = str(Path(__file__).with_name("hooked.py"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
-        environment[VARIABLE] = json.dumps({"folder": str(self.points), "points": [asdict(one) for one in points]})
+        environment[VARIABLE] = json.dumps({"folder": str(self.points), "points": [asdict(point) for point in points]})
         if host:
             environment[HOST_VARIABLE] = host
         self._output = tempfile.TemporaryFile("w+")
         self._errors = tempfile.TemporaryFile("w+")
         self.began = time.time()
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, script, str(config), *given],
+            [*prefix, sys.executable, script, str(config), *overrides],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -98,27 +98,27 @@ class Job:
     def wait_for(self, there: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> Any:
         """Return the first true value of `there`. Raises WentOtherwise if the run ends first, or on timeout."""
         deadline = time.monotonic() + seconds
-        while not (found := there()):
+        while not (result := there()):
             if self.process.poll() is not None:
-                if found := there():
-                    return found
+                if result := there():
+                    return result
                 raise WentOtherwise(f"the run ended before {what}: {self.ended().why}")
             if time.monotonic() > deadline:
                 raise WentOtherwise(f"{what} did not come in {seconds:g} s")
             time.sleep(_LOOK_S)
-        return found
+        return result
 
     def reached(self, name: str, seconds: float = PATIENCE_S) -> dict[str, Any]:
         """Return the process that reached the point, and the time."""
-        found: dict[str, Any] = self.wait_for(lambda: self._mark(name), f"the point {name}", seconds)
-        return found
+        mark: dict[str, Any] = self.wait_for(lambda: self._mark(name), f"the point {name}", seconds)
+        return mark
 
     def _mark(self, name: str) -> dict[str, Any] | None:
         try:
-            found: dict[str, Any] = json.loads((self.points / f"{name}.at").read_text())
+            mark: dict[str, Any] = json.loads((self.points / f"{name}.at").read_text())
         except (OSError, ValueError):
             return None
-        return found
+        return mark
 
     def go_on(self, name: str) -> None:
         (self.points / f"{name}.go").touch()
@@ -144,7 +144,7 @@ class Job:
 
     def ranks(self) -> dict[int, int]:
         """Return the process of each rank; for a single rank, the program itself."""
-        found = {}
+        processes = {}
         for process in self.family():
             try:
                 environment, script = process.environ(), process.cmdline()
@@ -152,8 +152,8 @@ class Job:
                 continue
             if "LOCAL_WORLD_SIZE" in environment and any(part.endswith("hooked.py") for part in script):
                 if not _is_fork(process):
-                    found[int(environment["RANK"])] = process.pid
-        return found or {0: self.process.pid}
+                    processes[int(environment["RANK"])] = process.pid
+        return processes or {0: self.process.pid}
 
     def send(self, pid: int, number: int) -> float:
         """Send a signal to a process of the run. Return the time."""
@@ -201,13 +201,13 @@ def _is_fork(process: psutil.Process) -> bool:
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the complete lines in order, repeated steps included."""
-    found = []
+    rows = []
     for line in read_text(run_dir / "metrics.jsonl").splitlines():
         try:
-            found.append(json.loads(line))
+            rows.append(json.loads(line))
         except ValueError:
             pass  # the file is being written
-    return found
+    return rows
 
 
 def read_text(path: Path) -> str:

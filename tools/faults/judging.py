@@ -22,8 +22,8 @@ _CHUNK = bytes(1 << 16)
 
 def asks(text: str) -> str:
     """Return the misbehaviour that an answer asks for; empty for none."""
-    found = re.search(r"\[(\w+)\]", text)
-    return found[1] if found else ""
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else ""
 
 
 def judge(rollout: Rollout) -> float:
@@ -62,8 +62,8 @@ class Service:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                (one,) = body["conversations"]
-                word, key = asks(one["answer"]), f"{one['id']} {one['answer']}"
+                (conversation,) = body["conversations"]
+                word, key = asks(conversation["answer"]), f"{conversation['id']} {conversation['answer']}"
                 tries = service.asked.setdefault(key, [])
                 tries.append(time.monotonic())
                 if word == "error" or (word == "once" and len(tries) == 1):

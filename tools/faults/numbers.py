@@ -74,7 +74,7 @@ def _log_probs(shop: Workshop) -> Seen:
     findings.add(bool(counted), f"counted: {', '.join(counted)}", "no metric counts it")
     lost = None
     if 2 in rows:
-        (harmed,) = [one for one in read_records(job.run_dir, 2) if one.number == 0]  # the rank's first sample
+        (harmed,) = [record for record in read_records(job.run_dir, 2) if record.number == 0]  # the rank's first sample
         left_out = harmed.advantages is None or not harmed.advantages.any()
         lost = int(rows[2].get("rollout/quarantined", 0))
         findings.add(left_out and lost == 1, "nothing was learned from it, and no other", f"left out: {lost}")

@@ -30,22 +30,22 @@ def record(
     tokenizer = AutoTokenizer.from_pretrained(model)
     even = -float(np.log(len(tokenizer)))
     for step in steps:
-        made: list[list[tuple[int, Rollout]]] = [[] for _ in range(ranks)]
+        by_rank: list[list[tuple[int, Rollout]]] = [[] for _ in range(ranks)]
         for group in range(groups):
             question = {"role": "user", "content": f"Say numbers, {group} of step {step}."}
-            asked = tokenizer.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
-            ids = np.array(tokenizer(asked, add_special_tokens=False)["input_ids"], np.int32)
+            prompt_text = tokenizer.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
+            ids = np.array(tokenizer(prompt_text, add_special_tokens=False)["input_ids"], np.int32)
             prompt = Prompt(f"{step}-{group}", (question,), ids)
             for sample in range(samples):
                 text = answer(step, group, sample)
-                said = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-                turns = (Turn(ids), Turn(said, np.full(len(said), even, np.float32), True, step - 1))
+                answer_ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+                turns = (Turn(ids), Turn(answer_ids, np.full(len(answer_ids), even, np.float32), True, step - 1))
                 words = (question, {"role": "assistant", "content": text})
                 number = group * samples + sample
-                one = Rollout(prompt, turns, seed=number, group=group, messages=words)
-                made[number * ranks // (groups * samples)].append((number, one))
-        for rank, mine in enumerate(made):
-            numbers, rollouts = zip(*mine, strict=True)
+                rollout = Rollout(prompt, turns, seed=number, group=group, messages=words)
+                by_rank[number * ranks // (groups * samples)].append((number, rollout))
+        for rank, rank_rollouts in enumerate(by_rank):
+            numbers, rollouts = zip(*rank_rollouts, strict=True)
             write_part(part_file(run_dir, step, rank), step, groups * samples, numbers, rollouts)
     return run_dir
 

@@ -78,7 +78,7 @@ class Moment:
 def install(given: str) -> None:
     """Install the points in this process. given: the value of the environment variable."""
     tree = json.loads(given)
-    moments = [Moment(Point(**one), Path(tree["folder"])) for one in tree["points"]]
+    moments = [Moment(Point(**fields), Path(tree["folder"])) for fields in tree["points"]]
     if not moments:
         return
     from megarl.observe.run_log import RunLog
@@ -228,11 +228,11 @@ def _in_the_log_probs(moment: Moment) -> None:
     original = MegatronModel.forward
 
     def forward(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
-        found = original(self, batch, *arguments, **named)
-        if moment.is_now() and "logprobs" in found and len(batch.cu_seqlens) > 1 and moment.mark():
+        output = original(self, batch, *arguments, **named)
+        if moment.is_now() and "logprobs" in output and len(batch.cu_seqlens) > 1 and moment.mark():
             first, end = batch.cu_seqlens[:2].tolist()
-            found["logprobs"][first:end] = float("nan")
-        return found
+            output["logprobs"][first:end] = float("nan")
+        return output
 
     MegatronModel.forward = forward  # type: ignore[method-assign]
 

@@ -35,8 +35,8 @@ def answer(step: int, group: int, sample: int) -> str:
     words = WORDS[group]
     if group in (4, 5):
         words = words[:1] * SAMPLES  # all samples of the group
-    asked = f" [{words[sample]}]" if step == 1 and sample < len(words) else ""
-    return wordy(step, group, sample) + asked
+    request = f" [{words[sample]}]" if step == 1 and sample < len(words) else ""
+    return wordy(step, group, sample) + request
 
 
 def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
@@ -89,36 +89,36 @@ class Step:
         self.records = records
 
     def asking(self, *words: str) -> list[Record]:
-        return [one for one in self.records if asks(one.rollout.answer) in words]
+        return [record for record in self.records if asks(record.rollout.answer) in words]
 
     def group(self, number: int) -> list[Record]:
-        return [one for one in self.records if one.rollout.group == number]
+        return [record for record in self.records if record.rollout.group == number]
 
     def masked(self, findings: Findings, *words: str) -> int:
         """Check that the answers with these words have no reward and were not trained on. Return their number."""
-        found = self.asking(*words)
-        good = [one for one in found if one.rollout.unscored and one.advantages is None]
-        said = {text for one in found for text in one.rollout.unscored.values()}
-        why = sorted({shortened(text.rpartition("/score: ")[2], 70) for text in said})
+        records = self.asking(*words)
+        good = [record for record in records if record.rollout.unscored and record.advantages is None]
+        reasons = {text for record in records for text in record.rollout.unscored.values()}
+        why = sorted({shortened(text.rpartition("/score: ")[2], 70) for text in reasons})
         findings.add(
-            bool(found) and len(good) == len(found),
+            bool(records) and len(good) == len(records),
             f"{len(good)} masked, not 0 ({'; '.join(why[:4])})",
-            f"{len(good)} of {len(found)} masked",
+            f"{len(good)} of {len(records)} masked",
         )
-        return len(found)
+        return len(records)
 
     def others_are_right(self, findings: Findings, group: int) -> None:
         """Check that the group's rewarded answers have advantages around their own mean: no failed one counts as 0."""
-        scored = [one for one in self.group(group) if not one.rollout.unscored]
-        rewards = [one.rollout.reward for one in scored]
-        given = [one.advantage for one in scored]
+        scored = [record for record in self.group(group) if not record.rollout.unscored]
+        rewards = [record.rollout.reward for record in scored]
+        advantages = [record.advantage for record in scored]
         mean = sum(rewards) / max(1, len(rewards))
         good = all(
             advantage is not None and math.isfinite(advantage) and (advantage > 0) == (reward > mean)
-            for advantage, reward in zip(given, rewards, strict=True)
+            for advantage, reward in zip(advantages, rewards, strict=True)
             if abs(reward - mean) > 1e-9
         )
-        around = abs(sum(advantage or 0.0 for advantage in given)) < 1e-3
+        around = abs(sum(advantage or 0.0 for advantage in advantages)) < 1e-3
         findings.add(bool(scored) and good and around, "the others are compared with each other alone")
 
 
@@ -130,8 +130,8 @@ def _errors(findings: Findings, first: Step, second: Step, service: Service, not
     first.others_are_right(findings, 0)
     tries = [times for key, times in service.asked.items() if asks(key) == "error"]
     gaps = [times[i + 1] - times[i] for times in tries for i in range(len(times) - 1)]
-    kept = all(len(times) == TRIES for times in tries) and min(gaps, default=0.0) >= PAUSE_S / 2
-    findings.add(kept, f"{TRIES} tries each, {min(gaps, default=0):.2f} to {max(gaps, default=0):.2f} s apart")
+    has_paused = all(len(times) == TRIES for times in tries) and min(gaps, default=0.0) >= PAUSE_S / 2
+    findings.add(has_paused, f"{TRIES} tries each, {min(gaps, default=0):.2f} to {max(gaps, default=0):.2f} s apart")
     once = first.asking("once")
     findings.add(bool(once) and not once[0].rollout.unscored, "one that failed once has its reward")
     return findings.seen(lost=lost)
@@ -153,7 +153,7 @@ def _rejected(findings: Findings, first: Step, second: Step, service: Service, n
         f"of 1 GB {service.sent / 1e6:.0f} MB were sent",
         f"{service.sent} bytes were taken",
     )
-    failed = sum(bool(one.rollout.unscored.get("service")) for one in first.records) / len(first.records)
+    failed = sum(bool(record.rollout.unscored.get("service")) for record in first.records) / len(first.records)
     counted = bool(rows) and abs(rows[0].get("reward/service_failed_frac", -1) - failed) < 1e-6
     findings.add(counted, f"counted: reward/service_failed_frac {failed:.2f}")
     return findings.seen(lost=lost)
@@ -162,21 +162,21 @@ def _rejected(findings: Findings, first: Step, second: Step, service: Service, n
 def _functions(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
     lost = first.masked(findings, "raise", "loop", "leave")
     pids = {file.name: int(file.read_text()) for file in notes.iterdir()}
-    gone = "loop" in pids and not os.path.exists(f"/proc/{pids['loop']}")
-    findings.add(gone, "the process that hung was killed")
-    fine = all(not one.rollout.unscored for one in second.records)
+    is_killed = "loop" in pids and not os.path.exists(f"/proc/{pids['loop']}")
+    findings.add(is_killed, "the process that hung was killed")
+    fine = all(not record.rollout.unscored for record in second.records)
     findings.add(fine, "in the next step all have a reward, by the one slot that the pool has")
     return findings.seen(detect=TIMEOUT_S, lost=lost)
 
 
 def _groups(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
     masked, flat = first.group(4), first.group(5)
-    findings.add(all(one.advantages is None for one in masked), f"{len(masked)} of a masked group are skipped")
-    level = {one.rollout.reward for one in flat}
-    zero = all(one.advantage in (None, 0.0) for one in flat)
+    findings.add(all(record.advantages is None for record in masked), f"{len(masked)} of a masked group are skipped")
+    level = {record.rollout.reward for record in flat}
+    zero = all(record.advantage in (None, 0.0) for record in flat)
     findings.add(len(level) == 1 and zero, "a group of equal rewards has advantages of 0")
     numbers = [value for row in rows for value in row.values() if isinstance(value, float)]
-    advantages = [one.advantage for one in (*first.records, *second.records) if one.advantage is not None]
+    advantages = [record.advantage for record in (*first.records, *second.records) if record.advantage is not None]
     finite = all(map(math.isfinite, (*numbers, *advantages)))
     findings.add(bool(numbers) and finite, f"all of {len(numbers)} figures are numbers")
     findings.add(len(rows) == 2 and rows[1].get("actor/grad_norm", 0) > 0, "the run goes on learning")

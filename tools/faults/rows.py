@@ -63,19 +63,19 @@ ROWS: dict[int, Row] = {
 
 def chosen(text: str) -> list[int]:
     """Parse `1,4-6` to row numbers, ascending. Raises ValueError for a number that is no row."""
-    found: set[int] = set()
+    selected: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         numbers = range(int(first), int(last or first) + 1)
         if not numbers or not set(numbers) <= ROWS.keys():
             raise ValueError(f"{part.strip()!r} names no row of 1 to {max(ROWS)}")
-        found |= set(numbers)
-    return sorted(found)
+        selected |= set(numbers)
+    return sorted(selected)
 
 
 def by_scenario(numbers: list[int]) -> dict[str, list[int]]:
     """Return the rows that each scenario shows, in the order of their first rows."""
-    found: dict[str, list[int]] = {}
+    scenarios: dict[str, list[int]] = {}
     for number in numbers:
-        found.setdefault(ROWS[number].scenario, []).append(number)
-    return found
+        scenarios.setdefault(ROWS[number].scenario, []).append(number)
+    return scenarios

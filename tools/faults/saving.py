@@ -32,10 +32,10 @@ def resumed_from(log: str) -> list[int]:
 def whole(run_dir: Path, step: int) -> bool:
     """Return whether a checkpoint exists and its files match its manifest."""
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
-    found = manifest.read(folder)
-    if isinstance(found, str):
+    entries = manifest.read(folder)
+    if isinstance(entries, str):
         return False
-    _, files = found
+    _, files = entries
     return not (manifest.check_sizes(folder, files, files) or manifest.check_hashes(folder, files, files))
 
 
@@ -57,11 +57,11 @@ def _stages(shop: Workshop) -> Seen:
             job.reached(stage)
             moment = job.kill_all()
     expected = [1] * (len(STAGES) - 1) + [AT]
-    found = resumed_from(job.log)
-    for stage, was, wanted in zip(STAGES, found, expected, strict=False):
+    resumed = resumed_from(job.log)
+    for stage, was, wanted in zip(STAGES, resumed, expected, strict=False):
         findings.add(was == wanted, f"{stage}: step {was} loads", f"{stage}: step {was} loads, not {wanted}")
-    left = [name for name in checkpoints(run_dir) if name.endswith(".tmp")]
-    findings.add(not left, "nothing half-written is left", f"left: {left}")
+    leftovers = [name for name in checkpoints(run_dir) if name.endswith(".tmp")]
+    findings.add(not leftovers, "nothing half-written is left", f"left: {leftovers}")
     findings.add(same_weights(run_dir, undisturbed), SAME_BITS)
     return findings.seen(recover=recover)
 
@@ -86,8 +86,8 @@ def _writer(shop: Workshop) -> Seen:
     with shop.sft(run_dir, run__resume="auto", **more) as second:
         second.wait_for(lambda: resumed_from(second.log), "a resume")
         recover = time.time() - moment
-        found = resumed_from(second.log)
-        findings.add(found == [AT - 1], f"started again, from step {AT - 1}", f"started again, from {found}")
+        resumed = resumed_from(second.log)
+        findings.add(resumed == [AT - 1], f"started again, from step {AT - 1}", f"started again, from {resumed}")
         ended = second.ended()
         findings.add(ended.status == 0, "the rest was trained", f"the run ended: {ended.why}")
     findings.add(not _left(second), "nothing half-written is left")

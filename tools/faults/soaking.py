@@ -110,12 +110,12 @@ def soak(shop: Workshop, seconds: float, every: float, seed: int = 1) -> Report:
     shop.say(f"soak: {steps} steps of {step_s:.1f} s, a kill every {every:g} s on average")
     place = shop.place("soak")
     answers = record(place / "answers", shop.material / "model", range(1, steps + 1), GROUPS, SAMPLES, ranks=2)
-    given: dict[str, Any] = {"rollout__replay": answers, "run__num_rollout": steps, "run__timeout_s": TIMEOUT_S}
-    given |= {"run__max_restarts": 1000} if RESTARTS in KEYS else {}
-    whole = finished(shop.replayed(place / "undisturbed", **given), _patience(seconds))
+    overrides: dict[str, Any] = {"rollout__replay": answers, "run__num_rollout": steps, "run__timeout_s": TIMEOUT_S}
+    overrides |= {"run__max_restarts": 1000} if RESTARTS in KEYS else {}
+    whole = finished(shop.replayed(place / "undisturbed", **overrides), _patience(seconds))
     shop.say(f"soak: undisturbed it takes {whole:.0f} s")
     began = time.time()
-    kills, by_hand = _under_kills(shop, place / "run", given, seconds, every, random.Random(seed))
+    kills, by_hand = _under_kills(shop, place / "run", overrides, seconds, every, random.Random(seed))
     took, rows = time.time() - began, metrics_of(place / "run")
     done = {row["step"] for row in rows}
     return Report(
@@ -184,15 +184,15 @@ def _kill_one(job: Job, draw: random.Random) -> str:
 
 
 def table(report: Report) -> Table:
-    found = Table(box=box.SIMPLE, show_header=False)
+    result = Table(box=box.SIMPLE, show_header=False)
     counts = Counter(kill.what for kill in report.kills)
-    found.add_row("steps", str(report.steps))
-    found.add_row("seconds", f"{report.seconds:.0f}")
-    found.add_row("kills", f"{len(report.kills)}: " + ", ".join(f"{count} x {what}" for what, count in counts.items()))
-    found.add_row("starts by hand", str(report.by_hand))
-    found.add_row("effective-time ratio", f"{report.effective:.3f}, undisturbed {report.undisturbed:.3f}")
+    result.add_row("steps", str(report.steps))
+    result.add_row("seconds", f"{report.seconds:.0f}")
+    result.add_row("kills", f"{len(report.kills)}: " + ", ".join(f"{count} x {what}" for what, count in counts.items()))
+    result.add_row("starts by hand", str(report.by_hand))
+    result.add_row("effective-time ratio", f"{report.effective:.3f}, undisturbed {report.undisturbed:.3f}")
     for share, seconds in report.percentiles().items():
-        found.add_row(f"recovery, {share} % within", f"{seconds:.1f} s")
-    found.add_row("steps missing", str(report.missing))
-    found.add_row("weights", "those of the undisturbed run, bit for bit" if report.same else "NOT the same")
-    return found
+        result.add_row(f"recovery, {share} % within", f"{seconds:.1f} s")
+    result.add_row("steps missing", str(report.missing))
+    result.add_row("weights", "those of the undisturbed run, bit for bit" if report.same else "NOT the same")
+    return result

@@ -53,9 +53,9 @@ class Workshop:
 
     def place(self, name: str) -> Path:
         """Create a new folder."""
-        found = self.folder / name
-        found.mkdir(parents=True)
-        return found
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        return folder
 
     # --- material
 
@@ -98,18 +98,22 @@ class Workshop:
 
     def sft(self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any) -> Job:
         """Start an SFT run on one rank, which takes seconds to start. settings: keys with `__` for the dot."""
-        given = {"model.path": self.material / "model", "data.train": self.material / "sft.jsonl", **_keys(settings)}
-        given = {"parallel.world_size": 1, **given}
-        return Job(run_dir, self.material / "sft.yaml", given, points, prefix)
+        overrides = {
+            "model.path": self.material / "model",
+            "data.train": self.material / "sft.jsonl",
+            **_keys(settings),
+        }
+        overrides = {"parallel.world_size": 1, **overrides}
+        return Job(run_dir, self.material / "sft.yaml", overrides, points, prefix)
 
     def replayed(self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any) -> Job:
         """Start GRPO on two ranks, on recorded answers."""
         paths = {"model.path": self.material / "model", "data.train": self.material / "questions.jsonl"}
-        given: dict[str, Any] = {**paths, "parallel.world_size": 2, "parallel.tp": 2, "parallel.ep": 2}
-        given |= _keys(settings)
-        if "rollout.replay" not in given:
-            given["rollout.replay"] = self.answers
-        return Job(run_dir, self.material / "grpo.yaml", given, points, prefix)
+        overrides: dict[str, Any] = {**paths, "parallel.world_size": 2, "parallel.tp": 2, "parallel.ep": 2}
+        overrides |= _keys(settings)
+        if "rollout.replay" not in overrides:
+            overrides["rollout.replay"] = self.answers
+        return Job(run_dir, self.material / "grpo.yaml", overrides, points, prefix)
 
     @cached_property
     def caller(self) -> Path:
@@ -138,7 +142,7 @@ class Workshop:
     def generated(self, run_dir: Path, points: Sequence[Point], settings: dict[str, Any]) -> Job:
         """Start GRPO of that policy, on two ranks with an engine each, with tools. The entropy bonus changes the
         weights, whatever the answers are."""
-        given = {
+        overrides = {
             "model.path": self.caller / "run" / "export",
             "data.train": self.caller / "talks.jsonl",
             **{"parallel.world_size": 2, "parallel.ranks_per_node": 2, "run.export": False},
@@ -150,7 +154,7 @@ class Workshop:
             **{"actor_optimizer.lr": 5e-4, "actor_optimizer.schedule": "constant"},
             **settings,
         }
-        return Job(run_dir, self.material / "grpo.yaml", given, points, host=self.host())
+        return Job(run_dir, self.material / "grpo.yaml", overrides, points, host=self.host())
 
     @cache  # noqa: B019  there is one workshop
     def undisturbed(self) -> Path:

@@ -59,10 +59,10 @@ def lengths(shape: Shape, group: int) -> np.ndarray:
     random = np.random.default_rng((1, group))
     if shape.lengths == "lognormal":
         return np.exp(random.normal(8.2, 0.8, shape.samples)).clip(256, 32768).astype(np.int64)
-    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", shape.lengths)
-    if found is None or int(found[1]) < 8 or int(found[2] or found[1]) < int(found[1]):
+    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", shape.lengths)
+    if match is None or int(match[1]) < 8 or int(match[2] or match[1]) < int(match[1]):
         raise ValueError(f"lengths are 2048-8192, 32768 or lognormal, of at least 8 tokens, not {shape.lengths!r}")
-    return random.integers(int(found[1]), int(found[2] or found[1]) + 1, shape.samples)
+    return random.integers(int(match[1]), int(match[2] or match[1]) + 1, shape.samples)
 
 
 def answers(shape: Shape, group: int) -> Iterator[Answer]:
@@ -71,12 +71,17 @@ def answers(shape: Shape, group: int) -> Iterator[Answer]:
     sizes = lengths(shape, group)
     prompt = random.integers(0, 150_000, min(PROMPT, int(sizes.min()) // 4), dtype=np.int32)
     for number, size in enumerate(sizes.tolist()):
-        left, turns = size - len(prompt), []
-        spoken = left - min(TOOL * (shape.turns - 1), left // 2)
-        tools = left - spoken
+        remaining, turns = size - len(prompt), []
+        spoken = remaining - min(TOOL * (shape.turns - 1), remaining // 2)
+        tools = remaining - spoken
         for turn in range(shape.turns):
-            own = spoken // shape.turns + (turn < spoken % shape.turns)
-            turns.append((random.integers(0, 150_000, own, dtype=np.int32), -random.random(own, dtype=np.float32)))
+            turn_length = spoken // shape.turns + (turn < spoken % shape.turns)
+            turns.append(
+                (
+                    random.integers(0, 150_000, turn_length, dtype=np.int32),
+                    -random.random(turn_length, dtype=np.float32),
+                )
+            )
             if turn + 1 < shape.turns:
                 read = tools // (shape.turns - 1) + (turn < tools % (shape.turns - 1))
                 turns.append((random.integers(0, 150_000, read, dtype=np.int32), np.zeros(0, np.float32)))

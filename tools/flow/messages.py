@@ -43,8 +43,8 @@ def latency(group: dist.ProcessGroup) -> float:
 
 def wire(group: dist.ProcessGroup) -> float:
     """Return seconds per byte from rank 0 to rank 1 by gloo, as to another machine; the minimum measured."""
-    found = [0.0] if group.size() == 1 else []
-    for _ in range(0 if found else 5):
+    times = [0.0] if group.size() == 1 else []
+    for _ in range(0 if times else 5):
         dist.barrier(group=group)
         begun = time.perf_counter()
         if group.rank() == 0:
@@ -52,5 +52,5 @@ def wire(group: dist.ProcessGroup) -> float:
         elif group.rank() == 1:
             dist.recv(torch.empty(BYTES, dtype=torch.uint8), 0, group=group)
         dist.barrier(group=group)
-        found.append(time.perf_counter() - begun)
-    return min(found) / BYTES
+        times.append(time.perf_counter() - begun)
+    return min(times) / BYTES

@@ -102,33 +102,34 @@ class Paper:
         return sent
 
     def _computed(self, model: BatchDispatcher, batch: TrainBatch, rank: int, forward_only: bool) -> int:
-        mine = model.plan(batch, forward_only)[model.model_ranks[rank].dp_rank]
-        return int(batch.lengths[[i for micro in mine for i in micro]].sum())
+        rank_plan = model.plan(batch, forward_only)[model.model_ranks[rank].dp_rank]
+        return int(batch.lengths[[i for micro in rank_plan for i in micro]].sum())
 
     def _batch(self, rank: int, part: Sequence[int], columns: Sequence[str]) -> TrainBatch:
         numbers = torch.as_tensor(list(part), dtype=torch.int64)
         lengths, homes = self.lengths[numbers], self.homes[numbers]
-        own = (homes == rank).nonzero().squeeze(1)
+        local_indices = (homes == rank).nonzero().squeeze(1)
         routed = lengths - 1 if self.routing is not None else torch.zeros_like(lengths)
         records = None
         if self.routing is not None:
             tail = len(self.routing.moe_layers), self.routing.topk
             records = tuple(
-                torch.empty((size, *tail), dtype=self.routing.dtype, device="meta") for size in routed[own].tolist()
+                torch.empty((size, *tail), dtype=self.routing.dtype, device="meta")
+                for size in routed[local_indices].tolist()
             )
 
         def column(dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(int(lengths[own].sum()), dtype=dtype, device="meta")
+            return torch.empty(int(lengths[local_indices].sum()), dtype=dtype, device="meta")
 
         return TrainBatch(
             tokens=column(torch.int32),
-            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths[own].cumsum(0)]),
+            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths[local_indices].cumsum(0)]),
             loss_mask=column(torch.bool),
             group=torch.zeros_like(lengths),
             sequence_reward=torch.zeros(len(lengths)),
             routing=records,
             sampling_mask=None,
-            sharding=BatchSharding(lengths, routed, homes, own, LOCAL),
+            sharding=BatchSharding(lengths, routed, homes, local_indices, LOCAL),
             **{name: column(torch.bool if name == "marked" else torch.float32) for name in columns},  # type: ignore[arg-type]
         )
 

@@ -47,8 +47,8 @@ class Parts:
     def _lap(self) -> None:
         now = time.perf_counter(), time.thread_time()
         if self._open:
-            for found, ended, begun in zip((self.seconds, self.busy), now, self._since, strict=True):
-                found[self._open[-1]] = found.get(self._open[-1], 0.0) + ended - begun
+            for totals, ended, begun in zip((self.seconds, self.busy), now, self._since, strict=True):
+                totals[self._open[-1]] = totals.get(self._open[-1], 0.0) + ended - begun
         self._since = now
 
     def around(self, owner: Any, name: str, part: str) -> None:

@@ -58,15 +58,15 @@ def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
     moved = sum(sum(rank.by_update) for rank in by_rank) / whole
     # The first pass is the policy's, with replayed routing: tokens are sent there, and one value per token comes back.
     passed = sum(rank.by_forward[0] for rank in by_rank) / (tokens * (TOKEN_BYTES + FLOAT_BYTES + record))
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for share, names in ((passed, ("forward",)), (moved, ("advantages", "cutting", "update"))):
         batch = BatchSize(tokens, len(sizes), int(sizes.max()), min(1.0, share))
         by_time = bytes_by_phase(config, declared, batch, routing)
-        found |= {name: sum(by_time[name].values()) for name in names if name in by_time}
+        totals |= {name: sum(by_time[name].values()) for name in names if name in by_time}
     some = next(iter(bytes_by_phase(config, declared, batch, routing).values()))
     rollouts = some["rollouts"] + some["records of routing"]
-    found["recording"] = rollouts + tokens * columns + recording_bytes(config, batch, routing)
-    return {"rollouts": round(rollouts)} | {name: round(amount) for name, amount in found.items()}
+    totals["recording"] = rollouts + tokens * columns + recording_bytes(config, batch, routing)
+    return {"rollouts": round(rollouts)} | {name: round(amount) for name, amount in totals.items()}
 
 
 def measured(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -80,7 +80,7 @@ def beside(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> di
     tokens of its micro-batches."""
     last = [rank["full"][-1] for rank in by_rank]
     paper = sent(order, last[0]["seed"])
-    planned, found = held(order, paper), measured(by_rank)
-    pairs = {name: (amount, found[name]) for name, amount in planned.items() if name in found}
+    planned, counted = held(order, paper), measured(by_rank)
+    pairs = {name: (amount, counted[name]) for name, amount in planned.items() if name in counted}
     pairs["sent"] = sum(rank.machine + rank.network for rank in paper), sum(step["posted"] for step in last)
     return pairs | {"computed": (sum(rank.computed for rank in paper), sum(step["computed"] for step in last))}

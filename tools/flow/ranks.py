@@ -90,10 +90,10 @@ class Played(MegatronModel):
         """Request the micro-batches one after another, as Megatron's schedule would; the last stage returns output."""
         *plan, consume, forward_only = (*arguments, *named.values())
         place, done = torch.device("cpu"), []
-        mine, take, layers = self.how.opened(self, rows, plan, forward_only)
+        rank_plan, take, layers = self.how.opened(self, rows, plan, forward_only)
         at = self.ranks.tp, self.ranks.cp, self.ranks.cp_rank
         replayed = ReplayShard(layers, self.ranks.tp, self.ranks.tp_rank) if self.replay_shape is not None else None
-        for indices in mine:
+        for indices in rank_plan:
             with self.parts.of("micro-batches"):
                 micro: MicroBatch = take(make_micro_batch, indices, place, *at, 0, replayed)
                 self.parts.computed += len(micro.unpadded_indices)
@@ -151,9 +151,9 @@ class Now:
     def prepare(model: Any) -> None:
         from megarl.megatron.distribution import BatchDispatcher, make_model_rank
 
-        own = model.ranks.job.rank, make_model_rank(model.ranks, model.layers)
+        place = model.ranks.job.rank, make_model_rank(model.ranks, model.layers)
         budget = model.config.train.token_budget * model.ranks.cp
-        places = dict(ranks.all_gather_objects(own))
+        places = dict(ranks.all_gather_objects(place))
         model.dispatcher = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replay_shape)
         model.oom_retry = SimpleNamespace(  # as if `guards.memory` were off
             run=lambda batch, plan, work, trains: (work(plan), plan), track_current=lambda micros: micros, metrics={}
@@ -169,14 +169,14 @@ class Now:
 
     @staticmethod
     def rollouts(group: int, made: Sequence[Answer]) -> list[Rollout]:
-        found, prompt = [], Prompt(str(group), (), made[0].prompt)
+        rollouts, prompt = [], Prompt(str(group), (), made[0].prompt)
         for answer in made:
             turns = [Turn(ids, logprobs, bool(len(logprobs))) for ids, logprobs in answer.turns]
             routing = None if answer.routing is None else torch.from_numpy(answer.routing)
-            found.append(
+            rollouts.append(
                 Rollout(prompt, (Turn(prompt.token_ids), *turns), seed=answer.seed, group=group, routing=routing)
             )
-        return found
+        return rollouts
 
     @staticmethod
     def gathered(mine: Sequence[Rollout]) -> Any:
@@ -195,9 +195,9 @@ class Now:
 
         def counted(parcels: Mapping[int, Any]) -> dict[int, Any]:
             before = sum(post.bytes_sent.values())
-            found = exchange(parcels)
+            received = exchange(parcels)
             Now.parcels += sum(post.bytes_sent.values()) - before
-            return found
+            return received
 
         post.exchange_objects = counted  # type: ignore[method-assign]
 
@@ -279,8 +279,8 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         if rank % order["engine_tp"]:
             return []
         engines, engine = world // order["engine_tp"], rank // order["engine_tp"]
-        mine = [group for group in range(groups(shape)) if group * engines // groups(shape) == engine]
-        return [rollout for group in mine for rollout in how.rollouts(group, list(answers(shape, group)))]
+        local_groups = [group for group in range(groups(shape)) if group * engines // groups(shape) == engine]
+        return [rollout for group in local_groups for rollout in how.rollouts(group, list(answers(shape, group)))]
 
     small = replace(shape, sequences=min(shape.sequences, world * shape.samples), lengths="64")
     flow = flow_of(config, place, made(small), shape, parts, how)
@@ -342,7 +342,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
     mark("baseline")
     before = memory.settled()
     flow.rollout.mine = made(shape)
-    held = {"rollouts": memory.settled() - before}
+    in_use = {"rollouts": memory.settled() - before}
     mark("rollouts")
     mark("", 0.0)
     sizes = {}
@@ -351,12 +351,12 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
     mark("step", 0.0)
     looking = memory.Looking(before, lambda: parts.moment)
     one_step(1.0, watched=True)
-    held |= looking.stop()
+    in_use |= looking.stop()
     mark("", 0.0)
-    own = sum(rollout.num_tokens for rollout in flow.rollout.mine) if how is Now else 0
+    num_tokens = sum(rollout.num_tokens for rollout in flow.rollout.mine) if how is Now else 0
     group = ranks.host_group()
     waits = {"latency": messages.latency(group), "wire": messages.wire(group)}
-    everything = ranks.all_gather_objects(sizes | waits | {"held": held, "own": own})
+    everything = ranks.all_gather_objects(sizes | waits | {"held": in_use, "own": num_tokens})
     if rank == 0:
         print("RESULT " + json.dumps(everything), flush=True)
     ranks.barrier()

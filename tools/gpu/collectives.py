@@ -29,15 +29,15 @@ def _talk(rank: int, world: int, device: str, port: int, said: Any) -> None:
 
 
 def _tried(rank: int, world: int, device: str) -> list[tuple[str, bool]]:
-    mine = torch.full((1024 * world,), float(rank + 1), device=device)
-    total = mine.clone()
+    values = torch.full((1024 * world,), float(rank + 1), device=device)
+    total = values.clone()
     dist.all_reduce(total)
-    swapped = torch.empty_like(mine)
-    dist.all_to_all_single(swapped, mine)
-    sent = mine.clone()
+    swapped = torch.empty_like(values)
+    dist.all_to_all_single(swapped, values)
+    sent = values.clone()
     dist.broadcast(sent, src=0)
-    gathered = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(gathered, mine)
+    gathered = [torch.empty_like(values) for _ in range(world)]
+    dist.all_gather(gathered, values)
     everyone = torch.arange(1, world + 1, device=device).float()
     return [
         ("all-reduce", bool((total == everyone.sum()).all())),
@@ -50,12 +50,12 @@ def _tried(rank: int, world: int, device: str) -> list[tuple[str, bool]]:
 def _world(world: int, device: str) -> list[Any]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context, port = mp.get_context("spawn"), free_port()
-    said = context.Queue()
-    given = [(rank, world, device, port, said) for rank in range(world)]
-    processes = [context.Process(target=_talk, args=one, daemon=True) for one in given]
+    queue = context.Queue()
+    arguments = [(rank, world, device, port, queue) for rank in range(world)]
+    processes = [context.Process(target=_talk, args=rank_arguments, daemon=True) for rank_arguments in arguments]
     for process in processes:
         process.start()
-    answers = [said.get(timeout=100) for _ in processes]
+    answers = [queue.get(timeout=100) for _ in processes]
     for process in processes:
         process.join(timeout=10)
     return answers

@@ -21,11 +21,11 @@ def compiled(device: str) -> Found:
     inputs = [matrix.to(device, dtype).requires_grad_() for matrix in matrices]
     tokens = torch.randint(0, 300, (64,), generator=generator).to(device)
     gaps = []
-    made = torch.compile(work)
+    compiled_work = torch.compile(work)
     hidden, up, down = inputs
-    wanted, found = work(hidden, up, down, tokens), made(hidden, up, down, tokens)
-    gaps.append(float((wanted - found).detach().abs().max()))
-    whole = [torch.autograd.grad(one.sum(), inputs) for one in (wanted, found)]
+    wanted, result = work(hidden, up, down, tokens), compiled_work(hidden, up, down, tokens)
+    gaps.append(float((wanted - result).detach().abs().max()))
+    whole = [torch.autograd.grad(output.sum(), inputs) for output in (wanted, result)]
     gaps += [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*whole, strict=True)]
     bound = 0.05 if device == "cuda" else 1e-4
     faults = [f"differs by {max(gaps):.3g} from the same without"] if max(gaps) > bound else []

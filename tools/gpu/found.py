@@ -31,7 +31,7 @@ def judged(faults: list[str], text: str, figures: Mapping[str, float] | None = N
 
 
 def status(found: Mapping[str, Found]) -> int:
-    states = {one.state for one in found.values()}
+    states = {result.state for result in found.values()}
     return 1 if "failed" in states else 0 if "passed" in states else NOTHING_TRIED
 
 
@@ -39,6 +39,6 @@ def table(found: Mapping[str, Found], titles: Mapping[str, str]) -> Table:
     shown = Table(box=box.SIMPLE_HEAD)
     for name in ("row", "what", "state", "s", "found"):
         shown.add_column(name, justify="right" if name == "s" else "left", overflow="fold", no_wrap=name == "state")
-    for name, one in found.items():
-        shown.add_row(name, titles[name], one.state, f"{one.seconds:.0f}", one.text)
+    for name, result in found.items():
+        shown.add_row(name, titles[name], result.state, f"{result.seconds:.0f}", result.text)
     return shown

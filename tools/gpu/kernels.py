@@ -18,12 +18,12 @@ def exact(device: str) -> Found:
         cuts = [(0, 1, 0, 389), (1, 33, 3, 67), (40, 257, 100, 101), (64, 128, 256, 384)]
 
         def boxes(matrix: torch.Tensor, cuts: list[tuple[int, int, int, int]] = cuts) -> tuple[list[Box], int]:
-            made, at = [], 0
+            placed, at = [], 0
             for top, bottom, left, right in cuts:
                 view = matrix[top:bottom, left:right]
-                made.append((view, at))
+                placed.append((view, at))
                 at += -(-view.numel() * view.element_size() // 16) * 16
-            return made, at
+            return placed, at
 
         wanted_boxes, size = boxes(whole)
         wanted = torch.zeros(size, dtype=torch.uint8)
@@ -45,13 +45,13 @@ def speed(device: str) -> Found:
     """Run `bench_kernels.py` against its goals."""
     from bench_kernels import GOALS, measure
 
-    found = measure(2.0, 20)
-    ratios = {name: found[name] / found["copy"] for name in GOALS}
+    rates = measure(2.0, 20)
+    ratios = {name: rates[name] / rates["copy"] for name in GOALS}
     faults = [
         f"{name}: {ratios[name]:.2f} of copy, wanted {goal}"
         for name, goal in GOALS.items()
         if goal and ratios[name] < goal
     ]
     return judged(
-        faults, f"copy {found['copy'] / 1e12:.2f} TB/s; all goals reached", {"copy B/s": found["copy"], **ratios}
+        faults, f"copy {rates['copy'] / 1e12:.2f} TB/s; all goals reached", {"copy B/s": rates["copy"], **ratios}
     )

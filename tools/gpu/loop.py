@@ -28,22 +28,24 @@ def _trained(folder: Path, rollouts: int, warm: bool) -> Found:
     model, overrides = folder / "model", [f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
     fault = _run("tools/make_quickstart.py", str(folder))
     if not fault and warm:
-        own = [f"run.dir={folder}/sft", f"model.path={model}", f"data.train={folder}/sft.jsonl"]
-        fault = _run("-m", "megarl.train", "configs/quickstart_sft.yaml", *own, *SHARED)
+        sft_overrides = [f"run.dir={folder}/sft", f"model.path={model}", f"data.train={folder}/sft.jsonl"]
+        fault = _run("-m", "megarl.train", "configs/quickstart_sft.yaml", *sft_overrides, *SHARED)
         model = folder / "sft/export"
     if not fault:
-        own = [f"run.dir={folder}/run", f"model.path={model}", f"run.num_rollout={rollouts}", *overrides]
+        sft_overrides = [f"run.dir={folder}/run", f"model.path={model}", f"run.num_rollout={rollouts}", *overrides]
         every = [] if warm else ["rollout.verify_every=1"]
-        fault = _run("-m", "megarl.train", "configs/quickstart.yaml", *own, *SHARED, *every)
+        fault = _run("-m", "megarl.train", "configs/quickstart.yaml", *sft_overrides, *SHARED, *every)
     if fault:
         return Found("failed", fault)
     gaps = [row.get("rollout/logprob_diff_p95") for row in read_metrics(folder / "run").values()]
-    known = [float(gap) for gap in gaps if gap is not None]
-    if not known:
+    numbers = [float(gap) for gap in gaps if gap is not None]
+    if not numbers:
         return Found("failed", "the run has no rollout/logprob_diff_p95")
-    near = all(gap <= GAP for gap in known)  # false for a NaN, which `max` would lose
-    faults = [] if near else [f"log-prob gap p95 of the steps {known}, at most {GAP} wanted"]
-    return judged(faults, f"{len(known)} steps, log-prob gap p95 at most {max(known):.3g}", {"gap p95": max(known)})
+    near = all(gap <= GAP for gap in numbers)  # false for a NaN, which `max` would lose
+    faults = [] if near else [f"log-prob gap p95 of the steps {numbers}, at most {GAP} wanted"]
+    return judged(
+        faults, f"{len(numbers)} steps, log-prob gap p95 at most {max(numbers):.3g}", {"gap p95": max(numbers)}
+    )
 
 
 def engine(device: str) -> Found:

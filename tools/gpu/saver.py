@@ -22,13 +22,13 @@ def pause(device: str) -> Found:
         done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=100)
     if done.returncode:
         return Found("failed", (done.stderr.strip().splitlines() or ["no output"])[-1][:300])
-    free, lost, same, kept = done.stdout.split()[-4:]
+    free, lost, same, content = done.stdout.split()[-4:]
     faults = []
     if int(lost) < 0.9 * GIB:
         faults.append(f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB")
     if same != "True":
         faults.append("the tensor has another address when it is back")
-    if kept != "True":
+    if content != "True":
         faults.append("what was backed up on the host is not what came back")
     return judged(faults, f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB of {int(free) / GIB:.0f} GiB free")
 

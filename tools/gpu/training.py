@@ -81,10 +81,10 @@ def replay(device: str) -> Found:
     """Compare with the same experts replayed for each token, other than the router would choose; the replay must change
     the losses."""
     truth = curve("cpu", dtype="float32", replay=3)
-    found = beside(curve(device, dtype="bfloat16", local=True, replay=3), truth)
-    if found.state == "passed" and truth[0] == curve("cpu", dtype="float32")[0]:
+    result = beside(curve(device, dtype="bfloat16", local=True, replay=3), truth)
+    if result.state == "passed" and truth[0] == curve("cpu", dtype="float32")[0]:
         return judged(["given experts change nothing"], "")
-    return found
+    return result
 
 
 def use_local_modules() -> None:
@@ -94,10 +94,10 @@ def use_local_modules() -> None:
     from megarl.cpu.megatron_modules import adapt_local_spec
     from megarl.megatron import build
 
-    made = build.transformer_config
+    original = build.transformer_config
 
     def without_grouped(*arguments: Any) -> Any:
-        settings = made(*arguments)
+        settings = original(*arguments)
         settings.moe_grouped_gemm = False
         return settings
 
@@ -146,8 +146,10 @@ def measure(wanted: dict[str, Any]) -> None:
     if "replay" in wanted:
         generator = torch.Generator().manual_seed(wanted["replay"])
         layers, experts = MODEL["num_hidden_layers"], MODEL["num_experts"]
-        given = torch.rand(total, layers, experts, generator=generator).topk(MODEL["num_experts_per_tok"]).indices
-        records = given.to(torch.uint8).split(lengths)
+        experts_by_token = (
+            torch.rand(total, layers, experts, generator=generator).topk(MODEL["num_experts_per_tok"]).indices
+        )
+        records = experts_by_token.to(torch.uint8).split(lengths)
         batch = batch.with_(routing=tuple(records))
 
     def loss(output: ModelOutput, _: TrainBatch) -> TokenLoss:
