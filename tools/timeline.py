@@ -109,9 +109,9 @@ def load(path: Path) -> Run:
     resumed: set[int] = set()
     for file in files:
         rank = int(re.sub(r"\D", "", file.stem) or -1)
-        by_step, firsts = read_steps(file)
+        loaded, firsts = read_steps(file)
         resumed |= firsts
-        for step, done in by_step.items():
+        for step, done in loaded.items():
             steps.setdefault(step, {})[rank] = done
     if not steps:
         raise ConfigError(f"the files in {path / 'timeline'} have no step yet, or are damaged")
@@ -120,11 +120,11 @@ def load(path: Path) -> Run:
     pauses: dict[int, float] = {}
     ended = math.inf  # end of the previous step
     for step, by_rank in sorted(steps.items()):
-        latest = max(by_step[0].begin for by_step in by_rank.values())
+        latest = max(loaded[0].begin for loaded in by_rank.values())
         current = {
-            rank: by_step for rank, by_step in by_rank.items() if by_step[0].end >= latest
+            rank: loaded for rank, loaded in by_rank.items() if loaded[0].end >= latest
         }  # ranks that the resumed run still has
-        begin = min(by_step[0].begin for by_step in current.values())
+        begin = min(loaded[0].begin for loaded in current.values())
         if step in resumed and begin - ended > _SHORTEST_PAUSE_S:
             pauses[step] = begin - ended
         else:
@@ -138,7 +138,7 @@ def load(path: Path) -> Run:
                 moved = span._replace(begin=max(span.begin, begin) - shift, end=span.end - shift)
                 for member in span.ranks or (rank,):
                     spans.setdefault((member, span.thread), []).append(moved)
-        ended = max(by_step[0].end for by_step in current.values())
+        ended = max(loaded[0].end for loaded in current.values())
     order = sorted(spans, key=lambda key: (key[0], key[1] != "main", key[1]))
     return Run({key: spans[key] for key in order}, windows, pauses)
 
@@ -201,7 +201,7 @@ def chosen(text: str, run: Run) -> list[int]:
     return steps
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Times]]:

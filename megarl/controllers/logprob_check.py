@@ -5,7 +5,7 @@ A fault of a layout, of an SGLang setting or of a kernel need not raise an error
 from another policy. So after an engine (re)start, after the first weight sync of a run and after each fully verified
 one, the log-probs of the next sampled tokens are compared. A run whose difference exceeds rounding stops.
 
-Only tokens sampled by the weights that both sides have are compared, and none behind a token of older weights, whose
+Only tokens sampled by the weights that both sides have are compared, and none after a token of older weights, whose
 keys and values may be those of the older weights. With `rollout.asynchronous` a step may have no such token; the next
 step that has some is then checked. Hashes of the engine's tensors, if these are still loaded, tell whether a layer's
 weights are wrong. If they agree, the weights are the trainer's and the computation with them differs.

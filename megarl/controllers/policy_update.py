@@ -106,7 +106,7 @@ class PolicyUpdateController(PolicyController):
     def finish_step(
         self, experience: Experience, batch: TrainBatch, metrics: dict[str, float], kl_mean: float | None
     ) -> StepResult:
-        """Adapt the KL coefficient and return what the step leaves behind."""
+        """Adapt the KL coefficient. Return the step's result."""
         if kl_mean is not None:
             metrics = metrics | {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
             self.kl = self.kl.updated(kl_mean, len(batch.episodes))

@@ -28,13 +28,13 @@ def _trained(folder: Path, rollouts: int, warm: bool) -> Found:
     model, overrides = folder / "model", [f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
     fault = _run("tools/make_quickstart.py", str(folder))
     if not fault and warm:
-        sft_overrides = [f"run.dir={folder}/sft", f"model.path={model}", f"data.train={folder}/sft.jsonl"]
-        fault = _run("-m", "megarl.train", "configs/quickstart_sft.yaml", *sft_overrides, *SHARED)
+        run_overrides = [f"run.dir={folder}/sft", f"model.path={model}", f"data.train={folder}/sft.jsonl"]
+        fault = _run("-m", "megarl.train", "configs/quickstart_sft.yaml", *run_overrides, *SHARED)
         model = folder / "sft/export"
     if not fault:
-        sft_overrides = [f"run.dir={folder}/run", f"model.path={model}", f"run.num_rollout={rollouts}", *overrides]
+        run_overrides = [f"run.dir={folder}/run", f"model.path={model}", f"run.num_rollout={rollouts}", *overrides]
         every = [] if warm else ["rollout.verify_every=1"]
-        fault = _run("-m", "megarl.train", "configs/quickstart.yaml", *sft_overrides, *SHARED, *every)
+        fault = _run("-m", "megarl.train", "configs/quickstart.yaml", *run_overrides, *SHARED, *every)
     if fault:
         return Found("failed", fault)
     gaps = [row.get("rollout/logprob_diff_p95") for row in read_metrics(folder / "run").values()]
