@@ -34,7 +34,8 @@ from megarl.workers.futures import Future, UpdateMetrics
 
 
 class ModelWorker(Worker):
-    """`model` is None on ranks outside the role. There, calls send the local part of the batch and return at once.
+    """Base of roles with a model. `model` is None on ranks outside the role; there, calls send the local part of the
+    batch and return at once.
 
     Non-finite values are caught where they arise: in the model's output and in the inputs of a loss. If the model is on
     all ranks, all count the same values and raise the same ConfigError; otherwise the ranks that see the values raise

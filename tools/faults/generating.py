@@ -281,7 +281,7 @@ def _aborted(chain: Chain, step: int) -> int:
     return sum(rollout.status == "aborted" for rollout in chain.rollouts(step))
 
 
-# --- weight syncs ------------------------------------------------------------------------------------------------------
+# --- weight syncs ----------------------------------------------------------------------------------------------------
 
 
 def _broken_push(chain: Chain, findings: Findings, number: int) -> Seen:
