@@ -339,7 +339,7 @@ class _PersistentSessions:
         self._lines = 0
         self.is_lost = False
 
-    async def begin(self, prompt: Prompt) -> _LineSession:
+    async def open_session(self, prompt: Prompt) -> _LineSession:
         self._lines += 1
         is_new = self._session is None
         if self._session is None:

@@ -160,7 +160,7 @@ CASES = [
     Case("an algorithm that is a function", ("no Controller: derive it from",), ("algorithm=sum_reward:even",)),
     Case(
         "an algorithm that is half a controller",
-        ("Half lacks items, step",),
+        ("Half lacks load_items, step",),
         ("algorithm=half:Half",),
         half_a_controller,
     ),

@@ -372,8 +372,8 @@ def stand_ins() -> dict[str, float]:
         return made
 
     adapted, own = outputs(), named_params([model], 0)
-    merged = {name: tensor.clone() for name, tensor in lora().Merged(own, local, ALPHA / RANK).items()}
-    with torch.no_grad(), lora().disabled([model]):
+    merged = {name: tensor.clone() for name, tensor in lora().MergedWeights(own, local, ALPHA / RANK).items()}
+    with torch.no_grad(), lora().disable_adapters([model]):
         plain = outputs()
         for name, tensor in own.items():
             tensor.copy_(merged[name])

@@ -196,8 +196,8 @@ def test_a_script_places_roles_as_the_key_does(units: dict[str, Any]) -> None:
 
 def test_roles_that_are_read_before_the_run(units: dict[str, Any]) -> None:
     assert units["unread"] == [
-        "NotThere: flow.actor is not there before flow.run(...): the workers start in it",
-        "NotThere: flow.judge is not there before flow.run(...): the workers start in it",
+        "RoleUnavailable: flow.actor is not there before flow.run(...): the workers start in it",
+        "RoleUnavailable: flow.judge is not there before flow.run(...): the workers start in it",
         "AttributeError: a HybridFlow has no 'teacher'",
     ]
 

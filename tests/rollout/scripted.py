@@ -107,7 +107,7 @@ class Writer:
     """
 
     def __init__(self, version: int = 0, pause: float = 0.0005, lasts: int = -1, halts: int = -1) -> None:
-        self.version, self.pause, self.lasts, self.halts = version, pause, lasts, halts
+        self.weight_version, self.pause, self.lasts, self.halts = version, pause, lasts, halts
         self.halt = asyncio.Event()
         self.written = self.stops = 0
         self.at_once = self.most_at_once = 0
@@ -136,7 +136,7 @@ class Writer:
         all_of_them = [*known, *tokens]
         logprobs = [-digest(all_of_them[: len(known) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
         routing = torch.arange(routed, len(all_of_them) - 1, dtype=torch.int16).view(-1, 1, 1)
-        return Generation(as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.version, routing=routing)  # type: ignore[arg-type]
+        return Generation(as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.weight_version, routing=routing)  # type: ignore[arg-type]
 
     async def stop(self) -> None:
         self.stops += 1

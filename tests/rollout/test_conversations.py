@@ -168,7 +168,7 @@ def test_a_generation_goes_on_through_a_push_and_says_by_which_weights(
     talks.close()
     assert [one.token_ids.tolist() for one in rollouts] == [one.token_ids.tolist() for one in alone]
     found = [[version for version, _ in one.version_spans] for one in rollouts]
-    assert writer.version == 1 and {version for runs in found for version in runs} >= {1}
+    assert writer.weight_version == 1 and {version for runs in found for version in runs} >= {1}
     assert all(runs == sorted(runs) for runs in found)
     if how == "wait":
         assert found[0] == [0] and all(len(runs) == 1 for runs in found)  # of one version each

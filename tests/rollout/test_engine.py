@@ -199,7 +199,7 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_star
         *long, short = asyncio.run(ask())
         assert [type(out) for out in long] == [RequestFailed] * 2
         assert {str(out) for out in long} == {"the engine did not end the answer within rollout.request_timeout"}
-        assert short.finish == "length" and len(short.token_ids) == 1
+        assert short.finish_reason == "length" and len(short.token_ids) == 1
 
         def kill() -> None:
             sockets = psutil.net_connections("tcp4")

@@ -149,7 +149,7 @@ def together(
                 seed=7,
                 needed=needed,
                 carried=carried[number] if carried else (),
-                version=writer.version,
+                version=writer.weight_version,
             )
             for number, (writer, own) in enumerate(zip(writers, tickets, strict=True))
         ]
@@ -203,7 +203,7 @@ def to_the_end(
     while any(out.engine_loss for out in found):
         if not (tickets[0].count_unclaimed() if needed is None else tickets[0].count_complete() < needed):
             break
-        again = [Writer(writer.version) for writer in writers]
+        again = [Writer(writer.weight_version) for writer in writers]
         more = no_failure(together(again, prompts, tickets, needed, [()] * len(writers), **config))
         found = [one.merge(other) for one, other in zip(found, more, strict=True)]
     return found

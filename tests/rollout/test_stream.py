@@ -110,7 +110,7 @@ async def train(
             begun.append(min(counts.add("groups/taken", 0), admitted * GROUPS))
             for writer in writers:
                 assert how == "in_place" or writer.at_once == 0
-                writer.version = step + 1
+                writer.weight_version = step + 1
             await asyncio.gather(*(stream.resume() for stream in streams))
     finally:
         for task in at_work:

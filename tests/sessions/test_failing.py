@@ -141,7 +141,7 @@ def test_openais_client_asks_again_where_the_engine_failed() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_none() -> None:
-    cut = replace(said("It is", finish="abort"), reason="the engine cut the answer off: gone")
+    cut = replace(said("It is", finish="abort"), abort_reason="the engine cut the answer off: gone")
 
     async def test(served: Served) -> None:
         with pytest.raises(openai.InternalServerError, match="cut the answer off"):

@@ -25,6 +25,6 @@ def test_the_example() -> None:
     exec(text, names)
     config, policy = Config(rollout=CONFIG), Numbered("It is 3")
     (branch,) = asyncio.run(names["episode"](CHAT, parse, config, PROMPT, policy, 5))
-    rollout = branch.rollout(2)
+    rollout = branch.to_rollout(2)
     assert (rollout.answer, rollout.num_actions, rollout.group) == ("It is 3", len(policy.calls[0][3].token_ids), 2)
     assert rollout.branch == Branch(0, 0, False)

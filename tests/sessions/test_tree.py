@@ -144,7 +144,7 @@ def test_what_could_be_sampled_is_of_the_actions_of_a_branch() -> None:
     tree, ask = TokenTree(), user("x")
     first = hash_prefixes([ask], ())[-1]
     root = tree.add_context(None, None, first, as_token_ids([1]), [ask])
-    cut = says("A", 3, 4, routed=0, asked=1, support=SamplingMask.from_rows([[3, 5], [4]]))
+    cut = says("A", 3, 4, routed=0, asked=1, sampling_mask=SamplingMask.from_rows([[3, 5], [4]]))
     whole = says("B", 6, routed=2, asked=4)
     a = tree.add_answer(root, extend_digest(first, cut.message), cut, 0)
     behind = hash_prefixes([ask, cut.message, ask], ())[-1]

@@ -106,7 +106,7 @@ def test_humaneval_with_assertions_alone() -> None:
         '"""docs"""\nassert candidate(1) == 2, "no"\nassert True, "x"\nassert helper(candidate(2)) == 3\npass'
     )
     assert found.tests == (CallTest(2, "equal", "inc(1)"), AssertionTest("assert helper(inc(2)) == 3"))
-    assert found.names == ("inc",) and found.code_prefix == PROMPT
+    assert found.functions == ("inc",) and found.code_prefix == PROMPT
     assert "def helper" in found.setup and "def inc" not in found.setup and "METADATA" not in found.setup
     assert (
         "def helper" in found.assertion_setup
