@@ -159,7 +159,7 @@ def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
 
 
 def _refuse_call(**arguments: Any) -> str:
-    raise RuntimeError("tools run in processes of their own, see Sessions")
+    raise RuntimeError("tools run in processes of their own, see EnvironmentPool")
 
 
 @functools.cache
