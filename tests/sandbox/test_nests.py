@@ -164,7 +164,7 @@ from real_boxes import Boxes
 from waiting import warm
 boxes = Boxes()
 found = warm(boxes)
-print(boxes.sandbox.runner, boxes.sandbox._link._process.pid, *found, *found.values(), flush=True)
+print(boxes.sandbox.runner_pid, boxes.sandbox._client._process.pid, *found, *found.values(), flush=True)
 if sys.argv[1] == "exit":
     sys.exit()
 sys.stdin.read()
