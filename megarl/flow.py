@@ -105,7 +105,7 @@ class HybridFlow(Items, Evaluating, Keeping):
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error that says how to make a missing role available."""
-        declared = vars(self).get("declared")
+        declared = vars(self).get("requirements")
         if declared is None and name in {*HybridFlow.__annotations__, *vars(self).get("registered", ())}:
             raise RoleUnavailable(f"flow.{name} is not there before flow.run(...): the workers start in it")
         if name.startswith("_") or declared is None:

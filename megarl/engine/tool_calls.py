@@ -347,7 +347,7 @@ async def find_misread_tool(chat: ChatTemplate, client: ToolCallParser, name: st
     for tool in chat.tools:
         if await parses_tool(name, tool):
             continue
-        alternatives = [make_parser for make_parser in tool_call_parsers() if await parses_tool(make_parser, tool)]
+        alternatives = [other for other in tool_call_parsers() if await parses_tool(other, tool)]
         description = f"{name}, the parser of the model's family," if of_family else f"rollout.tool_call_parser={name}"
         advice = f"set rollout.tool_call_parser to {' or '.join(alternatives)}"
         return (

@@ -91,7 +91,7 @@ def _parse_server(where: str, name: str, entry: Any) -> ServerConfig | None:
             raise ConfigError(f"{where}: {what}")
 
     need(isinstance(entry, dict), "must be a mapping")
-    need(isinstance(entry.get("disabled", False), bool), "`disable_adapters` must be true or false")
+    need(isinstance(entry.get("disabled", False), bool), "`disabled` must be true or false")
     if entry.get("disabled"):
         return None
     if unknown := sorted(set(entry) - _KEYS - _IGNORED_KEYS):
