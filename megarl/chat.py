@@ -379,7 +379,7 @@ class _LineSession:
     async def reward(self, answer: str, messages: Sequence[Message], turns: Sequence[str]) -> RewardResult | None:
         return None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Do nothing: the session continues with the next line."""
 
 

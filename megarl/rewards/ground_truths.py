@@ -34,7 +34,7 @@ def with_prompt_check(check: Check) -> Callable[[F], F]:
 
 
 def check_truth_file(config: Config, path: str) -> list[str]:
-    """Run `check_ground_truths` on a file of prompts with the run's reward functions."""
+    """Run `check_truths` on a file of prompts with the run's reward functions."""
     rows = iter_prompts(Path(path), config.data.prompt_key, config.data.label_key)
     return check_truths(load_functions(config.reward.functions), rows, path)
 

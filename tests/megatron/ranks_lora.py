@@ -252,7 +252,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         result["merged"] = largest({name: merged[name].double() for name in exact}, exact)
         assert all(torch.equal(merged[name], weights[name]) for name in merged.keys() - exact.keys())
     plain = build(rank=0)
-    plain.load(lambda param, parts, part: shard(param, {**weights, **merged}, parts, part))
+    plain.load_shards(lambda param, parts, part: shard(param, {**weights, **merged}, parts, part))
     result["merged outputs"] = float((plain.forward(batch)[value] - model.forward(batch)[value]).abs().max())
     del plain
 
