@@ -1,4 +1,4 @@
-"""torchrun with orderly shutdown and restarts: .venv/bin/python -m megarl.torchrun [options] -m megarl.train CONFIG ...
+"""A torchrun with orderly shutdown and restarts: .venv/bin/python -m megarl.torchrun [options] -m megarl.train CONFIG
 
 Torch's agent turns a signal into a traceback, kills ranks 30 seconds after it, reports every failure as status 1 in
 dozens of lines, and leaves a folder in /tmp. Here ranks get time to save, `launch/restarts.py` decides on restarts, on

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m megarl.train configs/quickstart.yaml [section.key=value ...] [--dry-run]
 
-If the configuration needs more than one rank and they fit on one machine, this program starts them itself. Under
-torchrun (`megarl.torchrun`, which launch/ and slurm/ use, or torch's own) every rank runs this file. Exit statuses are
+If the configuration needs more than one rank and they fit on one machine, this program starts them itself. With
+`megarl.torchrun`, which launch/ and slurm/ use, or torch's own torchrun, every rank runs this file. Exit statuses are
 described in `launch/exit_status.py`.
 """
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config import ConfigError, from_dict
-from megarl.evaluator import Evaluating
+from megarl.config import ConfigError
+from megarl.evaluator import Evaluator
 
 pytestmark = pytest.mark.alone
 
@@ -29,16 +29,13 @@ class Under:
         return {"eval/weight_version": float(self.step)}
 
 
-class Run(Evaluating):
+class Run:
     """The loop with nothing in it. looks: of each evaluation. told: what is done, in order."""
 
     def __init__(self, looks: int, steps: int, every: int, beside: bool = True, error: str = "") -> None:
-        placed = {"placement": {"actor": 0, "rollout": 1}, "parallel": {"world_size": 2}} if beside else {}
-        settings = {"run": {"eval_every": every}, "rollout": {"asynchronous": beside}}
-        self.config = from_dict(settings | placed)
         self.told: list[str] = []
-        self.step, self.steps, self.eval_items = 0, steps, ["prompt"]
-        told: Any = SimpleNamespace(
+        self.step, self.steps = 0, steps
+        log: Any = SimpleNamespace(
             log_evaluation=lambda step, metrics: self.told.append(
                 f"logged {step} by {metrics['eval/weight_version']:.0f}"
             ),
@@ -46,29 +43,25 @@ class Run(Evaluating):
             log=self.told.append,
             lap=lambda: None,
         )
-        self.log = self.clock = told
-        self.requirements: Any = SimpleNamespace(has_rollout=True)
-        self.controller: Any = SimpleNamespace(
+        controller: Any = SimpleNamespace(
             begin_evaluation=lambda flow, items: self.begun(looks, error),
             evaluate=lambda flow, items: {"eval/weight_version": float(self.step)},
         )
+        self.evaluator = Evaluator(controller, self, ["prompt"], every, beside, log, log, lambda: None)
 
     def begun(self, looks: int, error: str) -> Under:
         self.told.append(f"begun {self.step}")
         return Under(self.step, looks, error)
 
-    def _begin_step(self) -> None:
-        return None
-
     def loop(self) -> dict[str, float]:
         while self.step < self.steps:
-            if self._eval_due(first=0):
-                self._evaluate()
+            if self.evaluator.is_due(self.step):
+                self.evaluator.run(self.step)
             self.step += 1
             self.told.append(f"step {self.step}")
-            self._poll_evaluation(wait=False)
-        last = self._evaluate()
-        return last | self._poll_evaluation(wait=True)
+            self.evaluator.poll(wait=False)
+        last = self.evaluator.run(self.step)
+        return last | self.evaluator.poll(wait=True)
 
 
 def test_steps_go_on_meanwhile_and_figures_are_of_the_step_after_which_it_began() -> None:
@@ -103,7 +96,7 @@ def test_without_ranks_of_its_own_it_is_between_steps() -> None:
 
 def test_a_run_that_stops_does_not_wait() -> None:
     run = Run(looks=9, steps=1, every=1)
-    run._evaluate()
-    run._drop_evaluation()
+    run.evaluator.run(0)
+    run.evaluator.drop()
     assert run.told[-1] == "the evaluation after step 0 is not over, and is left out"
-    assert run._poll_evaluation(wait=True) == {}
+    assert run.evaluator.poll(wait=True) == {}

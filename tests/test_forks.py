@@ -40,7 +40,7 @@ class Liked(SFTController):
         return ("actor", "judge")
 
     def step(self, flow, items):
-        batch = TrainBatch.from_rollouts(flow.judge.liked(flow.shard(items)))
+        batch = TrainBatch.from_rollouts(flow.judge.liked(flow.data.shard(items)))
 
         def loss(output, part):
             return TokenLoss(-output.logprobs, {"actor/nll": -output.logprobs.detach()})
@@ -57,7 +57,7 @@ class Taught(SFTController):
         return ("actor", "teacher")
 
     def step(self, flow, items):
-        batch = TrainBatch.from_rollouts(flow.shard(items))
+        batch = TrainBatch.from_rollouts(flow.data.shard(items))
         logprobs = flow.teacher.forward(batch).wait().logprobs[batch.loss_mask]
         result = super().step(flow, items)
         return StepResult(result.metrics | {"teacher/nll": -float(logprobs.mean())})

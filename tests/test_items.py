@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.batch_items import Items, _format_passes
+from megarl.batch_items import ItemReader, _format_passes
 from megarl.config import ConfigError, from_dict
 from megarl.data.prompt_data import PromptLoader
 from megarl.models.registry import load_hf_config
@@ -42,15 +42,13 @@ def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(ranks, "split_work", lambda count, work: [work(number) for number in range(count)])
     monkeypatch.chdir(tmp_path)
 
-    def make(**data: Any) -> Items:
-        items = Items()
-        items.config = from_dict({"data": data, "rollout": {"max_context": 10}, "run": {"num_rollout": 10}})
-        items.hf_config = load_hf_config(ROOT / "configs/models/qwen2.5_0.5b.json")
-        items.chat = SimpleNamespace(
+    def make(**data: Any) -> ItemReader:
+        config = from_dict({"data": data, "rollout": {"max_context": 10}, "run": {"num_rollout": 10}})
+        chat: Any = SimpleNamespace(
             encode_prompt=lambda prompt: [0] * len(prompt.messages[0]["content"]), tokenizer=Letters()
         )
-        items._notes = []
-        return items
+        job: Any = SimpleNamespace(rank=0, world=1)
+        return ItemReader(config, load_hf_config(ROOT / "configs/models/qwen2.5_0.5b.json"), chat, job)
 
     return make
 
@@ -71,7 +69,7 @@ def test_one_file_is_as_ever(reader: Any) -> None:
     found = flow.load_prompts(flow.config.data.train)
     assert [prompt.id for prompt in found] == ["a-0", "a-1", "7"] and found[0].data_source == ""
     assert flow.load_prompts(file) == found and found.keys is None
-    assert flow._notes[:2] == [
+    assert flow.notes[:2] == [
         "a.jsonl: 1 of 4 prompts are longer than rollout.max_context: left out",
         "data.train: 3 rows, 213.33 passes in 10 steps of 64",
     ]
@@ -80,7 +78,7 @@ def test_one_file_is_as_ever(reader: Any) -> None:
 def test_of_what_a_step_takes_whole_no_passes_are_said(reader: Any) -> None:
     flow = reader(train=write("a.jsonl", *prompts(3)))
     assert len(flow.load_prompts(flow.config.data.train, whole=True)) == 3
-    assert flow._notes == ["3 prompts of a.jsonl"]
+    assert flow.notes == ["3 prompts of a.jsonl"]
 
 
 def test_ids_and_sources_of_several_files(reader: Any) -> None:
@@ -94,7 +92,7 @@ def test_ids_and_sources_of_several_files(reader: Any) -> None:
     loader = PromptLoader.from_config(found, flow.config)
     assert [prompt.id for prompt in loader.next_items(4)].count("own-0") == 2
     passes = "m/train 2 rows, 80.00 passes; n/train 2 rows, 80.00 passes; own 1 rows, 320.00 passes"
-    assert flow._notes == [f"data.train: {passes} in 10 steps of 64"]
+    assert flow.notes == [f"data.train: {passes} in 10 steps of 64"]
     assert loader.epoch_metrics() == {"data/epoch/m/train": 0.5, "data/epoch/n/train": 0.5, "data/epoch/own": 2.0}
 
 
@@ -138,7 +136,7 @@ def test_conversations_of_several_files_in_several_forms(reader: Any) -> None:
     assert [talk.prompt.id for talk in found] == ["a.jsonl:1", "a-z", "b.jsonl:1"]
     assert ["".join(map(chr, talk.token_ids)) for talk in found] == ["(u:hi;(a:yes;"] * 3
     assert np.array_equal(found.keys, [2, np.nan, 1], equal_nan=True)
-    assert "a.jsonl: 1 of 3 conversations are longer than the model's 32768 positions: left out" in flow._notes
+    assert "a.jsonl: 1 of 3 conversations are longer than the model's 32768 positions: left out" in flow.notes
 
 
 def test_pairs_of_several_files(reader: Any) -> None:

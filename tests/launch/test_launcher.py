@@ -134,9 +134,9 @@ def test_ranks_that_stay_stopped_are_killed(tmp_path: Path, which: tuple[int, ..
 def test_ranks_that_are_stopped_with_their_launcher_go_on_with_it(tmp_path: Path) -> None:
     """As by Ctrl-Z."""
     body = "ending.register_run(run_dir='.', save_every=0, max_restarts=0, timeout_s=1.0); rank or wait()"
-    launcher = LAUNCHER.replace("launcher.STOPPED_MARGIN_S", "launcher._SUSPEND_GAP_S, launcher.STOPPED_MARGIN_S").replace(
-        "0.5", "1.5, 0.5"
-    )
+    launcher = LAUNCHER.replace(
+        "launcher.STOPPED_MARGIN_S", "launcher._SUSPEND_GAP_S, launcher.STOPPED_MARGIN_S"
+    ).replace("0.5", "1.5, 0.5")
     (tmp_path / "there_1").write_text("1")
     process = run_of(tmp_path, body, launcher=launcher)
     rank = pids(tmp_path, process)[0]

@@ -91,7 +91,7 @@ def test_older_weights_and_what_stands_behind_their_tokens() -> None:
 
 def test_tokens_that_could_be_few_words_are_apart() -> None:
     gaps = compute_gaps(
-        [record(two_turns(3), [0, 0, -1.5, -2, 0, -0.5], support=SamplingMask.from_rows([[7, 3], [], [9]]))], 3
+        [record(two_turns(3), [0, 0, -1.5, -2, 0, -0.5], sampling_mask=SamplingMask.from_rows([[7, 3], [], [9]]))], 3
     )
     assert [REMAINDER_CAUSES[i] for i in gaps.cause_ids] == [CUT, FIRST, CUT] and gaps.mask_sizes.tolist() == [2, 0, 1]
 
@@ -152,7 +152,7 @@ def test_only_what_is_the_same_in_all_but_the_cache_is_held_against_each_other()
     assert compare_twins([silent(turns), silent(served(-1, -1))], 3) == [], "nobody knows what was cached"
     assert compare_twins([silent(turns), silent(turns)], 4) == [], "older weights"
     cut = SamplingMask.from_rows([[7], [8, 1], []])
-    (last,) = compare_twins([silent(turns), silent(turns, support=cut)], 3)
+    (last,) = compare_twins([silent(turns), silent(turns, sampling_mask=cut)], 3)
     assert (last.name, last.tokens) == (TWIN_KINDS[1], 1), "of one of them only the last token is out of all words"
     assert compare_twins([], 3) == [] == compare_twins([silent((Turn((1,)),))], 3)
 

@@ -94,7 +94,7 @@ def test_routing_is_asked_for_where_it_is_replayed(tmp_path: Path) -> None:
 def test_what_could_have_been_sampled_is_asked_for_where_that_is_cut_off(tmp_path: Path) -> None:
     cut_off = {"rollout": {"top_k": 20}}
     assert needs_trainer_columns(config(tmp_path, **cut_off))
-    written(tmp_path, [example(support=SamplingMask.from_rows([[7, 9], [8]]))])
+    written(tmp_path, [example(sampling_mask=SamplingMask.from_rows([[7, 9], [8]]))])
     check_replay(config(tmp_path, **cut_off), HF)
     written(tmp_path, [example()])
     with pytest.raises(ConfigError, match="row 0, does not say what could have been sampled"):

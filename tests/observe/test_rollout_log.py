@@ -103,7 +103,7 @@ def test_records_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
     shapes = ((7, 3, 2, torch.uint8, 256), (8, 3, 2, torch.int16, 300), (0, 3, 2, torch.uint8, 1))
     records = [torch.randint(0, most, of, generator=draw).to(kind) for *of, kind, most in shapes]
     support = SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]])
-    rollouts = [example(routing=record) for record in records] + [example(support=support), example()]
+    rollouts = [example(routing=record) for record in records] + [example(sampling_mask=support), example()]
     file = written(tmp_path, rollouts)
     light, whole = read_rollouts(tmp_path, 12), read_rollouts(tmp_path, 12, whole=True)
     assert light == whole == rollouts  # which are not compared by their records
@@ -145,7 +145,7 @@ RECORDS: dict[str, tuple[str, Any, str]] = {
 def test_records_that_are_none(tmp_path: Path, name: str) -> None:
     column, value, says = RECORDS[name]
     routing = torch.zeros((7, 3, 2), dtype=torch.uint8)
-    file = written(tmp_path, [example(routing=routing, support=SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]]))] * 2)
+    file = written(tmp_path, [example(routing=routing, sampling_mask=SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]]))] * 2)
     cell(file, column, value)
     with pytest.raises(ConfigError) as error:
         read_rollouts(tmp_path, 12, whole=True)
@@ -279,7 +279,7 @@ def test_what_the_trainer_says_stands_beside_what_the_engine_said(tmp_path: Path
 
 
 def test_files_of_earlier_formats_are_read_without_what_came_later(tmp_path: Path) -> None:
-    rollouts = [example(branch=Branch(1, 1, True), support=SamplingMask.from_rows([[7], [8], [9]])), example()]
+    rollouts = [example(branch=Branch(1, 1, True), sampling_mask=SamplingMask.from_rows([[7], [8], [9]])), example()]
     file = written(tmp_path, rollouts)
     table, about = pq.read_table(file, partitioning=None), pq.read_schema(file).metadata
     for format in (5, 4, 3):

@@ -136,7 +136,9 @@ class Writer:
         all_of_them = [*known, *tokens]
         logprobs = [-digest(all_of_them[: len(known) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
         routing = torch.arange(routed, len(all_of_them) - 1, dtype=torch.int16).view(-1, 1, 1)
-        return Generation(as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.weight_version, routing=routing)  # type: ignore[arg-type]
+        return Generation(
+            as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.weight_version, routing=routing
+        )  # type: ignore[arg-type]
 
     async def stop(self) -> None:
         self.stops += 1

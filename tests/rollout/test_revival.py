@@ -13,14 +13,14 @@ class Played:
     """An engine. starts: what comes of each start, an error or None."""
 
     def __init__(self, *starts: str, nnodes: int = 1) -> None:
-        self.outcomes, self.nnodes, self.starts = list(starts), nnodes, 1
+        self.outcomes, self.nnodes, self.start_number = list(starts), nnodes, 1
         self.calls: list[str] = []
         self.runs, self.may_start = True, threading.Event()
         self.may_start.set()
 
     def restart(self) -> None:
         self.calls.append("restart")
-        self.starts += 1
+        self.start_number += 1
 
     def wait_ready(self) -> None:
         self.may_start.wait(30)

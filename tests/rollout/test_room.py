@@ -34,7 +34,7 @@ def test_two_parts_are_one_answer_by_hand() -> None:
 
 def test_what_could_have_been_sampled_is_joined() -> None:
     sets = SamplingMask.from_rows([[1], [2, 3]]), SamplingMask.from_rows([[5, 6]])
-    said = merge_generations(part([1, 2], 3, support=sets[0]), part([5], 4, "stop", support=sets[1]))
+    said = merge_generations(part([1, 2], 3, sampling_mask=sets[0]), part([5], 4, "stop", sampling_mask=sets[1]))
     assert said.sampling_mask is not None
     assert (said.sampling_mask.counts.tolist(), said.sampling_mask.ids.tolist()) == ([1, 2, 2], [1, 2, 3, 5, 6])
     assert merge_generations(part([1], 3), part([2], 3)).sampling_mask is None

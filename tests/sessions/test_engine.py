@@ -52,7 +52,7 @@ def everything(running: Running, test: Any) -> None:
         chat = Watched.load(str(running.folder))
         chat.texts = []
         chat.end_token_ids  # noqa: B018  what it finds out of the template
-        async with Client(engine.url, engine.api_key, 300.0, recorded(engine), engine.version) as client:
+        async with Client(engine.url, engine.api_key, 300.0, recorded(engine), engine.weight_version) as client:
             parse = make_parser(client, engine.tool_call_parser, engine.tool_call_marker)
             server = SessionServer(chat, parse, running.config.rollout)
             await server.start()
