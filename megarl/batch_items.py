@@ -23,14 +23,12 @@ from megarl.types import Prompt, Rollout, Rollouts
 T = TypeVar("T")
 
 
-class Items:
-    """Mixin of a flow that loads its data. Each filter that drops items adds a line to `_notes`, which is logged."""
+class ItemReader:
+    """Loads the data of a run for its controller. Each filter that drops items adds a line to `notes`."""
 
-    config: Config
-    hf_config: dict[str, Any]
-    chat: ChatTemplate
-    job: ranks.Job
-    _notes: list[str]
+    def __init__(self, config: Config, hf_config: dict[str, Any], chat: ChatTemplate, job: ranks.Job) -> None:
+        self.config, self.hf_config, self.chat, self.job = config, hf_config, chat, job
+        self.notes: list[str] = []
 
     def load_prompts(self, files: str | Sequence[str], whole: bool = False) -> ConcatDataset[Prompt]:
         """Read and render prompts. Prompts that leave no room for a response are dropped and counted in a note.
@@ -49,7 +47,7 @@ class Items:
                     )
             fitting, dropped = render_prompts(prompts, self.chat.encode_prompt, longest)
             if dropped:
-                self._notes.append(
+                self.notes.append(
                     f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out"
                 )
             keys = [read_key(prompt.extra, order, prompt.id) for prompt in fitting] if order else None
@@ -70,7 +68,7 @@ class Items:
             if not fitting:
                 raise conversations_too_long_error(path, len(conversations), longest, min(lengths))
             if dropped:
-                self._notes.append(
+                self.notes.append(
                     f"{path}: {dropped} of {len(conversations)} conversations are longer than the model's {longest} "
                     "positions: left out"
                 )
@@ -88,7 +86,7 @@ class Items:
         def load(path: str, name: str, order: str) -> tuple[PreferenceDataset, np.ndarray | None]:
             pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest, name, order)
             if dropped:
-                self._notes.append(
+                self.notes.append(
                     f"{path}: {dropped} of {len(pairs) + dropped} pairs are left out: together longer than "
                     f"the {budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
                 )
@@ -113,9 +111,9 @@ class Items:
         check_has_keys(keys, order, paths)
         joined = ConcatDataset(tuple(items for items, _ in loaded), names, keys)
         if whole:
-            self._notes.append(f"{len(joined):,} prompts of {', '.join(paths)}")
+            self.notes.append(f"{len(joined):,} prompts of {', '.join(paths)}")
         elif paths == data.train:
-            self._notes.append(self._describe_epochs(joined))
+            self.notes.append(self._describe_epochs(joined))
         return joined
 
     def _describe_epochs(self, joined: ConcatDataset[Any]) -> str:
@@ -135,7 +133,7 @@ class Items:
 
     def _note_slow(self, rows: Table) -> None:
         if rows.slow_read_warning:
-            self._notes.append(f"warning: {rows.slow_read_warning}")
+            self.notes.append(f"warning: {rows.slow_read_warning}")
 
     def _max_positions(self) -> int:
         return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])

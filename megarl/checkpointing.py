@@ -1,4 +1,4 @@
-"""The flow's files on disk: saving and resuming checkpoints, rollback, and the export at the end."""
+"""What a run writes and reads back: checkpoints, resuming from them, rollback, and the export at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,8 @@ from megarl.parallel import ranks, row_exchange
 from megarl.parallel.host_copy import StagingBuffer
 from megarl.parallel.placement import placement_of, role_parallel
 from megarl.types.requirements import Requirements
-from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Worker
 from megarl.workers.model_worker import TrainingWorker
-from megarl.workers.rollout import RolloutWorker
 
 EXPORT_RETRY_S = 10.0
 """Seconds between attempts of an export that found no disk space."""
@@ -40,74 +38,86 @@ JOINT_EXIT_TIMEOUT_S = 5.0
 """Seconds that a rank that fails waits for the others to fail with the same error."""
 
 
-class Keeping:
-    """Checkpointing methods of a flow. A checkpoint holds the trained models, the state of workers and controller, and
-    the position of the loop."""
+class Checkpointer:
+    """Saves, resumes, rolls back and exports the models of a run.
 
-    config: Config
-    requirements: Requirements
-    controller: Controller
-    workers: list[Worker]
-    loader: PromptLoader[Any]
-    job: ranks.Job
-    clock: Clock
-    log: RunLog
-    control: Control
-    needs: disk_space.SpaceEstimate
-    step: int
-    last_step: int
-    """The step after which the run ends."""
-    rollout: RolloutWorker
-    actor: ActorWorker
-    stagings: dict[str, StagingBuffer]
-    """Host copies of trained models, by role, written while training continues."""
-    save_error: StorageError | None
-    """Why the latest due checkpoint could not be written; None if it was, or is still being written."""
+    A checkpoint holds the trained models, the state of workers and controller, and the position of the loop.
 
-    def _trained(self) -> dict[str, Any]:
+    workers: by role, in the order in which they started; filled by the flow after `find_checkpoint`. needs: bytes of a
+    checkpoint and an export. last_step: the step after which the run ends. sync_weights: called after models have been
+    restored, gives the engines their weights.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        requirements: Requirements,
+        job: ranks.Job,
+        clock: Clock,
+        log: RunLog,
+        loader: PromptLoader[Any],
+        controller: Controller,
+        workers: Mapping[str, Worker],
+        needs: disk_space.SpaceEstimate,
+        last_step: int,
+        sync_weights: Callable[[], None],
+    ) -> None:
+        self.config, self.requirements, self.job, self.clock, self.log = config, requirements, job, clock, log
+        self.loader, self.controller, self.workers, self.needs = loader, controller, workers, needs
+        self.last_step, self.sync_weights = last_step, sync_weights
+        self.control: Control | None = None
+        """Settings changed during the run, which a checkpoint holds too; set by the flow once the workers are ready."""
+        self.save_error: StorageError | None = None
+        """Why the latest due checkpoint could not be written; None if it was, or is still being written."""
+        self._stagings: dict[str, StagingBuffer] = {}
+        """Host copies of trained models, by role, written while training continues."""
+        self.store = self._open_store()
+
+    def trained_models(self) -> dict[str, Any]:
         """Return the models that a checkpoint holds, by role, as far as they are on this rank."""
-        models = {role: getattr(self, role).model for role in self.requirements.trained_roles}
+        models = {role: getattr(self.workers[role], "model", None) for role in self.requirements.trained_roles}
         return {role: model for role, model in models.items() if model is not None}
 
-    def _check_copies(self) -> None:
+    def check_copies(self) -> None:
         """Warn of machines that lack memory for the copies of asynchronous saves, once models are loaded."""
         if not (self.config.run.save_every and self.config.run.save_async):
             return
-        local_bytes = sum(async_copy_bytes(model) for model in self._trained().values())
+        local_bytes = sum(async_copy_bytes(model) for model in self.trained_models().values())
         for line in disk_space.check_copy_memory(
             ranks.all_gather_objects((socket.gethostname(), local_bytes, disk_space.free_memory()))
         ):
             self.log.log(f"warning: {line}")
 
-    def _save_if_due(self) -> bool:
+    def save_if_due(self, step: int) -> bool:
         """Complete a checkpoint that all ranks have written, and begin another if one is due. Returns whether the run
         should stop; it has then been saved."""
         run = self.config.run
-        skipped = [worker.first_skipped_step for worker in self.workers if isinstance(worker, TrainingWorker)]
-        first_skipped = min((step for step in skipped if step is not None), default=None)
+        skipped = [worker.first_skipped_step for worker in self.workers.values() if isinstance(worker, TrainingWorker)]
+        first_skipped = min((number for number in skipped if number is not None), default=None)
         states = ranks.all_gather_objects((exit_status.is_stop_requested(), self.store.is_written(), first_skipped))
-        is_last = self.step == self.last_step
+        is_last = step == self.last_step
         stop = any(is_asked for is_asked, _, _ in states) and not is_last
-        self.store.rollback_before = min((step for _, _, step in states if step is not None), default=None)
-        is_due = stop or bool(run.save_every and (is_last or self.step % run.save_every == 0))
+        self.store.rollback_before = min((number for _, _, number in states if number is not None), default=None)
+        is_due = stop or bool(run.save_every and (is_last or step % run.save_every == 0))
         if self.store.pending_step is not None and (is_due or all(is_written for _, is_written, _ in states)):
             self._finish_save(must=False)  # memory allows only one at a time
         if is_due:
-            self.save_error = self._save(beside=run.save_async and not (stop or is_last), must=stop)
+            self.save_error = self._save(step, beside=run.save_async and not (stop or is_last), must=stop)
         return stop
 
-    def _save(self, beside: bool, must: bool) -> StorageError | None:
+    def _save(self, step: int, beside: bool, must: bool) -> StorageError | None:
         """Write a checkpoint: in the background if `beside`, else at once. If writing fails, raise if `must`, else
         raise an alarm and return the error."""
-        host = {"step": self.step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
+        assert self.control is not None
+        host = {"step": step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
         host |= {"guards": self.log.guards.state_dict(), "control": self.control.state_dict()}
 
         def stage(folder: Path) -> RankWrite:
             models = []
-            for role, model in self._trained().items():
-                staging = self.stagings.setdefault(role, StagingBuffer()) if beside else None
+            for role, model in self.trained_models().items():
+                staging = self._stagings.setdefault(role, StagingBuffer()) if beside else None
                 models.append(StagedCheckpoint(model, folder / role, staging))
-            other_writes = [*(worker.save() for worker in self.workers), self.controller.save()]
+            other_writes = [*(worker.save() for worker in self.workers.values()), self.controller.save()]
             drain = self.log.make_drain()
 
             def write(ended: Callable[[], bool]) -> dict[Path, Entry]:
@@ -128,9 +138,9 @@ class Keeping:
 
         with self.clock.phase("save"), exit_status.defer_sigterm():
             try:
-                self.store.begin(self.step, host, stage, self.needs.checkpoint)
+                self.store.begin(step, host, stage, self.needs.checkpoint)
             except StorageError as error:
-                return self._handle_save_error(error, self.step, must)
+                return self._handle_save_error(error, step, must)
         return None if beside else self._finish_save(must)
 
     def _finish_save(self, must: bool) -> StorageError | None:
@@ -144,10 +154,10 @@ class Keeping:
                 return self._handle_save_error(error, step, must)
         return None
 
-    def _finish_on_error(self, error: Exception) -> None:
+    def finish_on_error(self, error: Exception) -> None:
         """Complete the pending checkpoint of a run that ends by an error that all ranks share, after which they can
         still communicate. If not all of them arrive in time, it stays unfinished."""
-        if not hasattr(self, "store") or self.store.pending_step is None:
+        if self.store.pending_step is None:
             return
         name = f"megarl/ends by {hashlib.sha256(f'{type(error).__name__} {error}'.encode()).hexdigest()}"
         with contextlib.suppress(Exception):  # the run ends for another reason
@@ -158,10 +168,9 @@ class Keeping:
             if arrived == self.job.world:
                 self._finish_save(must=False)
 
-    def _cancel_save(self) -> None:
+    def cancel(self) -> None:
         """Stop the writer threads of a run that ends for any reason."""
-        if hasattr(self, "store"):
-            self.store.cancel()
+        self.store.cancel()
 
     def _handle_save_error(self, error: StorageError, step: int, must: bool) -> StorageError:
         if must:
@@ -170,9 +179,9 @@ class Keeping:
         self.log.alarm(f"{error}. {'Training goes on; make room' if continues else 'It was the last'}")
         return error
 
-    def _export(self) -> None:
+    def export(self) -> None:
         """Write the trained model. If the disk is full, wait for room: the export is the point of the run."""
-        trained = getattr(self, self.requirements.main_role)
+        trained: Any = self.workers[self.requirements.main_role]
         folder, timeout = self.log.run_dir / "export", self.config.run.storage_timeout_s
         began, has_alarmed = time.monotonic(), False
         while True:
@@ -183,7 +192,7 @@ class Keeping:
                     return
             except OSError as error:
                 is_late = ranks.broadcast_object(time.monotonic() - began > timeout)
-                if self._is_asked_to_stop() or is_late:
+                if _is_any_asked_to_stop() or is_late:
                     checkpoints = self.store.list_checkpoints() or ["none, for run.save_every=0"]
                     raise ConfigError(
                         f"could not export to {folder}: {error}; make room and start again with run.resume=auto, from "
@@ -194,8 +203,7 @@ class Keeping:
                 has_alarmed = True
                 time.sleep(EXPORT_RETRY_S)
 
-    def _find_checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume from, before anything is loaded; logs and records continue after its step."""
+    def _open_store(self) -> CheckpointStore:
         run, parallel, placement = self.config.run, self.config.parallel, placement_of(self.config)
         layout = self.job.world, parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
         other_layouts = [] if placement.is_colocated else [placement.describe(self.requirements.roles)]
@@ -207,7 +215,7 @@ class Keeping:
                     f"{role}: tp={role_layout.tp} cp={role_layout.cp} pp={role_layout.pp} vpp={role_layout.vpp} "
                     f"ep={role_layout.ep} etp={role_layout.etp}"
                 )
-        self.store = CheckpointStore(
+        store = CheckpointStore(
             self.log.run_dir,
             run.keep_checkpoints,
             run.storage_timeout_s,
@@ -215,7 +223,12 @@ class Keeping:
             self.log.log,
             collect_provenance(self.config) if self.job.rank == 0 else None,
         )
-        self.store.remove_unfinished()
+        store.remove_unfinished()
+        return store
+
+    def find_checkpoint(self) -> Path | None:
+        """Return the checkpoint to resume from, before anything is loaded; logs and records continue after its step."""
+        run = self.config.run
         if not run.resumes:
             return None
         folder = self.store.find_newest()
@@ -236,15 +249,17 @@ class Keeping:
 
         def check() -> None:
             host = host_state(folder)
-            if isinstance(host, dict) and isinstance(saved := host.get("loader"), dict):  # otherwise `_resume` raises
+            if isinstance(host, dict) and isinstance(saved := host.get("loader"), dict):  # otherwise `resume` raises
                 self.loader.check(saved, self.config.run.resume == "forced")
 
         ranks.run_on_all(check, lead=True)
 
-    def _resume(self, folder: Path) -> None:
+    def resume(self, folder: Path) -> int:
+        """Restore a checkpoint and return its step. Raises ConfigError for one that is not of this program."""
+        assert self.control is not None
         host = self.store.load(folder)
         try:
-            self.step = host["step"]
+            step: int = host["step"]
             self.loader.load_state_dict(host["loader"], self.config.run.resume == "forced")
             self.controller.load_state_dict(host["controller"])
             self.log.guards.load_state_dict(host.get("guards", {}))
@@ -256,21 +271,24 @@ class Keeping:
             ) from None
 
         def restore() -> None:
-            for role, model in self._trained().items():
+            for role, model in self.trained_models().items():
                 restore_model(model, folder / role)
 
         ranks.run_on_all(restore)
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.restore(folder)
         self.controller.restore(folder, row_exchange.WorldComm())
+        return step
 
-    def _rollback(self) -> None:
+    def rollback(self, step: int) -> None:
         """Roll all trained models back after too many skipped updates in a row: restore weights and optimizer states
         from the newest checkpoint before the first of them, and continue with the next data. Raises ConfigError on all
         ranks if there is no checkpoint, or if the models were rolled back before and no step has succeeded since."""
         guards = self.log.guards
         local_failures = [
-            worker.skip_failure for worker in self.workers if isinstance(worker, TrainingWorker) and worker.skip_failure
+            worker.skip_failure
+            for worker in self.workers.values()
+            if isinstance(worker, TrainingWorker) and worker.skip_failure
         ]
         failures = [failure for rank_failures in ranks.all_gather_objects(local_failures) for failure in rank_failures]
         first_skipped, reason = min(failures)
@@ -286,28 +304,22 @@ class Keeping:
             raise ConfigError(f"{reason}. There is no checkpoint to go back to; run.save_every writes them")
 
         def restore() -> None:
-            for role, model in self._trained().items():
+            for role, model in self.trained_models().items():
                 restore_model(model, folder / role)
 
         with self.clock.phase("go_back"), ranks.with_timeout(self.config.run.storage_timeout_s):
             ranks.run_on_all(restore)
-        for worker in self.workers:
+        for worker in self.workers.values():
             if isinstance(worker, TrainingWorker):
                 worker.on_rollback()
-        if "rollout" in vars(self):
-            self._sync_weights()
-        step = self.store.read_step(folder)
-        guards.record_restore(step)
+        self.sync_weights()
+        guards.record_restore(self.store.read_step(folder))
         self.log.alarm(
-            f"step {self.step}: {reason}. Weights and optimizer states are those of {folder} again, and training "
+            f"step {step}: {reason}. Weights and optimizer states are those of {folder} again, and training "
             "goes on with the next data; if it comes again before a step was taken whole, the run ends"
         )
 
-    def _sync_weights(self) -> None:
-        """Sync restored weights to the engines; no update precedes this."""
-        self.rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache
-        self.rollout.update_weights(self.actor)
 
-    def _is_asked_to_stop(self) -> bool:
-        """Return whether any rank has received a stop signal; the same on all ranks."""
-        return any(ranks.all_gather_objects(exit_status.is_stop_requested()))
+def _is_any_asked_to_stop() -> bool:
+    """Return whether any rank has received a stop signal; the same on all ranks."""
+    return any(ranks.all_gather_objects(exit_status.is_stop_requested()))

@@ -6,72 +6,75 @@ failed evaluation is logged and the run continues; at most one evaluation runs a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.config import Config, ConfigError
+from megarl.config import ConfigError
 from megarl.controllers.controller import Controller, Evaluation
 from megarl.observe.clock import Clock
 from megarl.observe.run_log import RunLog
-from megarl.types.requirements import Requirements
 
 
-class Evaluating:
-    """Evaluation methods of a flow."""
+class Evaluator:
+    """Runs the evaluations of a run.
 
-    config: Config
-    requirements: Requirements
-    controller: Controller
-    clock: Clock
-    log: RunLog
-    step: int
-    eval_items: Sequence[Any]
-    pending_evaluation: tuple[int, Evaluation] | None = None
-    """The running evaluation, and the step after which it began."""
+    flow: what the controller is given. items: held-out items; none turn evaluation off. every: steps between
+    evaluations, 0 turns them off. is_async: whether generation has ranks of its own. begin_step: called before each
+    evaluation, so that its seeds do not depend on what the step before sampled.
+    """
 
-    def _begin_step(self) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        controller: Controller,
+        flow: Any,
+        items: Sequence[Any],
+        every: int,
+        is_async: bool,
+        clock: Clock,
+        log: RunLog,
+        begin_step: Callable[[], None],
+    ) -> None:
+        self._controller, self._flow, self._items = controller, flow, items
+        self._every, self._is_async = every, is_async
+        self._clock, self._log, self._begin_step = clock, log, begin_step
+        self._pending: tuple[int, Evaluation] | None = None
+        """The running evaluation, and the step after which it began."""
 
-    def _eval_due(self, first: int) -> bool:
-        every = self.config.run.eval_every
-        return bool(every and len(self.eval_items) and (first or self.step % every == 0))
+    def is_due(self, step: int, is_last: bool = False) -> bool:
+        """Return whether to evaluate after this step. The last step is always evaluated."""
+        return bool(self._every and len(self._items) and (is_last or step % self._every == 0))
 
-    def _evaluate(self) -> dict[str, float]:
+    def run(self, step: int) -> dict[str, float]:
         """Evaluate the current weights. Returns metrics, or {} if the evaluation continues during the next steps."""
-        self._poll_evaluation(wait=True)
-        self._begin_step()  # so that seeds do not depend on what the previous step sampled
-        flow: Any = self
-        evaluation = self.controller.begin_evaluation(flow, self.eval_items) if self._is_async else None
+        self.poll(wait=True)
+        self._begin_step()
+        evaluation = self._controller.begin_evaluation(self._flow, self._items) if self._is_async else None
         if evaluation is not None:
-            self.pending_evaluation = self.step, evaluation
-            self.clock.lap()
+            self._pending = step, evaluation
+            self._clock.lap()
             return {}
-        return self._log_evaluation(self.step, self.controller.evaluate(flow, self.eval_items))
+        return self._report(step, self._controller.evaluate(self._flow, self._items))
 
-    @property
-    def _is_async(self) -> bool:
-        return self.requirements.has_rollout and self.config.rollout.asynchronous
-
-    def _poll_evaluation(self, wait: bool) -> dict[str, float]:
+    def poll(self, wait: bool) -> dict[str, float]:
         """Return the metrics of a finished asynchronous evaluation; {} if it is still running or has failed."""
-        if self.pending_evaluation is None or not (wait or self.pending_evaluation[1].is_done()):
+        if self._pending is None or not (wait or self._pending[1].is_done()):
             return {}
-        (step, evaluation), self.pending_evaluation = self.pending_evaluation, None
+        (step, evaluation), self._pending = self._pending, None
         try:
             metrics = evaluation.result()
         except ConfigError as error:
-            self.clock.lap()
-            self.log.alarm(f"the evaluation after step {step} has failed: {error}")
+            self._clock.lap()
+            self._log.alarm(f"the evaluation after step {step} has failed: {error}")
             return {}
-        return self._log_evaluation(step, metrics)
+        return self._report(step, metrics)
 
-    def _drop_evaluation(self) -> None:
+    def drop(self) -> None:
         """Abandon the running evaluation of a run that stops early."""
-        if self.pending_evaluation is not None:
-            self.log.log(f"the evaluation after step {self.pending_evaluation[0]} is not over, and is left out")
-            self.pending_evaluation = None
+        if self._pending is not None:
+            self._log.log(f"the evaluation after step {self._pending[0]} is not over, and is left out")
+            self._pending = None
 
-    def _log_evaluation(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        self.clock.lap()  # evaluation is not part of a training step's time
-        self.log.log_evaluation(step, metrics)
+    def _report(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        self._clock.lap()  # evaluation is not part of a training step's time
+        self._log.log_evaluation(step, metrics)
         return metrics

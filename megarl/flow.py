@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megarl.batch_items import Items
+from megarl.batch_items import ItemReader
 from megarl.checkpoint import disk_space
-from megarl.checkpointing import Keeping
+from megarl.checkpointing import Checkpointer
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.command_line import format_command
 from megarl.config.paths import expand_config_paths
@@ -28,7 +28,7 @@ from megarl.dry_run.data_and_tools import check_offered, read_chat, should_check
 from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.dry_run.plan import validate
 from megarl.dry_run.rollout_checks import check_enough_prompts
-from megarl.evaluator import Evaluating
+from megarl.evaluator import Evaluator
 from megarl.launch import exit_status
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops
@@ -60,7 +60,7 @@ class RoleUnavailable(ConfigError, AttributeError):
     """Raised for a role that a controller reads before the workers start, or that it does not list."""
 
 
-class HybridFlow(Items, Evaluating, Keeping):
+class HybridFlow:
     """An algorithm's roles and the loop that runs it.
 
         flow = HybridFlow("configs/quickstart.yaml")
@@ -83,7 +83,7 @@ class HybridFlow(Items, Evaluating, Keeping):
         self.watchdog: HangWatchdog | None = None
         self.gpu: GpuMonitor | None = None
         self.step = 0
-        self.stagings, self.save_error = {}, None
+        self.checkpointer: Checkpointer | None = None
 
     def register_worker(
         self,
@@ -146,7 +146,7 @@ class HybridFlow(Items, Evaluating, Keeping):
         report.raise_errors()
         self.requirements = load_requirements(self.config)
         self.controller = make_controller(self.config)
-        self.workers: list[Worker] = []
+        self.workers: dict[str, Worker] = {}
         self._read_chat()
         self.job = ranks.join(self.config.parallel.world_size, run.timeout_s)
         self.layouts = create_role_layouts(self.config, self.requirements.roles)
@@ -174,7 +174,8 @@ class HybridFlow(Items, Evaluating, Keeping):
         except BaseException as error:
             exit_status.begin_exit()
             if isinstance(error, Exception):
-                self._finish_on_error(error)
+                if self.checkpointer is not None:
+                    self.checkpointer.finish_on_error(error)
             self.log.record_failed_step(self.step, self._step_rollouts())
             if self.watchdog is not None:
                 self.watchdog.drain()
@@ -183,8 +184,9 @@ class HybridFlow(Items, Evaluating, Keeping):
             raise
         finally:
             gc.unfreeze()  # libraries report objects that are still frozen at exit as leaks
-            self._cancel_save()
-            for worker in reversed(self.workers):
+            if self.checkpointer is not None:
+                self.checkpointer.cancel()
+            for worker in reversed(self.workers.values()):
                 worker.close()
             if self.watchdog is not None:
                 self.watchdog.close()
@@ -203,43 +205,48 @@ class HybridFlow(Items, Evaluating, Keeping):
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def _loop(self) -> dict[str, float]:
-        run = self.config.run
+        run, checkpointer, evaluator = self.config.run, self.checkpointer, self.evaluator
+        assert checkpointer is not None
         metrics: dict[str, float] = {}
         if run.save_every:
             exit_status.save_on_sigterm()
         while self.step < self.last_step:
-            if self._eval_due(first=0):
-                self._evaluate()
+            if evaluator.is_due(self.step):
+                evaluator.run(self.step)
             items = self.loader.next_batch()
-            self.step += 1
-            self.log.begin_step(self.step)
-            self.profile.begin(self.step)
-            self._begin_step()
-            self.control.apply(self.step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
+            self._start_step(self.step + 1)
             # Do not bind the result: it would keep this step's tensors alive during the next step.
             metrics = self._finish_step(self.controller.step(self, items))
-            self._poll_evaluation(wait=bool(self.log.guards.skip_limited_roles))
-            if self.log.guards.skip_limited_roles:
-                self._rollback()
-            if self._save_if_due():
-                self._drop_evaluation()
+            should_roll_back = bool(self.log.guards.skip_limited_roles)
+            evaluator.poll(wait=should_roll_back)
+            if should_roll_back:
+                checkpointer.rollback(self.step)
+            if checkpointer.save_if_due(self.step):
+                evaluator.drop()
                 raise exit_status.GracefulExit(
                     f"asked to stop: saved step {self.step}, start again with run.resume=auto"
                 )
-        if self._eval_due(first=1):
-            metrics |= self._evaluate()
-        metrics |= self._poll_evaluation(wait=True)
+        if evaluator.is_due(self.step, is_last=True):
+            metrics |= evaluator.run(self.step)
+        metrics |= evaluator.poll(wait=True)
         if run.export and self.requirements.trained_roles:
-            self._export()
-        if self.save_error is not None:
-            raise self.save_error  # the last checkpoint failed, and there is no later one; the export was tried first
+            checkpointer.export()
+        if checkpointer.save_error is not None:
+            raise checkpointer.save_error  # no later checkpoint follows; the export was tried first
         return metrics
+
+    def _start_step(self, step: int) -> None:
+        self.step = step
+        self.log.begin_step(step)
+        self.profile.begin(step)
+        self._begin_step()
+        self.control.apply(step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
         metrics = dict(result.metrics)
         if result.rollouts is not None:
             metrics |= rollout_metrics(result.rollouts)
-        for worker in self.workers:
+        for worker in self.workers.values():
             metrics |= worker.metrics()
         if self.watchdog is not None:
             watchdog_metrics, alarm = self.watchdog.check_step(self.step)
@@ -253,7 +260,9 @@ class HybridFlow(Items, Evaluating, Keeping):
         self.profile.end(self.step)
         if result.batch is not None:
             metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
-        role_flops = [worker.work for worker in self.workers if isinstance(worker, ModelWorker) and worker.work]
+        role_flops = [
+            worker.work for worker in self.workers.values() if isinstance(worker, ModelWorker) and worker.work
+        ]
         remote_clocks = {
             source: ranks.broadcast_object({name: metrics.get(name, 0.0) for name in keys}, source)
             for source, keys in select_remote_clocks(role_flops).items()
@@ -265,7 +274,8 @@ class HybridFlow(Items, Evaluating, Keeping):
         return self.log.end_step(self.step, metrics, result.rollouts, result.batch, result.trained_rollouts)
 
     def _begin_step(self) -> None:
-        for worker in self.workers:
+        """Tell the workers the current step, which seeds what they sample."""
+        for worker in self.workers.values():
             worker.begin_step(self.step)
 
     def _step_rollouts(self) -> list[Rollouts]:
@@ -286,7 +296,7 @@ class HybridFlow(Items, Evaluating, Keeping):
     def _read_data(self) -> None:
         """Load the data before models are loaded and the run folder is created, so that a broken line costs neither."""
         config, run = self.config, self.config.run
-        self._notes = []  # logged once the log exists
+        self.data = ItemReader(config, self.hf_config, self.chat, self.job)
         items = self.controller.load_items(self)
         check_enough_prompts(len(items), config)
         self.loader = PromptLoader.from_config(items, config)
@@ -311,12 +321,18 @@ class HybridFlow(Items, Evaluating, Keeping):
             self.watchdog.start()
         if self.log.is_writer:
             self.gpu = GpuMonitor(device.gpu_load)
-        checkpoint = self._find_checkpoint()
         critic_path = config.critic.path or config.model.path if "critic" in self.requirements.roles else None
-        self.needs = disk_space.estimate_space(
+        needs = disk_space.estimate_space(
             self.hf_config, load_hf_config(critic_path) if critic_path else None, config, self.requirements
         )
-        for note in self._notes:
+        self.checkpointer = Checkpointer(
+            *(config, self.requirements, self.job, self.clock, self.log, self.loader, self.controller, self.workers),
+            needs,
+            self.last_step,
+            self._sync_weights,
+        )
+        checkpoint = self.checkpointer.find_checkpoint()
+        for note in self.data.notes:
             self.log.log(note)
         context = Context(
             config=config,
@@ -336,22 +352,37 @@ class HybridFlow(Items, Evaluating, Keeping):
             arguments = {"actor": self.actor} if role == "reference" else {}
             worker = factory(dataclasses.replace(context, role=role), **arguments)
             setattr(self, role, worker)
-            self.workers.append(worker)
+            self.workers[role] = worker
             ranks.run_on_all(worker.start)
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.wait_ready()
-        self.control = Control(self.log.run_dir, self.workers, self.log.log)
+        self.control = self.checkpointer.control = Control(self.log.run_dir, list(self.workers.values()), self.log.log)
+        self.evaluator = Evaluator(
+            self.controller,
+            self,
+            self.eval_items,
+            config.run.eval_every,
+            self.requirements.has_rollout and config.rollout.asynchronous,
+            self.clock,
+            self.log,
+            self._begin_step,
+        )
         for line in sum(ranks.all_gather_objects(self._describe_models()), []):
             self.log.log(line)
-        self._check_copies()
+        self.checkpointer.check_copies()
         if checkpoint is not None:
-            self._resume(checkpoint)
+            self.step = self.checkpointer.resume(checkpoint)
             self._begin_step()
-            if "rollout" in vars(self) and "actor" in vars(self):
-                self._sync_weights()
-            changes = self.store.describe_changes(checkpoint) if self.log.is_writer else ""
+            self._sync_weights()
+            changes = self.checkpointer.store.describe_changes(checkpoint) if self.log.is_writer else ""
             self.log.log(f"resumed from {checkpoint} after step {self.step}{changes}")
         self.clock.lap()
+
+    def _sync_weights(self) -> None:
+        """Sync restored weights to the engines, if there are any; no update precedes this."""
+        if "rollout" in self.workers and "actor" in self.workers:
+            self.rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache
+            self.rollout.update_weights(self.actor)
 
     def _peek_items(self, steps: int) -> Sequence[Sequence[Any]]:
         """Return the items of at most `steps` next steps."""
@@ -359,8 +390,9 @@ class HybridFlow(Items, Evaluating, Keeping):
 
     def _describe_models(self) -> list[str]:
         """Return a line for each trained model whose first rank this is."""
+        assert self.checkpointer is not None
         lines, placement = [], placement_of(self.config)
-        for role, model in self._trained().items():
+        for role, model in self.checkpointer.trained_models().items():
             if model.ranks.role_rank == 0:
                 layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
                 where = "" if placement.is_colocated else f" on ranks {placement.format_ranks(role)}"

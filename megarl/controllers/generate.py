@@ -43,7 +43,7 @@ class GenerateController(PolicyController):
         return ("rollout", "reward") if cls.read_options(config).scored else ("rollout",)
 
     def load_items(self, flow: HybridFlow) -> Sequence[Prompt]:
-        self._prompts = flow.load_prompts(self.config.data.train, self.options.whole)
+        self._prompts = flow.data.load_prompts(self.config.data.train, self.options.whole)
         return self._prompts
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:

@@ -33,10 +33,10 @@ class PolicyController(Controller):
 
     def load_items(self, flow: HybridFlow) -> Sequence[Prompt]:
         """Return the rendered training prompts; those that leave no room for a response are dropped and counted."""
-        return flow.load_prompts(self.config.data.train)
+        return flow.data.load_prompts(self.config.data.train)
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
-        return () if self.config.rollout.replay else flow.load_prompts(self.config.data.eval)
+        return () if self.config.rollout.replay else flow.data.load_prompts(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Prompt]) -> dict[str, float]:
         """Return the reward on held-out prompts, in total and by source: of one greedy answer each, and of

@@ -32,7 +32,7 @@ class RewardModelController(Controller):
         return ("reward_model",)
 
     def load_items(self, flow: HybridFlow) -> Sequence[Pair]:
-        return flow.load_preferences(self.config.data.train)
+        return flow.data.load_preferences(self.config.data.train)
 
     def step(self, flow: HybridFlow, items: Sequence[Pair]) -> StepResult:
         @reads()
@@ -46,7 +46,7 @@ class RewardModelController(Controller):
         return StepResult(means.sync())
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Pair]:
-        return flow.load_preferences(self.config.data.eval)
+        return flow.data.load_preferences(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Pair]) -> dict[str, float]:
         """Return loss, accuracy and margin on the held-out pairs, under eval/: in total and by source."""
@@ -71,7 +71,7 @@ def make_pair_batch(flow: HybridFlow, pairs: Sequence[Pair]) -> TrainBatch:
 
 def shard_pairs(flow: HybridFlow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch]:
     """Return the two conversations of each pair, and their batch as `make_pair_batch` returns it."""
-    rollouts = flow.shard([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], together=2)
+    rollouts = flow.data.shard([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], together=2)
     batch = TrainBatch.from_rollouts(rollouts)
     group = torch.arange(len(pairs)).repeat_interleave(2)
     return rollouts, batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens, batch.all_reduce))

@@ -25,10 +25,10 @@ class SFTController(Controller):
         return ("actor",)
 
     def load_items(self, flow: HybridFlow) -> Sequence[Rollout]:
-        return flow.load_conversations(self.config.data.train)
+        return flow.data.load_conversations(self.config.data.train)
 
     def step(self, flow: HybridFlow, items: Sequence[Rollout]) -> StepResult:
-        batch = TrainBatch.from_rollouts(flow.shard(items))
+        batch = TrainBatch.from_rollouts(flow.data.shard(items))
 
         @reads()
         def negative_logprob(output: ModelOutput, part: TrainBatch) -> TokenLoss:
@@ -41,14 +41,14 @@ class SFTController(Controller):
         return StepResult(means.sync())
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Rollout]:
-        return flow.load_conversations(self.config.data.eval)
+        return flow.data.load_conversations(self.config.data.eval)
 
     def evaluate(self, flow: HybridFlow, items: Sequence[Rollout]) -> dict[str, float]:
         """Return the mean negative log-probability of the assistant's tokens in held-out conversations: in total and by
         source."""
         means, batch_size = SourceMeans(), self.config.data.prompts_per_step
         for start in range(0, len(items), batch_size):
-            rollouts = flow.shard(items[start : start + batch_size])
+            rollouts = flow.data.shard(items[start : start + batch_size])
             batch = TrainBatch.from_rollouts(rollouts)
             logprobs = flow.actor.forward(batch).wait().logprobs
             assert logprobs is not None

@@ -92,6 +92,10 @@ class Flow(TableFlow):
         turns = (Turn((9,)), Turn(best, (0.0, 0.0), True, 0))
         return Rollouts.gather([Rollout(prompt, turns, group=group) for group, prompt in enumerate(items)])
 
+    @property
+    def data(self) -> Any:
+        return self
+
     def load_conversations(self, path: str) -> list[Rollout]:
         return [LESSON] * 3
 

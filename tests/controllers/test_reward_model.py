@@ -26,6 +26,10 @@ class TableFlow:
         self.optimizer = torch.optim.Adam([self.table], lr=0.1)
         self.updates: list[list[int]] = []
 
+    @property
+    def data(self) -> Any:
+        return self
+
     def shard(self, finished: list[Rollout], together: int = 1) -> Rollouts:
         return Rollouts.gather(finished)
 

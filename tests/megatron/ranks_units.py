@@ -767,7 +767,7 @@ def repeating() -> list[str]:
     flow: Any = HybridFlow(from_dict({"algorithm": "grpo"}))
     flow.spread, flow.workers, flow.job = (
         ZeroSpreadWarning(load_requirements(flow.config)),
-        [],
+        {},
         SimpleNamespace(world=1),
     )
     flow.loader = flow.clock = flow.profile = SimpleNamespace(
