@@ -147,7 +147,7 @@ def test_what_the_engine_had_cached_is_a_number_of_what_it_was_asked_for_or_noth
         ({}, 200, "cannot be one: KeyError.'meta_info'"),
         ({"output_ids": [8], "meta_info": None}, 200, "cannot be one"),
         (answer(output_token_logprobs=...), 200, "cannot be one: KeyError.'output_token_logprobs'"),
-        (answer(version=...), 200, "cannot be one: KeyError.'weight_version'"),
+        (answer(weight_version=...), 200, "cannot be one: KeyError.'weight_version'"),
         (answer(output_token_logprobs=[]), 200, "wrote 1 tokens and gave 0 log-probs"),
         (answer(output_token_logprobs=[[-0.5, 9, None]]), 200, "wrote 1 tokens and gave 1 log-probs of others"),
         (answer(output_token_logprobs=[[None, 8, None]]), 200, "a log-prob that is not finite"),
@@ -273,7 +273,7 @@ def spans(*ends: int) -> list[dict[str, Any]]:
 
 def test_an_answer_during_which_weights_changed_is_by_the_oldest() -> None:
     wrote: dict[str, Any] = {"output_ids": [8, 9, 8], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9, 8)]}
-    out = ask(answer(**wrote, version="2", weight_versions=spans(1, 3)), version=None)
+    out = ask(answer(**wrote, weight_version="2", weight_versions=spans(1, 3)), version=None)
     assert (out.weight_version, out.versions) == (1, ())  # what follows has keys and values of older weights
     assert ask(answer(**wrote, weight_versions=spans(3)), version=None).versions == ()
     cut = answer(finish_reason=None, output_ids=[], output_token_logprobs=[], weight_versions=spans(0))
@@ -294,7 +294,7 @@ def test_weights_may_change_while_an_answer_is_under_way_and_each_version_has_it
             new = [{"version": "4", "start": 0, "end": 2}]
             two: dict[str, Any] = {"output_ids": [8, 9], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9)]}
             spans = new if len(salts) > 1 else both
-            return web.json_response(answer(**two, version="4", weight_versions=spans))
+            return web.json_response(answer(**two, weight_version="4", weight_versions=spans))
 
         app = web.Application()
         app.router.add_post("/generate", respond)

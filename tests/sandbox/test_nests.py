@@ -327,7 +327,7 @@ def test_what_cannot_be_made_is_not_tried_again_and_again(pool):
         pool.asked("a")
     pool.now[0] += warm_pool.AGAIN_S
     pool.filled()
-    pool._idle[0].first = 0  # bubblewrap has never come so far
+    pool._idle[0].init_pid = 0  # bubblewrap has never come so far
     pool._idle[0].on_exited()
     pool.now[0] += warm_pool.AGAIN_S
     assert "a" not in pool.filled()

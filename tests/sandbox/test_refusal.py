@@ -100,7 +100,7 @@ def test_a_box_that_does_not_hold_is_none():
 def test_each_look_of_the_probe_finds_what_it_is_for():
     """Outside of any box, nearly all of it is found."""
     boxes = Boxes(backend="none")
-    found = boxes.collect(probing.SOURCE, 1, limits=probing.LIMITS)
+    found = boxes.run_harness(probing.SOURCE, 1, limits=probing.LIMITS)
     boxes.end()
     faults = probing.list_faults(found.results[0], found.run)
     assert {"it sees users of this machine", "it can make network sockets", "it sees other processes"} <= set(faults)
@@ -119,7 +119,7 @@ def test_none_runs_unprotected_and_says_so():
         assert result.ok and result.stdout == b"x\n" and result.files == {"b": b"c"}
         assert boxes.run(["sleep", "30"], limits=Limits(seconds=0.5)).reason == "time"
         assert boxes.run(["sh", "-c", "exit 4"]).status == 4
-        assert boxes.collect("send(0, 1)", 1).results == {0: 1}
+        assert boxes.run_harness("send(0, 1)", 1).results == {0: 1}
         session = boxes.interpreter()
         assert boxes.wait(session.run("1 + 1")).stdout == "2\n"
         assert "MEGARL" not in boxes.run(["env"]).stdout.decode()

@@ -55,7 +55,9 @@ class Grading:
 
     def __post_init__(self) -> None:
         if self.max_tests < 1 or not (0 < self.seconds and 0 < self.total_seconds < math.inf) or self.memory_mb < 0:
-            raise ConfigError(f"{self}: most must be at least 1, seconds and total above 0, memory_mb not below 0")
+            raise ConfigError(
+                f"{self}: max_tests must be at least 1, seconds and total_seconds above 0, memory_mb not below 0"
+            )
 
     def limits(self, room: int = 1 << 21, given: int = 0) -> Limits:
         """Return a box's limits. room: bytes of results. given: bytes of the largest input."""

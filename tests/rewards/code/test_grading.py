@@ -167,10 +167,13 @@ def test_a_judged_function_that_ends_its_process_loses_what_comes_behind() -> No
 
 
 @pytest.mark.parametrize(
-    "settings", [{"most": 0}, {"seconds": 0.0}, {"total": math.inf}, {"total": math.nan}, {"memory_mb": -1}]
+    "settings",
+    [{"max_tests": 0}, {"seconds": 0.0}, {"total_seconds": math.inf}, {"total_seconds": math.nan}, {"memory_mb": -1}],
 )
 def test_settings_that_are_none(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="most must be at least 1, seconds and total above 0, memory_mb not below 0"):
+    with pytest.raises(
+        ConfigError, match="max_tests must be at least 1, seconds and total_seconds above 0, memory_mb not below 0"
+    ):
         Grading(**settings)
 
 
