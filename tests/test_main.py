@@ -52,7 +52,7 @@ def test_what_is_missing_is_said_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = page.installed_version
-    monkeypatch.setattr(page, "installed", lambda name: "" if name == "sglang" else known(name))
+    monkeypatch.setattr(page, "installed_version", lambda name: "" if name == "sglang" else known(name))
     monkeypatch.setattr(page.shutil, "which", lambda name: None)
     assert page.main([]) == 1
     said = capsys.readouterr().out

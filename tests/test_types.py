@@ -229,7 +229,7 @@ def test_what_could_have_been_sampled_is_of_the_tokens_that_were_chosen():
     ]  # of the third nothing was cut off
     assert [rows_of(record) for record in batch.select([2, 0]).sampling_mask or ()] == [last, first]
     assert TrainBatch.from_rollouts([EXAMPLE]).sampling_mask is None
-    assert ROLLOUT_STATS["supported"](CUT) == 6 and ROLLOUT_STATS["supported"](OTHER) == 0
+    assert ROLLOUT_STATS["sampling_mask_sizes"](CUT) == 6 and ROLLOUT_STATS["sampling_mask_sizes"](OTHER) == 0
     assert CUT == EXAMPLE
 
 

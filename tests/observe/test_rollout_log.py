@@ -145,7 +145,9 @@ RECORDS: dict[str, tuple[str, Any, str]] = {
 def test_records_that_are_none(tmp_path: Path, name: str) -> None:
     column, value, says = RECORDS[name]
     routing = torch.zeros((7, 3, 2), dtype=torch.uint8)
-    file = written(tmp_path, [example(routing=routing, sampling_mask=SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]]))] * 2)
+    file = written(
+        tmp_path, [example(routing=routing, sampling_mask=SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]]))] * 2
+    )
     cell(file, column, value)
     with pytest.raises(ConfigError) as error:
         read_rollouts(tmp_path, 12, whole=True)
