@@ -49,7 +49,7 @@ def context(reward: RewardConfig, environments: tuple[str, ...] = (), replay: st
         reward=reward,
         rollout=RolloutConfig(environments=environments, replay=replay),
     )
-    known = {"run_dir": Path(sys.argv[1]), "ended": RolloutListeners(), "role": "", "layouts": {}}
+    known = {"run_dir": Path(sys.argv[1]), "on_rollout_finished": RolloutListeners(), "role": "", "layouts": {}}
     return SimpleNamespace(config=config, job=JOB, clock=Clock(), **known)
 
 
