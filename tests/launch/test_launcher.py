@@ -210,7 +210,7 @@ def test_a_second_sigterm_ends_the_run(tmp_path: Path) -> None:
 def test_a_second_sigterm_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
     body = """
     ending.save_on_sigterm(); wait(); pathlib.Path(f'asked_{rank}').touch()
-    with ending.writing():
+    with ending.defer_sigterm():
         while not pathlib.Path("written").exists():
             time.sleep(0.01)
     raise ending.GracefulExit("saved step 3")"""
