@@ -42,6 +42,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_short_rows_are_as_expected(found: dict[str, Any], number: int) -> None:
     if number == 13 and not can_mount() and os.getuid() == 0:
         pytest.skip("root writes whatever the mode is, and nobody may mount anything on this machine")
+    if number == 28 and not can_mount():
+        pytest.skip(
+            "a limit on file sizes also cuts the terminal's output, and nobody may mount anything on this machine"
+        )
     row = found[str(number)]
     assert row["ok"], f"{row['injected']}: {row['text']}"
     assert row["expected"] == ROWS[number].expected
