@@ -36,9 +36,9 @@ def test_a_policy_that_goes_too_far_goes_back_and_the_third_time_ends_the_run(
     assert all(step["guards/ppo_kl"] > 0.05 for step in steps)
     assert len(lines_of(tmp_path / "run", "ALARM: step")) == 3
     for step in steps:
-        # The engine sampled with the weights that the trainer rolled back to, which are the reference's. The largest
-        # difference is not checked: a token whose two best experts tie within rounding may jump.
-        assert step["rollout/logprob_diff_p95"] < 1e-3 and step["rollout/logprob_diff_mean"] < 1e-3
+        # The engine sampled with the weights that the trainer rolled back to, which are the reference's. Single tokens
+        # may jump where the two best experts tie within rounding; the rejected weights would be off by 0.5 and more.
+        assert step["rollout/logprob_diff_mean"] < 5e-3 and step["rollout/logprob_diff"] < 0.1
         assert abs(step["actor/kl_to_reference"]) < 1e-6
 
 
