@@ -45,8 +45,8 @@ def sent(order: Mapping[str, Any], seed: int) -> list[Sent]:
 
 
 def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
-    """Return the bytes of all ranks of one machine, at the moments of `host_memory.bytes_by_phase`, with rollouts alone, and
-    while these are recorded."""
+    """Return the bytes of all ranks of one machine, in the phases of `host_memory.bytes_by_phase`, with rollouts alone,
+    and while these are recorded."""
     config, shape = config_of(order, Path()), Shape(**order["shape"])
     declared, routing, sizes = load_requirements(config), routing_of(shape), lengths_of(shape)
     tokens = int(sizes.sum())
