@@ -125,10 +125,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` on a machine without one. A test marked `alone` must start neither ranks nor engines."""
+    """Skip tests marked `gpu` on a machine without one."""
     for item in items:
-        if item.get_closest_marker("alone"):
-            shared = {"run_ranks", "host"} & set(getattr(item, "fixturenames", ()))
-            assert not shared, f"{item.nodeid} is marked alone, but uses {', '.join(sorted(shared))}"
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
