@@ -1,4 +1,4 @@
-"""What a run writes and reads back: checkpoints, resuming from them, rollback, and the export at the end."""
+"""Save, resume and roll back the models of a run, and export them at its end."""
 
 from __future__ import annotations
 

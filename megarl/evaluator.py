@@ -1,4 +1,4 @@
-"""When a run evaluates on held-out data: between steps, or during training if generation has its own ranks.
+"""Evaluation on held-out data: between steps, or during training if generation has its own ranks.
 
 During training no step waits. Results are logged when they arrive, as of the step after which the evaluation began. A
 failed evaluation is logged and the run continues; at most one evaluation runs at a time.
@@ -18,9 +18,9 @@ from megarl.observe.run_log import RunLog
 class Evaluator:
     """Runs the evaluations of a run.
 
-    flow: what the controller is given. items: held-out items; none turn evaluation off. every: steps between
-    evaluations, 0 turns them off. is_async: whether generation has ranks of its own. begin_step: called before each
-    evaluation, so that its seeds do not depend on what the step before sampled.
+    flow: the flow that the controller's methods receive. items: held-out items; without any, evaluation is off. every:
+    steps between evaluations; 0 turns them off. is_async: whether generation has ranks of its own. begin_step: called
+    before each evaluation, so that its seeds do not depend on what the step before sampled.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """HybridFlow: roles, their placement, and the only training loop.
 
 Every rank builds the same flow and runs the same controller. The ranks of a role (`flow.actor`, `flow.rollout`, ...)
-share the work of a call; on other ranks the call returns at once, with a future that receives the value when it is
-read. So an algorithm is written as if there were one process. `workers/README.md` shows a step.
+share the work of a call; on other ranks the call returns at once, with a future whose `wait()`, called by all ranks,
+receives the value. So an algorithm is written as if there were one process. `workers/README.md` shows a step.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def truncate_observations(
     low, high = 0, each  # measure the rendered length: a template that shows results as JSON adds tokens
     while high - low > max(1, each // _SEARCH_STEPS):
         middle = (low + high) // 2
-        found = truncate_to(middle)
-        low, high, best_fit = (middle, high, found) if fits(found, spare) else (low, middle, best_fit)
+        truncated = truncate_to(middle)
+        low, high, best_fit = (middle, high, truncated) if fits(truncated, spare) else (low, middle, best_fit)
     return best_fit
 
 

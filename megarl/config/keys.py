@@ -301,7 +301,7 @@ class RolloutConfig:
     to `rollout.max_lag` steps early, and responses continue across weight syncs. For tokens that older weights sampled,
     the importance ratio is to the engine's log-probs at that time."""
     on_push: OnWeightSync = "retract"
-    """What happens to running responses when `rollout.asynchronous` engines get new weights: `retract` interrupts them
+    """How running responses are handled when `rollout.asynchronous` engines get new weights: `retract` interrupts them
     and continues from their tokens with a recomputed KV cache; `in_place` continues with the KV cache of the old
     weights, at no cost and with a small bias; `wait` lets them finish first, so that each response comes from one
     version of the weights."""

@@ -1,4 +1,4 @@
-"""What policy-gradient controllers share: prompts, evaluation, loss, and metrics of a sampled batch."""
+"""Shared parts of policy-gradient controllers: prompts, evaluation, loss, and metrics of a sampled batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PPO and GRPO share: collecting experience, running the models over it, updating them, and the adaptive KL.
+"""Shared steps of PPO and GRPO: collect experience, run the models over it, update them, adapt the KL coefficient.
 
 Subclasses add what their papers define: advantages and losses.
 """
@@ -53,7 +53,7 @@ class PolicyUpdateController(PolicyController):
         return Experience(rollouts, select_trainable(rollouts, self.config))
 
     def needs_policy_logprobs(self) -> bool:
-        """Whether the policy's log-probs must be computed before the step's updates."""
+        """Return whether the policy's log-probs must be computed before the step's updates."""
         return True
 
     def run_models(self, flow: HybridFlow, experience: Experience) -> tuple[TrainBatch, ModelOutput, dict[str, float]]:

@@ -52,7 +52,7 @@ _CALL_OPENINGS: dict[str, str] = {
     "kimi_k3": "<|open|>call ",
     "step3": "<｜tool_call_begin｜>",
 }
-"""What begins each call, for parsers whose own marker covers a section of several calls, or that have none."""
+"""Marker of each call, for parsers whose own marker covers a section of several calls, or that have none."""
 _PYTHONIC = ("pythonic", "lfm2")
 _LITERAL = re.compile(
     r"""(?P<quoted>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|(?<=[=\[,:(\s])(?:"""

@@ -74,11 +74,12 @@ class MicroBatch:
 
 
 def call_loss(loss: Callable[..., TokenLoss], output: ModelOutput, part: TrainBatch) -> TokenLoss:
-    """Call a loss. Raises ConfigError for one that fails and has declared its columns: others are None."""
+    """Call a loss. Raises ConfigError for one that fails on a column that it has not declared, which is None."""
     try:
         return loss(output, part)
     except (AssertionError, AttributeError, TypeError) as error:
-        if (declared := get_declared_columns(loss)) is None:
+        is_about_none = isinstance(error, AssertionError) or "NoneType" in str(error)
+        if (declared := get_declared_columns(loss)) is None or not is_about_none:
             raise
         names = ", ".join(f'"{name}"' for name in declared)
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -8,20 +8,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-HARNESS_COMMAND = [
-    "python3",
-    "-I",
-    "-S",
-    "-c",
-    Path(__file__).with_name("inside_harness.py").read_text(encoding="utf-8"),
-]
-SESSION_COMMAND = [
-    "python3",
-    "-I",
-    "-S",
-    "-c",
-    Path(__file__).with_name("inside_session.py").read_text(encoding="utf-8"),
-]
+_ISOLATED_PYTHON = ["python3", "-I", "-S", "-c"]
+HARNESS_COMMAND = [*_ISOLATED_PYTHON, Path(__file__).with_name("inside_harness.py").read_text(encoding="utf-8")]
+SESSION_COMMAND = [*_ISOLATED_PYTHON, Path(__file__).with_name("inside_session.py").read_text(encoding="utf-8")]
 _DIGITS = 9
 
 
