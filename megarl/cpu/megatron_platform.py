@@ -105,10 +105,10 @@ def _patch_generator() -> None:
         _patch(module, "manual_seed", manual_seed, why)
 
 
-def _is_cuda(place: Any) -> bool:
-    if isinstance(place, str):
-        return place.startswith("cuda")
-    return isinstance(place, torch.device) and place.type == "cuda"
+def _is_cuda(target: Any) -> bool:
+    if isinstance(target, str):
+        return target.startswith("cuda")
+    return isinstance(target, torch.device) and target.type == "cuda"
 
 
 def _patch_tensors() -> None:

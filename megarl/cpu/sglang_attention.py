@@ -52,18 +52,18 @@ def extend_attention(
     values: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
-    new: torch.Tensor,
+    new_lengths: torch.Tensor,
     scale: float,
     cap: float,
     window: int | None,
 ) -> torch.Tensor:
     """Return attention outputs of new tokens, [sum(new), heads, value dim].
 
-    query: [sum(new), heads, dim], the last `new` [n] tokens of each sequence, one sequence after the other. Other
+    query: [sum(new), heads, dim], the last `new_lengths` [n] tokens of each sequence, one sequence after the other. Other
         arguments are those of `decode_attention`.
     """
     parts = []
-    for q, cache_slots, length in zip(query.split(new.tolist()), slots, lengths.tolist(), strict=True):
+    for q, cache_slots, length in zip(query.split(new_lengths.tolist()), slots, lengths.tolist(), strict=True):
         k, v = (cache[cache_slots[:length].long()].to(q.dtype).transpose(0, 1)[:, None] for cache in (keys, values))
         grouped = q.unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)  # [kv heads, heads per kv head, queries, dim]
         distance = torch.arange(length - len(q), length)[:, None] - torch.arange(length)

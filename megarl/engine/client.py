@@ -38,9 +38,9 @@ class Client:
     timeout: seconds per request, including time in the engine's queue. The number of connections is unlimited, so a
     request to abort others never waits for them.
     routing: if set, request the engine's routing record, which has this shape.
-    version: weight version that every response must come from; None accepts any. It may be raised while requests are in
+    weight_version: weight version that every response must come from; None accepts any. It may be raised while requests are in
     flight; their responses may then mix both versions. The prefix cache of one version is not reused by the next.
-    check_runs: raises EngineLost if the engine is gone.
+    check_running: raises EngineLost if the engine is gone.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Client:
         api_key: str,
         timeout: float,
         routing: RoutingShape | None = None,
-        version: int | None = None,
-        check_runs: Callable[[], None] = lambda: None,
+        weight_version: int | None = None,
+        check_running: Callable[[], None] = lambda: None,
     ) -> None:
-        self._url, self._check_running = url, check_runs
+        self._url, self._check_running = url, check_running
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._routing = routing
-        self.weight_version = version
+        self.weight_version = weight_version
         self.should_request_masks = True
         """Request the sampling mask when sampling is truncated. Training needs it."""
         self.num_pending, self.last_response_time = 0, time.monotonic()
@@ -84,9 +84,9 @@ class Client:
         return await self.stream(ids, params, routed)
 
     async def stream(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, heard: TokenCallback | None = None
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
     ) -> Generation:
-        """Run `generate`, and pass tokens to `heard` as they arrive."""
+        """Run `generate`, and pass tokens to `on_tokens` as they arrive."""
         is_truncated = self.should_request_masks and is_truncated_sampling(params)
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": not is_truncated}
         if is_truncated:  # return_logprob would be over the whole vocabulary
@@ -98,7 +98,7 @@ class Client:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
         self.num_pending += 1
         try:
-            status, data = await self._post("/generate", body, heard)
+            status, data = await self._post("/generate", body, on_tokens)
         finally:
             self.num_pending -= 1
         self.last_response_time = time.monotonic()
@@ -109,10 +109,10 @@ class Client:
         self,
         status: int,
         data: bytes | str | dict[str, Any],
-        asked: int,
+        prompt_len: int,
         routed: int,
-        oldest: int | None,
-        cut_off: bool,
+        request_version: int | None,
+        is_truncated: bool,
     ) -> Generation:
         answer = _parse_json("/generate", data)
         if status == 503 and "timeout reached" in str(answer):
@@ -120,13 +120,13 @@ class Client:
         if status != 200:
             raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
         try:
-            self._check_version(answer["meta_info"], oldest)
-            return self._parse_generation(answer, asked, routed, cut_off)
+            self._check_version(answer["meta_info"], request_version)
+            return self._parse_generation(answer, prompt_len, routed, is_truncated)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
 
-    def _parse_generation(self, answer: dict[str, Any], asked: int, routed: int, cut_off: bool) -> Generation:
-        """Parse the response to a prompt of `asked` tokens; `cut_off`: sampling was truncated.
+    def _parse_generation(self, answer: dict[str, Any], prompt_len: int, routed: int, is_truncated: bool) -> Generation:
+        """Parse the response to a prompt of `prompt_len` tokens; `is_truncated`: sampling was truncated.
 
         The partial response of an aborted request is kept if it is complete: as many log-probs as tokens, for those
         same tokens, all finite, with the sampling mask if sampling was truncated and with routing if it is recorded.
@@ -138,7 +138,7 @@ class Client:
         is_aborted = finish_type not in ("stop", "length")
         token_ids = as_token_ids(answer["output_ids"])
         problem, sampling_mask = "", None
-        if cut_off:
+        if is_truncated:
             values = meta.get("output_token_sampling_logprobs") or ()
             sampling_mask = SamplingMask.from_rows(meta.get("output_token_sampling_mask") or ())
             problem = _check_sampling_mask(sampling_mask, token_ids, len(values))
@@ -160,7 +160,9 @@ class Client:
             token_ids, logprobs, sampling_mask = token_ids[:0], logprobs[:0], None
         routing = None
         if self._routing is not None and len(token_ids):
-            routing = decode_routing(meta.get("routed_experts"), asked + len(token_ids) - 1 - routed, self._routing)
+            routing = decode_routing(
+                meta.get("routed_experts"), prompt_len + len(token_ids) - 1 - routed, self._routing
+            )
         runs = _parse_weight_versions(meta.get("weight_versions") or (), len(token_ids))
         return Generation(
             token_ids=token_ids,
@@ -172,24 +174,24 @@ class Client:
             sampling_mask=sampling_mask,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
-            cached=_parse_cached_tokens(meta.get("cached_tokens"), asked),
+            cached=_parse_cached_tokens(meta.get("cached_tokens"), prompt_len),
             abort_reason=f"the engine cut the answer off: {finish.get('message', 'it does not say why')}"
             if is_aborted
             else "",
         )
 
-    def _check_version(self, meta: dict[str, Any], oldest: int | None) -> None:
+    def _check_version(self, meta: dict[str, Any], request_version: int | None) -> None:
         """Raise RuntimeError if the response came from unexpected weights.
 
         SGLang reports the version that chose the last token, or spans of versions if they changed mid-response. oldest:
         the version when the request was sent.
         """
-        if oldest is None or self.weight_version is None:
+        if request_version is None or self.weight_version is None:
             return
         for span in meta.get("weight_versions") or [{"version": meta["weight_version"]}]:
             version = str(span["version"])
             if version != str(self.weight_version) and not (
-                version.isdecimal() and oldest <= int(version) <= self.weight_version
+                version.isdecimal() and request_version <= int(version) <= self.weight_version
             ):
                 raise RuntimeError(
                     f"the engine answered by weights of version {version}, but those that it was given last "
@@ -237,17 +239,17 @@ class Client:
             return False
 
     async def _post(
-        self, path: str, body: dict[str, Any], heard: TokenCallback | None = None
+        self, path: str, body: dict[str, Any], on_tokens: TokenCallback | None = None
     ) -> tuple[int, bytes | str | dict[str, Any]]:
         """Return status and response body: bytes for JSON, a merged dict for a stream, else text."""
-        body = body if heard is None else {**body, "stream": True}
+        body = body if on_tokens is None else {**body, "stream": True}
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             if self._session is not None and self._session.closed:  # closed between two attempts
                 raise RequestFailed(f"the engine is not asked for {path} any more")
             error: aiohttp.ClientError | None = None
             try:
-                status, response = await self._request(path, data, heard)
+                status, response = await self._request(path, data, on_tokens)
                 if status not in _SERVER_ERRORS or path != "/generate" or attempt == _MAX_ATTEMPTS:
                     return status, response
             except TimeoutError:
@@ -263,14 +265,14 @@ class Client:
         raise AssertionError("unreachable")
 
     async def _request(
-        self, path: str, data: bytes, heard: TokenCallback | None
+        self, path: str, data: bytes, on_tokens: TokenCallback | None
     ) -> tuple[int, bytes | str | dict[str, Any]]:
         assert self._session is not None, "the client is used outside `async with`"
         async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
             if answer.content_type == "application/json":
                 return answer.status, await answer.read()
-            if heard is not None and answer.status == 200:
-                return 200, await _merge_stream(answer, heard)
+            if on_tokens is not None and answer.status == 200:
+                return 200, await _merge_stream(answer, on_tokens)
             return answer.status, await answer.text()
 
     async def _raise_if_lost(self) -> None:
@@ -288,31 +290,31 @@ def is_truncated_sampling(params: Mapping[str, Any]) -> bool:
     return bool(is_restricted and params.get("temperature", 1.0) > 0)
 
 
-def _parse_cached_tokens(said: object, asked: int) -> int:
+def _parse_cached_tokens(value: object, prompt_len: int) -> int:
     """Return the number of cached prompt tokens, or -1 if invalid. It is only a metric, so this never fails."""
-    return said if type(said) is int and 0 <= said <= asked else -1
+    return value if type(value) is int and 0 <= value <= prompt_len else -1
 
 
-def _check_sampling_mask(support: SamplingMask, token_ids: Ids, values: int) -> str:
-    """Describe what is wrong with a sampling mask and its `values` log-probs; empty if nothing is."""
-    if not len(support) and len(token_ids):
+def _check_sampling_mask(mask: SamplingMask, token_ids: Ids, num_logprobs: int) -> str:
+    """Describe what is wrong with a sampling mask and its `num_logprobs` log-probs; empty if nothing is."""
+    if not len(mask) and len(token_ids):
         return "the engine does not say what it could have sampled (return_sampling_mask)"
-    if not len(support) == values == len(token_ids):
+    if not len(mask) == num_logprobs == len(token_ids):
         return (
-            f"the engine wrote {len(token_ids)} tokens, and says of {len(support)} what it could have sampled, with "
-            f"{values} log-probs"
+            f"the engine wrote {len(token_ids)} tokens, and says of {len(mask)} what it could have sampled, with "
+            f"{num_logprobs} log-probs"
         )
     tokens = torch.tensor(token_ids)
-    if bool((outside := support.excludes(tokens) | (support.counts == 0)).any()):
+    if bool((outside := mask.excludes(tokens) | (mask.counts == 0)).any()):
         return f"the engine sampled token {int(tokens[outside][0])}, but says that it could not have sampled that"
     return ""
 
 
-async def _merge_stream(answer: aiohttp.ClientResponse, heard: TokenCallback) -> dict[str, Any]:
+async def _merge_stream(answer: aiohttp.ClientResponse, on_tokens: TokenCallback) -> dict[str, Any]:
     """Merge a stream's events into one response.
 
     Raises RequestFailed for an invalid event, or if the connection is lost after the first tokens: a retry would report
-    them to `heard` twice.
+    them to `on_tokens` twice.
     """
     merged: dict[str, Any] = {"output_ids": [], "meta_info": {}}
     lists: dict[str, list[Any]] = {}
@@ -341,7 +343,7 @@ async def _merge_stream(answer: aiohttp.ClientResponse, heard: TokenCallback) ->
                 merged["output_ids"] += tokens
                 merged["meta_info"] |= meta
                 if tokens:
-                    heard(as_token_ids(tokens))
+                    on_tokens(as_token_ids(tokens))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
     merged["meta_info"] |= lists
@@ -371,17 +373,17 @@ def _pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _parse_weight_versions(spans: Sequence[dict[str, Any]], tokens: int) -> tuple[tuple[int, int], ...]:
+def _parse_weight_versions(spans: Sequence[dict[str, Any]], num_tokens: int) -> tuple[tuple[int, int], ...]:
     """Convert SGLang's version spans to the `versions` of a `Turn`.
 
-    Raises RequestFailed if they do not cover exactly these `tokens`.
+    Raises RequestFailed if they do not cover exactly these `num_tokens`.
     """
     runs = [(int(span["version"]), span["start"], span["end"]) for span in spans]
-    if len(runs) < 2 or not tokens:
+    if len(runs) < 2 or not num_tokens:
         return ()
     ends = [0, *(end for _, _, end in runs)]
-    if [start for _, start, _ in runs] != ends[:-1] or ends[-1] != tokens or sorted(set(ends)) != ends:
-        raise RequestFailed(f"the engine wrote {tokens} tokens and named the weights of others: {spans}")
+    if [start for _, start, _ in runs] != ends[:-1] or ends[-1] != num_tokens or sorted(set(ends)) != ends:
+        raise RequestFailed(f"the engine wrote {num_tokens} tokens and named the weights of others: {spans}")
     return tuple((version, end - start) for version, start, end in runs)
 
 

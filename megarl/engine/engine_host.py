@@ -59,27 +59,27 @@ def _reap() -> bool:
     return has_reaped
 
 
-def _kill_children(spared: Callable[[int], bool], grace: float) -> None:
-    """Kill the children, and their orphans as these are reparented, until none is left; spare the `spared` for
+def _kill_children(is_spared: Callable[[int], bool], grace: float) -> None:
+    """Kill the children, and their orphans as these are reparented, until none is left; spare the `is_spared` for
     `grace` seconds."""
     deadline = time.monotonic() + grace
     while children := _children():
         for pid in children:
-            if time.monotonic() > deadline or not spared(pid):
+            if time.monotonic() > deadline or not is_spared(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         _reap()
         time.sleep(0.01)
 
 
-def _fork(work: Callable[[], None]) -> int:
-    """Fork a child that runs `work` and exits, with status 1 if it raised; return the child's pid."""
+def _fork(target: Callable[[], None]) -> int:
+    """Fork a child that runs `target` and exits, with status 1 if it raised; return the child's pid."""
     if pid := os.fork():
         return pid
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        work()
+        target()
         status = 0
     except SystemExit as exit_request:
         status = exit_request.code if isinstance(exit_request.code, int) else int(exit_request.code is not None)
@@ -240,9 +240,9 @@ def _print_to(file: IO[bytes]) -> None:
     os.dup2(file.fileno(), 2)
 
 
-def _has_ended(process: int) -> bool:
+def _has_ended(pidfd: int) -> bool:
     """Return whether the process of this pidfd has ended."""
-    return bool(select.select([process], [], [], 0)[0])
+    return bool(select.select([pidfd], [], [], 0)[0])
 
 
 def _exit_early(folder: str, starter: int) -> None:

@@ -21,13 +21,13 @@ class EngineError(RuntimeError):
 class EngineLost(EngineError):
     """The engine must be started again; its requests are lost.
 
-    unnoticed: seconds from its last sign of life until detection, an upper bound on how long it has been gone. start:
-    `start_number` of the lost engine; 0 if unknown.
+    detection_delay: seconds from its last sign of life until detection, an upper bound on how long it has been gone.
+    start_number: that of the lost engine; 0 if unknown.
     """
 
-    def __init__(self, fault: Fault, text: str, unnoticed: float = 0.0, start: int = 0) -> None:
+    def __init__(self, fault: Fault, text: str, detection_delay: float = 0.0, start_number: int = 0) -> None:
         super().__init__(text)
-        self.fault, self.detection_delay, self.start_number = fault, unnoticed, start
+        self.fault, self.detection_delay, self.start_number = fault, detection_delay, start_number
 
 
 class WatchedClient(Protocol):
@@ -51,7 +51,7 @@ class WatchedEngine(Protocol):
         """True while generation is paused."""
         ...
 
-    def check_running(self, start: int = 0) -> None:
+    def check_running(self, start_number: int = 0) -> None:
         """Raise EngineLost if the engine is gone, or was started again after this start."""
         ...
 
@@ -60,10 +60,11 @@ class WatchedEngine(Protocol):
         ...
 
 
-async def watch(engine: WatchedEngine, asked: WatchedClient, limit: float, start: int = 0) -> NoReturn:
+async def watch(engine: WatchedEngine, client: WatchedClient, hang_timeout: float, start_number: int = 0) -> NoReturn:
     """Watch an engine until it is lost; raises EngineLost with the reason.
 
-    limit: seconds that it may go without a sign of life while requests are pending. start: as for `check_running`.
+    hang_timeout: seconds that it may go without a sign of life while requests are pending. start_number: as for
+    `check_running`.
 
     Signs of life are a response, and SGLang's health check. The check passes when the scheduler has finished a batch
     since it was called: with running requests that is one token of theirs, otherwise one token generated for the check.
@@ -75,20 +76,20 @@ async def watch(engine: WatchedEngine, asked: WatchedClient, limit: float, start
         while True:
             now = time.monotonic()
             try:
-                engine.check_running(start)
+                engine.check_running(start_number)
             except EngineLost as lost:
-                lost.detection_delay = max(0.0, now - max(last_running, asked.last_response_time))
+                lost.detection_delay = max(0.0, now - max(last_running, client.last_response_time))
                 raise
             last_running = now
-            if not asked.num_pending or engine.is_paused:
+            if not client.num_pending or engine.is_paused:
                 last_sign = now
-            last_sign = max(last_sign, asked.last_response_time)
+            last_sign = max(last_sign, client.last_response_time)
             if health_check is not None and health_check.done():
                 last_sign, health_check = max(last_sign, check_started) if health_check.result() else last_sign, None
-            if now - last_sign > limit:
+            if now - last_sign > hang_timeout:
                 raise engine.hang_error(now - last_sign)
-            if health_check is None and now - last_sign > min(_SILENCE_S, limit / 4):
-                check_started, health_check = now, asyncio.create_task(asked.is_alive(limit))
+            if health_check is None and now - last_sign > min(_SILENCE_S, hang_timeout / 4):
+                check_started, health_check = now, asyncio.create_task(client.is_alive(hang_timeout))
             await asyncio.sleep(_POLL_S)
     finally:
         if health_check is not None:

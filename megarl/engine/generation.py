@@ -72,7 +72,7 @@ class StreamingPolicy(Protocol):
     """A policy that can stream tokens."""
 
     async def stream(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: TokenCallback
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, on_tokens: TokenCallback
     ) -> Generation:
-        """Run `Policy.generate`, with the same result, and pass tokens to `heard` as they arrive."""
+        """Run `Policy.generate`, with the same result, and pass tokens to `on_tokens` as they arrive."""
         ...

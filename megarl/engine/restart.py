@@ -30,16 +30,16 @@ class EngineRestart:
         """True from the start of a restart until `wait`."""
         return self._start_future is not None
 
-    def report_lost(self, found: EngineLost) -> None:
+    def report_lost(self, error: EngineLost) -> None:
         """Record that the engine is lost, and start it again if all of its processes belong to this rank.
 
         A watcher that polls rarely may report a start that has since been replaced; such reports are ignored.
         """
         with self._lock:
-            is_stale = found.start_number and found.start_number != self.engine.start_number
+            is_stale = error.start_number and error.start_number != self.engine.start_number
             if self._error is not None or self._start_future is not None or is_stale:
                 return
-            self._error = found
+            self._error = error
             if self.engine.nnodes == 1:
                 self._submit_start()
 

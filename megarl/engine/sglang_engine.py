@@ -41,22 +41,22 @@ from megarl.reshard.plan import engine_settings
 _CONFIG = "tokenizer_config.json"
 
 
-def tokenizer_folder(model: str, beside: Path) -> str:
+def tokenizer_folder(model: str, link_folder: Path) -> str:
     """Return a folder from which SGLang can load the tokenizer.
 
     That is the model's own, unless it has no tokenizer_config.json, as with a lone tokenizer.model: SGLang 0.5.23 would
-    ask the Hub for one and not start. Then it is `beside`, filled with links to the model's small files and an empty
+    ask the Hub for one and not start. Then it is `link_folder`, filled with links to the model's small files and an empty
     tokenizer_config.json.
     """
     if Path(model, _CONFIG).is_file() or not Path(model).is_dir():
         return model
-    beside.mkdir(parents=True, exist_ok=True)
+    link_folder.mkdir(parents=True, exist_ok=True)
     for file in Path(model).iterdir():
         if file.is_file() and file.suffix != ".safetensors":
             with contextlib.suppress(FileExistsError):
-                (beside / file.name).symlink_to(file.resolve())
-    (beside / _CONFIG).write_text("{}\n")
-    return str(beside.resolve())
+                (link_folder / file.name).symlink_to(file.resolve())
+    (link_folder / _CONFIG).write_text("{}\n")
+    return str(link_folder.resolve())
 
 
 _LOG_LINES = 20
@@ -296,14 +296,16 @@ class Engine:
         except (EngineError, OSError):
             return False
 
-    def check_running(self, start: int = 0) -> None:
+    def check_running(self, start_number: int = 0) -> None:
         """Raise EngineLost if the engine is gone.
 
-        start: the `start_number` at which it was known to run; a later start counts as another engine.
+        start_number: the `start_number` at which it was known to run; a later start counts as another engine.
         """
         server = self._server  # another thread may restart the engine meanwhile
-        if (start and start != self.start_number) or server is None or server.poll() is not None:
-            raise EngineLost("died", f"engine {self.index} is not running; {self._describe_log_tail()}", start=start)
+        if (start_number and start_number != self.start_number) or server is None or server.poll() is not None:
+            raise EngineLost(
+                "died", f"engine {self.index} is not running; {self._describe_log_tail()}", start_number=start_number
+            )
 
     def hang_error(self, seconds: float) -> EngineLost:
         """Return the EngineLost for an engine that gave no sign of life for `seconds`."""
@@ -325,7 +327,7 @@ class Engine:
         self.is_usable = False
         self._call("/begin_weight_update")
 
-    def call_loader(self, payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
+    def call_loader(self, payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
         """Have the weight loader on each of the engine's ranks execute its payload, one per rank, see
         `weight_sender.py`.
 
@@ -340,7 +342,7 @@ class Engine:
             "flush_cache": False,
         }
         body["selector"] = "draft" if draft else "target"
-        timeout = 86400.0 if lasting else self.config.rollout.hang_timeout  # one day, enough for any model size
+        timeout = 86400.0 if is_session else self.config.rollout.hang_timeout  # one day, enough for any model size
         self._call("/update_weights_from_tensor", body, timeout=timeout)
 
     def end_update(self, version: int | None) -> None:

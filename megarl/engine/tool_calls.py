@@ -94,10 +94,10 @@ class EscapedText:
         properties = ((schema or {}).get("function", {}).get("parameters") or {}).get("properties") or {}
         return {name: self._restore_argument(value, properties.get(name)) for name, value in parsed.items()}
 
-    def _restore_argument(self, value: Any, declared: dict[str, Any] | None) -> Any:
+    def _restore_argument(self, value: Any, schema: dict[str, Any] | None) -> Any:
         if isinstance(value, str) and value.strip() in self.argument_texts:
             text = self.argument_texts[value.strip()]
-            return text if declared is None else coerce_argument(text, declared)
+            return text if schema is None else coerce_argument(text, schema)
         return self._restore_literals(value)
 
     def _restore_literals(self, value: Any) -> Any:
@@ -139,9 +139,9 @@ def _escape_argument_texts(text: str, schemas: Sequence[dict[str, Any]], opening
     originals: dict[str, str] = {}
     prefix = _unused_placeholder(text)
 
-    def replace(found: re.Match[str]) -> str:
-        originals[placeholder := f"{prefix}{len(originals)}X"] = found[2]
-        return f"{found[1]}{placeholder}{found[3]}"
+    def replace(match: re.Match[str]) -> str:
+        originals[placeholder := f"{prefix}{len(originals)}X"] = match[2]
+        return f"{match[1]}{placeholder}{match[3]}"
 
     pattern = re.compile(f"({opening})((?:(?!{opening}).)*?)({closing})", re.DOTALL)
     return EscapedText(
@@ -158,14 +158,14 @@ def _escape_literals(text: str, schemas: Sequence[dict[str, Any]]) -> EscapedTex
     originals: dict[str, str] = {}
     prefix = _unused_placeholder(text)
 
-    def replace(found: re.Match[str]) -> str:
-        if found["quoted"]:
-            return found[0]
+    def replace(match: re.Match[str]) -> str:
+        if match["quoted"]:
+            return match[0]
         placeholder = f"{prefix}{len(values)}X"
         values[placeholder] = (
-            _JSON_LITERALS[found["name"]] if found["name"] else ast.literal_eval(found["number"].replace(" ", ""))
+            _JSON_LITERALS[match["name"]] if match["name"] else ast.literal_eval(match["number"].replace(" ", ""))
         )
-        originals[f'"{placeholder}"'] = found[0]
+        originals[f'"{placeholder}"'] = match[0]
         return f'"{placeholder}"'
 
     return EscapedText(_LITERAL.sub(replace, text), list(schemas), literal_values=values, originals=originals)
@@ -195,8 +195,8 @@ def _escape_json_strings(text: str, schemas: Sequence[dict[str, Any]], marker: s
     return EscapedText("".join([*parts, text[position:]]), list(schemas), originals=originals)
 
 
-def _escape_string(string: re.Match[str]) -> str:
-    return string[0].replace("<", "\\u003c").replace("[", "\\u005b")
+def _escape_string(match: re.Match[str]) -> str:
+    return match[0].replace("<", "\\u003c").replace("[", "\\u005b")
 
 
 def _with_string_arguments(schema: dict[str, Any]) -> dict[str, Any]:
@@ -262,14 +262,14 @@ def make_parser(client: ToolCallParser, name: str, marker: str) -> ParseFunction
 async def _parse(
     client: ToolCallParser, parser: str, text: str, schemas: Sequence[dict[str, Any]], marker: str
 ) -> ParsedResponse:
-    guarded = escape_text(text, schemas, parser, marker)
-    return build_response(text, schemas, guarded, await client.parse_tool_calls(guarded.text, guarded.schemas, parser))
+    escaped = escape_text(text, schemas, parser, marker)
+    return build_response(text, schemas, escaped, await client.parse_tool_calls(escaped.text, escaped.schemas, parser))
 
 
 def build_response(
     text: str,
     schemas: Sequence[dict[str, Any]],
-    guarded: EscapedText,
+    escaped: EscapedText,
     answer: tuple[str, Sequence[dict[str, Any]]] | None,
 ) -> ParsedResponse:
     """Build the ParsedResponse from SGLang's `answer` to the escaped text; None means that its parser failed.
@@ -283,18 +283,21 @@ def build_response(
     normal_text, raw_calls = answer
     schema_by_name = {schema["function"]["name"]: schema for schema in schemas}
     try:
-        calls = tuple(_restore_call(call["name"], call["parameters"], guarded, schema_by_name) for call in raw_calls)
+        calls = tuple(_restore_call(call["name"], call["parameters"], escaped, schema_by_name) for call in raw_calls)
     except (ValueError, RecursionError):  # broken, or nested too deeply
         return malformed
-    if guarded.num_calls > len(calls):
+    if escaped.num_calls > len(calls):
         return ParsedResponse(malformed.text, calls, malformed.error)
-    return ParsedResponse(guarded.restore_text(normal_text) if calls else text, calls)
+    return ParsedResponse(escaped.restore_text(normal_text) if calls else text, calls)
 
 
-def _restore_call(name: Any, parameters: str, guarded: EscapedText, known: Mapping[str, dict[str, Any]]) -> ToolCall:
+def _restore_call(
+    name: Any, parameters: str, escaped: EscapedText, schema_by_name: Mapping[str, dict[str, Any]]
+) -> ToolCall:
     tool_name = replace_surrogates(str(name))
     return ToolCall(
-        tool_name, replace_surrogates(guarded.restore_arguments(json.loads(parameters or "{}"), known.get(tool_name)))
+        tool_name,
+        replace_surrogates(escaped.restore_arguments(json.loads(parameters or "{}"), schema_by_name.get(tool_name))),
     )
 
 
@@ -311,19 +314,19 @@ def parser_name(setting: str, hf: HFConfig) -> str:
 
 
 def check_parser(
-    chat: ChatTemplate, url: str, api_key: str, name: str, marker: str, timeout: float, of_family: bool = False
+    chat: ChatTemplate, url: str, api_key: str, name: str, marker: str, timeout: float, is_family_default: bool = False
 ) -> str:
     """Check that the engine's parser `name` reads the tool calls that this model's template writes.
 
     Each tool is called once as the template writes it, and the parser must return the same call. Returns the problem in
     one line, empty if there is none.
 
-    of_family: the parser is the model family's default, since none is configured.
+    is_family_default: the parser is the model family's default, since none is configured.
     """
 
     async def run_check() -> str:
         async with Client(url, api_key, timeout) as client:
-            return await find_misread_tool(chat, client, name, marker, of_family)
+            return await find_misread_tool(chat, client, name, marker, is_family_default)
 
     try:
         return asyncio.run(run_check())
@@ -331,7 +334,9 @@ def check_parser(
         return str(error)
 
 
-async def find_misread_tool(chat: ChatTemplate, client: ToolCallParser, name: str, marker: str, of_family: bool) -> str:
+async def find_misread_tool(
+    chat: ChatTemplate, client: ToolCallParser, name: str, marker: str, is_family_default: bool
+) -> str:
     """Run `check_parser` with a given client. Raises ConfigError as `ChatTemplate.render_calls` does, and what the
     client raises."""
 
@@ -348,7 +353,9 @@ async def find_misread_tool(chat: ChatTemplate, client: ToolCallParser, name: st
         if await parses_tool(name, tool):
             continue
         alternatives = [other for other in tool_call_parsers() if await parses_tool(other, tool)]
-        description = f"{name}, the parser of the model's family," if of_family else f"rollout.tool_call_parser={name}"
+        description = (
+            f"{name}, the parser of the model's family," if is_family_default else f"rollout.tool_call_parser={name}"
+        )
         advice = f"set rollout.tool_call_parser to {' or '.join(alternatives)}"
         return (
             f"{description} does not read how the chat template of model.path calls the tool {tool}, "

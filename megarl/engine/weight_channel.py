@@ -27,40 +27,40 @@ class EngineTimeout(EngineError):
     """The other side does not answer, although as far as known it still runs."""
 
 
-def _send_json(line: socket.socket, content: dict[str, Any]) -> None:
+def _send_json(connection: socket.socket, content: dict[str, Any]) -> None:
     data = json.dumps(content).encode()
-    line.sendall(_LENGTH.pack(len(data)) + data)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive_bytes(line: socket.socket, count: int) -> bytearray:
+def _receive_bytes(connection: socket.socket, count: int) -> bytearray:
     """Receive `count` bytes; fewer if the other side hangs up."""
     data = bytearray()
-    while len(data) < count and (chunk := line.recv(min(count - len(data), 1 << 20))):
+    while len(data) < count and (chunk := connection.recv(min(count - len(data), 1 << 20))):
         data += chunk
     return data
 
 
-def _receive_json(line: socket.socket) -> dict[str, Any] | None:
+def _receive_json(connection: socket.socket) -> dict[str, Any] | None:
     """Receive one message; None if the other side hangs up."""
-    header = _receive_bytes(line, _LENGTH.size)
+    header = _receive_bytes(connection, _LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack(header)
-    data = _receive_bytes(line, length)
+    data = _receive_bytes(connection, length)
     return dict(json.loads(data)) if len(data) == length else None
 
 
-def serve_orders(path: str, obey: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+def serve_orders(path: str, execute: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     """Engine side: execute orders from the socket at `path` in sequence and answer each, until the other side hangs up.
 
-    Returns the number of orders. `obey` must not raise.
+    Returns the number of orders. `execute` must not raise.
     """
-    with socket.socket(socket.AF_UNIX) as line:
-        line.connect(path)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
         orders = 0
         try:
-            while (order := _receive_json(line)) is not None:
-                _send_json(line, obey(order))
+            while (order := _receive_json(connection)) is not None:
+                _send_json(connection, execute(order))
                 orders += 1
         except (BrokenPipeError, ConnectionResetError):
             pass  # the trainer rank is gone; its own supervision reports that
@@ -68,13 +68,13 @@ def serve_orders(path: str, obey: Callable[[dict[str, Any]], dict[str, Any]]) ->
 
 
 class WeightChannel:
-    """Trainer side. Send `path` in the order that opens the session. patience: seconds that the engine rank may take
+    """Trainer side. Send `path` in the order that opens the session. timeout: seconds that the engine rank may take
     to connect, and to execute an order."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, timeout: float) -> None:
         self._folder = TempFolder("megarl-push-")
         self.path = str(Path(self._folder.path, "socket"))
-        self.timeout = patience
+        self.timeout = timeout
         self._connection: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)

@@ -89,7 +89,7 @@ def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor])
     drafts = list(_DRAFT_MODELS)
     _DRAFT_MODELS.clear()
 
-    def obey(order: dict[str, Any]) -> dict[str, Any]:
+    def execute(order: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {}
         try:
             for target in drafts if order["draft"] else [model]:
@@ -102,7 +102,7 @@ def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor])
             return {"error": f"{type(error).__name__}: {error}"}
         return answer
 
-    return {"orders": serve_orders(path, obey)}
+    return {"orders": serve_orders(path, execute)}
 
 
 def _write_answer(buffer: torch.Tensor, content: dict[str, Any]) -> None:
@@ -159,15 +159,15 @@ def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tens
 _TENSOR_CACHE: WeakKeyDictionary[torch.nn.Module, tuple[str | None, dict[str, torch.Tensor]]] = WeakKeyDictionary()
 
 
-def _get_tensors(model: torch.nn.Module, push: str | None) -> dict[str, torch.Tensor]:
+def _get_tensors(model: torch.nn.Module, sync_id: str | None) -> dict[str, torch.Tensor]:
     """Return `writable_tensors`, cached for one weight sync.
 
     Walking the modules of a large model takes longer than a round's copies. SGLang may replace tensors between weight
     syncs.
     """
     cached = _TENSOR_CACHE.get(model)
-    if cached is None or push is None or cached[0] != push:
-        cached = _TENSOR_CACHE[model] = push, writable_tensors(model)
+    if cached is None or sync_id is None or cached[0] != sync_id:
+        cached = _TENSOR_CACHE[model] = sync_id, writable_tensors(model)
     return cached[1]
 
 

@@ -65,14 +65,14 @@ class WeightSender:
     `reshard.run.executor.SendToEngine`. In that time each rank talks only to the engine rank on the same device;
     everything else is collective over an engine's ranks.
 
-    engine: on the lead rank, None on the others. patience: seconds that the engine may take for an order.
+    engine: on the lead rank, None on the others. timeout: seconds that the engine may take for an order.
 
     A failing engine raises nothing: its ranks go on taking part, since others wait for what they send. Afterwards
     `errors` lists what went wrong on this rank, and `failure` is the engine's error.
     """
 
-    def __init__(self, engine: Engine | None, collect: GatherPayloads, patience: float = 120.0) -> None:
-        self.engine, self.collect, self.timeout = engine, collect, patience
+    def __init__(self, engine: Engine | None, gather_payloads: GatherPayloads, timeout: float = 120.0) -> None:
+        self.engine, self.gather_payloads, self.timeout = engine, gather_payloads, timeout
         self.errors: list[str] = []
         self.failure: EngineError | None = None
         self.mismatches: list[str] = []
@@ -94,23 +94,25 @@ class WeightSender:
         self._buckets = list(buckets)
         channel = WeightChannel(self.timeout)
         order = {"do": "session", "socket": channel.path}
-        payloads = self.collect(self._order_buffer.make_payload(order, *self._buckets))
+        payloads = self.gather_payloads(self._order_buffer.make_payload(order, *self._buckets))
         is_connected = False
         if self.engine is not None:
             if not self.errors:
                 self._session_request = _start_session(self.engine, payloads)
                 is_connected = self._wait_connected(channel, self._session_request)
-            self.collect("came" if is_connected else "")
-        elif self.collect("")[0]:  # the lead's engine rank has connected, so the request has reached all of them
+            self.gather_payloads("came" if is_connected else "")
+        elif self.gather_payloads("")[
+            0
+        ]:  # the lead's engine rank has connected, so the request has reached all of them
             is_connected = self._wait_connected(channel, None)
         if is_connected and not self.errors:
             self._channel = channel
         else:
             channel.close()
 
-    def _wait_connected(self, line: WeightChannel, request: Future[None] | None) -> bool:
+    def _wait_connected(self, channel: WeightChannel, request: Future[None] | None) -> bool:
         try:
-            return line.wait_connected(lambda: request is not None and request.done())
+            return channel.wait_connected(lambda: request is not None and request.done())
         except EngineError as error:
             self._record_error(error)
             return False
@@ -166,7 +168,7 @@ class WeightSender:
                 self.failure = self.engine.hang_error(self.timeout)
         if self.failure is not None and str(self.failure) not in self.errors:
             self.errors.insert(0, str(self.failure))  # the cause of the other errors
-        self.collect("")  # the buckets must outlive the last access by any engine rank
+        self.gather_payloads("")  # the buckets must outlive the last access by any engine rank
         self._buckets = []
 
     def close_channel(self) -> None:
@@ -180,7 +182,7 @@ class WeightSender:
 
     def send_order(self, order: dict[str, Any], draft: bool = False) -> dict[str, Any]:
         """Send an order without data as a separate request, and wait for the answer; empty after a failure."""
-        payloads = self.collect(self._order_buffer.make_payload(order))
+        payloads = self.gather_payloads(self._order_buffer.make_payload(order))
         num_errors = len(self.errors)
         if self.engine is not None and not self.errors:
             try:
@@ -188,7 +190,7 @@ class WeightSender:
             except EngineError as error:
                 self.failure = error
                 self.errors.append(str(error))
-        self.collect("")  # waits for the lead rank
+        self.gather_payloads("")  # waits for the lead rank
         if len(self.errors) > num_errors:
             return {}
         try:
@@ -204,7 +206,7 @@ def _start_session(engine: Engine, payloads: list[str]) -> Future[None]:
 
     def run() -> None:
         try:
-            engine.call_loader(payloads, lasting=True)
+            engine.call_loader(payloads, is_session=True)
         except BaseException as error:  # noqa: B036  re-raised by `Future.result`
             future.set_exception(error)
         else:

@@ -129,15 +129,15 @@ class RequestSlot:
         return await self.stream(ids, params, routed)
 
     async def stream(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, heard: TokenCallback | None = None
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
     ) -> Generation:
         self._num_requests += 1
         self._set_idle(away=False)
         async with self._gate.free_slots:
             try:
-                generation = await self._generate(ids, params, routed, heard)
+                generation = await self._generate(ids, params, routed, on_tokens)
                 while generation.finish_reason == "abort" and not self._gate.open.is_set():
-                    generation = await self._continue(generation, ids, params, routed, heard)
+                    generation = await self._continue(generation, ids, params, routed, on_tokens)
                 return generation
             finally:
                 self._num_requests -= 1

@@ -67,11 +67,11 @@ def test_a_flipped_bit_after_a_push_is_named_and_nothing_is_written(hf: dict[str
     executor = Executor(build_plan(hf, config, layout), 0, 3, lambda size: torch.empty(size, dtype=torch.uint8))
     for version in (1, 2):
         executor.sync(local, hand_over, version)
-    executor.sync(local, hand_over, 2, compares=True)
+    executor.sync(local, hand_over, 2, compare_only=True)
     lost = "model.layers.1.self_attn.o_proj.weight"
     tensors[lost].view(torch.uint8)[0, 0] ^= 1
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    executor.sync(local, hand_over, 2, compares=True)
+    executor.sync(local, hand_over, 2, compare_only=True)
     assert seen == [("write", True, []), ("write", False, []), ("compare", True, []), ("compare", True, [lost])]
     assert executor.num_syncs == 2 and [is_fully_verified(push, 3) for push in range(1, 5)] == [
         True,

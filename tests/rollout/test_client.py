@@ -105,7 +105,7 @@ def ask(
         assert site._server is not None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         try:
-            async with Client(f"http://127.0.0.1:{port}", "key", timeout, version=version) as client:
+            async with Client(f"http://127.0.0.1:{port}", "key", timeout, weight_version=version) as client:
                 client.should_request_masks = has_masks
                 return await client.generate([5, 6], params or {})
         finally:
@@ -300,7 +300,7 @@ def test_weights_may_change_while_an_answer_is_under_way_and_each_version_has_it
         app.router.add_post("/generate", respond)
         server = TestServer(app)
         await server.start_server()
-        async with Client(f"http://127.0.0.1:{server.port}", "key", 30.0, version=3) as client:
+        async with Client(f"http://127.0.0.1:{server.port}", "key", 30.0, weight_version=3) as client:
             found = [(await client.generate([1], {})).weight_version for _ in range(2)]
         await server.close()
         return found
@@ -318,7 +318,7 @@ def test_a_lost_connection_is_one_requests_fault_unless_the_engine_is_gone(gone:
             raise EngineLost("died", "engine 0 is not running")
 
     async def run() -> None:
-        async with Client("http://127.0.0.1:9", "key", 30.0, check_runs=check_runs) as client:
+        async with Client("http://127.0.0.1:9", "key", 30.0, check_running=check_runs) as client:
             try:
                 await client.generate([5], {})
             finally:
@@ -359,7 +359,7 @@ def test_an_answer_that_the_engine_fails_at_is_asked_for_again_a_few_times(fault
         server = TestServer(app)
         await server.start_server()
         try:
-            async with Client(f"http://127.0.0.1:{server.port}", "key", 30.0, version=3) as client:
+            async with Client(f"http://127.0.0.1:{server.port}", "key", 30.0, weight_version=3) as client:
                 return len((await client.generate([1], {})).token_ids)
         finally:
             await server.close()

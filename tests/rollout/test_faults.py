@@ -31,8 +31,8 @@ class Played:
     def last_response_time(self) -> float:
         return time.monotonic() if self._answers else self._began
 
-    def check_running(self, start: int = 0) -> None:
-        assert start == 3
+    def check_running(self, start_number: int = 0) -> None:
+        assert start_number == 3
         if time.monotonic() > self._closing:
             raise EngineLost("died", "engine 0 is not running")
 

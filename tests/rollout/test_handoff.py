@@ -33,7 +33,7 @@ class Obedient(Engine):
         self.given: set[str] = set()
         self.index, self.config = 0, SimpleNamespace(rollout=SimpleNamespace(hang_timeout=0.5))  # type: ignore[assignment]
 
-    def call_loader(self, payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
+    def call_loader(self, payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
         self.requests += 1
         if self.fail:
             raise EngineError(self.fail)
@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_lead_comes_after_the_one_that_does() -> None:
         told.append(payload)
         return ["", payload]  # the lead's rank has nobody
 
-    beside = WeightSender(None, collect, patience=20.0)
+    beside = WeightSender(None, collect, timeout=20.0)
     beside.open([bucket(0, 0), bucket(0, 0)])
     beside(bucket(0, 0), order(0, 0))
     beside.close()

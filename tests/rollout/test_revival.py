@@ -62,7 +62,7 @@ def test_who_hears_late_of_a_loss_does_not_lose_the_engine_that_is_there_again()
     own = revival(engine)
     told = []
     for start in (1, 1, 2):
-        own.report_lost(EngineLost("died", f"start {start}", start=start))
+        own.report_lost(EngineLost("died", f"start {start}", start_number=start))
         own.wait()
         told.append(str(own.pop_error()))
     assert engine.calls == ["restart"] * 2 and told == ["start 1", "None", "start 2"]

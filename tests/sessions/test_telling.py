@@ -37,7 +37,7 @@ class Spoken(Numbered):
         self.go, self.cancelled = asyncio.Semaphore(0), 0
 
     async def stream(
-        self, context: Any, params: dict[str, Any], routed: int, heard: Callable[[Ids], None]
+        self, context: Any, params: dict[str, Any], routed: int, on_tokens: Callable[[Ids], None]
     ) -> Generation:
         said = await self.generate(context, params, routed)
         for token in said.token_ids.tolist():
@@ -46,7 +46,7 @@ class Spoken(Numbered):
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-            heard(as_token_ids([token]))
+            on_tokens(as_token_ids([token]))
         return said
 
 
@@ -132,8 +132,8 @@ def test_a_client_that_hangs_up_prints_nothing(
 
 def test_what_turns_out_otherwise_is_an_error_and_not_recorded() -> None:
     class Odd(Spoken):
-        async def stream(self, context: Any, params: Any, routed: int, heard: Callable[[Ids], None]) -> Generation:
-            heard(as_token_ids(ids("Something else")))
+        async def stream(self, context: Any, params: Any, routed: int, on_tokens: Callable[[Ids], None]) -> Generation:
+            on_tokens(as_token_ids(ids("Something else")))
             return await self.generate(context, params, routed)
 
     async def test(served: Served) -> None:

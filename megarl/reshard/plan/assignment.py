@@ -59,7 +59,7 @@ def group_units(
 
 
 def cut_by_shares(
-    line: ByteIndex,
+    byte_index: ByteIndex,
     lo: np.ndarray,
     hi: np.ndarray,
     times: np.ndarray,
@@ -73,7 +73,7 @@ def cut_by_shares(
         if len(ranks) == 1:
             pieces.append(Shares(lo[units], hi[units], units, np.full(len(units), ranks[0])))
         else:
-            begin, end, unit, owner = _cut_units(line, lo[units], hi[units], times[units], share)
+            begin, end, unit, owner = _cut_units(byte_index, lo[units], hi[units], times[units], share)
             pieces.append(Shares(begin, end, units[unit], ranks[owner]))
     return Shares(*map(np.concatenate, zip(*pieces, strict=True)))
 
@@ -114,42 +114,42 @@ def balance(sets: RankSets, load: np.ndarray) -> list[np.ndarray]:
     return shares
 
 
-def distribute_forwarded(sets: RankSets, sent: np.ndarray, room: np.ndarray) -> list[np.ndarray]:
+def distribute_forwarded(sets: RankSets, sent: np.ndarray, capacity: np.ndarray) -> list[np.ndarray]:
     """Distribute what the ranks of a set receive in parts and forward to each other, so that the busiest sender has as
     little as possible.
 
-    sent [world]: what each rank sends otherwise; updated in place. room [world]: what each may receive, as far as that
+    sent [world]: what each rank sends otherwise; updated in place. capacity [world]: what each may receive, as far as that
     suffices for all; updated in place.
     """
     shares = []
     for ranks, total in sets:
         others = len(ranks) - 1
-        share = _water_fill_capped(sent[ranks] // others, total, room[ranks]) if others else np.array([total])
+        share = _water_fill_capped(sent[ranks] // others, total, capacity[ranks]) if others else np.array([total])
         if others:
             sent[ranks] += share * others
-            room[ranks] -= share
+            capacity[ranks] -= share
         shares.append(share)
     return shares
 
 
-def distribute_network(sets: RankSets, near: np.ndarray) -> list[np.ndarray]:
-    """Distribute what goes over the network, considering what each rank sends inside of its node (`near`).
+def distribute_network(sets: RankSets, intranode: np.ndarray) -> list[np.ndarray]:
+    """Distribute what goes over the network, considering what each rank sends inside of its node (`intranode`).
 
     Two quantities should be low: what the busiest rank sends over the network, and what it sends in total. Each has a
-    minimal level, but often both cannot reach it at once. Ranks are treated as if they had already sent max(near -
-    free, 0). With `free` at the maximum of `near` this is zero and the network load is balanced; with `free` = 0 it is
-    all of `near` and the total is balanced. In between, this searches for the `free` at which both quantities exceed
+    minimal level, but often both cannot reach it at once. Ranks are treated as if they had already sent max(intranode -
+    free, 0). With `free` at the maximum of `intranode` this is zero and the network load is balanced; with `free` = 0 it is
+    all of `intranode` and the total is balanced. In between, this searches for the `free` at which both quantities exceed
     their levels by the same factor. If that factor is above NETWORK_LIMIT, it takes the `free` at which the network's
     factor is NETWORK_LIMIT: the network is the slower link, and a weight sync waits for it.
     """
 
     def distribute_with(free: int) -> tuple[list[np.ndarray], int, int]:
-        handicap = np.maximum(near - free, 0)
+        handicap = np.maximum(intranode - free, 0)
         load = handicap.copy()
         shares = distribute(sets, load)
-        return shares, int((load - handicap).max()), int((load - handicap + near).max())
+        return shares, int((load - handicap).max()), int((load - handicap + intranode).max())
 
-    low, high = 0, int(near.max())
+    low, high = 0, int(intranode.max())
     best, network_level, total = distribute_with(high)
     if total == network_level:
         return best
@@ -175,16 +175,16 @@ def distribute_network(sets: RankSets, near: np.ndarray) -> list[np.ndarray]:
     return best
 
 
-def _water_fill_capped(load: np.ndarray, total: int, room: np.ndarray) -> np.ndarray:
-    """`_water_fill` with no share above `room`. What exceeds the total room is divided equally."""
-    room = np.maximum(room, 0)
-    if total >= room.sum():
-        return room + _water_fill(np.zeros_like(load), total - int(room.sum()))
+def _water_fill_capped(load: np.ndarray, total: int, capacity: np.ndarray) -> np.ndarray:
+    """`_water_fill` with no share above `capacity`. What exceeds the total capacity is divided equally."""
+    capacity = np.maximum(capacity, 0)
+    if total >= capacity.sum():
+        return capacity + _water_fill(np.zeros_like(load), total - int(capacity.sum()))
     share = _water_fill(load, total)
     is_full = np.zeros(len(load), dtype=bool)
-    while (share > room).any():
-        is_full |= share >= room
-        share = np.where(is_full, room, 0)
+    while (share > capacity).any():
+        is_full |= share >= capacity
+        share = np.where(is_full, capacity, 0)
         share[~is_full] = _water_fill(load[~is_full], total - int(share.sum()))
     return share
 
@@ -201,7 +201,7 @@ def _water_fill(load: np.ndarray, total: int) -> np.ndarray:
 
 
 def _cut_units(
-    line: ByteIndex, lo: np.ndarray, hi: np.ndarray, times: np.ndarray, share: np.ndarray
+    byte_index: ByteIndex, lo: np.ndarray, hi: np.ndarray, times: np.ndarray, share: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Lay the units end to end with the shares along them. Returns lo, hi, unit index and share index of each part."""
     ends = np.cumsum((hi - lo) * times)
@@ -214,7 +214,7 @@ def _cut_units(
 
     def place(point: np.ndarray) -> np.ndarray:
         exact = lo[unit] + (point - begins[unit]) // times[unit]
-        inner = np.maximum(line.snap_to_cut(exact), lo[unit])
+        inner = np.maximum(byte_index.snap_to_cut(exact), lo[unit])
         return np.where(point == begins[unit], lo[unit], np.where(point == ends[unit], hi[unit], inner))
 
     begin, end = place(left), place(right)
@@ -258,8 +258,8 @@ class NodeDemands(NamedTuple):
     local_holders: np.ndarray
     holder_set: np.ndarray
 
-    def select(self, chosen: np.ndarray) -> NodeDemands:
-        return NodeDemands(*(column[chosen] for column in self))
+    def select(self, index: np.ndarray) -> NodeDemands:
+        return NodeDemands(*(column[index] for column in self))
 
 
 class LayerGroup(NamedTuple):
@@ -415,32 +415,34 @@ class Assignment:
         """Number of layers of each layer group."""
         return np.array([len(group.layers) for group in self.layer_groups])
 
-    def _count_bytes(self, wants: NodeDemands) -> np.ndarray:
+    def _count_bytes(self, demands: NodeDemands) -> np.ndarray:
         """Return bytes, summed over all layers."""
-        return (wants.hi - wants.lo) * self._layer_counts[wants.layer_group]
+        return (demands.hi - demands.lo) * self._layer_counts[demands.layer_group]
 
-    def _group_by_holders(self, far: NodeDemands, owners: list[np.ndarray]) -> tuple[list[np.ndarray], RankSets]:
+    def _group_by_holders(
+        self, demands: NodeDemands, holder_sets: list[np.ndarray]
+    ) -> tuple[list[np.ndarray], RankSets]:
         """Group demands to distribute them among all ranks that hold them; see `group_units`."""
         count, stage = (
-            np.array([len(ranks) for ranks in owners]),
+            np.array([len(ranks) for ranks in holder_sets]),
             np.array([group.stage for group in self.layer_groups]),
         )
-        keys = np.stack([count[far.holder_set], stage[far.layer_group], far.holder_set], axis=1)
+        keys = np.stack([count[demands.holder_set], stage[demands.layer_group], demands.holder_set], axis=1)
         return group_units(
-            keys, self._count_bytes(far), lambda key: self.ranks_on_stage(int(key[1]))[owners[int(key[2])]]
+            keys, self._count_bytes(demands), lambda key: self.ranks_on_stage(int(key[1]))[holder_sets[int(key[2])]]
         )
 
     def _group_in_node(
-        self, wants: NodeDemands, able: np.ndarray, weight: np.ndarray
+        self, demands: NodeDemands, candidates: np.ndarray, weight: np.ndarray
     ) -> tuple[list[np.ndarray], RankSets]:
-        """Group demands to distribute them among ranks of their node, given as bits in `able`; see `group_units`."""
+        """Group demands to distribute them among ranks of their node, given as bits in `candidates`; see `group_units`."""
         ranks_per_node = self.ranks_per_node
-        keys = np.stack([_count_bits(able), wants.node, able], axis=1)
+        keys = np.stack([_count_bits(candidates), demands.node, candidates], axis=1)
         return group_units(keys, weight, lambda key: int(key[1]) * ranks_per_node + _bit_positions(int(key[2])))
 
     def _cut_demands(
         self,
-        wants: NodeDemands,
+        demands: NodeDemands,
         members: list[np.ndarray],
         sets: RankSets,
         shares: list[np.ndarray],
@@ -448,30 +450,30 @@ class Assignment:
     ) -> tuple[NodeDemands, np.ndarray, np.ndarray]:
         """Return the demands cut by shares, the index of the demand that each part comes from, and the rank it is
         assigned to. copies: all copies but the first were distributed."""
-        times = self._layer_counts[wants.layer_group] * (_count_bits(wants.receivers) - 1 if copies else 1)
-        shares_cut = cut_by_shares(self.byte_index, wants.lo, wants.hi, times, members, sets, shares)
-        cut = wants.select(shares_cut.unit)._replace(lo=shares_cut.lo, hi=shares_cut.hi)
+        times = self._layer_counts[demands.layer_group] * (_count_bits(demands.receivers) - 1 if copies else 1)
+        shares_cut = cut_by_shares(self.byte_index, demands.lo, demands.hi, times, members, sets, shares)
+        cut = demands.select(shares_cut.unit)._replace(lo=shares_cut.lo, hi=shares_cut.hi)
         return cut, shares_cut.unit, shares_cut.rank
 
-    def _forwarded_bytes(self, wants: NodeDemands, dst: np.ndarray) -> np.ndarray:
+    def _forwarded_bytes(self, demands: NodeDemands, dst: np.ndarray) -> np.ndarray:
         """Return [world] bytes that each rank forwards of what it receives."""
-        weight = self._count_bytes(wants) * (_count_bits(wants.receivers) - 1)
+        weight = self._count_bytes(demands) * (_count_bits(demands.receivers) - 1)
         return np.bincount(dst, weight, self.world).astype(np.int64)
 
-    def _assign_entry_ranks(self, far: NodeDemands, sent: np.ndarray) -> tuple[NodeDemands, np.ndarray]:
+    def _assign_entry_ranks(self, demands: NodeDemands, sent: np.ndarray) -> tuple[NodeDemands, np.ndarray]:
         """Divide what enters a node among its ranks that need it; return the parts and the rank of each.
 
         A rank that receives more forwards more. So the ranks that otherwise send least (`sent` [world]; updated in
         place) get it, but none receives more over the network than the busiest rank has to anyway.
         """
         ranks_per_node, world = self.ranks_per_node, self.world
-        weight, has_one_receiver = self._count_bytes(far), _count_bits(far.receivers) == 1
+        weight, has_one_receiver = self._count_bytes(demands), _count_bits(demands.receivers) == 1
         received = np.bincount(
-            far.node[has_one_receiver] * ranks_per_node + _lowest(far.receivers[has_one_receiver]),
+            demands.node[has_one_receiver] * ranks_per_node + _lowest(demands.receivers[has_one_receiver]),
             weight[has_one_receiver],
             world,
         )
-        shared = np.bincount(far.node[~has_one_receiver], weight[~has_one_receiver], world // ranks_per_node)
+        shared = np.bincount(demands.node[~has_one_receiver], weight[~has_one_receiver], world // ranks_per_node)
         num_receivers = np.bincount(
             self.rank_map.engine // ranks_per_node, minlength=world // ranks_per_node
         )  # engine ranks per node
@@ -479,14 +481,14 @@ class Assignment:
             received.max(),
             ((received.reshape(-1, ranks_per_node).sum(axis=1) + shared) // np.maximum(num_receivers, 1)).max(),
         )
-        members, sets = self._group_in_node(far, far.receivers, weight)
-        far, _, dst = self._cut_demands(
-            far, members, sets, distribute_forwarded(sets, sent, (max_received - received).astype(np.int64))
+        members, sets = self._group_in_node(demands, demands.receivers, weight)
+        demands, _, dst = self._cut_demands(
+            demands, members, sets, distribute_forwarded(sets, sent, (max_received - received).astype(np.int64))
         )
-        return far, dst
+        return demands, dst
 
     def _distribute_copies(
-        self, inside: NodeDemands, sent: np.ndarray
+        self, demands: NodeDemands, sent: np.ndarray
     ) -> tuple[list[np.ndarray], RankSets, list[np.ndarray]]:
         """Distribute the copies that ranks of a node make of what the node already has.
 
@@ -494,26 +496,26 @@ class Assignment:
         are what this returns, grouped and distributed. What only one rank needs has none of these, and is assigned to
         that rank. sent [world]: what each rank sends otherwise; updated in place.
         """
-        copies = _count_bits(inside.receivers) - 1
-        _, first_copies = self._group_in_node(inside, inside.local_holders, self._count_bytes(inside))
-        able = inside.receivers | np.where(copies > 0, inside.local_holders, 0)
-        members, sets = self._group_in_node(inside, able, self._count_bytes(inside) * copies)
+        copies = _count_bits(demands.receivers) - 1
+        _, first_copies = self._group_in_node(demands, demands.local_holders, self._count_bytes(demands))
+        candidates = demands.receivers | np.where(copies > 0, demands.local_holders, 0)
+        members, sets = self._group_in_node(demands, candidates, self._count_bytes(demands) * copies)
         return members, sets, balance(first_copies + sets, sent)[len(first_copies) :]
 
-    def _assign_copy_ranks(self, inside: NodeDemands, sent: np.ndarray) -> tuple[NodeDemands, np.ndarray]:
+    def _assign_copy_ranks(self, demands: NodeDemands, sent: np.ndarray) -> tuple[NodeDemands, np.ndarray]:
         """Divide what a node already has; return the parts and the rank that receives each.
 
         A receiver that makes copies of what it gets forwards them to the others. A holder that makes copies sends them
         itself, each as a separate entry.
         """
         ranks_per_node = self.ranks_per_node
-        inside, _, rank = self._cut_demands(inside, *self._distribute_copies(inside, sent), copies=True)
+        demands, _, rank = self._cut_demands(demands, *self._distribute_copies(demands, sent), copies=True)
         bit = 1 << rank % ranks_per_node
-        forwards = inside.receivers & bit > 0
-        parts, dst = [inside.select(forwards)], [rank[forwards]]
+        forwards = demands.receivers & bit > 0
+        parts, dst = [demands.select(forwards)], [rank[forwards]]
         for position in range(ranks_per_node):
-            is_copy = ~forwards & (inside.receivers >> position & 1 == 1)
-            copy = inside.select(is_copy)
+            is_copy = ~forwards & (demands.receivers >> position & 1 == 1)
+            copy = demands.select(is_copy)
             parts.append(copy._replace(receivers=np.full(len(copy.lo), 1 << position), local_holders=bit[is_copy]))
             dst.append(copy.node * ranks_per_node + position)
         return NodeDemands(*map(np.concatenate, zip(*parts, strict=True))), np.concatenate(dst)

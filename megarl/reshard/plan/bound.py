@@ -132,15 +132,15 @@ def compute_bound(
 ) -> Bound:
     """Compute the bound for moving the whole model once from the trainer's ranks to the engines'. Raises ConfigError
     if a layout does not divide the model or its ranks."""
-    sides = build_rank_map(train, engine, ranks_per_node)
-    world, ranks_per_stage, node_size = sides.world, train.stage_ranks, sides.ranks_per_node
+    rank_map = build_rank_map(train, engine, ranks_per_node)
+    world, ranks_per_stage, node_size = rank_map.world, train.stage_ranks, rank_map.ranks_per_node
     needed, local = np.zeros(world, np.int64), np.zeros(world, np.int64)
     internode = np.zeros(world // node_size, np.int64)
     nic_send, nic_recv, send = TransferJobs(), TransferJobs(), TransferJobs()
     model = list_layer_columns(hf, train, engine, wire)
     for stage in sorted({member.stage for member in model}):
         columns = _merged([member.columns for member in model if member.stage == stage])
-        holds, needs = expand_to_ranks(columns, stage, train, engine, sides)
+        holds, needs = expand_to_ranks(columns, stage, train, engine, rank_map)
         weight = columns.weight
         needed += needs @ weight
         local += (needs & holds) @ weight
@@ -148,7 +148,7 @@ def compute_bound(
         copies, is_in_node = node_lacks.sum(1), node_holds.any(1)
         enters = (copies > 0) & ~is_in_node
         internode += enters @ weight
-        job_ranks = sides.train[stage * ranks_per_stage : (stage + 1) * ranks_per_stage]
+        job_ranks = rank_map.train[stage * ranks_per_stage : (stage + 1) * ranks_per_stage]
         first, last = int(job_ranks.min()), int(job_ranks.max())
         owners = np.full(len(weight), first), holds[first : last + 1].T, weight * enters.sum(0)
         nic_send.add(*owners, network=True)
@@ -166,7 +166,7 @@ def compute_bound(
             weight[atom] * (copies[node, atom] - 1),
             network=False,
         )
-    classes = _partition_ranks(train, sides)
+    classes = _partition_ranks(train, rank_map)
     bounds = {
         name: jobs.bound_busiest(world, classes) for name, jobs in (("nic_send", nic_send), ("nic_recv", nic_recv))
     }
@@ -214,12 +214,12 @@ def list_layer_columns(hf: HFConfig, train: TrainLayout, engine: EngineLayout, w
 
 
 def expand_to_ranks(
-    columns: Columns, stage: int, train: TrainLayout, engine: EngineLayout, sides: RankMap
+    columns: Columns, stage: int, train: TrainLayout, engine: EngineLayout, rank_map: RankMap
 ) -> tuple[Bools, Bools]:
     """Return `holds` and `needs` of all ranks of the job, for parameters of this stage."""
-    holds, needs = np.zeros((2, sides.world, len(columns.weight)), bool)
-    needs[sides.engine] = np.tile(columns.needs, (len(sides.engine) // engine.tp, 1))
-    holds[sides.train[stage * train.stage_ranks : (stage + 1) * train.stage_ranks]] = columns.holds
+    holds, needs = np.zeros((2, rank_map.world, len(columns.weight)), bool)
+    needs[rank_map.engine] = np.tile(columns.needs, (len(rank_map.engine) // engine.tp, 1))
+    holds[rank_map.train[stage * train.stage_ranks : (stage + 1) * train.stage_ranks]] = columns.holds
     return holds, needs
 
 
@@ -269,9 +269,9 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
     return _merged([Columns(matrix[: train.stage_ranks], matrix[train.stage_ranks :], weight)])
 
 
-def _box(held: ShardSlice, shape: Sequence[int]) -> list[tuple[int, int]]:
+def _box(part: ShardSlice, shape: Sequence[int]) -> list[tuple[int, int]]:
     box = [(0, shape[0]), (0, shape[1])]
-    box[held.dim] = (held.start, held.stop)
+    box[part.dim] = (part.start, part.stop)
     return box
 
 
@@ -306,7 +306,7 @@ def _merged(parts: Sequence[Columns]) -> Columns:
     return Columns(holds[:, indices], needs[:, indices], total)
 
 
-def _partition_ranks(train: TrainLayout, sides: RankMap) -> list[Ints]:
+def _partition_ranks(train: TrainLayout, rank_map: RankMap) -> list[Ints]:
     """Return the natural partitions of the ranks into sets; each is the set number of every rank."""
     stage, stage_position = np.divmod(np.arange(train.world), train.stage_ranks)
     trainer_labels = [
@@ -315,12 +315,12 @@ def _partition_ranks(train: TrainLayout, sides: RankMap) -> list[Ints]:
         stage * train.ep * train.etp + stage_position % (train.ep * train.etp),
         stage,
     ]
-    node = np.arange(sides.world) // sides.ranks_per_node
-    train_labels = np.full((len(trainer_labels), sides.world), -1)  # ranks that do not train form a separate set
-    train_labels[:, sides.train] = trainer_labels
+    node = np.arange(rank_map.world) // rank_map.ranks_per_node
+    train_labels = np.full((len(trainer_labels), rank_map.world), -1)  # ranks that do not train form a separate set
+    train_labels[:, rank_map.train] = trainer_labels
     # If the sides differ: ranks on both sides, on one, on none, per node and overall.
-    side = np.isin(np.arange(sides.world), sides.train) + 2 * np.isin(np.arange(sides.world), sides.engine)
-    side_labels = [np.arange(sides.world), side, 4 * node + side] if side.min() < 3 else []
+    side = np.isin(np.arange(rank_map.world), rank_map.train) + 2 * np.isin(np.arange(rank_map.world), rank_map.engine)
+    side_labels = [np.arange(rank_map.world), side, 4 * node + side] if side.min() < 3 else []
     labels = [*train_labels, node, np.zeros_like(node), *side_labels]
     return [np.unique(label, return_inverse=True)[1].ravel() for label in labels]
 
@@ -344,10 +344,10 @@ class TransferJobs:
     def __init__(self) -> None:
         self.bytes: dict[tuple[bool, int, int, bytes], int] = {}
 
-    def add(self, first: Ints, able: Bools, weight: Ints, network: bool) -> None:
-        """Add jobs. Per job: its bytes, and a row of `able` with the ranks that can do it, starting at rank `first`."""
-        rows, width = np.flatnonzero(weight), able.shape[1]
-        packed_ranks = np.packbits(able[rows], axis=1)
+    def add(self, first: Ints, candidates: Bools, weight: Ints, network: bool) -> None:
+        """Add jobs. Per job: its bytes, and a row of `candidates` with the ranks that can do it, starting at rank `first`."""
+        rows, width = np.flatnonzero(weight), candidates.shape[1]
+        packed_ranks = np.packbits(candidates[rows], axis=1)
         key = np.concatenate(
             [first[rows, None].astype("<i8").view(np.uint8).reshape(len(rows), 8), packed_ranks], axis=1
         )
@@ -361,11 +361,11 @@ class TransferJobs:
             job = (network, begin, width, row[8:].tobytes())
             self.bytes[job] = self.bytes.get(job, 0) + bytes_
 
-    def bound_busiest(self, world: int, classes: Sequence[Ints], within: Busiest | None = None) -> Busiest:
+    def bound_busiest(self, world: int, partitions: Sequence[Ints], network_bound: Busiest | None = None) -> Busiest:
         """Bound the busiest rank's load.
 
-        classes: see `_partition_ranks`. within: the result for the same jobs over the network alone; the bound is then
-        for sharings in which no rank sends more than NETWORK_SLACK times `within.lower_bound` over the network.
+        partitions: see `_partition_ranks`. network_bound: the result for the same jobs over the network alone; the bound is then
+        for sharings in which no rank sends more than NETWORK_SLACK times `network_bound.lower_bound` over the network.
         """
         if not self.bytes:
             return Busiest(0.0, 0.0, (), np.zeros(world))
@@ -378,13 +378,13 @@ class TransferJobs:
         sizes = np.array([len(ranks) for ranks in members])
         starts, ranks = np.cumsum(sizes) - sizes, np.concatenate(members)
         best, forced_on = 0.0, np.zeros(0, np.int64)
-        for label in classes:
+        for label in partitions:
             low, high = np.minimum.reduceat(label[ranks], starts), np.maximum.reduceat(label[ranks], starts)
             inside = low == high
             forced = np.bincount(low[inside], weight[inside], minlength=label.max() + 1) / np.bincount(label)
             if forced.max() > best:
                 best, forced_on = float(forced.max()), np.flatnonzero(label == forced.argmax())
-        cap = NETWORK_SLACK * within.lower_bound if within else weight.sum()
+        cap = NETWORK_SLACK * network_bound.lower_bound if network_bound else weight.sum()
         over_network = np.repeat(network, sizes)
         share = np.repeat(weight / sizes, sizes)
         price_factor = np.ones(world)  # price factor for network jobs on ranks at the cap
@@ -394,9 +394,9 @@ class TransferJobs:
             network_load: NDArray[Any] = np.bincount(ranks[over_network], share[over_network], minlength=world)
             mix, base = 1.0, network_load
             if (
-                within and network_load.max() > cap
+                network_bound and network_load.max() > cap
             ):  # mix with a sharing below the cap, so that the result stays below it
-                base = within.network_bytes
+                base = network_bound.network_bytes
                 mix = max((cap - base.max()) / (network_load.max() - base.max()), 0.0)
             max_load = float((load - network_load + mix * network_load + (1 - mix) * base).max())
             if max_load < best_load:

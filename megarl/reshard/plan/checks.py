@@ -60,7 +60,7 @@ def _find_nonfinite(local: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def find_engine_problems(
-    held: EngineTensors, params: Sequence[Param], engine: EngineLayout, position: int, num_experts: int, wire: Wire
+    tensors: EngineTensors, params: Sequence[Param], engine: EngineLayout, position: int, num_experts: int, wire: Wire
 ) -> list[str]:
     """List how the tensors of an engine rank differ from the layout table; one line each."""
     expected: dict[str, tuple[tuple[int, ...], set[str]]] = {}
@@ -74,20 +74,22 @@ def find_engine_problems(
             expected[name] = shape, {"float32" if wire == "fp32" else "bfloat16", "float32"}
     problems = []
     for name, (shape, types) in expected.items():
-        if name not in held:
+        if name not in tensors:
             problems.append(f"the engine has no tensor {name}")
-        elif tuple(held[name][1]) != shape:
-            problems.append(f"{name} has shape {tuple(held[name][1])} in the engine, not {shape}")
-        elif held[name][0] not in types:
-            problems.append(f"{name} is {held[name][0]} in the engine, but it is sent as {' or '.join(sorted(types))}")
+        elif tuple(tensors[name][1]) != shape:
+            problems.append(f"{name} has shape {tuple(tensors[name][1])} in the engine, not {shape}")
+        elif tensors[name][0] not in types:
+            problems.append(
+                f"{name} is {tensors[name][0]} in the engine, but it is sent as {' or '.join(sorted(types))}"
+            )
     return problems
 
 
-def find_layout_problems(odd: Iterable[str]) -> list[str]:
+def find_layout_problems(oddities: Iterable[str]) -> list[str]:
     """Explain the layout oddities that an engine reports (see `engine.weight_loader.find_layout_oddities`) and that
     a weight sync cannot serve; one line each."""
     remedy = "leave moe_runner_backend, fp8_gemm_runner_backend and the like out of rollout.sglang"
-    return [f"in the engine, {line}: weights would be pushed to the wrong places; {remedy}" for line in odd]
+    return [f"in the engine, {line}: weights would be pushed to the wrong places; {remedy}" for line in oddities]
 
 
 def plan_digest(*values: Any) -> str:

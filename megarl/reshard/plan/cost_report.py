@@ -131,15 +131,15 @@ def _sum_by_key(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.concatenate([distinct, total])
 
 
-def build_report(make: Callable[[], ReshardPlan]) -> CostReport:
+def build_report(build_plan: Callable[[], ReshardPlan]) -> CostReport:
     """Compute the plan of all ranks, repeatedly in order to time it, and add up what they do."""
-    seconds, ranks = [], make().rank_map.participants
+    seconds, ranks = [], build_plan().rank_map.participants
     for rank in sorted({ranks[0], ranks[len(ranks) // 2], ranks[-1]}):
         begin = time.perf_counter()
-        make().plan_rank(rank)
+        build_plan().plan_rank(rank)
         seconds.append(time.perf_counter() - begin)
     begin = time.perf_counter()
-    plan = make()
+    plan = build_plan()
     all_seconds = time.perf_counter() - begin
     world, ranks_per_node = plan.world, plan.assignment.ranks_per_node
     network_out, network_in, inside_out, inside_in, staged_out, staged_in = np.zeros((6, plan.rounds, world))
@@ -184,14 +184,14 @@ def build_report(make: Callable[[], ReshardPlan]) -> CostReport:
     )
 
 
-def compute_metrics(paper: CostReport, bound: Bound, links: LinkSpeeds) -> dict[str, Any]:
+def compute_metrics(report: CostReport, bound: Bound, links: LinkSpeeds) -> dict[str, Any]:
     """Return machine-readable metrics: the plan compared with the bound; bytes of all ranks together, or of the
     busiest one."""
-    network_out, network_in = paper.network_out.sum(0), paper.network_in.sum(0)
-    sent, received = network_out + paper.inside_out.sum(0), network_in + paper.inside_in.sum(0)
+    network_out, network_in = report.network_out.sum(0), report.network_in.sum(0)
+    sent, received = network_out + report.inside_out.sum(0), network_in + report.inside_in.sum(0)
     metrics: dict[str, Any] = {
-        "plan_seconds": round(paper.plan_seconds, 4),
-        "all_ranks_seconds": round(paper.all_ranks_seconds, 3),
+        "plan_seconds": round(report.plan_seconds, 4),
+        "all_ranks_seconds": round(report.all_ranks_seconds, 3),
         "model_bytes": bound.model_bytes,
         "needed_bytes": bound.needed_bytes,
         "local_bytes": bound.local_bytes,
@@ -213,13 +213,13 @@ def compute_metrics(paper: CostReport, bound: Bound, links: LinkSpeeds) -> dict[
         "send_beside_bound": round(bound.send_beside),
         "send_max_over_beside_bound": _ratio(sent.max(), bound.send_beside),
         # As allocated: twice the largest round, for each direction.
-        "staging_peak_bytes": int((2 * (paper.staged_out.max(0) + paper.staged_in.max(0))).max()),
-        "bucket_bytes": paper.plan.bucket_bytes,
-        "messages": paper.num_messages,
-        "mean_message_bytes": round(paper.message_bytes / max(paper.num_messages, 1)),
-        "rounds": paper.plan.rounds,
-        "modelled_seconds": float(f"{paper.round_seconds(links).sum():.4g}"),
-        "modelled_seconds_if_nobody_waits": float(f"{paper.busiest_seconds(links):.4g}"),
+        "staging_peak_bytes": int((2 * (report.staged_out.max(0) + report.staged_in.max(0))).max()),
+        "bucket_bytes": report.plan.bucket_bytes,
+        "messages": report.num_messages,
+        "mean_message_bytes": round(report.message_bytes / max(report.num_messages, 1)),
+        "rounds": report.plan.rounds,
+        "modelled_seconds": float(f"{report.round_seconds(links).sum():.4g}"),
+        "modelled_seconds_if_nobody_waits": float(f"{report.busiest_seconds(links):.4g}"),
         "model": {
             "what": "modelled, not measured: these bandwidths per GPU and direction; handing over and packing go on "
             "while a round is on the wire",
@@ -234,15 +234,15 @@ def compute_metrics(paper: CostReport, bound: Bound, links: LinkSpeeds) -> dict[
     return metrics
 
 
-def summarize(paper: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
+def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
     """Describe the metrics in sentences."""
-    train, ranks_per_node = paper.plan.train, paper.plan.assignment.ranks_per_node
-    engines, nodes = len(paper.plan.rank_map.engine), paper.plan.world // ranks_per_node
-    network_out, network_in = paper.network_out.sum(0), paper.network_in.sum(0)
-    received = network_in + paper.inside_in.sum(0)
+    train, ranks_per_node = report.plan.train, report.plan.assignment.ranks_per_node
+    engines, nodes = len(report.plan.rank_map.engine), report.plan.world // ranks_per_node
+    network_out, network_in = report.network_out.sum(0), report.network_in.sum(0)
+    received = network_in + report.inside_in.sum(0)
     gathered = engines * bound.model_bytes
     sentences = [
-        f"Each GPU{'' if paper.plan.rank_map.is_colocated else ' of an engine'} needs "
+        f"Each GPU{'' if report.plan.rank_map.is_colocated else ' of an engine'} needs "
         f"{format_bytes(bound.needed_bytes / engines)}, "
         f"has {format_bytes(bound.local_bytes / engines)} of it and receives {format_bytes(received.sum() / engines)}; "
         f"a gather of the whole model would bring it {format_bytes(bound.model_bytes)}"
@@ -260,17 +260,17 @@ def summarize(paper: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
         for verb, values, name, reason, num_ranks in ends:
             rank, minimum, forced = int(values.argmax()), getattr(bound, name), bound.forced_on[name]
             line = (
-                f"GPU {rank} ({_describe_rank(paper.plan, rank)}) {verb} most over the network: "
+                f"GPU {rank} ({_describe_rank(report.plan, rank)}) {verb} most over the network: "
                 f"{format_bytes(values[rank])}, where the mean is {format_bytes(values.sum() / num_ranks)}."
             )
             if forced:
                 line += (
                     f" No plan can do with less than {format_bytes(minimum)}: that is the share of each of "
-                    f"{_describe_ranks(forced, paper.plan)}, {reason}."
+                    f"{_describe_ranks(forced, report.plan)}, {reason}."
                 )
             sentences.append(line)
         if bound.send_beside > 1.001 * bound.send:
-            sent = network_out + paper.inside_out.sum(0)
+            sent = network_out + report.inside_out.sum(0)
             sentences.append(
                 f"Over all links the busiest GPU sends {format_bytes(sent.max())}. Were the network of no account, "
                 f"{format_bytes(bound.send)} would do: those that have most to send inside of their nodes would leave "
@@ -278,16 +278,16 @@ def summarize(paper: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
                 f"network to others. Some GPU sends {format_bytes(bound.send_beside)} at least, or one sends more than "
                 f"{NETWORK_SLACK:g} of the least over the network."
             )
-        sent = network_out + paper.inside_out.sum(0)
+        sent = network_out + report.inside_out.sum(0)
         if (ratio := sent.max() / max(bound.send_beside, 1.0)) > NETWORK_SLACK:
             sentences.append(
                 f"The busiest GPU sends {ratio:.2f} of what some GPU has to send in all where the network is spared: "
                 "the planner levels what goes over the network first, and what goes inside of nodes not as well in "
                 "engines of such a size."
             )
-    seconds, busiest = float(paper.round_seconds(links).sum()), paper.busiest_seconds(links)
+    seconds, busiest = float(report.round_seconds(links).sum()), report.busiest_seconds(links)
     sentences.append(
-        f"It goes in {paper.plan.rounds} rounds through staging of two buckets of {paper.plan.bucket_bytes >> 20} MiB. "
+        f"It goes in {report.plan.rounds} rounds through staging of two buckets of {report.plan.bucket_bytes >> 20} MiB. "
         f"Modelled, not measured, at {links.network_bandwidth / 1e9:g} GB/s of network and "
         f"{links.nvlink_bandwidth / 1e9:g} GB/s inside of "
         f"a node per GPU and direction, {1e6 * links.round_overhead:g} us between rounds and "
@@ -340,8 +340,8 @@ def _describe_ranks(ranks: tuple[int, ...], plan: ReshardPlan) -> str:
     return f"{len(ranks)} GPUs" + (of_stage or " together")
 
 
-def _ratio(value: float, least: float) -> float:
+def _ratio(value: float, minimum: float) -> float:
     """Return the ratio; 1 if both are 0."""
-    if not least:
+    if not minimum:
         return 1.0 if not value else float("inf")
-    return round(float(value) / least, 6)
+    return round(float(value) / minimum, 6)

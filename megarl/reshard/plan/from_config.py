@@ -49,17 +49,17 @@ def advise_split(
     GPU if there is only one node.
     """
     model = list_layer_columns(hf, train, engine, wire)
-    sides = build_rank_map(train, engine, ranks_per_node)
+    rank_map = build_rank_map(train, engine, ranks_per_node)
     costs_by_stage: dict[tuple[int, int], float] = {}
 
     def cost(columns: Columns, stage: int) -> float:
         """Return the bytes that each GPU of the stage has to send for a layer placed there."""
         key = id(columns), stage
         if key not in costs_by_stage:
-            size = sides.ranks_per_node if sides.ranks_per_node < sides.world else 1
+            size = rank_map.ranks_per_node if rank_map.ranks_per_node < rank_map.world else 1
             holds, needs = (
                 np.array(matrix.reshape(-1, size, len(columns.weight)).any(1))
-                for matrix in expand_to_ranks(columns, stage, train, engine, sides)
+                for matrix in expand_to_ranks(columns, stage, train, engine, rank_map)
             )
             costs_by_stage[key] = float((columns.weight * (needs & ~holds).sum(0)).sum() / train.stage_ranks)
         return costs_by_stage[key]

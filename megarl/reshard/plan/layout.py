@@ -216,25 +216,25 @@ class EngineLayout:
 _SHARED_EXPERTS = ".shared_experts."
 
 
-def _check_ranks(ranks: tuple[int, ...], whose: str) -> None:
+def _check_ranks(ranks: tuple[int, ...], side: str) -> None:
     duplicates = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
     if duplicates:
-        raise ConfigError(f"the ranks of the {whose} name rank {duplicates[0]} more than once")
+        raise ConfigError(f"the ranks of the {side} name rank {duplicates[0]} more than once")
     if ranks and min(ranks) < 0:
-        raise ConfigError(f"the ranks of the {whose} name rank {min(ranks)}; ranks begin at 0")
+        raise ConfigError(f"the ranks of the {side} name rank {min(ranks)}; ranks begin at 0")
 
 
-def _to_shard_slices(pieces: ShardSpec) -> list[ShardSlice]:
+def _to_shard_slices(spec: ShardSpec) -> list[ShardSlice]:
     """Convert slices to ShardSlices with local offsets, merging slices that are adjacent on both sides."""
     merged: list[ShardSlice] = []
     offset = 0
-    for source, start, stop in pieces.slices:
+    for source, start, stop in spec.slices:
         if source != PADDING:
             last = merged[-1] if merged else None
             if last and (last.source, last.stop) == (source, start) and last.offset + last.stop - last.start == offset:
                 merged[-1] = last._replace(stop=stop)
             else:
-                merged.append(ShardSlice(source, pieces.dim, start, stop, offset))
+                merged.append(ShardSlice(source, spec.dim, start, stop, offset))
         offset += stop - start
     return merged
 

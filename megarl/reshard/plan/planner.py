@@ -179,22 +179,22 @@ class ReshardPlan:
         return self._overlap_blocks(blocks, sizes, overheads, forwarded)
 
     def _overlap_blocks(
-        self, slots: list[RoundBlock], sizes: np.ndarray, overheads: np.ndarray, passed: np.ndarray
+        self, round_blocks: list[RoundBlock], sizes: np.ndarray, overheads: np.ndarray, forwarded: np.ndarray
     ) -> list[RoundBlock]:
         """Overlap each block's forward-only round, in which the network would be idle, with the next block's first
         round, if both fit into one."""
         blocks: list[RoundBlock] = []
         first = 0
-        for block in slots:
+        for block in round_blocks:
             if blocks and blocks[-1].rounds > blocks[-1].num_parts:
                 previous_groups, groups = (
                     [group for group, _ in member_block.members] for member_block in (blocks[-1], block)
                 )
-                forward_bytes = passed[:, previous_groups].sum(axis=1) / blocks[-1].num_parts
+                forward_bytes = forwarded[:, previous_groups].sum(axis=1) / blocks[-1].num_parts
                 forward_bytes += np.where(
                     forward_bytes > 0, overheads[int(blocks[-1].num_parts > 1)][:, previous_groups].sum(axis=1), 0
                 )
-                first_bytes = (sizes - passed)[:, groups].sum(axis=1) / block.num_parts
+                first_bytes = (sizes - forwarded)[:, groups].sum(axis=1) / block.num_parts
                 first_bytes += overheads[int(block.num_parts > 1)][:, groups].sum(axis=1)
                 first -= int((forward_bytes + first_bytes).max() <= self.bucket_bytes // 2)
             blocks.append(replace(block, first_round=first))
@@ -297,9 +297,9 @@ class RankPlan:
         node, bit = rank // ranks_per_node, rank % ranks_per_node
         operations = []
 
-        def add(what: int, peer: np.ndarray, chosen: np.ndarray) -> None:
+        def add(operation: int, peer: np.ndarray, chosen: np.ndarray) -> None:
             number = np.nonzero(chosen)[0]
-            kind = np.full(len(number), what)
+            kind = np.full(len(number), operation)
             operations.append(
                 np.stack([entries.layer_group[number], kind, peer, number, entries.lo[number], entries.hi[number]])
             )

@@ -76,19 +76,26 @@ def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.d
     return buffer[offset:stop].view(dtype).view(view.shape)
 
 
-def _check_scaled(view: torch.Tensor, at: BlockScales) -> None:
+def _check_scaled(view: torch.Tensor, scales: BlockScales) -> None:
     if view.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"weights are quantised from BF16 or FP32, not from {view.dtype}")
-    if at.grid.dtype != torch.float32 or at.grid.dim() != 2 or at.grid.device != view.device:
+    if scales.grid.dtype != torch.float32 or scales.grid.dim() != 2 or scales.grid.device != view.device:
         raise ValueError("scales are FP32 [block rows, block columns] on the device of the box")
-    rows, columns = grid_shape((at.r0 + view.shape[0], at.c0 + view.shape[1]))
-    if at.r0 < 0 or at.c0 < 0 or rows > at.grid.shape[0] or columns > at.grid.shape[1]:
-        raise ValueError(f"a box of shape {list(view.shape)} at {at.r0}, {at.c0} is outside of the grid of scales")
-    if at.should_compute:
-        dims = ((at.r0, view.shape[0], rows, at.grid.shape[0]), (at.c0, view.shape[1], columns, at.grid.shape[1]))
+    rows, columns = grid_shape((scales.r0 + view.shape[0], scales.c0 + view.shape[1]))
+    if scales.r0 < 0 or scales.c0 < 0 or rows > scales.grid.shape[0] or columns > scales.grid.shape[1]:
+        raise ValueError(
+            f"a box of shape {list(view.shape)} at {scales.r0}, {scales.c0} is outside of the grid of scales"
+        )
+    if scales.should_compute:
+        dims = (
+            (scales.r0, view.shape[0], rows, scales.grid.shape[0]),
+            (scales.c0, view.shape[1], columns, scales.grid.shape[1]),
+        )
         for start, size, last, blocks in dims:
             if start % BLOCK or ((start + size) % BLOCK and last != blocks):
-                raise ValueError(f"a box of shape {list(view.shape)} at {at.r0}, {at.c0} cuts a block of {BLOCK}")
+                raise ValueError(
+                    f"a box of shape {list(view.shape)} at {scales.r0}, {scales.c0} cuts a block of {BLOCK}"
+                )
 
 
 def _kernels() -> ModuleType:

@@ -74,9 +74,9 @@ class _PreparedRound(NamedTuple):
     orders: list[_WriteOrder]  # the same number on all ranks, with different slices
 
 
-def is_fully_verified(push: int, period: int) -> bool:
-    """Return whether weight sync number `push`, counted from 1, verifies all pieces."""
-    return push % period == 1 % period
+def is_fully_verified(sync_number: int, period: int) -> bool:
+    """Return whether weight sync number `sync_number`, counted from 1, verifies all pieces."""
+    return sync_number % period == 1 % period
 
 
 class Executor:
@@ -146,29 +146,29 @@ class Executor:
     def sync(
         self,
         local: Mapping[str, torch.Tensor],
-        hand_over: SendToEngine,
+        send_to_engine: SendToEngine,
         version: int,
-        settle: Callable[[], Any] = lambda: None,
-        compares: bool = False,
-        share: Callable[[list[torch.Tensor]], Any] = lambda buckets: None,
+        wait_for_engine: Callable[[], Any] = lambda: None,
+        compare_only: bool = False,
+        share_buckets: Callable[[list[torch.Tensor]], Any] = lambda buckets: None,
     ) -> None:
         """Send this rank's shards (canonical name -> tensor), and pass on what arrives. Collective over all
         participating ranks; a rank that only trains passes nothing on.
 
-        hand_over: sends a buffer and its write order to the engine. It may return before the engine has written.
-        settle: waits until the engine has written everything passed on so far.
-        compares: the engines write nothing, and compare what they hold with the hashes of all pieces.
-        share: called with the two receive buffers before the first round. Collective over the ranks of an engine.
+        send_to_engine: sends a buffer and its write order to the engine. It may return before the engine has written.
+        wait_for_engine: waits until the engine has written everything passed on so far.
+        compare_only: the engines write nothing, and compare what they hold with the hashes of all pieces.
+        share_buckets: called with the two receive buffers before the first round. Collective over the ranks of an engine.
 
         While a round is on the wire, the previous round is passed on and written, and this rank's sends for the next
         round are packed. Between two rounds remains only what depends on the data just received: copying what is
         forwarded.
 
-        Raises WeightSyncError if a peer is lost. The caller of `hand_over` handles errors of the engine.
+        Raises WeightSyncError if a peer is lost. The caller of `send_to_engine` handles errors of the engine.
         """
-        self.num_syncs += not compares
+        self.num_syncs += not compare_only
         # The first weight sync and every `period`-th are verified in full.
-        verify_all = compares or is_fully_verified(self.num_syncs, self.period)
+        verify_all = compare_only or is_fully_verified(self.num_syncs, self.period)
         verified_samples = range(self.period) if verify_all else [self.num_syncs % self.period]
         grids = compute_scale_grids(
             local, self.quantised_params, self.plan.train, self.trainer_rank or 0, self._reduce_max
@@ -178,13 +178,13 @@ class Executor:
             torch.empty(self.send_bytes, dtype=torch.uint8, device=receive_buffers[0].device) for _ in range(2)
         ]
         if self.position is not None and self.prepared_rounds:
-            share(receive_buffers)
-        order = {"do": "compare" if compares else "write", "version": version, "push": token_hex(8)}
+            share_buckets(receive_buffers)
+        order = {"do": "compare" if compare_only else "write", "version": version, "push": token_hex(8)}
 
         def pass_on(step: _PreparedRound, buffer: torch.Tensor) -> None:
             for draft, all_slices, dtypes in step.orders if self.position is not None else ():
                 slices = [entry if sample in verified_samples else [*entry[:-1], -1] for sample, entry in all_slices]
-                hand_over(buffer, order | {"tensor_dtype": dtypes, "slices": slices}, draft)
+                send_to_engine(buffer, order | {"tensor_dtype": dtypes, "slices": slices}, draft)
 
         for number, step in enumerate(self.prepared_rounds):
             current, other = number % 2, 1 - number % 2
@@ -198,7 +198,7 @@ class Executor:
             self._pack([step.local], local, grids, receive_buffers[current], verified_samples)
             if number + 1 < len(self.prepared_rounds):
                 self._pack(self.prepared_rounds[number + 1].sends, local, grids, send_buffers[other], verified_samples)
-            settle()  # the next round overwrites the buffer that was passed on
+            wait_for_engine()  # the next round overwrites the buffer that was passed on
             _wait(requests, what, self.rank)
         if self.prepared_rounds:
             pass_on(self.prepared_rounds[-1], receive_buffers[(len(self.prepared_rounds) - 1) % 2])
@@ -217,11 +217,11 @@ class Executor:
 
     def _pack(
         self,
-        parcels: Sequence[_PlacedMessage],
+        messages: Sequence[_PlacedMessage],
         local: Mapping[str, torch.Tensor],
         grids: Grids,
-        out: torch.Tensor,
-        lots: Container[int],
+        buffer: torch.Tensor,
+        verified_samples: Container[int],
     ) -> None:
         """Fill messages with pieces of this rank's shards, and the hashes of those that are to be verified."""
         boxes: list[copies.Box] = []
@@ -231,7 +231,7 @@ class Executor:
         hash_indices: list[int] = []
         copy_hashes: list[tuple[int, torch.Tensor]] = []
         shards: dict[str, torch.Tensor] = {}  # cached, since `local` may compute a tensor on each access
-        for placed in parcels:
+        for placed in messages:
             direct = zip(placed.message.direct, placed.piece_offsets, placed.sources, strict=False)
             for number, (piece, position, (name, r0, r1, c0, c1, sample)) in enumerate(direct):
                 if not piece.is_scale and name not in shards:
@@ -245,7 +245,7 @@ class Executor:
                 else:
                     box = box.to(WIRE_DTYPES[piece.item_bytes])
                     boxes.append((box, position))
-                if sample in lots:
+                if sample in verified_samples:
                     # Hash the intended data, not the buffer that goes on the wire.
                     expected = quantise(box, scales[-1].grid, *origin) if WIRE_DTYPES[piece.item_bytes] == FP8 else box
                     hash_index = placed.hash_offset // 8 + number
@@ -254,23 +254,25 @@ class Executor:
                         hash_indices.append(hash_index)
                     else:  # hash now, so that the quantised copies of a round are never alive together
                         copy_hashes.append((hash_index, device_hashes([expected])))
-        copies.pack(boxes, out)
-        copies.pack_fp8(to_quantise, scales, out)
+        copies.pack(boxes, buffer)
+        copies.pack_fp8(to_quantise, scales, buffer)
         if hashed or copy_hashes:
-            words = out[: len(out) // 8 * 8].view(torch.int64)
+            words = buffer[: len(buffer) // 8 * 8].view(torch.int64)
             hashes = [*([device_hashes(hashed)] if hashed else []), *(value for _, value in copy_hashes)]
             hash_indices += [position for position, _ in copy_hashes]
-            words[torch.tensor(hash_indices, device=out.device)] = torch.cat(hashes)
+            words[torch.tensor(hash_indices, device=buffer.device)] = torch.cat(hashes)
 
-    def _pack_forwards(self, parcels: Sequence[_PlacedMessage], out: torch.Tensor, kept: torch.Tensor) -> None:
-        """Fill messages with the pieces to forward and their hashes, from `kept`, the previous round's buffer."""
+    def _pack_forwards(
+        self, messages: Sequence[_PlacedMessage], buffer: torch.Tensor, previous_buffer: torch.Tensor
+    ) -> None:
+        """Fill messages with the pieces to forward and their hashes, from `previous_buffer`, the previous round's buffer."""
         boxes: list[copies.Box] = []
-        for placed in parcels:
+        for placed in messages:
             to_forward = zip(placed.message.forward, placed.forwards, strict=True)
             for number, (piece, (offset, hash_offset)) in enumerate(to_forward, len(placed.message.direct)):
-                boxes.append((kept[None, offset : offset + piece.nbytes], placed.piece_offsets[number]))
-                boxes.append((kept[None, hash_offset : hash_offset + 8], placed.hash_offset + 8 * number))
-        copies.pack(boxes, out)
+                boxes.append((previous_buffer[None, offset : offset + piece.nbytes], placed.piece_offsets[number]))
+                boxes.append((previous_buffer[None, hash_offset : hash_offset + 8], placed.hash_offset + 8 * number))
+        copies.pack(boxes, buffer)
 
     def _find_quantised_params(self) -> list[Param]:
         """Return the parameters that this rank holds parts of and sends to the engines in FP8."""
@@ -318,14 +320,14 @@ class Executor:
 
 
 def _transfer(
-    takes: Sequence[tuple[int, torch.Tensor]], gives: Sequence[tuple[int, torch.Tensor]], what: str, rank: int
+    receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], what: str, rank: int
 ) -> list[tuple[dist.Work, int]]:
     """Start receiving from and sending to these ranks; return each request with its peer.
 
     All operations form one group on NCCL, and effectively so on gloo.
     """
-    operations = [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in takes]
-    operations += [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in gives]
+    operations = [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in receives]
+    operations += [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in sends]
     if not operations:
         return []
     peers = [operation.peer for operation in operations]
@@ -377,7 +379,7 @@ def name_of(param: Param) -> str:
 def _place_messages(
     messages: Sequence[PeerMessage],
     begin: int,
-    came: Mapping[Any, tuple[int, int]] | None = None,
+    received_offsets: Mapping[Any, tuple[int, int]] | None = None,
     source: Callable[[TensorPiece], tuple[str, int, int, int, int, int]] | None = None,
 ) -> tuple[list[_PlacedMessage], int]:
     """Lay messages out one after another; return them with the end offset. came: offsets of the previous round's
@@ -386,7 +388,7 @@ def _place_messages(
     for message in messages:
         offsets, hash_offset = compute_offsets(message.pieces, begin)
         end = hash_offset + -(-8 * len(offsets) // ALIGN) * ALIGN
-        forwards = [came[_key(piece)] for piece in message.forward] if came is not None else []
+        forwards = [received_offsets[_key(piece)] for piece in message.forward] if received_offsets is not None else []
         sources = [source(piece) for piece in message.direct] if source is not None else []
         placed.append(_PlacedMessage(message, begin, end, offsets, hash_offset, sources, forwards))
         begin = end

@@ -69,7 +69,7 @@ def _rows(tensor: torch.Tensor) -> tuple[int, int, int, int, int] | None:
 
 
 @triton.jit(do_not_specialize=["boxes"])
-def _hash(tables, boxes, found, WORDS: tl.constexpr, AT_ONCE: tl.constexpr, FIELDS: tl.constexpr):
+def _hash(tables, boxes, output, WORDS: tl.constexpr, AT_ONCE: tl.constexpr, FIELDS: tl.constexpr):
     tile = tl.program_id(0)
     field = tables + tl.load(tables + boxes * FIELDS + tile) * FIELDS
     first = (tile - tl.load(field)) * WORDS
@@ -96,7 +96,7 @@ def _hash(tables, boxes, found, WORDS: tl.constexpr, AT_ONCE: tl.constexpr, FIEL
         total_hash += tl.sum(tl.where(in_range, mixed, 0))
     if first == 0:
         total_hash += _mixed(total)
-    tl.atomic_add(found + tl.load(field + 1), total_hash)
+    tl.atomic_add(output + tl.load(field + 1), total_hash)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def has_split_blocks(param: Param, train: TrainLayout) -> bool:
 
 
 def compute_scale_grids(
-    local: Mapping[str, torch.Tensor], params: Iterable[Param], train: TrainLayout, rank: int, combine: MaxReduce
+    local: Mapping[str, torch.Tensor], params: Iterable[Param], train: TrainLayout, rank: int, reduce_max: MaxReduce
 ) -> Grids:
     """Compute the scales of all of `params` that a rank holds parts of: its quantised ones, in the order of the table.
 
@@ -68,6 +68,6 @@ def compute_scale_grids(
         if keys:
             num_shards = train.num_shards(expert)
             first_rank = rank - train.shard_index(rank, expert)
-            combined = combine([amax[key] for key in keys], range(first_rank, first_rank + num_shards))
+            combined = reduce_max([amax[key] for key in keys], range(first_rank, first_rank + num_shards))
             amax.update(zip(keys, combined, strict=True))
     return {key: compute_scales(value) for key, value in amax.items()}
