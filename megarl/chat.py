@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
 from megarl.config.command_line import Parser, parse_path_text, run_cli
-from megarl.engine.generation import Generation, Policy, StreamingPolicy
+from megarl.engine.engine_protocol import Generation, Policy, StreamingPolicy
 from megarl.engine.tool_calls import ParseFunction, check_parser, make_parser
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost, ToolResult

@@ -18,7 +18,7 @@ from scripted import CHAT, CONFIG, TOKENIZER, Fails, Script, call, parse  # noqa
 from megarl.chat import ChatConversation, IncrementalDetokenizer, describe_tools, printable
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config
-from megarl.engine.generation import RequestFailed
+from megarl.engine.engine_protocol import RequestFailed
 from megarl.environments.catalog import load_catalog
 from megarl.environments.protocol import ToolResult
 from megarl.types import as_token_ids

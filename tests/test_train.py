@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import load_config
 from megarl.dry_run import plan
-from megarl.engine import engine_host_client, sglang_engine
+from megarl.engine import engine_host, sglang_engine
 from megarl.launch import launcher
 from megarl.launch.exit_status import RunOutcome
 from megarl.train import main, start_ranks
@@ -143,7 +143,7 @@ def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run_dir = f"run.dir={tmp_path}/run"
-    monkeypatch.delenv(engine_host_client.HOST_VARIABLE, raising=False)
+    monkeypatch.delenv(engine_host.HOST_VARIABLE, raising=False)
     seen: list[str | None] = []
     closed: list[bool] = []
     host = SimpleNamespace(path="/the/socket", close=lambda: closed.append(True))
@@ -151,14 +151,14 @@ def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(
     monkeypatch.setattr(plan, "validate", lambda config: plan.Report([], [], {}, []))
 
     def run(self: launcher.Launch, environment: dict[str, str]) -> tuple[RunOutcome, None]:
-        seen.append(environment.get(engine_host_client.HOST_VARIABLE, os.environ.get(engine_host_client.HOST_VARIABLE)))
+        seen.append(environment.get(engine_host.HOST_VARIABLE, os.environ.get(engine_host.HOST_VARIABLE)))
         return RunOutcome(0, "", "done"), None
 
     monkeypatch.setattr(launcher.Launch, "run", run)
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
-    assert (seen, closed, os.environ.get(engine_host_client.HOST_VARIABLE)) == (["/the/socket"], [True], None)
+    assert (seen, closed, os.environ.get(engine_host.HOST_VARIABLE)) == (["/the/socket"], [True], None)
     assert start_ranks(load_config(QUICKSTART, [run_dir, "rollout.replay=elsewhere"]), [QUICKSTART]) == 0
     assert seen == ["/the/socket", None] and closed == [True]
-    monkeypatch.setenv(engine_host_client.HOST_VARIABLE, "/of/somebody/else")
+    monkeypatch.setenv(engine_host.HOST_VARIABLE, "/of/somebody/else")
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
-    assert seen[2:] == [os.environ[engine_host_client.HOST_VARIABLE]] == ["/of/somebody/else"] and closed == [True]
+    assert seen[2:] == [os.environ[engine_host.HOST_VARIABLE]] == ["/of/somebody/else"] and closed == [True]

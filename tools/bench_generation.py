@@ -24,7 +24,7 @@ import numpy as np
 
 from megarl.config import RolloutConfig
 from megarl.config.command_line import Parser, int_in_range, run_cli
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import EnvironmentCatalog
 from megarl.environments.process_sessions import EnvironmentPool

@@ -19,7 +19,8 @@ import torch
 from megarl.config import ConfigError
 from megarl.config.command_line import Parser, float_in_range, int_in_range, run_cli
 from megarl.models.fp8 import BLOCK, grid_shape
-from megarl.reshard.run.copies import BlockScales, Box, pack, pack_fp8, unpack
+from megarl.reshard.run.copies import Box, pack, pack_fp8, unpack
+from megarl.reshard.run.scale_grids import BlockScales
 
 ROWS, COLUMNS = 7168, 2048  # w2 of one expert of DeepSeek-V3
 GOALS = {

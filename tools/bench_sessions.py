@@ -46,8 +46,8 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, RolloutConfig, from_dict
 from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.engine.client import Client
-from megarl.engine.engine_host_client import HOST_VARIABLE
-from megarl.engine.generation import Generation, Policy
+from megarl.engine.engine_host import HOST_VARIABLE
+from megarl.engine.engine_protocol import Generation, Policy
 from megarl.engine.sglang_engine import Engine, start_host
 from megarl.engine.tool_calls import ParsedResponse
 from megarl.models.registry import load_hf_config

@@ -40,9 +40,15 @@ from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config
 from megarl.parallel.placement import format_ranges
 from megarl.reshard.plan.bound import Bound, compute_bound
-from megarl.reshard.plan.cost_report import LinkSpeeds, build_report, compute_metrics, format_bytes, summarize
+from megarl.reshard.plan.cost_report import (
+    LinkSpeeds,
+    build_report,
+    compute_metrics,
+    format_bytes,
+    render_page,
+    summarize,
+)
 from megarl.reshard.plan.from_config import SplitAdvice, advise_split, plan_from_config
-from megarl.reshard.plan.html_page import render_page
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/models"

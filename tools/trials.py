@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import ConfigError
-from megarl.engine.engine_host_client import HOST_VARIABLE
+from megarl.engine.engine_host import HOST_VARIABLE
 from megarl.observe.tracker import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]

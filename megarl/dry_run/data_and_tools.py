@@ -29,7 +29,7 @@ from megarl.data.prompt_data import iter_prompts, prompts_too_long_error
 from megarl.data.sft_data import conversations_too_long_error, iter_conversations
 from megarl.data.table import read_rows
 from megarl.dry_run.rollout_checks import check_enough_prompts
-from megarl.engine.parser_process import ParserProcess
+from megarl.engine.engine_server import ParserProcess
 from megarl.engine.tool_calls import find_misread_tool, parser_name
 from megarl.environments.catalog import ENVIRONMENTS_KEY, TOOLS_KEY, EnvironmentCatalog, load_catalog
 from megarl.models.family import HFConfig

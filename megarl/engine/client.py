@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -16,7 +15,7 @@ import orjson
 import pybase64
 import torch
 
-from megarl.engine.generation import Generation, RequestFailed, TokenCallback
+from megarl.engine.engine_protocol import Generation, RequestFailed, TokenCallback
 from megarl.models.routing import RoutingShape
 from megarl.types import Ids, SamplingMask, as_token_ids
 
@@ -38,7 +37,7 @@ class Client:
     timeout: seconds per request, including time in the engine's queue. The number of connections is unlimited, so a
     request to abort others never waits for them.
     routing: if set, request the engine's routing record, which has this shape.
-    weight_version: weight version that every response must come from; None accepts any. It may be raised while requests are in
+    weight_version: version that every response must come from; None accepts any. It may be raised while requests are in
     flight; their responses may then mix both versions. The prefix cache of one version is not reused by the next.
     check_running: raises EngineLost if the engine is gone.
     """
@@ -68,9 +67,7 @@ class Client:
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await self._session.close()
 
@@ -78,7 +75,7 @@ class Client:
         """Continue `ids` by at most `params["max_new_tokens"]` tokens.
 
         Raises RequestFailed if this request gets no valid response. Server-side errors and lost connections are retried
-        a few times first. Any other RuntimeError concerns the engine: it is lost (`engine_loss.EngineLost`), or its
+        a few times first. Any other RuntimeError concerns the engine: it is lost (`EngineLost`), or its
         weights are not the expected version.
         """
         return await self.stream(ids, params, routed)
@@ -91,9 +88,9 @@ class Client:
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": not is_truncated}
         if is_truncated:  # return_logprob would be over the whole vocabulary
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
-        oldest = self.weight_version
-        if oldest is not None:
-            body["extra_key"] = str(oldest)
+        request_version = self.weight_version
+        if request_version is not None:
+            body["extra_key"] = str(request_version)
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
         self.num_pending += 1
@@ -103,27 +100,16 @@ class Client:
             self.num_pending -= 1
         self.last_response_time = time.monotonic()
         with _pause_gc():
-            return self._parse_response(status, data, len(ids), routed, oldest, is_truncated)
-
-    def _parse_response(
-        self,
-        status: int,
-        data: bytes | str | dict[str, Any],
-        prompt_len: int,
-        routed: int,
-        request_version: int | None,
-        is_truncated: bool,
-    ) -> Generation:
-        answer = _parse_json("/generate", data)
-        if status == 503 and "timeout reached" in str(answer):
-            raise RequestFailed("the engine did not end the answer within rollout.request_timeout")
-        if status != 200:
-            raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
-        try:
-            self._check_version(answer["meta_info"], request_version)
-            return self._parse_generation(answer, prompt_len, routed, is_truncated)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
+            answer = _parse_json("/generate", data)
+            if status == 503 and "timeout reached" in str(answer):
+                raise RequestFailed("the engine did not end the answer within rollout.request_timeout")
+            if status != 200:
+                raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
+            try:
+                self._check_version(answer["meta_info"], request_version)
+                return self._parse_generation(answer, len(ids), routed, is_truncated)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
 
     def _parse_generation(self, answer: dict[str, Any], prompt_len: int, routed: int, is_truncated: bool) -> Generation:
         """Parse the response to a prompt of `prompt_len` tokens; `is_truncated`: sampling was truncated.
@@ -164,6 +150,7 @@ class Client:
                 meta.get("routed_experts"), prompt_len + len(token_ids) - 1 - routed, self._routing
             )
         runs = _parse_weight_versions(meta.get("weight_versions") or (), len(token_ids))
+        cached = meta.get("cached_tokens")
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -174,7 +161,7 @@ class Client:
             sampling_mask=sampling_mask,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
-            cached=_parse_cached_tokens(meta.get("cached_tokens"), prompt_len),
+            cached=cached if type(cached) is int and 0 <= cached <= prompt_len else -1,  # only a metric: never fail
             abort_reason=f"the engine cut the answer off: {finish.get('message', 'it does not say why')}"
             if is_aborted
             else "",
@@ -290,11 +277,6 @@ def is_truncated_sampling(params: Mapping[str, Any]) -> bool:
     return bool(is_restricted and params.get("temperature", 1.0) > 0)
 
 
-def _parse_cached_tokens(value: object, prompt_len: int) -> int:
-    """Return the number of cached prompt tokens, or -1 if invalid. It is only a metric, so this never fails."""
-    return value if type(value) is int and 0 <= value <= prompt_len else -1
-
-
 def _check_sampling_mask(mask: SamplingMask, token_ids: Ids, num_logprobs: int) -> str:
     """Describe what is wrong with a sampling mask and its `num_logprobs` log-probs; empty if nothing is."""
     if not len(mask) and len(token_ids):
@@ -404,20 +386,13 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
             f"{shape.num_layers} layers with {shape.topk} experts each: engine and trainer must load the same "
             "config.json"
         )
+    layers = shape.moe_layers
+    is_consecutive = layers == tuple(range(layers[0], layers[-1] + 1))
     record = values.reshape(tokens, shape.num_layers, shape.topk)
-    record = record[:, _slice(shape.moe_layers)]
+    record = record[:, slice(layers[0], layers[-1] + 1) if is_consecutive else list(layers)]  # a slice copies nothing
     if record.size and record.view(np.uint32).max() >= shape.num_experts:  # as uint32, negative numbers are large
         raise RequestFailed(
             f"the engine's record of routing names experts from {record.min()} to {record.max()}, but config.json has "
             f"{shape.num_experts}, from 0"
         )
     return torch.from_numpy(record.astype(np.uint8 if shape.num_experts <= 256 else np.int16))
-
-
-def _slice(numbers: tuple[int, ...]) -> slice | list[int]:
-    """Return an index that picks `numbers`.
-
-    It is a slice, which copies nothing, if they are consecutive, as MoE layers mostly are.
-    """
-    first, last = numbers[0], numbers[-1]
-    return slice(first, last + 1) if numbers == tuple(range(first, last + 1)) else list(numbers)

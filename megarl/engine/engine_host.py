@@ -4,7 +4,7 @@
 
 Importing SGLang takes ten seconds of a core. With `preload` the host imports it once and all processes of all engines
 are forked from the host. Without, because a process that has used CUDA cannot be forked, each server is a program of
-its own. `engine_host_client.py` is the ranks' side.
+its own. `HostProcess` and `HostedServer` are the ranks' side.
 
 The host forks a supervisor for each connection. A rank must not be a server's parent, because SGLang kills its parent's
 whole process tree when a start fails; and a server must not outlive its rank, however the rank dies. So the supervisor
@@ -28,26 +28,39 @@ import gc
 import hashlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.processes.children import die_with_parent, inherit_orphans, is_tracker
+from megarl.processes.children import die_with_parent, inherit_orphans, is_stopped, is_tracker, list_children
+from megarl.processes.temp_folders import TempFolder
 
-_POLL_S = 0.5
-
-
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as listing:
-        return [int(pid) for pid in listing.read().split()]
+HOST_VARIABLE = "MEGARL_ENGINE_HOST"
+"""Environment variable with the socket of a host that another process has started for all engines of this machine."""
+_TORCHRUN_VARIABLES = re.compile(
+    r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE|ROLE_|MASTER_(ADDR|PORT)"
+)
+_SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|WEBHOOK)S?($|_)", re.I)
+"""Variables to withhold from the engine: it has its own API key, and loads its model from a folder."""
+_SELF_SUSPENDED_S = 10.0
+"""A longer gap between two polls means that this process was itself stopped, and the host with it."""
+_RESUME_AFTER_S = 10.0
+"""A host that is stopped for this long is continued."""
+_MIN_UPTIME_S, _MAX_EARLY_EXITS = 60.0, 3
+"""A host that ends within `_MIN_UPTIME_S` more than `_MAX_EARLY_EXITS` times in a row is not restarted."""
+_POLL_S, _SUPERVISION_POLL_S = 0.5, 0.2
 
 
 def _reap() -> bool:
@@ -60,10 +73,10 @@ def _reap() -> bool:
 
 
 def _kill_children(is_spared: Callable[[int], bool], grace: float) -> None:
-    """Kill the children, and their orphans as these are reparented, until none is left; spare the `is_spared` for
+    """Kill the children, and their orphans as these are reparented, until none is left; those that `is_spared` after
     `grace` seconds."""
     deadline = time.monotonic() + grace
-    while children := _children():
+    while children := list_children():
         for pid in children:
             if time.monotonic() > deadline or not is_spared(pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -127,10 +140,8 @@ class EngineHost:
     """
 
     def __init__(self, listener: socket.socket, folder: Path, preload: bool, starter: int) -> None:
-        self._listener = listener
-        self._folder = folder
-        self._preload = preload
-        self._starter = starter
+        self._listener, self._folder = listener, folder
+        self._preload, self._starter = preload, starter
         self._pid = os.getpid()
         self._import_log = tempfile.TemporaryFile()  # noqa: SIM115  output of the import, copied to each engine's log
         self._has_import_failed = False
@@ -151,7 +162,7 @@ class EngineHost:
                 if _reap():
                     self._remove_dead_folders()
         finally:
-            for pid in _children():
+            for pid in list_children():
                 os.kill(pid, signal.SIGTERM)
             _kill_children(lambda pid: True, grace=10.0)
             self._clean_up()
@@ -226,9 +237,7 @@ class EngineHost:
 
             engine_server.main(settings)
             return
-        with (
-            tempfile.TemporaryFile() as settings_file
-        ):  # on stdin: other users could read the API key from a command line
+        with tempfile.TemporaryFile() as settings_file:  # for stdin: a command line would show the API key to others
             settings_file.write(json.dumps(settings).encode())
             settings_file.seek(0)
             os.dup2(settings_file.fileno(), 0)
@@ -245,20 +254,162 @@ def _has_ended(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
-def _exit_early(folder: str, starter: int) -> None:
-    if _has_ended(starter):
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
-
-
 def _main(listener: int, parent: int, folder: str, preload: bool) -> None:
     starter = os.pidfd_open(os.getppid())
     if os.getppid() != parent:  # the parent was killed before this process began
         shutil.rmtree(folder, ignore_errors=True)
         return
-    signal.signal(signal.SIGTERM, lambda *_: _exit_early(folder, starter))
+
+    def exit_early(*_: object) -> None:
+        if _has_ended(starter):
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, exit_early)
     die_with_parent(parent, signal.SIGTERM)
     EngineHost(socket.socket(fileno=listener), Path(folder), preload, starter).run()
+
+
+class HostProcess:
+    """A host that this process started, and that ends with it. preload: the host imports SGLang and forks engines from
+    itself.
+
+    environment: added to this process's environment. Removed from that are torchrun's variables, since the engine's
+    ranks would wait for torchrun's store, and whatever looks like a secret or is named in `hidden`.
+
+    A thread supervises the host. If it ends, which ends its engines too, it is restarted on the same socket, where new
+    connections wait for it meanwhile. If it is stopped (SIGSTOP), it is continued. A host that keeps ending is given
+    up, and its socket is closed.
+    """
+
+    def __init__(self, environment: Mapping[str, str], preload: bool, hidden: Collection[str] = ()) -> None:
+        self._folder = TempFolder("megarl-engines-", remove_host_folder)
+        self.path = str(Path(self._folder.path, "socket"))
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not (_TORCHRUN_VARIABLES.match(name) or _SECRET.search(name) or name in hidden)
+        }
+        self._environment = {**inherited, **environment}
+        self._preload = preload
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._closing = threading.Event()
+        self.process: subprocess.Popen[bytes]
+        """The current host."""
+        started = Future[None]()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="engine host", daemon=True)
+        self._thread.start()
+        started.result()
+
+    def close(self) -> None:
+        """End the host and all of its engines."""
+        self._closing.set()
+        self._thread.join()
+        self._listener.close()
+        self._folder.close()
+
+    # --- run in the supervising thread; the host dies with the thread that started it
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            self._start()
+        except BaseException as error:  # noqa: B036  re-raised by the constructor
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        started_at = last_poll = time.monotonic()
+        stopped_since, early_exits = float("inf"), 0
+        while not self._closing.wait(_SUPERVISION_POLL_S):
+            now = time.monotonic()
+            if not is_stopped(self.process.pid) or now - last_poll > _SELF_SUSPENDED_S:
+                stopped_since = float("inf")
+            last_poll = now
+            if self.process.poll() is None:
+                if is_stopped(self.process.pid):
+                    stopped_since = min(stopped_since, now)
+                    if now - stopped_since > _RESUME_AFTER_S:
+                        _warn("was stopped (SIGSTOP), and is continued")
+                        self.process.send_signal(signal.SIGCONT)
+                continue
+            early_exits = early_exits + 1 if now - started_at < _MIN_UPTIME_S else 1
+            if early_exits > _MAX_EARLY_EXITS:
+                _warn(f"ended {early_exits} times within {_MIN_UPTIME_S:g} s each, and is not started again")
+                self._listener.close()
+                os.unlink(self.path)
+                break
+            code = self.process.returncode
+            reason = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+            _warn(f"ended ({reason}), and is started again")
+            started_at = now
+            with contextlib.suppress(OSError):  # the next poll finds it ended again
+                self._start()
+        self._closing.wait()
+        self._terminate()
+
+    def _start(self) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "megarl.engine.engine_host"),
+                *(str(self._listener.fileno()), str(os.getpid()), self._folder.path),
+                "preload" if self._preload else "",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[self._listener.fileno(), self._folder.lock],
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the host
+        )
+
+    def _terminate(self) -> None:
+        self.process.terminate()
+        self.process.send_signal(signal.SIGCONT)  # a stopped process would not receive SIGTERM
+        try:
+            self.process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _warn(text: str) -> None:
+    print(f"the process that engines are started from {text}", file=sys.stderr, flush=True)
+
+
+class HostedServer:
+    """A server run by a host. It ends when this object's connection to the host closes."""
+
+    def __init__(self, path: str, log: Path, environment: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._status: int | None = None
+        self.is_abandoned = False
+        """True if it ended without an exit status, because its supervisor or host was killed."""
+        self._poll_lock = threading.Lock()  # the exit status can be read only once
+        request = {"log": str(log.resolve()), "environment": dict(environment), "settings": dict(settings)}
+        self._socket.connect(path)
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+
+    def poll(self) -> int | None:
+        """Return None while it runs or is about to, else its exit status; -9 if nobody was left to report it."""
+        return self._wait(0.0)
+
+    def close(self) -> None:
+        """End it, and return when all of its processes are gone, or after 15 seconds."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        self._wait(15.0)
+        self._socket.close()
+
+    def _wait(self, seconds: float) -> int | None:
+        with self._poll_lock:
+            if self._status is None and select.select([self._socket], [], [], seconds)[0]:
+                try:
+                    line = self._socket.recv(64)
+                except ConnectionError:
+                    line = b""
+                self._status, self.is_abandoned = (int(line), False) if line else (-9, True)
+            return self._status
 
 
 if __name__ == "__main__":

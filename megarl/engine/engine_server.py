@@ -1,23 +1,31 @@
-"""SGLang's HTTP server: in a process forked from `engine_host.py`, or as a program with its settings on stdin.
+"""Programs that import SGLang: the HTTP server of an engine, and its tool-call parsers without an engine.
 
-Settings: {"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or "", "instance": name,
-"secret": text}.
-It writes to `facts` what the rank must know about SGLang's tool-call parser, so that a rank never has to import SGLang.
+The server runs in a process forked from `engine_host.py`, or as a program that reads its settings from stdin:
+{"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or "", "instance": name,
+"secret": text}. It writes to `facts` what the rank must know about SGLang's tool-call parser, so that a rank never has
+to import SGLang.
+
+With the argument `parsers`, the program answers `ParserProcess`, for the dry run. Each line of stdin is JSON: [parser,
+text, schemas] is answered on stdout by a line with the result of `Client.parse_tool_calls`, [parser] by the parser's
+`tool_call_marker`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
+import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.cpu import sglang_plugin
-from megarl.parallel import job_secret
-from megarl.parallel.rendezvous import STORE_FOLDER_ENV
+_MAX_ANSWER_BYTES = 1 << 26
 
 
 def find_tool_call_marker(parser: str) -> str:
@@ -35,26 +43,6 @@ def find_tool_call_marker(parser: str) -> str:
     return "" if any(detector.has_tool_call(text) for text in unmarked_texts) else marker
 
 
-def _force_start_method(method: str) -> None:
-    """Override the start method that SGLang asks for: under its "spawn" each process would import everything again."""
-    set_start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda *_, **__: set_start_method(method, force=True)
-
-
-def _set_instance_id(name: str) -> None:
-    """Replace the random instance id in SGLang's shared-memory names, so that others can remove those files."""
-    from sglang.srt.server_args import PortArgs
-
-    init_new = PortArgs.init_new
-
-    def init_with_id(*args: Any, **kwargs: Any) -> PortArgs:
-        ports = init_new(*args, **kwargs)
-        ports.instance_id = name
-        return ports
-
-    PortArgs.init_new = staticmethod(init_with_id)
-
-
 def import_sglang() -> None:
     """Import all that an engine's processes will need, except what depends on the model."""
     from sglang.srt.plugins import load_plugins
@@ -69,20 +57,31 @@ def import_sglang() -> None:
 
 def main(settings: dict[str, Any]) -> None:
     """Run the server until it ends, then kill its child processes."""
-    os.environ[job_secret.SECRET_ENV] = settings[
-        "secret"
-    ]  # for SGLang's child processes, which need not be forks of this one
+    from megarl.cpu import sglang_plugin
+    from megarl.parallel.job_secret import SECRET_ENV
+    from megarl.parallel.rendezvous import STORE_FOLDER_ENV
+
+    os.environ[SECRET_ENV] = settings["secret"]  # for SGLang's child processes, which need not be forks of this one
     if settings["server_args"].get("nnodes", 1) == 1:  # an engine across nodes has no common folder
         os.environ[STORE_FOLDER_ENV] = tempfile.gettempdir()
     import_sglang()
     sglang_plugin.seal_pickles()
     from sglang.launch_server import run_server
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.server_args import PortArgs, ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    if method := settings["start_method"]:
-        _force_start_method(method)
-    _set_instance_id(settings["instance"])
+    if method := settings["start_method"]:  # under SGLang's own "spawn" each process would import everything again
+        set_start_method = multiprocessing.set_start_method
+        multiprocessing.set_start_method = lambda *_, **__: set_start_method(method, force=True)
+    init_new = PortArgs.init_new
+
+    def init_with_id(*args: Any, **kwargs: Any) -> PortArgs:
+        """Replace the random instance id in SGLang's shared-memory names, so that others can remove those files."""
+        ports = init_new(*args, **kwargs)
+        ports.instance_id = settings["instance"]
+        return ports
+
+    PortArgs.init_new = staticmethod(init_with_id)
     facts = {"tool_call_marker": find_tool_call_marker(settings["tool_call_parser"])}
     Path(settings["facts"]).write_text(json.dumps(facts))
     try:
@@ -91,5 +90,75 @@ def main(settings: dict[str, Any]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+class ParserProcess:
+    """Stand-in for a `Client`, as far as `check_parser` needs one. Raises RuntimeError if SGLang cannot be imported."""
+
+    async def __aenter__(self) -> ParserProcess:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-W", "ignore", "-m", "megarl.engine.engine_server", "parsers"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_MAX_ANSWER_BYTES,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.communicate()
+
+    async def find_marker(self, parser: str) -> str:
+        return str(await self._call([parser]))
+
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[dict[str, Any]], parser: str
+    ) -> tuple[str, list[Any]] | None:
+        result = await self._call([parser, text, list(tools)])
+        return None if result is None else (result[0], result[1])
+
+    async def _call(self, request: list[Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            await self._process.stdin.drain()
+        if not (line := await self._process.stdout.readline()):
+            _, stderr = await self._process.communicate()
+            raise RuntimeError(" ".join(stderr.decode(errors="replace").split())[-300:] or "its process ended")
+        return json.loads(line)
+
+
+def _run_parsers() -> None:
+    """Answer the requests of a `ParserProcess`."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # SGLang prints while it is imported
+    # SGLang's top-level package imports the engine, which takes ten seconds and which the parsers do not need.
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.submodule_search_locations is None:
+        sys.exit("SGLang is not installed")
+    package = types.ModuleType("sglang")
+    package.__path__ = list(spec.submodule_search_locations)
+    sys.modules["sglang"] = package
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    def answer(parser: str, text: str | None = None, schemas: Sequence[dict[str, Any]] = ()) -> Any:
+        if text is None:
+            return find_tool_call_marker(parser)
+        try:
+            sglang_parser = FunctionCallParser([Tool(**schema) for schema in schemas], parser)
+            normal_text, calls = sglang_parser.parse_non_stream(text)
+        except Exception:  # the engine would answer with status 500
+            return None
+        return normal_text, [call.model_dump() for call in calls]
+
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(*json.loads(line))) + "\n")
+        answers.flush()
+
+
 if __name__ == "__main__":  # SGLang's children import this file again under another name
-    main(json.load(sys.stdin))
+    if sys.argv[1:] == ["parsers"]:
+        _run_parsers()
+    else:
+        main(json.load(sys.stdin))

@@ -1,4 +1,4 @@
-"""One SGLang engine: start, health, sleep and wake, weight updates, shutdown.
+"""One SGLang engine: start, health, sleep and wake, weight updates, shutdown, and restart in the background.
 
 The lead rank of an engine's ranks holds the `Engine`. SGLang runs in separate processes (see `engine_host.py`). So on a
 CPU a rank never imports SGLang, and a rank survives an engine failure.
@@ -14,11 +14,13 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,9 +31,9 @@ from megarl.config import Config, server_args
 from megarl.cpu import sglang_arguments
 from megarl.cpu.sglang_arguments import NamedTensors
 from megarl.engine import engine_cuda, weight_loader
-from megarl.engine.engine_host_client import HOST_VARIABLE, HostedServer, HostProcess, secret_variables
-from megarl.engine.engine_loss import EngineError as EngineError
-from megarl.engine.engine_loss import EngineLost
+from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
+from megarl.engine.engine_protocol import EngineError as EngineError
+from megarl.engine.engine_protocol import EngineLost
 from megarl.engine.tool_calls import parser_name
 from megarl.models.registry import load_hf_config
 from megarl.parallel import device, job_secret
@@ -41,12 +43,31 @@ from megarl.reshard.plan import engine_settings
 _CONFIG = "tokenizer_config.json"
 
 
-def tokenizer_folder(model: str, link_folder: Path) -> str:
-    """Return a folder from which SGLang can load the tokenizer.
+_LOG_LINES = 20
+_PORT_IN_USE = re.compile(
+    r"address already in use|EADDRINUSE|port (at )?\d+ is (already )?(in use|not available)", re.I
+)
+_MAX_ATTEMPTS = 3
+_DEATH_CHECK_S = 3.0
+"""How long a failed engine may take to be recognized as dead."""
+_NOISE = re.compile(
+    r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$"
+    r"|\[[^]]*\] Ignore import error|Multi-thread loading shards"
+)
+"""Lines that libraries print when a process starts and ends; they would hide the reason for a failure."""
+_MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
+"""SGLang's tags for the parts of an engine's memory that can be offloaded separately."""
 
-    That is the model's own, unless it has no tokenizer_config.json, as with a lone tokenizer.model: SGLang 0.5.23 would
-    ask the Hub for one and not start. Then it is `link_folder`, filled with links to the model's small files and an empty
-    tokenizer_config.json.
+GatherPayloads = Callable[[str], list[str]]
+"""Collective over an engine's ranks: takes this rank's payload and returns all payloads in rank order, on every
+rank. No rank returns before all have entered."""
+
+
+def tokenizer_folder(model: str, link_folder: Path) -> str:
+    """Return a folder from which SGLang can load the tokenizer: the model's own, if it has a tokenizer_config.json.
+
+    Without one, as with a lone tokenizer.model, SGLang 0.5.23 would ask the Hub and not start. Then it is
+    `link_folder`, filled with links to the model's small files and an empty tokenizer_config.json.
     """
     if Path(model, _CONFIG).is_file() or not Path(model).is_dir():
         return model
@@ -59,23 +80,12 @@ def tokenizer_folder(model: str, link_folder: Path) -> str:
     return str(link_folder.resolve())
 
 
-_LOG_LINES = 20
-_PORT_IN_USE = re.compile(
-    r"address already in use|EADDRINUSE|port (at )?\d+ is (already )?(in use|not available)", re.I
-)
-_MAX_ATTEMPTS = 3
-_NOISE = re.compile(
-    r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$"
-    r"|\[[^]]*\] Ignore import error|Multi-thread loading shards"
-)
-"""Lines that libraries print when a process starts and ends; they would hide the reason for a failure."""
-_MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
-"""SGLang's tags for the parts of an engine's memory that can be offloaded separately."""
-
-
-GatherPayloads = Callable[[str], list[str]]
-"""Collective over an engine's ranks: takes this rank's payload and returns all payloads in rank order, on every
-rank. No rank returns before all have entered."""
+def secret_variables(config: Config) -> set[str]:
+    """Return the names of the variables that hold secrets according to the configuration."""
+    options = [role.get("options") for role in config.roles.values() if isinstance(role, Mapping)]
+    names = {str(option["auth_env"]) for option in options if isinstance(option, Mapping) and option.get("auth_env")}
+    webhook = config.track.webhook
+    return names | ({webhook.removeprefix("env:")} if webhook.startswith("env:") else set())
 
 
 def start_host(config: Config, threads: int = 0) -> HostProcess:
@@ -149,8 +159,7 @@ class Engine:
         dist_init_addr: str = "",
     ) -> None:
         server_args.check(config.rollout.sglang)
-        self.config = config
-        self.index = index
+        self.config, self.index = config, index
         self.nnodes, self.node_rank, self.dist_init_addr = nnodes, node_rank, dist_init_addr
         self.threads, self.first_device = threads, first_device
         self.api_key = secrets.token_urlsafe(24)
@@ -176,10 +185,6 @@ class Engine:
         self._is_shut_down = False
         # Loopback must bypass any proxy set in the environment.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    @property
-    def _call_timeout(self) -> float:
-        return self.config.rollout.start_timeout
 
     @property
     def url(self) -> str:
@@ -333,15 +338,15 @@ class Engine:
 
         Returns when all ranks are done; their answers are in the shared memory that the payloads name.
 
-        draft: address the draft model, which has the multi-token prediction layers. lasting: use a long timeout, for
+        draft: address the draft model, which has the multi-token prediction layers. is_session: use a long timeout, for
         the request that spans a weight sync.
         """
-        body: dict[str, Any] = {
+        body = {
             "serialized_named_tensors": payloads,
             "load_format": weight_loader.LOADER_NAME,
             "flush_cache": False,
+            "selector": "draft" if draft else "target",
         }
-        body["selector"] = "draft" if draft else "target"
         timeout = 86400.0 if is_session else self.config.rollout.hang_timeout  # one day, enough for any model size
         self._call("/update_weights_from_tensor", body, timeout=timeout)
 
@@ -381,7 +386,7 @@ class Engine:
 
     def _flush_cache(self) -> None:
         """Drop the KV cache. This waits until nothing runs: finished requests may still be leaving."""
-        self._call(f"/flush_cache?timeout={self._call_timeout / 2:g}")
+        self._call(f"/flush_cache?timeout={self.config.rollout.start_timeout / 2:g}")
 
     def sleep(self) -> None:
         """Free the device for training: offload what is not yet offloaded on a GPU; on a CPU only drop the KV cache."""
@@ -430,7 +435,7 @@ class Engine:
         data = json.dumps(body or {}).encode() if post else None
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with self._http.open(request, timeout=timeout or self._call_timeout) as answer:
+            with self._http.open(request, timeout=timeout or self.config.rollout.start_timeout) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             text = error.read()[:500].decode(errors="replace")
@@ -450,11 +455,103 @@ class Engine:
             log.seek(self._log_offset)
             return any(_PORT_IN_USE.search(line) for line in log)
 
-    def _read_log_tail(self) -> str:
-        if not self.log.exists():
-            return ""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if not _NOISE.match(line)]
-        return "\n".join(lines[-_LOG_LINES:])
-
     def _describe_log_tail(self) -> str:
-        return f"the last lines of {self.log}:\n{self._read_log_tail() or '(nothing)'}"
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        lines = [line for line in text.splitlines() if not _NOISE.match(line)]
+        tail = "\n".join(lines[-_LOG_LINES:])
+        return f"the last lines of {self.log}:\n{tail or '(nothing)'}"
+
+
+class EngineRestart:
+    """Restarts one engine, on each rank that has processes of it. `report_lost` may be called from any thread, all else
+    from one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._lock = threading.Lock()
+        self._error: EngineLost | None = None
+        self._thread = ThreadPoolExecutor(1, "engine start")
+        self._start_future: Future[None] | None = None
+        self._start_seconds = 0.0
+
+    @property
+    def is_pending(self) -> bool:
+        """True from the start of a restart until `wait`."""
+        return self._start_future is not None
+
+    def report_lost(self, error: EngineLost) -> None:
+        """Record that the engine is lost, and start it again if all of its processes belong to this rank.
+
+        A watcher that polls rarely may report a start that has since been replaced; such reports are ignored.
+        """
+        with self._lock:
+            is_stale = error.start_number and error.start_number != self.engine.start_number
+            if self._error is not None or self._start_future is not None or is_stale:
+                return
+            self._error = error
+            if self.engine.nnodes == 1:
+                self._submit_start()
+
+    def check(self) -> None:
+        """Check that the engine runs, after a time in which nobody has watched it."""
+        if self._start_future is None:
+            try:
+                self.engine.check_running()
+            except EngineLost as lost:
+                self.report_lost(lost)
+
+    def restart_if_lost(self, error: EngineError) -> bool:
+        """Return whether the engine that failed with `error` is lost. If so, its restart begins."""
+        until = time.monotonic() + _DEATH_CHECK_S
+        while not isinstance(error, EngineLost) and time.monotonic() < until:
+            try:
+                self.engine.check_running()
+                time.sleep(0.1)
+            except EngineLost as lost:
+                error = lost
+        if isinstance(error, EngineLost):
+            self.report_lost(error)
+        return isinstance(error, EngineLost)
+
+    def pop_error(self) -> EngineLost | None:
+        """Return the error that the engine was lost by, and clear it."""
+        with self._lock:
+            error, self._error = self._error, None
+            return error
+
+    def ensure_started(self) -> None:
+        """Begin the restart if it has not begun, because other ranks have found the engine lost."""
+        with self._lock:
+            if self._start_future is None:
+                self._submit_start()
+
+    def wait(self) -> float:
+        """Wait for the restart and return the seconds it took, 0 if there was none. If it failed, `pop_error` returns
+        the error."""
+        future = self._start_future
+        if future is None:
+            return 0.0
+        failed = future.exception()
+        with self._lock:
+            self._start_future = None
+            if failed is not None:
+                self._error = EngineLost("did not start again", str(failed))
+        return self._start_seconds
+
+    def close(self) -> None:
+        """Shut the engine down, and the thread that restarts it."""
+        self.engine.shutdown()
+        self._thread.shutdown()
+        self.engine.shutdown()
+
+    def _submit_start(self) -> None:
+        began = time.monotonic()
+
+        def run() -> None:
+            try:
+                self.engine.restart()
+                self.engine.wait_ready()
+            finally:
+                self._start_seconds = time.monotonic() - began
+
+        self._start_future = self._thread.submit(run)

@@ -13,8 +13,8 @@ import ast
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megarl.chat_format.chat_template import ChatTemplate
@@ -124,14 +124,7 @@ def escape_text(text: str, schemas: Sequence[dict[str, Any]], parser: str, marke
         call_counts.append(len(re.findall(rf"[\[,]\s*(?:{names})\(", escaped.text)))
     elif not call_counts and names:
         call_counts.append(int(bool(re.search(rf'\{{\s*"name"\s*:\s*"(?:{names})"', escaped.text))))
-    return EscapedText(
-        escaped.text,
-        escaped.schemas,
-        max(call_counts, default=0),
-        escaped.argument_texts,
-        escaped.literal_values,
-        escaped.originals,
-    )
+    return replace(escaped, num_calls=max(call_counts, default=0))
 
 
 def _escape_argument_texts(text: str, schemas: Sequence[dict[str, Any]], opening: str, closing: str) -> EscapedText:
@@ -139,13 +132,13 @@ def _escape_argument_texts(text: str, schemas: Sequence[dict[str, Any]], opening
     originals: dict[str, str] = {}
     prefix = _unused_placeholder(text)
 
-    def replace(match: re.Match[str]) -> str:
+    def escape(match: re.Match[str]) -> str:
         originals[placeholder := f"{prefix}{len(originals)}X"] = match[2]
         return f"{match[1]}{placeholder}{match[3]}"
 
     pattern = re.compile(f"({opening})((?:(?!{opening}).)*?)({closing})", re.DOTALL)
     return EscapedText(
-        pattern.sub(replace, text),
+        pattern.sub(escape, text),
         [_with_string_arguments(schema) for schema in schemas],
         argument_texts=originals,
         originals=originals,
@@ -158,7 +151,7 @@ def _escape_literals(text: str, schemas: Sequence[dict[str, Any]]) -> EscapedTex
     originals: dict[str, str] = {}
     prefix = _unused_placeholder(text)
 
-    def replace(match: re.Match[str]) -> str:
+    def escape(match: re.Match[str]) -> str:
         if match["quoted"]:
             return match[0]
         placeholder = f"{prefix}{len(values)}X"
@@ -168,7 +161,7 @@ def _escape_literals(text: str, schemas: Sequence[dict[str, Any]]) -> EscapedTex
         originals[f'"{placeholder}"'] = match[0]
         return f'"{placeholder}"'
 
-    return EscapedText(_LITERAL.sub(replace, text), list(schemas), literal_values=values, originals=originals)
+    return EscapedText(_LITERAL.sub(escape, text), list(schemas), literal_values=values, originals=originals)
 
 
 def _escape_json_strings(text: str, schemas: Sequence[dict[str, Any]], marker: str) -> EscapedText:
@@ -238,7 +231,7 @@ ParseFunction = Callable[[str, Sequence[dict[str, Any]]], Awaitable[ParsedRespon
 
 
 class ToolCallParser(Protocol):
-    """An engine's `Client`, or a `parser_process.ParserProcess`."""
+    """An engine's `Client`, or an `engine_server.ParserProcess`."""
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
@@ -282,23 +275,17 @@ def build_response(
         return malformed
     normal_text, raw_calls = answer
     schema_by_name = {schema["function"]["name"]: schema for schema in schemas}
+    calls: tuple[ToolCall, ...] = ()
     try:
-        calls = tuple(_restore_call(call["name"], call["parameters"], escaped, schema_by_name) for call in raw_calls)
+        for call in raw_calls:
+            name = replace_surrogates(str(call["name"]))
+            arguments = escaped.restore_arguments(json.loads(call["parameters"] or "{}"), schema_by_name.get(name))
+            calls += (ToolCall(name, replace_surrogates(arguments)),)
     except (ValueError, RecursionError):  # broken, or nested too deeply
         return malformed
     if escaped.num_calls > len(calls):
         return ParsedResponse(malformed.text, calls, malformed.error)
     return ParsedResponse(escaped.restore_text(normal_text) if calls else text, calls)
-
-
-def _restore_call(
-    name: Any, parameters: str, escaped: EscapedText, schema_by_name: Mapping[str, dict[str, Any]]
-) -> ToolCall:
-    tool_name = replace_surrogates(str(name))
-    return ToolCall(
-        tool_name,
-        replace_surrogates(escaped.restore_arguments(json.loads(parameters or "{}"), schema_by_name.get(tool_name))),
-    )
 
 
 def parser_name(setting: str, hf: HFConfig) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from megarl.engine import weight_loader
 from megarl.engine.sglang_engine import Engine, EngineError, GatherPayloads, allocate, pack_payload
-from megarl.engine.weight_channel import EngineTimeout, WeightChannel
+from megarl.engine.weight_loader import EngineTimeout, WeightChannel
 from megarl.parallel import device
 
 ANSWER_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from megarl.chat_format.chat_messages import format_call_id
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.observations import count_reserved_tokens, truncate_observations
 from megarl.config import ConfigError, RolloutConfig
-from megarl.engine.generation import Policy, RequestFailed
+from megarl.engine.engine_protocol import Policy, RequestFailed
 from megarl.engine.tool_calls import ParsedResponse, ParseFunction
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost

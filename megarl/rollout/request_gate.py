@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.engine.generation import Generation, Policy, StreamingPolicy, TokenCallback
+from megarl.engine.engine_protocol import Generation, Policy, StreamingPolicy, TokenCallback
 from megarl.rollout.conversation import Halted
 from megarl.types import Ids, SamplingMask, as_token_ids
 

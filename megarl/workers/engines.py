@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from megarl.config import ConfigError
-from megarl.engine.engine_loss import EngineError
-from megarl.engine.restart import EngineRestart
+from megarl.engine.engine_protocol import EngineError
+from megarl.engine.sglang_engine import EngineRestart
 from megarl.engine.sglang_engine import Engine
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks

@@ -10,7 +10,7 @@ import torch
 
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import ConfigError
-from megarl.engine.engine_loss import EngineLost
+from megarl.engine.engine_protocol import EngineLost
 from megarl.engine.tool_calls import check_parser
 from megarl.models.routing import routing_shape
 from megarl.observe.clock import REMOTE, WAIT

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import Config, ConfigError
-from megarl.engine.engine_loss import EngineError
+from megarl.engine.engine_protocol import EngineError
 from megarl.engine.sglang_engine import Engine, GatherPayloads, allocate
 from megarl.engine.weight_sender import WeightSender
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.ranks import Job, all_gather_objects, host_group, new_host_group
-from megarl.reshard.plan.checks import (
+from megarl.reshard.plan.layout import (
     find_digest_mismatch,
     find_engine_problems,
     find_layout_problems,

@@ -7,7 +7,8 @@ import random
 import torch
 
 from megarl.models.fp8 import BLOCK, block_amax, compute_scales, grid_shape
-from megarl.reshard.run.copies import BlockScales, Box
+from megarl.reshard.run.copies import Box
+from megarl.reshard.run.scale_grids import BlockScales
 
 TYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8)
 

@@ -9,9 +9,9 @@ import torch
 from boxes import noise, random_boxes, random_fp8
 
 from megarl.models.fp8 import FP8
-from megarl.reshard.run import copies, copy_kernels, hash_kernel
+from megarl.reshard.run import copies, triton_kernels
 from megarl.reshard.run.checksum import slice_hash
-from megarl.reshard.run.copies import BlockScales
+from megarl.reshard.run.scale_grids import BlockScales
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -24,11 +24,11 @@ def check_copies(seed: int) -> None:
     before = noise(rng, size)
     expected, found = before.clone(), before.clone()
     copies.pack(boxes, expected)
-    copy_kernels.pack(boxes, found)
+    triton_kernels.pack(boxes, found)
     assert same(found, expected), f"pack, seed {seed}"
     wholes = [view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0) for view, _ in boxes]
     held = [whole.clone() for whole in wholes]
-    copy_kernels.unpack(before, boxes)
+    triton_kernels.unpack(before, boxes)
     unpacked = [whole.clone() for whole in wholes]
     for whole, kept in zip(wholes, held, strict=True):
         whole.copy_(kept)
@@ -43,7 +43,7 @@ def check_fp8(seed: int) -> None:
     expected, found = before.clone(), before.clone()
     ours = [BlockScales(at.grid.clone(), *at[1:]) for at in scaled]
     copies.pack_fp8(boxes, scaled, expected)
-    copy_kernels.pack_fp8(boxes, ours, found)
+    triton_kernels.pack_fp8(boxes, ours, found)
     assert same(found, expected), f"pack_fp8, seed {seed}"
     for one, other in zip(ours, scaled, strict=True):
         assert same(one.grid, other.grid), f"scales, seed {seed}"
@@ -56,7 +56,7 @@ def check_no_numbers() -> None:
     grids = torch.zeros(1, 4), torch.zeros(1, 4)
     buffers = torch.empty(weight.numel(), dtype=torch.uint8), torch.empty(weight.numel(), dtype=torch.uint8)
     copies.pack_fp8([(weight, 0)], [BlockScales(grids[0], 0, 0, True)], buffers[0])
-    copy_kernels.pack_fp8([(weight, 0)], [BlockScales(grids[1], 0, 0, True)], buffers[1])
+    triton_kernels.pack_fp8([(weight, 0)], [BlockScales(grids[1], 0, 0, True)], buffers[1])
     assert torch.equal(grids[0].nan_to_num(-1), grids[1].nan_to_num(-1))
     expected, found = (buffer.view(FP8).float() for buffer in buffers)
     assert torch.equal(expected.isnan(), found.isnan())
@@ -74,7 +74,7 @@ def check_every_rounding() -> None:
     grid = torch.ones(1, -(-values.numel() // 128))
     buffers = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(values.numel(), dtype=torch.uint8)
     copies.pack_fp8([(values, 0)], [BlockScales(grid, 0, 0)], buffers[0])
-    copy_kernels.pack_fp8([(values, 0)], [BlockScales(grid, 0, 0)], buffers[1])
+    triton_kernels.pack_fp8([(values, 0)], [BlockScales(grid, 0, 0)], buffers[1])
     expected, found = (buffer.view(FP8).float() for buffer in buffers)
     assert torch.equal(expected.isnan(), found.isnan())
     assert same(expected.nan_to_num(0), found.nan_to_num(0))
@@ -89,7 +89,7 @@ def check_hashes(seed: int) -> None:
     start = rng.randrange(8)
     views += [views[0].t(), raw[start : start + rng.choice([1, 7, 8, 33_001, 65_536])], raw[:0], raw[:0].view(0, 3)]
     views += [raw[:64].view(torch.int64).view(2, 4)[:, 1:3], raw[:48].view(torch.float32).view(3, 4)[:, 1:2]]
-    found, left = hash_kernel.hashes(views)
+    found, left = triton_kernels.hashes(views)
     assert set(left) <= {len(boxes)}
     for number, (view, value) in enumerate(zip(views, found.tolist(), strict=True)):
         assert value == slice_hash(view) or number in left, f"hash of {view.shape}, {view.stride()}, seed {seed}"

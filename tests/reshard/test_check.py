@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from megarl.models.registry import family_of
-from megarl.reshard.plan.checks import (
+from megarl.reshard.plan.layout import (
+    EngineLayout,
+    TrainLayout,
+    engine_shapes,
     find_digest_mismatch,
     find_engine_problems,
     find_layout_problems,
     find_shard_problems,
     plan_digest,
 )
-from megarl.reshard.plan.layout import EngineLayout, TrainLayout, engine_shapes
 
 pytestmark = pytest.mark.alone
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.reshard.run import checksum
-from megarl.reshard.run.checksum import device_hash, device_hashes, slice_hash
+from megarl.reshard.run.checksum import device_hash, slice_hash
+from megarl.reshard.run.copies import device_hashes
 
 pytestmark = pytest.mark.alone
 

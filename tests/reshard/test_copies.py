@@ -13,7 +13,8 @@ import torch
 from boxes import noise, random_boxes, random_fp8, weights
 
 from megarl.models.fp8 import block_amax, compute_scales, grid_shape, quantise
-from megarl.reshard.run.copies import BlockScales, pack, pack_fp8, unpack
+from megarl.reshard.run.copies import pack, pack_fp8, unpack
+from megarl.reshard.run.scale_grids import BlockScales
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
 from scripted import CHAT, CONFIG, PROMPT, Script, parse  # noqa: E402
 
-from megarl.engine.generation import Generation  # noqa: E402
+from megarl.engine.engine_protocol import Generation  # noqa: E402
 from megarl.environments.process_sessions import EnvironmentPool  # noqa: E402
 from megarl.rewards.functions import load_functions  # noqa: E402
 from megarl.rewards.reward_pool import RewardPool  # noqa: E402

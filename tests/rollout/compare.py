@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megarl.engine.client import Client
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.engine.sglang_engine import Engine
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import RoutingShape, routing_shape

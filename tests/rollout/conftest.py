@@ -18,7 +18,7 @@ from engine_config import make_config  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from megarl.config import Config  # noqa: E402
-from megarl.engine.engine_host_client import HOST_VARIABLE  # noqa: E402
+from megarl.engine.engine_host import HOST_VARIABLE  # noqa: E402
 from megarl.engine.sglang_engine import Engine  # noqa: E402
 
 

@@ -16,8 +16,7 @@ import torch
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.engine_loss import EngineLost
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import EngineLost, Generation
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
 from megarl.rollout.partial_rollouts import PartialRollout

@@ -16,8 +16,7 @@ from aiohttp.test_utils import TestServer
 
 from megarl.engine import client as module
 from megarl.engine.client import Client, decode_routing, is_truncated_sampling
-from megarl.engine.engine_loss import EngineLost
-from megarl.engine.generation import Generation, RequestFailed
+from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
 from megarl.models.routing import RoutingShape
 
 pytestmark = pytest.mark.alone

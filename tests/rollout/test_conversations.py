@@ -15,8 +15,7 @@ from scripted import CHAT, CONFIG, PROMPT, TOKENIZER, Fails, Script, Writer, par
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import OnWeightSync
-from megarl.engine.engine_loss import EngineLost
-from megarl.engine.generation import RequestFailed
+from megarl.engine.engine_protocol import EngineLost, RequestFailed
 from megarl.environments.catalog import load_tools
 from megarl.rollout import rollout_context
 from megarl.rollout.conversation import RolloutContext, build_sampling_params

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.cpu import sglang_attention
+from megarl.cpu import sglang_plugin
 
 pytestmark = pytest.mark.alone
 
@@ -15,14 +15,14 @@ def test_equals_attention_sequence_by_sequence(
     heads: int, kv_heads: int, value_dim: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with grouped heads, with values narrower than keys (MLA), and cut into parts."""
-    monkeypatch.setattr(sglang_attention, "_MAX_ELEMENTS", most)
+    monkeypatch.setattr(sglang_plugin, "_MAX_ELEMENTS", most)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([1, 7, 3, 12, 5])
     keys = torch.randn(64, kv_heads, 8, generator=generator)
     values = torch.randn(64, kv_heads, value_dim, generator=generator)
     query = torch.randn(5, heads, 8, generator=generator)
     slots = torch.randperm(64, generator=generator)[:60].reshape(5, 12).to(torch.int32)
-    out = sglang_attention.decode_attention(query, keys, values, slots, lengths, 0.3)
+    out = sglang_plugin.decode_attention(query, keys, values, slots, lengths, 0.3)
     for i, length in enumerate(lengths.tolist()):
         k, v = (cache[slots[i, :length].long()].transpose(0, 1)[None] for cache in (keys, values))
         expected = scaled_dot_product_attention(query[i][None, :, None], k, v, scale=0.3, enable_gqa=True)
@@ -48,8 +48,8 @@ def test_caps_and_windows_are_those_of_the_formula(cap: float, window: int | Non
         if cap:
             scores = cap * torch.tanh(scores / cap)
         expected.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
-    found = sglang_attention.extend_attention(query, keys, values, slots, lengths, new, 0.3, cap, window)
+    found = sglang_plugin.extend_attention(query, keys, values, slots, lengths, new, 0.3, cap, window)
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
     last = [5, 6, 9]
-    decoded = sglang_attention.decode_attention(query[last], keys, values, slots, lengths, 0.3, cap, window)
+    decoded = sglang_plugin.decode_attention(query[last], keys, values, slots, lengths, 0.3, cap, window)
     torch.testing.assert_close(decoded, found[last], rtol=1e-5, atol=1e-6)

@@ -17,7 +17,7 @@ from orders import overwrite
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.cpu import sglang_speculative as on_cpu
 from megarl.engine.client import Client
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.environments.catalog import load_tools
 from megarl.observe.metrics import rollout_metrics
 from megarl.reshard.plan.layout import EngineLayout

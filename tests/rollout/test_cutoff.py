@@ -13,7 +13,7 @@ from compare import PROMPTS
 from conftest import Running, start
 
 from megarl.engine.client import Client
-from megarl.engine.generation import Generation, RequestFailed
+from megarl.engine.engine_protocol import Generation, RequestFailed
 
 CUT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.6, "top_k": 20, "min_p": 0.15}
 TOKENS = 12

@@ -30,9 +30,8 @@ from megarl.config import ConfigError
 from megarl.cpu import sglang_arguments
 from megarl.engine import engine_host
 from megarl.engine.client import Client
-from megarl.engine.engine_host_client import HOST_VARIABLE, HostedServer
-from megarl.engine.engine_loss import EngineLost
-from megarl.engine.generation import Generation, RequestFailed
+from megarl.engine.engine_host import HOST_VARIABLE, HostedServer
+from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
 from megarl.engine.sglang_engine import Engine, EngineError, start_host
 from megarl.engine.tool_calls import check_parser
 from megarl.environments.catalog import load_catalog, load_tools

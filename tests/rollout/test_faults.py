@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from megarl.engine import engine_loss
-from megarl.engine.engine_loss import EngineLost, watch
+from megarl.engine import engine_protocol
+from megarl.engine.engine_protocol import EngineLost, watch
 
 
 class Played:
@@ -61,8 +61,8 @@ def found(engine: Played, seconds: float = 1.0) -> EngineLost | None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loss, "_POLL_S", 0.01)
-    monkeypatch.setattr(engine_loss, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(engine_protocol, "_POLL_S", 0.01)
+    monkeypatch.setattr(engine_protocol, "_SILENCE_S", 0.05)
 
 
 def test_an_engine_that_dies_is_lost() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from scripted import CHAT, CONFIG, PROMPT, Fails, Script, Writer, begun, call, parse, said
 
-from megarl.engine.engine_loss import EngineLost
-from megarl.engine.generation import Generation, RequestFailed
+from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
 from megarl.rollout.aborted import TooManyAborted

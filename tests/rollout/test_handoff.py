@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.engine import weight_channel, weight_loader
-from megarl.engine.engine_loss import EngineLost
+from megarl.engine import weight_loader
+from megarl.engine.engine_protocol import EngineLost
 from megarl.engine.sglang_engine import Engine, EngineError, allocate
 from megarl.engine.weight_sender import WeightSender
 from megarl.parallel import device
@@ -182,9 +182,9 @@ def test_an_engine_that_dies_in_the_middle_is_noted_at_once_and_what_became_of_i
     hand_over, engine = hand_off()
 
     def dies(path: str, obey: Stray) -> int:
-        with weight_channel.socket.socket(weight_channel.socket.AF_UNIX) as line:
+        with weight_loader.socket.socket(weight_loader.socket.AF_UNIX) as line:
             line.connect(path)
-            weight_channel._receive_json(line)
+            weight_loader._receive_json(line)
         engine.fail = "dead"
         return 0
 
@@ -211,7 +211,7 @@ def test_an_engine_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch, connects:
     go_on = threading.Event()
 
     def hangs(path: str, obey: Stray) -> int:
-        with weight_channel.socket.socket(weight_channel.socket.AF_UNIX) as line:
+        with weight_loader.socket.socket(weight_loader.socket.AF_UNIX) as line:
             if connects:
                 line.connect(path)
             go_on.wait(60)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.engine.engine_host_client import HostProcess, secret_variables
+from megarl.engine.engine_host import HostProcess
+from megarl.engine.sglang_engine import secret_variables
 
 
 def test_engines_are_given_no_secret_and_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

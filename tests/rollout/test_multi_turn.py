@@ -33,7 +33,7 @@ from scripted import (
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
-from megarl.engine.generation import Generation, RequestFailed
+from megarl.engine.engine_protocol import Generation, RequestFailed
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
 from megarl.environments.process_sessions import EnvironmentPool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from megarl.engine.engine_loss import EngineError, EngineLost
-from megarl.engine.restart import EngineRestart
+from megarl.engine.engine_protocol import EngineError, EngineLost
+from megarl.engine.sglang_engine import EngineRestart
 
 
 class Played:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scripted import END, Script
 
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.rollout.request_gate import RequestGate, merge_generations
 from megarl.types import SamplingMask, as_token_ids
 

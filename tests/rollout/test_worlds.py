@@ -14,7 +14,7 @@ from scripted import CONFIG, END, TOKENIZER, Script, ids, parse, said
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.environments.catalog import load_catalog
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.rollout.conversation import RolloutContext, run_conversation

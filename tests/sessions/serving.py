@@ -15,7 +15,7 @@ from scripted import CHAT, CONFIG, END, PROMPT, ids, parse
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.generation import Generation, Policy
+from megarl.engine.engine_protocol import Generation, Policy
 from megarl.rollout.conversation import build_sampling_params
 from megarl.rollout.session_server import AgentSession, SessionServer
 from megarl.types import Ids, Prompt, as_token_ids

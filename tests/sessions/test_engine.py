@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.client import Client
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.engine.tool_calls import make_parser
 from megarl.rollout.conversation import build_sampling_params
 from megarl.rollout.partial_rollouts import PartialRollout

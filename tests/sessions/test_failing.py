@@ -13,7 +13,7 @@ import pytest
 from scripted import PROMPT, Fails, Script, said
 from serving import ASK, PARAMS, Numbered, Served, run, serving
 
-from megarl.engine.generation import RequestFailed
+from megarl.engine.engine_protocol import RequestFailed
 from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused
 from megarl.rollout.session_server.server import MAX_BODY_BYTES
 

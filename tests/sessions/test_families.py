@@ -13,7 +13,7 @@ from serving import PARAMS
 from templates import PUBLISHED
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.rollout.session_server.recording import AgentSession, SessionContext
 from megarl.rollout.session_server.rendering import MessageRenderer

@@ -19,7 +19,7 @@ from scripted import CHAT, call, ids
 from serving import ASK, Numbered, Served, run
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.rollout.session_server.requests import CompletionRequest
 from megarl.rollout.session_server.responses import StreamedResponse
 from megarl.types import Ids, as_token_ids

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.rollout.session_server.requests import extend_digest, hash_prefixes
 from megarl.rollout.session_server.responses import Choice
 from megarl.rollout.session_server.token_tree import Node, TokenTree

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
-from megarl.engine.engine_loss import EngineLost  # noqa: E402
+from megarl.engine.engine_protocol import EngineLost  # noqa: E402
 from megarl.environments.catalog import EnvironmentCatalog  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 from thread_ranks import Thread, as_ranks
 
 from megarl.config import Config, ConfigError
-from megarl.engine.engine_loss import EngineLost
+from megarl.engine.engine_protocol import EngineLost
 from megarl.workers import recovery as module
 from megarl.workers.recovery import EngineRecovery
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from faults.points import VARIABLE, Point
-from megarl.engine.engine_host_client import HOST_VARIABLE
+from megarl.engine.engine_host import HOST_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 900.0

@@ -16,8 +16,8 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models.layout_algebra import HFConfig
-from megarl.reshard.plan.flows import ByteIndex, LayerKind, Wire, build_byte_index, list_layer_kinds
-from megarl.reshard.plan.layout import EngineLayout, TrainLayout, build_rank_map
+from megarl.reshard.plan.cells import ByteIndex, LayerKind, build_byte_index, list_layer_kinds
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire, build_rank_map
 
 SWEEPS, SWEEP_TOLERANCE = 12, 1e-3
 """`balance` sweeps over its sets at most `SWEEPS` times, or until no share changes by more than this fraction of the
@@ -118,8 +118,8 @@ def distribute_forwarded(sets: RankSets, sent: np.ndarray, capacity: np.ndarray)
     """Distribute what the ranks of a set receive in parts and forward to each other, so that the busiest sender has as
     little as possible.
 
-    sent [world]: what each rank sends otherwise; updated in place. capacity [world]: what each may receive, as far as that
-    suffices for all; updated in place.
+    sent [world]: what each rank sends otherwise. capacity [world]: what each may receive, as far as that suffices for
+    all. Both are updated in place.
     """
     shares = []
     for ranks, total in sets:
@@ -136,10 +136,10 @@ def distribute_network(sets: RankSets, intranode: np.ndarray) -> list[np.ndarray
     """Distribute what goes over the network, considering what each rank sends inside of its node (`intranode`).
 
     Two quantities should be low: what the busiest rank sends over the network, and what it sends in total. Each has a
-    minimal level, but often both cannot reach it at once. Ranks are treated as if they had already sent max(intranode -
-    free, 0). With `free` at the maximum of `intranode` this is zero and the network load is balanced; with `free` = 0 it is
-    all of `intranode` and the total is balanced. In between, this searches for the `free` at which both quantities exceed
-    their levels by the same factor. If that factor is above NETWORK_LIMIT, it takes the `free` at which the network's
+    minimal level, but often both cannot reach it at once. Ranks are treated as if they had already sent
+    max(intranode - free, 0). With `free` at the maximum of `intranode` this is zero and the network load is balanced;
+    with `free` = 0 it is all of `intranode` and the total is balanced. In between, this searches for the `free` at
+    which both quantities exceed their levels by the same factor. If that factor is above NETWORK_LIMIT, it takes the `free` at which the network's
     factor is NETWORK_LIMIT: the network is the slower link, and a weight sync waits for it.
     """
 
@@ -435,7 +435,7 @@ class Assignment:
     def _group_in_node(
         self, demands: NodeDemands, candidates: np.ndarray, weight: np.ndarray
     ) -> tuple[list[np.ndarray], RankSets]:
-        """Group demands to distribute them among ranks of their node, given as bits in `candidates`; see `group_units`."""
+        """Group demands to distribute them among the `candidates`, ranks of their node as bits; see `group_units`."""
         ranks_per_node = self.ranks_per_node
         keys = np.stack([_count_bits(candidates), demands.node, candidates], axis=1)
         return group_units(keys, weight, lambda key: int(key[1]) * ranks_per_node + _bit_positions(int(key[2])))

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,9 +54,8 @@ from megarl.models.config_json import need
 from megarl.models.fp8 import is_quantised
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, RankMap, ShardSlice, TrainLayout, build_rank_map
+from megarl.reshard.plan.layout import EngineLayout, RankMap, ShardSlice, TrainLayout, Wire, build_rank_map
 
-Wire = Literal["bf16", "fp8", "fp32"]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -345,7 +344,7 @@ class TransferJobs:
         self.bytes: dict[tuple[bool, int, int, bytes], int] = {}
 
     def add(self, first: Ints, candidates: Bools, weight: Ints, network: bool) -> None:
-        """Add jobs. Per job: its bytes, and a row of `candidates` with the ranks that can do it, starting at rank `first`."""
+        """Add jobs: for each its bytes, and a row of `candidates`, the ranks that can do it, from rank `first` on."""
         rows, width = np.flatnonzero(weight), candidates.shape[1]
         packed_ranks = np.packbits(candidates[rows], axis=1)
         key = np.concatenate(
@@ -364,8 +363,9 @@ class TransferJobs:
     def bound_busiest(self, world: int, partitions: Sequence[Ints], network_bound: Busiest | None = None) -> Busiest:
         """Bound the busiest rank's load.
 
-        partitions: see `_partition_ranks`. network_bound: the result for the same jobs over the network alone; the bound is then
-        for sharings in which no rank sends more than NETWORK_SLACK times `network_bound.lower_bound` over the network.
+        partitions: see `_partition_ranks`. network_bound: the result for the same jobs over the network alone; the
+        bound is then for sharings in which no rank sends more than NETWORK_SLACK times its `lower_bound` over the
+        network.
         """
         if not self.bytes:
             return Busiest(0.0, 0.0, (), np.zeros(world))

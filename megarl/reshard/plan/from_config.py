@@ -18,8 +18,7 @@ from megarl.models.pipeline_stages import stage_layers
 from megarl.parallel.placement import placement_of
 from megarl.reshard.plan import engine_settings
 from megarl.reshard.plan.bound import Columns, expand_to_ranks, list_layer_columns
-from megarl.reshard.plan.flows import Wire
-from megarl.reshard.plan.layout import EngineLayout, TrainLayout, build_rank_map
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire, build_rank_map
 from megarl.reshard.plan.planner import ReshardPlan
 
 SPLIT_TOLERANCE = 1.002  # among splits within this factor of the best, prefer the most even

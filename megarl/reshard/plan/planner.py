@@ -20,8 +20,7 @@ from megarl.config import ConfigError
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of
 from megarl.reshard.plan.assignment import MIN_PIECE, Assignment
-from megarl.reshard.plan.flows import Wire
-from megarl.reshard.plan.layout import EngineLayout, TrainLayout
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire
 
 ALIGN = 16
 """Every piece of a message starts at a multiple of this many bytes."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from megarl.reshard.run.kernel_inputs import MIX, STEP
-
+STEP = -7046029254386353131  # 0x9E3779B97F4A7C15, 2^64 / golden ratio: no two positions in range get the same offset
+MIX = ((30, -4658895280553007687), (27, -7723592293110705685))  # splitmix64: 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Words hashed at a time: on a CPU as many as fit its cache, elsewhere enough to need few launches. Bounds temporary
 memory."""
@@ -39,23 +39,6 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
     if remainder.numel():
         total += _sum(torch.cat([remainder, remainder.new_zeros(8 - remainder.numel())]), position)
     return total
-
-
-def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return [n] int64: `device_hash` of each of at least one tensor, all on one device.
-
-    On CUDA one kernel launch (`megarl.reshard.run.hash_kernel`) hashes all tensors that consist of rows of adjacent
-    elements, where `device_hash` takes some 30 launches per tensor. `device_hash` is the definition.
-    """
-    if not tensors[0].is_cuda:
-        return torch.stack([device_hash(tensor) for tensor in tensors])
-    # Import Triton only on a GPU: it needs a compiler and a driver, and is slow to import.
-    from megarl.reshard.run import hash_kernel
-
-    hashes, remaining = hash_kernel.hashes(tensors)
-    for number in remaining:
-        hashes[number] = device_hash(tensors[number])
-    return hashes
 
 
 def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:

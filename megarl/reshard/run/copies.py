@@ -1,7 +1,7 @@
 """Copy many boxes of tensors into one buffer of bytes, and out of it.
 
 On a CPU these are loops, which define the result; on CUDA a single kernel launch handles all boxes
-(`megarl.reshard.run.copy_kernels`).
+(`megarl.reshard.run.triton_kernels`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.models.fp8 import BLOCK, FP8, block_amax, compute_scales, grid_shape, quantise
-from megarl.reshard.run.kernel_inputs import BlockScales, Box
+from megarl.reshard.run.checksum import device_hash
+from megarl.reshard.run.scale_grids import BlockScales
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+
+Box = tuple[torch.Tensor, int]
+"""(view, offset): a view [rows, columns] of any dtype, with adjacent elements within a row, and the byte offset of
+its elements in the buffer, row by row. The offset is a multiple of the element size."""
 
 
 def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
@@ -62,6 +68,20 @@ def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.
         target.copy_(quantise(view, scales.grid, scales.r0, scales.c0))
 
 
+def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [n] int64: `device_hash` of each of at least one tensor, all on one device.
+
+    On CUDA one kernel launch (`megarl.reshard.run.triton_kernels`) hashes all tensors that consist of rows of adjacent
+    elements, where `device_hash` takes some 30 launches per tensor. `device_hash` is the definition.
+    """
+    if not tensors[0].is_cuda:
+        return torch.stack([device_hash(tensor) for tensor in tensors])
+    hashes, remaining = _kernels().hashes(tensors)
+    for number in remaining:
+        hashes[number] = device_hash(tensors[number])
+    return hashes
+
+
 def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a box's bytes in the buffer, as `dtype` in the box's shape."""
     if view.dim() != 2 or (view.shape[1] > 1 and view.stride(1) != 1):
@@ -100,6 +120,6 @@ def _check_scaled(view: torch.Tensor, scales: BlockScales) -> None:
 
 def _kernels() -> ModuleType:
     # Import Triton only on a GPU: it needs a compiler and a driver, and is slow to import.
-    from megarl.reshard.run import copy_kernels
+    from megarl.reshard.run import triton_kernels
 
-    return copy_kernels
+    return triton_kernels

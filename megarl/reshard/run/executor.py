@@ -24,7 +24,6 @@ from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import ShardSlice
 from megarl.reshard.plan.planner import ALIGN, PeerMessage, ReshardPlan, Round, TensorPiece, compute_offsets
 from megarl.reshard.run import copies
-from megarl.reshard.run.checksum import device_hashes
 from megarl.reshard.run.scale_grids import Grids, compute_scale_grids
 
 Slice = list[Any]
@@ -158,7 +157,7 @@ class Executor:
         send_to_engine: sends a buffer and its write order to the engine. It may return before the engine has written.
         wait_for_engine: waits until the engine has written everything passed on so far.
         compare_only: the engines write nothing, and compare what they hold with the hashes of all pieces.
-        share_buckets: called with the two receive buffers before the first round. Collective over the ranks of an engine.
+        share_buckets: called with both receive buffers before the first round. Collective over the ranks of an engine.
 
         While a round is on the wire, the previous round is passed on and written, and this rank's sends for the next
         round are packed. Between two rounds remains only what depends on the data just received: copying what is
@@ -253,19 +252,19 @@ class Executor:
                         hashed.append(expected)
                         hash_indices.append(hash_index)
                     else:  # hash now, so that the quantised copies of a round are never alive together
-                        copy_hashes.append((hash_index, device_hashes([expected])))
+                        copy_hashes.append((hash_index, copies.device_hashes([expected])))
         copies.pack(boxes, buffer)
         copies.pack_fp8(to_quantise, scales, buffer)
         if hashed or copy_hashes:
             words = buffer[: len(buffer) // 8 * 8].view(torch.int64)
-            hashes = [*([device_hashes(hashed)] if hashed else []), *(value for _, value in copy_hashes)]
+            hashes = [*([copies.device_hashes(hashed)] if hashed else []), *(value for _, value in copy_hashes)]
             hash_indices += [position for position, _ in copy_hashes]
             words[torch.tensor(hash_indices, device=buffer.device)] = torch.cat(hashes)
 
     def _pack_forwards(
         self, messages: Sequence[_PlacedMessage], buffer: torch.Tensor, previous_buffer: torch.Tensor
     ) -> None:
-        """Fill messages with the pieces to forward and their hashes, from `previous_buffer`, the previous round's buffer."""
+        """Fill messages with the pieces to forward, and their hashes, from the previous round's buffer."""
         boxes: list[copies.Box] = []
         for placed in messages:
             to_forward = zip(placed.message.forward, placed.forwards, strict=True)

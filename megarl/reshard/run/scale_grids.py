@@ -7,6 +7,7 @@ bits as quantising the whole tensor and cutting it afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,20 @@ it together, with tensors of the same shapes in the same order."""
 Grids = dict[tuple[str, int], torch.Tensor]
 """Scales of whole HF tensors, FP32 [ceil(R / 128), ceil(C / 128)], by parameter name and source number. Only entries
 of blocks that the rank holds part of are valid."""
+
+
+class BlockScales(NamedTuple):
+    """Position of a quantised box in its logical tensor, and that tensor's scales.
+
+    grid: FP32 scales of the whole tensor, [ceil(R / 128), ceil(C / 128)]. r0, c0: position of the box's first element.
+    should_compute: compute the scales of the box's blocks and write them to the grid in the same pass. The box must
+    then consist of whole blocks, except at the tensor's end.
+    """
+
+    grid: torch.Tensor
+    r0: int
+    c0: int
+    should_compute: bool = False
 
 
 def has_split_blocks(param: Param, train: TrainLayout) -> bool:

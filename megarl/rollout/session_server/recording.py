@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError, RolloutConfig
-from megarl.engine.generation import Generation, Policy, RequestFailed, StreamingPolicy
+from megarl.engine.engine_protocol import Generation, Policy, RequestFailed, StreamingPolicy
 from megarl.rollout.conversation import Halted, derive_seed
 from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.request_gate import merge_generations

@@ -13,7 +13,7 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.observations import count_reserved_tokens, truncate_observations
 from megarl.chat_format.reasoning import is_open
 from megarl.config import ConfigError, RolloutConfig
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.engine.tool_calls import ParsedResponse, ParseFunction, ToolCall
 from megarl.rollout.session_server.requests import CompletionRequest
 from megarl.rollout.session_server.responses import Choice, dump_arguments

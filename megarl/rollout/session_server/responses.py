@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.rollout.session_server.requests import CompletionRequest
 from megarl.types import Ids, Message
 from megarl.types.arrays import no_ids, no_logprobs

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.generation import Policy
+from megarl.engine.engine_protocol import Policy
 from megarl.engine.tool_calls import ParseFunction
 from megarl.rollout.session_server import responses
 from megarl.rollout.session_server.recording import AgentSession, SessionContext, SessionMetrics, TreePosition

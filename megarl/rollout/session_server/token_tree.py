@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megarl.engine.generation import Generation
+from megarl.engine.engine_protocol import Generation
 from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.session_server.requests import Digest
 from megarl.rollout.session_server.responses import Choice

@@ -1,0 +1,171 @@
+"""How rollouts see an engine, or a script in its place: protocols, results, errors, and a watchdog for lost engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+
+import torch
+
+from megarl.types import Ids, Logprobs, SamplingMask
+
+
+class RequestFailed(RuntimeError):
+    """One request was refused, aborted, or answered with an invalid response.
+
+    The conversation is aborted. The engine still runs, so other requests go on.
+    """
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response of the policy, with each token's log-prob as sampled and the weight version.
+
+    finish_reason: `stop` after an end token, which is the last id; `length` after max_new_tokens; `abort` if aborted
+    for `abort_reason`, possibly without tokens.
+    weight_version, versions: as in `Turn`. If weights were replaced mid-request while the KV cache stayed,
+    weight_version is the oldest, because later tokens come from neither version alone.
+    routing: [tokens, MoE layers, topk], the experts of the requested tokens, see `Policy`; as in `Rollout`.
+    sampling_mask: if sampling was truncated, the tokens that could have been drawn at each position. The log-probs are
+    then of the distribution over these.
+    drafted, accepted: number of draft tokens (rollout.draft_tokens), and how many of them were accepted.
+    cached: number of prompt tokens found in the engine's prefix cache; -1 if not reported.
+    """
+
+    token_ids: Ids
+    logprobs: Logprobs
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_version: int
+    versions: tuple[tuple[int, int], ...] = ()
+    routing: torch.Tensor | None = None
+    sampling_mask: SamplingMask | None = None
+    drafted: int = 0
+    accepted: int = 0
+    abort_reason: str = ""
+    cached: int = -1
+
+
+class Policy(Protocol):
+    """Anything that can continue a conversation: an engine, or a script in a test."""
+
+    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        """Continue `ids` under SGLang's sampling `params`.
+
+        If routing is recorded, the caller already has that of the first `routed` tokens. The result covers the rest,
+        except the last generated token, which the engine has not run. Raises RequestFailed.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Abort all running requests; each returns what it has generated so far. Later requests, and those still on
+        their way, are not affected."""
+        ...
+
+
+TokenCallback = Callable[[Ids], None]
+"""Receives the next tokens of a response while it is generated."""
+
+
+@runtime_checkable
+class StreamingPolicy(Protocol):
+    """A policy that can stream tokens."""
+
+    async def stream(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, on_tokens: TokenCallback
+    ) -> Generation:
+        """Run `Policy.generate`, with the same result, and pass tokens to `on_tokens` as they arrive."""
+        ...
+
+
+Fault = Literal["died", "hangs", "did not start again"]
+
+_POLL_S = 1.0
+"""Interval between checks that the engine's process exists."""
+_SILENCE_S = 5.0
+"""With requests pending, ask for a sign of life after this long without a response."""
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, died, or refused a weight sync. The message ends with its last log lines."""
+
+
+class EngineLost(EngineError):
+    """The engine must be started again; its requests are lost.
+
+    detection_delay: seconds from its last sign of life until detection, an upper bound on how long it has been gone.
+    start_number: that of the lost engine; 0 if unknown.
+    """
+
+    def __init__(self, fault: Fault, text: str, detection_delay: float = 0.0, start_number: int = 0) -> None:
+        super().__init__(text)
+        self.fault, self.detection_delay, self.start_number = fault, detection_delay, start_number
+
+
+class WatchedClient(Protocol):
+    """The part of `Client` that `watch` uses."""
+
+    num_pending: int
+    """Number of responses in flight."""
+    last_response_time: float
+    """When the last response arrived, as time.monotonic seconds."""
+
+    async def is_alive(self, seconds: float) -> bool:
+        """Return whether the engine gives a sign of life within `seconds`."""
+        ...
+
+
+class WatchedEngine(Protocol):
+    """The part of `Engine` that `watch` uses."""
+
+    @property
+    def is_paused(self) -> bool:
+        """True while generation is paused."""
+        ...
+
+    def check_running(self, start_number: int = 0) -> None:
+        """Raise EngineLost if the engine is gone, or was started again after this start."""
+        ...
+
+    def hang_error(self, seconds: float) -> EngineLost:
+        """Return the EngineLost for an engine that gave no sign of life for `seconds`."""
+        ...
+
+
+async def watch(engine: WatchedEngine, client: WatchedClient, hang_timeout: float, start_number: int = 0) -> NoReturn:
+    """Watch an engine until it is lost; raises EngineLost with the reason.
+
+    hang_timeout: seconds that it may go without a sign of life while requests are pending. start_number: as for
+    `check_running`.
+
+    Signs of life are a response, and SGLang's health check. The check passes when the scheduler has finished a batch
+    since it was called: with running requests that is one token of theirs, otherwise one token generated for the check.
+    """
+    last_sign = last_running = time.monotonic()
+    health_check: asyncio.Task[bool] | None = None
+    check_started = last_sign
+    try:
+        while True:
+            now = time.monotonic()
+            try:
+                engine.check_running(start_number)
+            except EngineLost as lost:
+                lost.detection_delay = max(0.0, now - max(last_running, client.last_response_time))
+                raise
+            last_running = now
+            if not client.num_pending or engine.is_paused:
+                last_sign = now
+            last_sign = max(last_sign, client.last_response_time)
+            if health_check is not None and health_check.done():
+                last_sign, health_check = max(last_sign, check_started) if health_check.result() else last_sign, None
+            if now - last_sign > hang_timeout:
+                raise engine.hang_error(now - last_sign)
+            if health_check is None and now - last_sign > min(_SILENCE_S, hang_timeout / 4):
+                check_started, health_check = now, asyncio.create_task(client.is_alive(hang_timeout))
+            await asyncio.sleep(_POLL_S)
+    finally:
+        if health_check is not None:
+            health_check.cancel()
+            await asyncio.wait([health_check])

@@ -1,0 +1,286 @@
+"""Divide the model into cells, the units that have to move from one set of ranks to another.
+
+A `Cell` is a box of one HF tensor that no shard boundary of either side crosses, so any rank holds or needs it as a
+whole or not at all. Cells with the same holders and the same needers form a `CellGroup`, which is a sequence of bytes:
+its cells one after another, each row by row. Layers of the same kind have the same cells, which are computed once per
+kind, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megarl.config import ConfigError
+from megarl.models import blocks
+from megarl.models.config_json import need
+from megarl.models.fp8 import BLOCK, is_quantised
+from megarl.models.layout_algebra import HFConfig, Param, layer_of
+from megarl.models.registry import family_of
+from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, Wire
+
+
+class Cell(NamedTuple):
+    """A box (rows and columns) of HF tensor `source` of parameter number `param` of the kind; see `LayerKind.params`.
+
+    item_bytes: bytes of an element. unit_bytes: bytes of the rows that stay together when the cell is cut. is_scale:
+    the box is one of the scale grid, in blocks.
+    """
+
+    param: int
+    source: int
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+    item_bytes: int
+    unit_bytes: int
+    is_scale: bool
+
+    @property
+    def nbytes(self) -> int:
+        return (self.r1 - self.r0) * (self.c1 - self.c0) * self.item_bytes
+
+
+class CellGroup(NamedTuple):
+    """Cells that the same ranks of a stage hold and the same positions of each engine need.
+
+    train_shards: shards of Megatron's layout. ep_rank: expert parallel rank of the experts; None for other parameters.
+    engine_positions: ranks within an engine. experts: each of them has all the cells; (None,) for other parameters.
+    """
+
+    train_shards: tuple[int, ...]
+    ep_rank: int | None
+    engine_positions: tuple[int, ...]
+    experts: tuple[int | None, ...]
+    cells: tuple[Cell, ...]
+
+
+@dataclass
+class LayerKind:
+    """Layers that are alike, or what precedes or follows the decoder.
+
+    params: of its first layer, with only the first expert. layers: (stage, layer) of each; layer None outside of the
+    decoder.
+    """
+
+    params: list[Param]
+    layers: list[tuple[int, int | None]]
+    cell_groups: list[CellGroup]
+
+
+def list_layer_kinds(
+    hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
+) -> list[LayerKind]:
+    """Return the kinds of layers of the whole model. Raises ConfigError if a layout does not divide the model."""
+    family = family_of(hf)
+    family.check(hf)
+    first, last = blocks.embedding(hf), blocks.final_params(hf)
+    kinds: dict[tuple[object, object], LayerKind] = {}
+    for params, stage in ((first, 0), (last, train.pp - 1)):
+        kinds[_signature(params, None), ()] = LayerKind(params, [(stage, None)], [])
+    num_layers, experts = int(hf["num_hidden_layers"]), family.num_experts(hf)
+    extra = family.num_mtp_layers(hf) if engine.draft else 0
+    if extra > 1:
+        raise ConfigError(f"{extra} layers of multi-token prediction: an engine's draft model has one")
+    if engine.fuse_shared and (shared := need(hf, "n_shared_experts")) > 1:
+        raise ConfigError(f"an engine that fuses the shared expert has one, the model {shared}")
+    if experts % train.ep:
+        raise ConfigError(f"parallel.ep={train.ep} does not divide the model's {experts} experts")
+    for layer in range(num_layers + extra):
+        params = family.layer(hf, layer, range(min(1, experts)))
+        key = _signature(params, layer), engine.experts.get(layer, ())
+        kind = kinds.setdefault(key, LayerKind(params, [], []))
+        stage = train.stage_of_layer(layer if layer < num_layers else None)
+        kind.layers.append((stage, layer))
+    for kind in kinds.values():
+        kind.cell_groups = _build_cell_groups(kind.params, experts, train, engine, wire, min_piece)
+    return list(kinds.values())
+
+
+def _signature(params: Sequence[Param], layer: int | None) -> tuple[object, ...]:
+    """Return what makes two layers the same to the planner."""
+    return tuple(
+        (
+            param.megatron if layer is None else param.megatron.replace(f".{layer}.", ".#."),
+            tuple(tensor.shape for tensor in param.hf),
+            param.sharding,
+            param.slot and (param.slot.sharding, param.slot.grid, param.slot.offset, param.slot.is_draft),
+            param.dtype,
+        )
+        for param in params
+    )
+
+
+def _build_cell_groups(
+    params: Sequence[Param], experts: int, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
+) -> list[CellGroup]:
+    gathered: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
+    routed: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
+    # (grid, its shards) -> positions within an engine
+    positions_of: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    for number, param in enumerate(params):
+        slot = engine.slot_of(param)
+        if slot is None:
+            continue
+        for cell, train_shards, engine_shards in _cells(number, param, train, engine, wire, min_piece):
+            if param.expert is None:
+                key = slot.grid, engine_shards
+                if key not in positions_of:
+                    positions_of[key] = tuple(
+                        p for p in range(engine.tp) if engine.shard_index(p, slot.grid) in engine_shards
+                    )
+                gathered.setdefault((train_shards, positions_of[key]), []).append(cell)
+            else:
+                routed.setdefault((train_shards, engine_shards), []).append(cell)
+    cell_groups = [
+        CellGroup(train_shards, None, positions, (None,), tuple(cells))
+        for (train_shards, positions), cells in gathered.items()
+    ]
+    if routed:
+        template = next(param for param in params if param.expert is not None)
+        groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        experts_per_rank = experts // train.ep
+        layer = layer_of(template.megatron)
+        experts_of = [set(engine.experts_at(p, layer, experts)) for p in range(engine.tp)]
+        for expert in range(experts):
+            expert_positions = tuple(p for p in range(engine.tp) if expert in experts_of[p])
+            groups.setdefault((expert // experts_per_rank, expert_positions), []).append(expert)
+        for (ep_rank, expert_positions), members in groups.items():
+            for (train_shards, engine_shards), cells in routed.items():
+                positions = tuple(p for p in expert_positions if engine.shard_index(p, "expert") in engine_shards)
+                cell_groups.append(CellGroup(train_shards, ep_rank, positions, tuple(members), tuple(cells)))
+    return cell_groups
+
+
+def _cells(
+    number: int, param: Param, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
+) -> Iterable[tuple[Cell, tuple[int, ...], tuple[int, ...]]]:
+    """Yield every cell of a parameter with the trainer's shards and the engine's shards that contain it."""
+    slot = engine.slot_of(param)
+    assert slot is not None
+    expert = param.expert is not None
+    train_slices = [train.slices_of_shard(part, param) for part in range(train.num_shards(expert))]
+    engine_slices = [engine.slices_of_shard(part, param) for part in range(engine.num_shards(slot.grid))]
+    quantised = wire == "fp8" and is_quantised(param)
+    for source, tensor in enumerate(param.hf):
+        shape = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
+        for scale in (False, True) if quantised else (False,):
+            held_boxes = [_boxes(side, source, shape, scale, exact=False, name="") for side in train_slices]
+            needed_boxes = [_boxes(side, source, shape, scale, exact=True, name=tensor.name) for side in engine_slices]
+            item = _item_bytes(param, wire, quantised, scale)
+            unit = BLOCK if quantised and not scale else 1
+            rows = sorted(
+                {edge for side in (held_boxes, needed_boxes) for boxes in side for box in boxes for edge in box[:2]}
+            )
+            columns = sorted(
+                {edge for side in (held_boxes, needed_boxes) for boxes in side for box in boxes for edge in box[2:]}
+            )
+            for r0, r1 in zip(rows, rows[1:], strict=False):
+                for c0, c1 in zip(columns, columns[1:], strict=False):
+                    train_shards = _shards_containing(held_boxes, r0, c0)
+                    engine_shards = _shards_containing(needed_boxes, r0, c0)
+                    if engine_shards and not train_shards:
+                        raise ValueError(f"no rank of the trainer has rows {r0}... of {tensor.name}")
+                    if engine_shards:
+                        cell = Cell(number, source, r0, r1, c0, c1, item, unit * (c1 - c0) * item, scale)
+                        if cell.nbytes <= min_piece:
+                            cell = cell._replace(unit_bytes=cell.nbytes)
+                        yield cell, train_shards, engine_shards
+
+
+def _boxes(
+    side: Sequence[ShardSlice], source: int, shape: tuple[int, ...], scale: bool, exact: bool, name: str
+) -> list[tuple[int, int, int, int]]:
+    """Return a shard's boxes (r0, r1, c0, c1) of a tensor, or of its scale grid."""
+    boxes = []
+    for interval in side:
+        if interval.source != source:
+            continue
+        box = [0, shape[0], 0, shape[1]]
+        box[2 * interval.dim : 2 * interval.dim + 2] = interval.start, interval.stop
+        if exact and scale and any(edge % BLOCK and edge != shape[i // 2] for i, edge in enumerate(box)):
+            raise ConfigError(
+                f"{name} cannot be sent as FP8: the engine cuts it at {interval.start} and {interval.stop}, through a "
+                f"block of {BLOCK}; choose another tensor or expert parallel size for the engine, or an engine in BF16"
+            )
+        if exact and scale and interval.offset % BLOCK:
+            raise ConfigError(
+                f"{name} cannot be sent as FP8: in the engine's tensor it begins at {interval.offset}, within a block "
+                f"of {BLOCK}; take an engine in BF16"
+            )
+        if scale:
+            box = [box[0] // BLOCK, -(-box[1] // BLOCK), box[2] // BLOCK, -(-box[3] // BLOCK)]
+        boxes.append((box[0], box[1], box[2], box[3]))
+    return boxes
+
+
+def _shards_containing(side: Sequence[Sequence[tuple[int, int, int, int]]], row: int, column: int) -> tuple[int, ...]:
+    return tuple(
+        part for part, boxes in enumerate(side) if any(r0 <= row < r1 and c0 <= column < c1 for r0, r1, c0, c1 in boxes)
+    )
+
+
+def _item_bytes(param: Param, wire: Wire, quantised: bool, scale: bool) -> int:
+    if scale or wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4):
+        return 4
+    return 1 if quantised else 2
+
+
+class ByteIndex(NamedTuple):
+    """All cell groups of all kinds, concatenated into one linear byte range, as arrays.
+
+    start [C + 1]: first byte of each cell. kind, cell, expert [C]: which cell it is (expert -1: none). unit_bytes [C]:
+    bytes that stay together. cell_group_start [F + 1]: first byte of each cell group; cell_group_kind [F].
+    """
+
+    start: np.ndarray
+    kind: np.ndarray
+    cell: np.ndarray
+    cells: list[Cell]
+    expert: np.ndarray
+    unit_bytes: np.ndarray
+    cell_group_start: np.ndarray
+    cell_group_kind: np.ndarray
+
+    def snap_to_cut(self, position: np.ndarray) -> np.ndarray:
+        """Return for each position the nearest one at or before it where a cut is allowed."""
+        cell = np.searchsorted(self.start, position, side="right") - 1
+        cell = np.minimum(cell, len(self.unit_bytes) - 1)
+        inside = position - self.start[cell]
+        return np.where(
+            position >= self.start[-1], position, self.start[cell] + inside - inside % self.unit_bytes[cell]
+        )
+
+
+def build_byte_index(kinds: Sequence[LayerKind]) -> ByteIndex:
+    """Concatenate the cell groups, in the order of the kinds and their lists."""
+    cells: list[Cell] = []
+    index, experts, kind_numbers, group_sizes, group_kinds = [], [], [], [], []
+    for number, kind in enumerate(kinds):
+        for group in kind.cell_groups:
+            first = len(cells)
+            cells += group.cells
+            indices = np.arange(first, len(cells))
+            index.append(np.tile(indices, len(group.experts)))
+            members = np.array([-1 if e is None else e for e in group.experts])
+            experts.append(np.repeat(members, len(indices)))
+            kind_numbers.append(np.full(len(indices) * len(members), number))
+            group_sizes.append(len(indices) * len(members))
+            group_kinds.append(number)
+    cell = np.concatenate(index)
+    sizes = np.array([c.nbytes for c in cells], dtype=np.int64)[cell]
+    start = np.concatenate([[0], np.cumsum(sizes)])
+    return ByteIndex(
+        start=start,
+        kind=np.concatenate(kind_numbers),
+        cell=cell,
+        cells=cells,
+        expert=np.concatenate(experts),
+        unit_bytes=np.array([c.unit_bytes for c in cells], dtype=np.int64)[cell],
+        cell_group_start=start[np.concatenate([[0], np.cumsum(group_sizes)])],
+        cell_group_kind=np.array(group_kinds),
+    )
