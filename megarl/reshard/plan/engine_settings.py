@@ -36,8 +36,11 @@ def _refused(why: str) -> Verdict:
     return Verdict(False, False, why)
 
 
+def _refused_all(choices: str, why: str) -> dict[str, Verdict]:
+    return dict.fromkeys(choices.split(), _refused(why))
+
+
 _UNREAD = "nobody has read what it does to weights"
-_MXFP4 = "for MXFP4 checkpoints, which are not implemented"
 _LORA = "for adapters of its own, which are merged before a push here"
 
 RUNNERS: dict[str, Verdict] = {
@@ -46,21 +49,13 @@ RUNNERS: dict[str, Verdict] = {
     "auto": _refused("on Blackwell it is one that swaps gate and up; without the setting MegaRL names triton"),
     "triton_kernel": _refused("has experts transposed"),
     "flashinfer_trtllm": _refused("has [up; gate], padded to 128 and packed into blocks"),
-    "experimental_sgl_trtllm": _refused("shares the blocks of flashinfer_trtllm"),
-    "flashinfer_trtllm_routed": _refused("shares the blocks of flashinfer_trtllm"),
+    **_refused_all("experimental_sgl_trtllm flashinfer_trtllm_routed", "shares the blocks of flashinfer_trtllm"),
     "flashinfer_cutlass": _refused("has [up; gate]"),
-    "flashinfer_mxfp4": _refused(_MXFP4),
-    "flashinfer_cutedsl": _refused(_UNREAD),
-    "flashinfer_megamoe": _refused("repacks experts"),
-    "megamoe": _refused("repacks experts"),
-    "cutlass": _refused(_UNREAD),
+    "flashinfer_mxfp4": _refused("for MXFP4 checkpoints, which are not implemented"),
+    **_refused_all("flashinfer_cutedsl cutlass experimental_sgl_marlin", _UNREAD),
+    **_refused_all("flashinfer_megamoe megamoe marlin humming", "repacks experts"),
     "aiter": _refused("shuffles experts in tiles of 16 x 16"),
-    "marlin": _refused("repacks experts"),
-    "humming": _refused("repacks experts"),
-    "experimental_sgl_marlin": _refused(_UNREAD),
-    "lora_cutedsl": _refused(_LORA),
-    "lora_triton": _refused(_LORA),
-    "lora_marlin": _refused(_LORA),
+    **_refused_all("lora_cutedsl lora_triton lora_marlin", _LORA),
     "hpc_ops": _refused("computes with a copy of the scales"),
     "intel_xpu": _refused("for Intel's GPUs"),
 }
@@ -69,57 +64,32 @@ RUNNERS: dict[str, Verdict] = {
 A2A: dict[str, Verdict] = {
     "none": _supported("experts by ep, the shared ones cut by tp"),
     "deepep": _supported("the shared experts whole on each rank; needs rollout.ep = rollout.tp"),
-    "megamoe": _refused("repacks experts"),
-    "flashinfer_megamoe": _refused("repacks experts"),
-    "ascend_fuseep": _refused("for Ascend"),
-    "ascend_tp": _refused("for Ascend"),
-    "mori": _refused(_UNREAD),
-    "mooncake": _refused(_UNREAD),
-    "nixl": _refused(_UNREAD),
-    "flashinfer": _refused(_UNREAD),
-    "deepep_v2": _refused(_UNREAD),
-    "pplx": _refused(_UNREAD),
+    **_refused_all("megamoe flashinfer_megamoe", "repacks experts"),
+    **_refused_all("ascend_fuseep ascend_tp", "for Ascend"),
+    **_refused_all("mori mooncake nixl flashinfer deepep_v2 pplx", _UNREAD),
     "customized": _refused("it is anybody's code"),
 }
 """Choices of moe_a2a_backend."""
 
 _ITSELF = "the engine quantises by itself, at its start, what it is given in another type afterwards"
 _INTEGERS = "matrices as packed integers, which training has no values for"
-_FP4 = "FP4, which a push does not make"
-_OTHERS = "for other kinds of machines"
 
 QUANTISATIONS: dict[str, Verdict] = {
     "fp8": _refused(f"{_ITSELF}; a checkpoint whose config.json has quantization_config in blocks of 128 is carried"),
     "mxfp8": _refused(f"{_ITSELF}; scales of 32 are not implemented"),
     "w8a8_fp8": _refused("a scale for each row, which a push does not make"),
     "unquant": _refused("undoes what the checkpoint says of itself"),
-    "auto-round": _refused(_INTEGERS),
-    "auto-round-int8": _refused(_INTEGERS),
-    "awq": _refused(_INTEGERS),
-    "awq_marlin": _refused(_INTEGERS),
-    "bitsandbytes": _refused(_INTEGERS),
-    "compressed-tensors": _refused("of many kinds, of which none is implemented"),
-    "gguf": _refused(_INTEGERS),
-    "gptq": _refused(_INTEGERS),
-    "gptq_marlin": _refused(_INTEGERS),
+    **_refused_all(
+        "auto-round auto-round-int8 awq awq_marlin bitsandbytes gguf gptq gptq_marlin moe_wna16 w4afp8 w8a8_int8",
+        _INTEGERS,
+    ),
+    **_refused_all("compressed-tensors modelopt", "of many kinds, of which none is implemented"),
     "humming": _refused("repacks weights"),
-    "mlx_q4": _refused(_OTHERS),
-    "mlx_q8": _refused(_OTHERS),
-    "modelopt": _refused("of many kinds, of which none is implemented"),
-    "modelopt_fp4": _refused(_FP4),
+    **_refused_all(
+        "mlx_q4 mlx_q8 modelslim mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4", "for other kinds of machines"
+    ),
+    **_refused_all("modelopt_fp4 modelopt_mixed mxfp4 nvfp4_online petit_nvfp4", "FP4, which a push does not make"),
     "modelopt_fp8": _refused("a scale for each tensor, which a push does not make"),
-    "modelopt_mixed": _refused(_FP4),
-    "modelslim": _refused(_OTHERS),
-    "moe_wna16": _refused(_INTEGERS),
-    "mxfp4": _refused(_FP4),
-    "mxfp_w4a8": _refused(_OTHERS),
-    "nvfp4_online": _refused(_FP4),
-    "petit_nvfp4": _refused(_FP4),
-    "quark": _refused(_OTHERS),
-    "quark_int4fp8_moe": _refused(_OTHERS),
-    "quark_mxfp4": _refused(_OTHERS),
-    "w4afp8": _refused(_INTEGERS),
-    "w8a8_int8": _refused(_INTEGERS),
 }
 """Choices of quantization as a setting. `models/fp8.py` reads the checkpoint's own quantization_config."""
 
@@ -127,11 +97,7 @@ FP8_GEMM: dict[str, Verdict] = {
     "auto": _supported("as deep_gemm; on Blackwell MegaRL names triton"),
     "triton": _supported("matrices and FP32 scales as in the checkpoint"),
     "deep_gemm": _supported("as triton; on Blackwell it repacks the scales (ue8m0), which is refused there"),
-    "flashinfer_trtllm": _refused(_UNREAD),
-    "flashinfer_cutlass": _refused(_UNREAD),
-    "flashinfer_deepgemm": _refused(_UNREAD),
-    "flashinfer_cutedsl": _refused(_UNREAD),
-    "cutlass": _refused(_UNREAD),
+    **_refused_all("flashinfer_trtllm flashinfer_cutlass flashinfer_deepgemm flashinfer_cutedsl cutlass", _UNREAD),
     "aiter": _refused("shuffles matrices"),
 }
 """Choices of fp8_gemm_runner_backend."""
@@ -196,95 +162,47 @@ def as_markdown() -> str:
 _ANY = object()
 
 _UNRESTRICTED_GROUPS = frozenset(
-    {
-        "Device",
-        "Schedule",
-        "Memory",
-        "Mm",
-        "Observability",
-        "Serving",
-        "ExecComm",
-        "ExecGraph",
-        "ExecMamba",
-        "ExecOverlap",
-    }
+    "Device Schedule Memory Mm Observability Serving ExecComm ExecGraph ExecMamba ExecOverlap".split()
 )
 """SGLang's groups of settings that do not concern weights."""
 
-_ATTENTION = (
-    "triton",
-    "torch_native",
-    "flex_attention",
-    "fa3",
-    "fa4",
-    "flashinfer",
-    "flashmla",
-    "trtllm_mla",
-    "trtllm_mha",
-    "cutedsl_mla",
+_ATTENTION = tuple(
+    "triton torch_native flex_attention fa3 fa4 flashinfer flashmla trtllm_mla trtllm_mha cutedsl_mla".split()
 )
 """Allowed attention backends. SGLang recomputes MLA's w_kc and w_vc from kv_b_proj after each weight sync."""
 
 _ALLOWED: dict[str, Any] = {
+    **dict.fromkeys(
+        """
+        model_loader_extra_config trust_remote_code context_length download_dir
+        weight_loader_disable_mmap weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
+        weight_loader_drop_cache_after_load nccl_port dist_timeout load_balance_method
+        attn_dp_size dp_size enable_dp_attention enable_dp_attention_local_control_broadcast enable_dp_lm_head
+        enable_p2p_check moe_dense_tp_size enable_fused_moe_sum_all_reduce deepep_mode deepep_config
+        expert_distribution_recorder_mode expert_distribution_recorder_buffer_size expert_balancedness_report_mode
+        disable_shared_experts_fusion enforce_shared_experts_fusion speculative_attention_mode
+        sampling_backend grammar_backend bf16_gemm_backend disable_flashinfer_autotune flashinfer_autotune_skip_ops
+        flashinfer_mla_disable_ragged triton_attention_reduce_in_fp32 triton_attention_num_kv_splits
+        triton_attention_split_tile_size enable_fused_qk_norm_rope enable_fp32_lm_head enable_tf32_matmul
+        enable_weights_cpu_backup enable_draft_weights_cpu_backup enable_return_hidden_states
+        return_hidden_states_mode enable_custom_logit_processor disable_outlines_disk_cache
+        enable_deterministic_inference
+        """.split(),
+        _ANY,
+    ),
     "load_format": ("auto", "safetensors", "pt", "npcache", "fastsafetensors"),
-    "model_loader_extra_config": _ANY,
     "model_impl": ("auto", "sglang"),
-    "trust_remote_code": _ANY,
-    "context_length": _ANY,
-    "download_dir": _ANY,
     "kv_cache_dtype": ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
-    "weight_loader_disable_mmap": _ANY,
-    "weight_loader_prefetch_checkpoints": _ANY,
-    "weight_loader_prefetch_num_threads": _ANY,
-    "weight_loader_drop_cache_after_load": _ANY,
-    "nccl_port": _ANY,
-    "dist_timeout": _ANY,
-    "load_balance_method": _ANY,
-    "attn_dp_size": _ANY,
-    "dp_size": _ANY,
-    "enable_dp_attention": _ANY,
-    "enable_dp_attention_local_control_broadcast": _ANY,
-    "enable_dp_lm_head": _ANY,
-    "enable_p2p_check": _ANY,
-    "moe_dense_tp_size": _ANY,
     "moe_runner_backend": supported_choices("moe_runner_backend"),
     "moe_a2a_backend": supported_choices("moe_a2a_backend"),
     "speculative_moe_runner_backend": supported_choices("moe_runner_backend"),
-    "enable_fused_moe_sum_all_reduce": _ANY,
-    "deepep_mode": _ANY,
-    "deepep_config": _ANY,
     "deepep_dispatcher_output_dtype": ("auto", "bf16", "fp8"),
     "ep_dispatch_algorithm": ("static", "dynamic"),
-    "expert_distribution_recorder_mode": _ANY,
-    "expert_distribution_recorder_buffer_size": _ANY,
-    "expert_balancedness_report_mode": _ANY,
-    "disable_shared_experts_fusion": _ANY,
-    "enforce_shared_experts_fusion": _ANY,
     "attention_backend": _ATTENTION,
     "prefill_attention_backend": _ATTENTION,
     "decode_attention_backend": _ATTENTION,
     "speculative_draft_attention_backend": _ATTENTION,
-    "speculative_attention_mode": _ANY,
-    "sampling_backend": _ANY,
-    "grammar_backend": _ANY,
     "fp8_gemm_runner_backend": supported_choices("fp8_gemm_runner_backend"),
-    "bf16_gemm_backend": _ANY,
-    "disable_flashinfer_autotune": _ANY,
-    "flashinfer_autotune_skip_ops": _ANY,
-    "flashinfer_mla_disable_ragged": _ANY,
-    "triton_attention_reduce_in_fp32": _ANY,
-    "triton_attention_num_kv_splits": _ANY,
-    "triton_attention_split_tile_size": _ANY,
-    "enable_fused_qk_norm_rope": _ANY,
-    "enable_fp32_lm_head": _ANY,
-    "enable_tf32_matmul": _ANY,
-    "enable_weights_cpu_backup": _ANY,
-    "enable_draft_weights_cpu_backup": _ANY,
-    "enable_return_hidden_states": _ANY,
-    "return_hidden_states_mode": _ANY,
-    "enable_custom_logit_processor": _ANY,
-    "disable_outlines_disk_cache": _ANY,
-    "enable_deterministic_inference": _ANY,
 }
 """Allowed values of settings in the other groups, in addition to SGLang's default."""
 
@@ -318,15 +236,9 @@ def check(settings: Mapping[str, Any]) -> None:
     those that `server_args.check` allows."""
     for name, value in settings.items():
         field, allowed = load_fields()[name], _ALLOWED.get(name)
-        if (
-            field.group in _UNRESTRICTED_GROUPS
-            or allowed is _ANY
-            or (value == field.default and name not in _NO_SAFE_DEFAULT)
-        ):
+        if field.group in _UNRESTRICTED_GROUPS or allowed is _ANY or (allowed is not None and value in allowed):
             continue
-        if value is None and name in _NO_SAFE_DEFAULT:
-            continue
-        if allowed is not None and value in allowed:
+        if (value is None) if name in _NO_SAFE_DEFAULT else (value == field.default):
             continue
         remedy = _REMEDIES.get(name, f"take one of {', '.join(allowed)}" if allowed else "leave it out")
         verdict = TABLES.get(name.removeprefix("speculative_"), {}).get(str(value)) or PLACEMENTS.get(name)
