@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config import OnWeightSync
-from megarl.engine.engine_protocol import EngineLost
-from megarl.engine.engine_protocol import Policy
+from megarl.engine.engine_protocol import EngineLost, Policy
 from megarl.rollout.conversation import RolloutContext
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.partial_rollouts import PartialRollout

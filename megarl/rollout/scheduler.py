@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.engine.engine_protocol import EngineLost
-from megarl.engine.engine_protocol import Policy
+from megarl.engine.engine_protocol import EngineLost, Policy
 from megarl.environments.protocol import SessionLost
 from megarl.rollout.aborted import TooManyAborted, is_over_abort_limit
 from megarl.rollout.conversation import RolloutContext, build_sampling_params, derive_seed, run_conversation

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from megarl.config import ConfigError
 from megarl.engine.engine_protocol import EngineError
-from megarl.engine.sglang_engine import EngineRestart
-from megarl.engine.sglang_engine import Engine
+from megarl.engine.sglang_engine import Engine, EngineRestart
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel

@@ -16,6 +16,7 @@ from megarl.engine.weight_sender import WeightSender
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.ranks import Job, all_gather_objects, host_group, new_host_group
+from megarl.reshard.plan.from_config import build_plan, engine_layout
 from megarl.reshard.plan.layout import (
     find_digest_mismatch,
     find_engine_problems,
@@ -23,7 +24,6 @@ from megarl.reshard.plan.layout import (
     find_shard_problems,
     plan_digest,
 )
-from megarl.reshard.plan.from_config import build_plan, engine_layout
 from megarl.reshard.run.executor import Executor, WeightSyncError, is_fully_verified
 
 

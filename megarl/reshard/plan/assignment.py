@@ -8,7 +8,7 @@ own. `distribute` and `balance` divide bytes over ranks such that the busiest ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models.layout_algebra import HFConfig
-from megarl.reshard.plan.cells import ByteIndex, LayerKind, build_byte_index, list_layer_kinds
+from megarl.reshard.plan.cells import ByteIndex, build_byte_index, list_layer_kinds
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire, build_rank_map
 
 SWEEPS, SWEEP_TOLERANCE = 12, 1e-3
@@ -29,15 +29,6 @@ that; the factor that counts as 1; the number of search steps."""
 
 RankSets = list[tuple[np.ndarray, int]]
 """(ranks, bytes): the ranks that may take a share of these bytes."""
-
-
-class Shares(NamedTuple):
-    """Bytes [lo, hi) of the byte index, part of input unit number `unit`, assigned to `rank`; arrays."""
-
-    lo: np.ndarray
-    hi: np.ndarray
-    unit: np.ndarray
-    rank: np.ndarray
 
 
 def group_units(
@@ -56,26 +47,6 @@ def group_units(
     totals = np.add.reduceat(weight[order], starts).tolist()
     sets = [(ranks_of(sorted_keys[start]), total) for start, total in zip(starts, totals, strict=True)]
     return np.split(order, starts[1:]), sets
-
-
-def cut_by_shares(
-    byte_index: ByteIndex,
-    lo: np.ndarray,
-    hi: np.ndarray,
-    times: np.ndarray,
-    members: Sequence[np.ndarray],
-    sets: RankSets,
-    shares: Sequence[np.ndarray],
-) -> Shares:
-    """Cut units [lo, hi), which weigh `times` their bytes, where one rank's share ends and the next one's begins."""
-    pieces = [Shares(*(np.zeros(0, dtype=np.int64),) * 4)]
-    for units, (ranks, _), share in zip(members, sets, shares, strict=True):
-        if len(ranks) == 1:
-            pieces.append(Shares(lo[units], hi[units], units, np.full(len(units), ranks[0])))
-        else:
-            begin, end, unit, owner = _cut_units(byte_index, lo[units], hi[units], times[units], share)
-            pieces.append(Shares(begin, end, units[unit], ranks[owner]))
-    return Shares(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
 def distribute(sets: RankSets, load: np.ndarray) -> list[np.ndarray]:
@@ -136,11 +107,11 @@ def distribute_network(sets: RankSets, intranode: np.ndarray) -> list[np.ndarray
     """Distribute what goes over the network, considering what each rank sends inside of its node (`intranode`).
 
     Two quantities should be low: what the busiest rank sends over the network, and what it sends in total. Each has a
-    minimal level, but often both cannot reach it at once. Ranks are treated as if they had already sent
-    max(intranode - free, 0). With `free` at the maximum of `intranode` this is zero and the network load is balanced;
-    with `free` = 0 it is all of `intranode` and the total is balanced. In between, this searches for the `free` at
-    which both quantities exceed their levels by the same factor. If that factor is above NETWORK_LIMIT, it takes the `free` at which the network's
-    factor is NETWORK_LIMIT: the network is the slower link, and a weight sync waits for it.
+    minimal level, but often both cannot reach it at once. Ranks are treated as if they had already sent max(intranode -
+    free, 0). With `free` at the maximum of `intranode` this is zero and the network load is balanced; with `free` = 0
+    it is all of `intranode` and the total is balanced. In between, this searches for the `free` at which both
+    quantities exceed their levels by the same factor. If that factor is above NETWORK_LIMIT, it takes the `free` at
+    which the network's factor is NETWORK_LIMIT: the network is the slower link, and a weight sync waits for it.
     """
 
     def distribute_with(free: int) -> tuple[list[np.ndarray], int, int]:
@@ -299,50 +270,43 @@ class Assignment:
         self.world, self.ranks_per_node = self.rank_map.world, self.rank_map.ranks_per_node
         if self.ranks_per_node > 63:
             raise ConfigError(f"a node of {self.ranks_per_node} ranks: plans are made for 63 at the most")
-        self.layer_kinds: list[LayerKind] = list_layer_kinds(hf, train, engine, wire, min_piece)
-        self.byte_index: ByteIndex = build_byte_index(self.layer_kinds)
-        self.layer_groups = self._build_layer_groups()
-        self.entries = self._assign()
-
-    def _build_layer_groups(self) -> list[LayerGroup]:
+        self.layer_kinds = list_layer_kinds(hf, train, engine, wire, min_piece)
+        self.byte_index = build_byte_index(self.layer_kinds)
         layers_of: dict[tuple[int, int], list[int | None]] = {}
         for number, kind in enumerate(self.layer_kinds):
             for stage, layer in kind.layers:
                 layers_of.setdefault((stage, number), []).append(layer)
-        return [LayerGroup(stage, kind, tuple(layers)) for (stage, kind), layers in sorted(layers_of.items())]
-
-    def needs_matrix(self, kind: int) -> np.ndarray:
-        """Return [cell groups of the kind, world] bool."""
-        groups = self.layer_kinds[kind].cell_groups
-        engine_needs = np.zeros((len(groups), self.engine.tp), dtype=bool)
-        for row, group in zip(engine_needs, groups, strict=True):
-            row[list(group.engine_positions)] = True
-        needs = np.zeros((len(groups), self.world), dtype=bool)
-        needs[:, self.rank_map.engine] = np.tile(engine_needs, len(self.rank_map.engine) // self.engine.tp)
-        return needs
+        self.layer_groups = [LayerGroup(*key, tuple(layers)) for key, layers in sorted(layers_of.items())]
+        self.entries = self._assign()
 
     def ranks_on_stage(self, stage: int) -> np.ndarray:
         """Return [ranks of a stage]: the job ranks of the stage."""
         width = self.train.stage_ranks
         return self.rank_map.train[stage * width : (stage + 1) * width]
 
-    def holds_matrix(self, kind: int) -> np.ndarray:
-        """Return [cell groups of the kind, ranks of a stage] bool; the same on each stage that has the kind."""
-        train = self.train
-        local = np.arange(train.stage_ranks)
-        ep_rank = local // train.etp % train.ep
-        holds = np.zeros((len(self.layer_kinds[kind].cell_groups), train.stage_ranks), dtype=bool)
-        for row, group in zip(holds, self.layer_kinds[kind].cell_groups, strict=True):
-            if group.ep_rank is None:
-                row[:] = np.isin(local % train.tp, group.train_shards)
-            else:
-                row[:] = np.isin(local % train.etp, group.train_shards) & (ep_rank == group.ep_rank)
-        return holds
-
     @cached_property
     def matrices(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`needs_matrix` and `holds_matrix` of each kind."""
-        return [(self.needs_matrix(kind), self.holds_matrix(kind)) for kind in range(len(self.layer_kinds))]
+        """Who needs and who holds the cell groups of each kind: [groups, world] and [groups, ranks of a stage] bool.
+
+        The second is the same on each stage that has the kind.
+        """
+        train, engine_ranks = self.train, self.rank_map.engine
+        local = np.arange(train.stage_ranks)
+        ep_rank = local // train.etp % train.ep
+        matrices = []
+        for kind in self.layer_kinds:
+            engine_needs = np.zeros((len(kind.cell_groups), self.engine.tp), dtype=bool)
+            holds = np.zeros((len(kind.cell_groups), train.stage_ranks), dtype=bool)
+            for engine_row, row, group in zip(engine_needs, holds, kind.cell_groups, strict=True):
+                engine_row[list(group.engine_positions)] = True
+                if group.ep_rank is None:
+                    row[:] = np.isin(local % train.tp, group.train_shards)
+                else:
+                    row[:] = np.isin(local % train.etp, group.train_shards) & (ep_rank == group.ep_rank)
+            needs = np.zeros((len(kind.cell_groups), self.world), dtype=bool)
+            needs[:, engine_ranks] = np.tile(engine_needs, len(engine_ranks) // self.engine.tp)
+            matrices.append((needs, holds))
+        return matrices
 
     @cached_property
     def first_cell_group(self) -> np.ndarray:
@@ -423,10 +387,8 @@ class Assignment:
         self, demands: NodeDemands, holder_sets: list[np.ndarray]
     ) -> tuple[list[np.ndarray], RankSets]:
         """Group demands to distribute them among all ranks that hold them; see `group_units`."""
-        count, stage = (
-            np.array([len(ranks) for ranks in holder_sets]),
-            np.array([group.stage for group in self.layer_groups]),
-        )
+        count = np.array([len(ranks) for ranks in holder_sets])
+        stage = np.array([group.stage for group in self.layer_groups])
         keys = np.stack([count[demands.holder_set], stage[demands.layer_group], demands.holder_set], axis=1)
         return group_units(
             keys, self._count_bytes(demands), lambda key: self.ranks_on_stage(int(key[1]))[holder_sets[int(key[2])]]
@@ -451,9 +413,16 @@ class Assignment:
         """Return the demands cut by shares, the index of the demand that each part comes from, and the rank it is
         assigned to. copies: all copies but the first were distributed."""
         times = self._layer_counts[demands.layer_group] * (_count_bits(demands.receivers) - 1 if copies else 1)
-        shares_cut = cut_by_shares(self.byte_index, demands.lo, demands.hi, times, members, sets, shares)
-        cut = demands.select(shares_cut.unit)._replace(lo=shares_cut.lo, hi=shares_cut.hi)
-        return cut, shares_cut.unit, shares_cut.rank
+        parts = [(np.zeros(0, dtype=np.int64),) * 4]
+        for units, (ranks, _), share in zip(members, sets, shares, strict=True):
+            lo, hi = demands.lo[units], demands.hi[units]
+            if len(ranks) == 1:
+                parts.append((lo, hi, units, np.full(len(units), ranks[0])))
+            else:
+                lo, hi, unit, owner = _cut_units(self.byte_index, lo, hi, times[units], share)
+                parts.append((lo, hi, units[unit], ranks[owner]))
+        lo, hi, unit, rank = map(np.concatenate, zip(*parts, strict=True))
+        return demands.select(unit)._replace(lo=lo, hi=hi), unit, rank
 
     def _forwarded_bytes(self, demands: NodeDemands, dst: np.ndarray) -> np.ndarray:
         """Return [world] bytes that each rank forwards of what it receives."""
@@ -468,19 +437,13 @@ class Assignment:
         """
         ranks_per_node, world = self.ranks_per_node, self.world
         weight, has_one_receiver = self._count_bytes(demands), _count_bits(demands.receivers) == 1
-        received = np.bincount(
-            demands.node[has_one_receiver] * ranks_per_node + _lowest(demands.receivers[has_one_receiver]),
-            weight[has_one_receiver],
-            world,
-        )
+        position = np.log2(demands.receivers[has_one_receiver]).round().astype(np.int64)  # of the only bit
+        receiver = demands.node[has_one_receiver] * ranks_per_node + position
+        received = np.bincount(receiver, weight[has_one_receiver], world)
         shared = np.bincount(demands.node[~has_one_receiver], weight[~has_one_receiver], world // ranks_per_node)
-        num_receivers = np.bincount(
-            self.rank_map.engine // ranks_per_node, minlength=world // ranks_per_node
-        )  # engine ranks per node
-        max_received = max(
-            received.max(),
-            ((received.reshape(-1, ranks_per_node).sum(axis=1) + shared) // np.maximum(num_receivers, 1)).max(),
-        )
+        num_receivers = np.bincount(self.rank_map.engine // ranks_per_node, minlength=world // ranks_per_node)
+        received_per_node = received.reshape(-1, ranks_per_node).sum(axis=1) + shared
+        max_received = max(received.max(), (received_per_node // np.maximum(num_receivers, 1)).max())
         members, sets = self._group_in_node(demands, demands.receivers, weight)
         demands, _, dst = self._cut_demands(
             demands, members, sets, distribute_forwarded(sets, sent, (max_received - received).astype(np.int64))
@@ -523,8 +486,7 @@ class Assignment:
     def list_transfers(self) -> Transfers:
         """Return every transfer of a whole weight sync, entries and forwards, all layers together."""
         entries = self.entries
-        times = np.array([len(group.layers) for group in self.layer_groups])[entries.layer_group]
-        size = (entries.hi - entries.lo) * times
+        size = (entries.hi - entries.lo) * self._layer_counts[entries.layer_group]
         src, dst, nbytes = [entries.src], [entries.dst], [size]
         for bit in range(self.ranks_per_node):
             receiver = entries.dst // self.ranks_per_node * self.ranks_per_node + bit
@@ -536,14 +498,8 @@ class Assignment:
 
 
 def _count_bits(mask: np.ndarray) -> np.ndarray:
-    return (
-        np.unpackbits(mask.astype(np.int64).view(np.uint8).reshape(len(mask), 8), axis=1).sum(axis=1).astype(np.int64)
-    )
-
-
-def _lowest(mask: np.ndarray) -> np.ndarray:
-    """Return the index of the lowest set bit."""
-    return np.round(np.log2(np.maximum(mask & -mask, 1))).astype(np.int64)
+    bits = np.unpackbits(mask.astype(np.int64).view(np.uint8).reshape(len(mask), 8), axis=1)
+    return bits.sum(axis=1).astype(np.int64)
 
 
 def _bit_positions(mask: int) -> np.ndarray:

@@ -62,9 +62,8 @@ Floats = NDArray[np.float64]
 
 BLOCK = 128  # rows and columns of an FP8 block; each has an fp32 scale
 SCALE_BYTES = 4
-NETWORK_SLACK = (
-    1.05  # in the plans that `send_beside` bounds, no rank sends more than this times `nic_send` over the network
-)
+NETWORK_SLACK = 1.05
+"""In the plans that `send_beside` bounds, no rank sends more than this times `nic_send` over the network."""
 SHARING_ROUNDS = 400  # iterations of the fractional sharing that suggests busy sets; more raise the bound only a little
 MARGINS = (0.0, 0.003, 0.01)  # relative differences that count as equal there, since loads never become quite equal
 
@@ -158,18 +157,12 @@ def compute_bound(
         nic_recv.add(*receivers, weight[atom], network=True)
         send.add(*receivers, weight[atom] * (copies[node, atom] - 1), network=False)
         node, atom = np.nonzero((copies > 0) & is_in_node)
+        senders = (node_holds | node_lacks)[node, :, atom]
         send.add(node * node_size, node_holds[node, :, atom], weight[atom], network=False)
-        send.add(
-            node * node_size,
-            (node_holds | node_lacks)[node, :, atom],
-            weight[atom] * (copies[node, atom] - 1),
-            network=False,
-        )
+        send.add(node * node_size, senders, weight[atom] * (copies[node, atom] - 1), network=False)
     classes = _partition_ranks(train, rank_map)
-    bounds = {
-        name: jobs.bound_busiest(world, classes) for name, jobs in (("nic_send", nic_send), ("nic_recv", nic_recv))
-    }
-    bounds["send"] = send.bound_busiest(world, classes)
+    all_jobs = {"nic_send": nic_send, "nic_recv": nic_recv, "send": send}
+    bounds = {name: jobs.bound_busiest(world, classes) for name, jobs in all_jobs.items()}
     bounds["send_beside"] = send.bound_busiest(world, classes, bounds["nic_send"]) if nic_send.bytes else bounds["send"]
     return Bound(
         model_bytes=sum(int(member.columns.weight.sum()) for member in model),
@@ -347,11 +340,10 @@ class TransferJobs:
         """Add jobs: for each its bytes, and a row of `candidates`, the ranks that can do it, from rank `first` on."""
         rows, width = np.flatnonzero(weight), candidates.shape[1]
         packed_ranks = np.packbits(candidates[rows], axis=1)
-        key = np.concatenate(
-            [first[rows, None].astype("<i8").view(np.uint8).reshape(len(rows), 8), packed_ranks], axis=1
-        )
         if not len(rows):
             return
+        first_bytes = first[rows, None].astype("<i8").view(np.uint8).reshape(len(rows), 8)
+        key = np.concatenate([first_bytes, packed_ranks], axis=1)
         distinct, inverse = np.unique(key, axis=0, return_inverse=True)
         total = np.zeros(len(distinct), np.int64)
         np.add.at(total, inverse.ravel(), weight[rows])
@@ -393,9 +385,8 @@ class TransferJobs:
             load = np.bincount(ranks, share, minlength=world)
             network_load: NDArray[Any] = np.bincount(ranks[over_network], share[over_network], minlength=world)
             mix, base = 1.0, network_load
-            if (
-                network_bound and network_load.max() > cap
-            ):  # mix with a sharing below the cap, so that the result stays below it
+            if network_bound and network_load.max() > cap:
+                # Mix with a sharing below the cap, so that the result stays below it.
                 base = network_bound.network_bytes
                 mix = max((cap - base.max()) / (network_load.max() - base.max()), 0.0)
             max_load = float((load - network_load + mix * network_load + (1 - mix) * base).max())

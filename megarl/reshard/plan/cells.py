@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -118,27 +119,22 @@ def _signature(params: Sequence[Param], layer: int | None) -> tuple[object, ...]
 def _build_cell_groups(
     params: Sequence[Param], experts: int, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
 ) -> list[CellGroup]:
-    gathered: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
+    dense: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
     routed: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
-    # (grid, its shards) -> positions within an engine
-    positions_of: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
     for number, param in enumerate(params):
         slot = engine.slot_of(param)
         if slot is None:
             continue
+        shard_of = [engine.shard_index(position, slot.grid) for position in range(engine.tp)]
         for cell, train_shards, engine_shards in _cells(number, param, train, engine, wire, min_piece):
             if param.expert is None:
-                key = slot.grid, engine_shards
-                if key not in positions_of:
-                    positions_of[key] = tuple(
-                        p for p in range(engine.tp) if engine.shard_index(p, slot.grid) in engine_shards
-                    )
-                gathered.setdefault((train_shards, positions_of[key]), []).append(cell)
+                positions = tuple(p for p, shard in enumerate(shard_of) if shard in engine_shards)
+                dense.setdefault((train_shards, positions), []).append(cell)
             else:
                 routed.setdefault((train_shards, engine_shards), []).append(cell)
     cell_groups = [
         CellGroup(train_shards, None, positions, (None,), tuple(cells))
-        for (train_shards, positions), cells in gathered.items()
+        for (train_shards, positions), cells in dense.items()
     ]
     if routed:
         template = next(param for param in params if param.expert is not None)
@@ -169,45 +165,44 @@ def _cells(
     for source, tensor in enumerate(param.hf):
         shape = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
         for scale in (False, True) if quantised else (False,):
-            held_boxes = [_boxes(side, source, shape, scale, exact=False, name="") for side in train_slices]
-            needed_boxes = [_boxes(side, source, shape, scale, exact=True, name=tensor.name) for side in engine_slices]
+            held_boxes = [_boxes(side, source, shape, scale) for side in train_slices]
+            needed_boxes = [_boxes(side, source, shape, scale, tensor.name) for side in engine_slices]
             item = _item_bytes(param, wire, quantised, scale)
             unit = BLOCK if quantised and not scale else 1
-            rows = sorted(
-                {edge for side in (held_boxes, needed_boxes) for boxes in side for box in boxes for edge in box[:2]}
-            )
-            columns = sorted(
-                {edge for side in (held_boxes, needed_boxes) for boxes in side for box in boxes for edge in box[2:]}
-            )
-            for r0, r1 in zip(rows, rows[1:], strict=False):
-                for c0, c1 in zip(columns, columns[1:], strict=False):
+            boxes = list(chain(*held_boxes, *needed_boxes))
+            rows = sorted({edge for box in boxes for edge in box[:2]})
+            columns = sorted({edge for box in boxes for edge in box[2:]})
+            for r0, r1 in pairwise(rows):
+                for c0, c1 in pairwise(columns):
                     train_shards = _shards_containing(held_boxes, r0, c0)
                     engine_shards = _shards_containing(needed_boxes, r0, c0)
-                    if engine_shards and not train_shards:
+                    if not engine_shards:
+                        continue
+                    if not train_shards:
                         raise ValueError(f"no rank of the trainer has rows {r0}... of {tensor.name}")
-                    if engine_shards:
-                        cell = Cell(number, source, r0, r1, c0, c1, item, unit * (c1 - c0) * item, scale)
-                        if cell.nbytes <= min_piece:
-                            cell = cell._replace(unit_bytes=cell.nbytes)
-                        yield cell, train_shards, engine_shards
+                    cell = Cell(number, source, r0, r1, c0, c1, item, unit * (c1 - c0) * item, scale)
+                    if cell.nbytes <= min_piece:
+                        cell = cell._replace(unit_bytes=cell.nbytes)
+                    yield cell, train_shards, engine_shards
 
 
 def _boxes(
-    side: Sequence[ShardSlice], source: int, shape: tuple[int, ...], scale: bool, exact: bool, name: str
+    side: Sequence[ShardSlice], source: int, shape: tuple[int, ...], scale: bool, name: str = ""
 ) -> list[tuple[int, int, int, int]]:
-    """Return a shard's boxes (r0, r1, c0, c1) of a tensor, or of its scale grid."""
+    """Return a shard's boxes (r0, r1, c0, c1) of a tensor, or of its scale grid. With `name`, the tensor's, raise
+    ConfigError if the shard cuts a block."""
     boxes = []
     for interval in side:
         if interval.source != source:
             continue
         box = [0, shape[0], 0, shape[1]]
         box[2 * interval.dim : 2 * interval.dim + 2] = interval.start, interval.stop
-        if exact and scale and any(edge % BLOCK and edge != shape[i // 2] for i, edge in enumerate(box)):
+        if name and scale and any(edge % BLOCK and edge != shape[i // 2] for i, edge in enumerate(box)):
             raise ConfigError(
                 f"{name} cannot be sent as FP8: the engine cuts it at {interval.start} and {interval.stop}, through a "
                 f"block of {BLOCK}; choose another tensor or expert parallel size for the engine, or an engine in BF16"
             )
-        if exact and scale and interval.offset % BLOCK:
+        if name and scale and interval.offset % BLOCK:
             raise ConfigError(
                 f"{name} cannot be sent as FP8: in the engine's tensor it begins at {interval.offset}, within a block "
                 f"of {BLOCK}; take an engine in BF16"

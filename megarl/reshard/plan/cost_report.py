@@ -1,4 +1,4 @@
-"""Costs and modelled duration of a plan, compared with the bound, without a process or a device."""
+"""Costs and modelled duration of a plan, compared with the bound: as metrics, sentences, and one HTML page."""
 
 from __future__ import annotations
 
@@ -15,6 +15,22 @@ from megarl.reshard.plan.bound import NETWORK_SLACK, Bound
 from megarl.reshard.plan.planner import ALIGN, FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, RankPlan, ReshardPlan
 
 Floats = NDArray[np.float64]
+
+# Of the HTML page.
+CELLS = 64  # maximum cells per side of the map; more nodes share cells
+SIDE = 640  # side of the map in pixels
+WIDTH, HEIGHT = 900, 150  # size of a chart in pixels
+LABEL_WIDTH = 80  # pixels for labels
+NETWORK_COLOUR, INTRANODE_COLOUR = (27, 79, 156), (200, 90, 20)
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60em; margin: 2em auto;
+       padding: 0 1em; }
+svg { display: block; max-width: 100%; height: auto; }
+text { font: 11px system-ui, sans-serif; fill: #444; }
+table { border-collapse: collapse; } td, th { padding: 0 1em 0 0; text-align: right; font-weight: normal; }
+th { color: #666; border-bottom: 1px solid #ccc; } .note { color: #666; }
+"""
+
 HASH_BYTES = 8  # per piece, after the pieces of the message
 
 
@@ -103,10 +119,8 @@ def tabulate_messages(rank: RankPlan) -> Messages:
     by_table: dict[tuple[int, int], np.ndarray] = {}
     for number, table in rank.tables.items():
         size = (table.r1 - table.r0) * width[byte_index.cell[table.cell]]
-        sends, forward = (
-            (table.operation == SEND) | (table.operation == FORWARD_SEND),
-            table.operation >= FORWARD_RECEIVE,
-        )
+        sends = (table.operation == SEND) | (table.operation == FORWARD_SEND)
+        forward = table.operation >= FORWARD_RECEIVE
         peer = np.where(table.operation == LOCAL, rank.rank, table.peer)
         aligned = -(-size // ALIGN) * ALIGN
         values = np.stack([size, np.where(forward, size, 0), aligned, np.ones_like(size)])
@@ -166,9 +180,8 @@ def build_report(build_plan: Callable[[], ReshardPlan]) -> CostReport:
         received = ~messages.is_send & leaves_rank
         num_messages += int(received.sum())
         num_bytes += int(messages.nbytes[received].sum())
-        np.add.at(
-            total[:, rank // ranks_per_node], messages.peer[received] // ranks_per_node, messages.nbytes[received]
-        )
+        node_in = total[:, rank // ranks_per_node]
+        np.add.at(node_in, messages.peer[received] // ranks_per_node, messages.nbytes[received])
     return CostReport(
         plan=plan,
         plan_seconds=max(seconds),
@@ -240,7 +253,7 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
     train, ranks_per_node = report.plan.train, report.plan.assignment.ranks_per_node
     engines, nodes = len(report.plan.rank_map.engine), report.plan.world // ranks_per_node
     network_out, network_in = report.network_out.sum(0), report.network_in.sum(0)
-    received = network_in + report.inside_in.sum(0)
+    sent, received = network_out + report.inside_out.sum(0), network_in + report.inside_in.sum(0)
     gathered = engines * bound.model_bytes
     sentences = [
         f"Each GPU{'' if report.plan.rank_map.is_colocated else ' of an engine'} needs "
@@ -271,7 +284,6 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
                 )
             sentences.append(line)
         if bound.send_beside > 1.001 * bound.send:
-            sent = network_out + report.inside_out.sum(0)
             sentences.append(
                 f"Over all links the busiest GPU sends {format_bytes(sent.max())}. Were the network of no account, "
                 f"{format_bytes(bound.send)} would do: those that have most to send inside of their nodes would leave "
@@ -279,7 +291,6 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
                 f"network to others. Some GPU sends {format_bytes(bound.send_beside)} at least, or one sends more than "
                 f"{NETWORK_SLACK:g} of the least over the network."
             )
-        sent = network_out + report.inside_out.sum(0)
         if (ratio := sent.max() / max(bound.send_beside, 1.0)) > NETWORK_SLACK:
             sentences.append(
                 f"The busiest GPU sends {ratio:.2f} of what some GPU has to send in all where the network is spared: "
@@ -349,21 +360,6 @@ def _ratio(value: float, minimum: float) -> float:
     return round(float(value) / minimum, 6)
 
 
-CELLS = 64  # maximum cells per side of the map; more nodes share cells
-SIDE = 640  # side of the map in pixels
-WIDTH, HEIGHT = 900, 150  # size of a chart in pixels
-LABEL_WIDTH = 80  # pixels for labels
-NETWORK_COLOUR, INTRANODE_COLOUR = (27, 79, 156), (200, 90, 20)
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60em; margin: 2em auto;
-       padding: 0 1em; }
-svg { display: block; max-width: 100%; height: auto; }
-text { font: 11px system-ui, sans-serif; fill: #444; }
-table { border-collapse: collapse; } td, th { padding: 0 1em 0 0; text-align: right; font-weight: normal; }
-th { color: #666; border-bottom: 1px solid #ccc; } .note { color: #666; }
-"""
-
-
 def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds, sentences: Sequence[str]) -> str:
     """Return the HTML page. sentences: paragraphs at its top, in order."""
     has_several_nodes = len(report.node_matrix) > 1
@@ -398,18 +394,16 @@ def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds,
 
 
 def _legend(report: CostReport) -> str:
-    nodes = len(report.node_matrix)
-    step = -(-nodes // CELLS)
+    step = -(-len(report.node_matrix) // CELLS)
     unit = "a node" if step == 1 else f"{step} nodes together"
+    network, intranode = (
+        f"<span style='background:{_shade(colour, 0.8)}'>&emsp;</span>" for colour in (NETWORK_COLOUR, INTRANODE_COLOUR)
+    )
     return (
         f"Rows send, columns receive; a row or column is {unit}. "
-        f"{_swatch(NETWORK_COLOUR)} over the network, {_swatch(INTRANODE_COLOUR)} inside of a node; the darker, the "
+        f"{network} over the network, {intranode} inside of a node; the darker, the "
         "more. Lines divide the stages of the trainer (rows) and the engines (columns). Hover for figures."
     )
-
-
-def _swatch(colour: tuple[int, int, int]) -> str:
-    return f"<span style='background:{_shade(colour, 0.8)}'>&emsp;</span>"
 
 
 def _shade(colour: tuple[int, int, int], amount: float) -> str:
@@ -427,17 +421,16 @@ def _render_map(report: CostReport) -> str:
     remote = total - np.diag(local)
     max_remote, max_local = remote.max() or 1.0, local.max() or 1.0
     size = SIDE / len(total)
+    lasts = [min(nodes, first + step) - 1 for first in edges]
+    labels = [f"node {a}" if a == b else f"nodes {a}-{b}" for a, b in zip(edges, lasts, strict=True)]
     cells = []
     for i, row in enumerate(remote):
         for j, value in enumerate(row):
             x, y = LABEL_WIDTH + j * size, 20 + i * size
-            title, colour = (
-                f"{_node_label(i, step, nodes)} to {_node_label(j, step, nodes)}: {format_bytes(value)}",
-                NETWORK_COLOUR,
-            )
+            title, colour = f"{labels[i]} to {labels[j]}: {format_bytes(value)}", NETWORK_COLOUR
             amount = (value / max_remote) ** 0.5  # keeps small values visible
             if i == j and not value:
-                title, colour = f"inside of {_node_label(i, step, nodes)}: {format_bytes(local[i])}", INTRANODE_COLOUR
+                title, colour = f"inside of {labels[i]}: {format_bytes(local[i])}", INTRANODE_COLOUR
                 amount = (local[i] / max_local) ** 0.5
             cells.append(
                 f"<rect x='{x:.1f}' y='{y:.1f}' width='{size:.1f}' height='{size:.1f}' fill='{_shade(colour, amount)}'>"
@@ -467,11 +460,6 @@ def _render_map(report: CostReport) -> str:
     inside = "".join(cells) + "".join(lines)
     width = LABEL_WIDTH + SIDE + 10
     return f"<svg viewBox='0 0 {width} {SIDE + 30}' width='{width}'>{inside}</svg>"
-
-
-def _node_label(cell: int, step: int, nodes: int) -> str:
-    first, last = cell * step, min(nodes, (cell + 1) * step) - 1
-    return f"node {first}" if first == last else f"nodes {first}-{last}"
 
 
 def _stage_marks(report: CostReport) -> list[tuple[int, str]]:

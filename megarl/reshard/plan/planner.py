@@ -186,9 +186,8 @@ class ReshardPlan:
         first = 0
         for block in round_blocks:
             if blocks and blocks[-1].rounds > blocks[-1].num_parts:
-                previous_groups, groups = (
-                    [group for group, _ in member_block.members] for member_block in (blocks[-1], block)
-                )
+                previous_groups = [group for group, _ in blocks[-1].members]
+                groups = [group for group, _ in block.members]
                 forward_bytes = forwarded[:, previous_groups].sum(axis=1) / blocks[-1].num_parts
                 forward_bytes += np.where(
                     forward_bytes > 0, overheads[int(blocks[-1].num_parts > 1)][:, previous_groups].sum(axis=1), 0
@@ -210,18 +209,15 @@ class ReshardPlan:
         entries, ranks_per_node, world, groups = plan.entries, plan.ranks_per_node, plan.world, len(plan.layer_groups)
         first = np.searchsorted(byte_index.start, entries.lo, side="right") - 1
         last = np.searchsorted(byte_index.start, entries.hi, side="left")
-        largest = np.array(
-            [
-                max((cell.unit_bytes for cell_group in k.cell_groups for cell in cell_group.cells), default=0)
-                for k in plan.layer_kinds
-            ]
-        )
+        unit_bytes = [
+            [cell.unit_bytes for group in kind.cell_groups for cell in group.cells] for kind in plan.layer_kinds
+        ]
+        largest = np.array([max(values, default=0) for values in unit_bytes])
         kind = np.array([group.kind for group in plan.layer_groups])
         size = entries.hi - entries.lo
         whole = (last - first) * _OVERHEAD
-        quantities = np.stack([size, whole, whole + np.minimum(largest[kind[entries.layer_group]], size)]).astype(
-            np.float64
-        )
+        cut = whole + np.minimum(largest[kind[entries.layer_group]], size)
+        quantities = np.stack([size, whole, cut]).astype(np.float64)
         flat = np.zeros((3, 2, groups * world))
         direct = np.zeros((2, groups * world))
 
@@ -247,15 +243,12 @@ class ReshardPlan:
         for number, group in enumerate(plan.layer_groups):
             needs, holds = plan.matrices[group.kind]
             stage_ranks = plan.ranks_on_stage(group.stage)
-            flows = slice(plan.first_cell_group[group.kind], plan.first_cell_group[group.kind + 1] + 1)
-            sizes = np.diff(byte_index.cell_group_start[flows])
-            cells = np.diff(np.searchsorted(byte_index.start, byte_index.cell_group_start[flows]))
+            cell_groups = slice(plan.first_cell_group[group.kind], plan.first_cell_group[group.kind + 1] + 1)
+            starts = byte_index.cell_group_start[cell_groups]
+            sizes, whole = np.diff(starts), np.diff(np.searchsorted(byte_index.start, starts)) * _OVERHEAD
             stays_local = (needs[:, stage_ranks] & holds).T
-            total[0, 1, number, stage_ranks] += stays_local @ sizes
-            total[1, 1, number, stage_ranks] += stays_local @ cells * _OVERHEAD
-            total[2, 1, number, stage_ranks] += stays_local @ (
-                cells * _OVERHEAD + np.minimum(largest[group.kind], sizes)
-            )
+            for quantity, value in enumerate((sizes, whole, whole + np.minimum(largest[group.kind], sizes))):
+                total[quantity, 1, number, stage_ranks] += stays_local @ value
         return total[0], total[1:], forwarded
 
 
@@ -284,10 +277,8 @@ class RankPlan:
         self.tables: dict[tuple[int, int], _Table] = {}
         for block in plan.round_blocks:
             for group, _ in block.members:
-                if (group, block.num_parts) not in self.tables:
-                    self.tables[group, block.num_parts] = self._table(
-                        operations[:, operations[0] == group], block.num_parts
-                    )
+                if (key := (group, block.num_parts)) not in self.tables:
+                    self.tables[key] = self._table(operations[:, operations[0] == group], block.num_parts)
 
     def _operations(self) -> np.ndarray:
         """Return [6, N]: group, operation, peer, order, lo, hi."""
@@ -318,9 +309,8 @@ class RankPlan:
         for number, group in enumerate(plan.layer_groups):
             if stage == group.stage:
                 needs, holds = plan.matrices[group.kind]
-                local_groups = (
-                    np.nonzero(needs[:, rank] & holds[:, stage_position])[0] + plan.first_cell_group[group.kind]
-                )
+                stays_local = np.nonzero(needs[:, rank] & holds[:, stage_position])[0]
+                local_groups = stays_local + plan.first_cell_group[group.kind]
                 columns = [np.full(len(local_groups), value) for value in (number, LOCAL, rank)]
                 starts = plan.byte_index.cell_group_start
                 operations.append(np.stack([*columns, local_groups, starts[local_groups], starts[local_groups + 1]]))
@@ -356,28 +346,24 @@ class RankPlan:
         """Build round `number` of the plan."""
         messages: dict[tuple[bool, int], tuple[list[TensorPiece], list[TensorPiece]]] = {}
         local: list[TensorPiece] = []
-        blocks = self.plan.blocks_in_round(number)
-        for group, layer, parts, block_round in (
-            (*member, block.num_parts, block_round) for block, block_round in blocks for member in block.members
-        ):
+        members = [(*m, block.num_parts, i) for block, i in self.plan.blocks_in_round(number) for m in block.members]
+        for group, layer, parts, block_round in members:
             table = self.tables[group, parts]
             rows = slice(*np.searchsorted(table.block_round, [block_round, block_round + 1]))
             if rows.start == rows.stop:
                 continue
             pieces = self._pieces(group, layer, table, rows)
-            for operation, peer, piece in zip(
-                table.operation[rows].tolist(), table.peer[rows].tolist(), pieces, strict=True
-            ):
+            operations, peers = table.operation[rows].tolist(), table.peer[rows].tolist()
+            for operation, peer, piece in zip(operations, peers, pieces, strict=True):
                 if operation == LOCAL:
                     local.append(piece)
                 else:
                     direct, forward = messages.setdefault((operation in (SEND, FORWARD_SEND), peer), ([], []))
                     (direct if operation in (SEND, RECEIVE) else forward).append(piece)
-        peer_messages = [
-            (sends, PeerMessage(peer, tuple(d), tuple(f))) for (sends, peer), (d, f) in sorted(messages.items())
-        ]
-        sends = tuple(message for is_send, message in peer_messages if is_send)
-        return Round(sends, tuple(message for is_send, message in peer_messages if not is_send), tuple(local))
+        sends: dict[bool, list[PeerMessage]] = {True: [], False: []}
+        for (is_send, peer), (direct, forward) in sorted(messages.items()):
+            sends[is_send].append(PeerMessage(peer, tuple(direct), tuple(forward)))
+        return Round(tuple(sends[True]), tuple(sends[False]), tuple(local))
 
     def _pieces(self, group: int, layer: int | None, table: _Table, rows: slice) -> list[TensorPiece]:
         plan = self.plan.assignment
@@ -394,18 +380,10 @@ class RankPlan:
             positions.append(counts[param.expert is not None])
             counts[param.expert is not None] += 1
         pieces = []
-        for number, expert, r0, r1 in zip(
-            byte_index.cell[numbers].tolist(),
-            experts.tolist(),
-            table.r0[rows].tolist(),
-            table.r1[rows].tolist(),
-            strict=True,
-        ):
+        columns = (byte_index.cell[numbers], experts, table.r0[rows], table.r1[rows])
+        for number, expert, r0, r1 in zip(*(column.tolist() for column in columns), strict=True):
             cell = byte_index.cells[number]
             param = (dense if expert < 0 else routed[expert])[positions[cell.param]]
-            pieces.append(
-                TensorPiece(
-                    param, cell.source, (cell.r0 + r0, cell.r0 + r1), (cell.c0, cell.c1), cell.item_bytes, cell.is_scale
-                )
-            )
+            row_range, column_range = (cell.r0 + r0, cell.r0 + r1), (cell.c0, cell.c1)
+            pieces.append(TensorPiece(param, cell.source, row_range, column_range, cell.item_bytes, cell.is_scale))
         return pieces
