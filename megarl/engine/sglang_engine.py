@@ -90,9 +90,8 @@ def secret_variables(config: Config) -> set[str]:
 
 def start_host(config: Config, threads: int = 0) -> HostProcess:
     """Start a host for this machine's engines; arguments as for `Engine`."""
-    return HostProcess(
-        _environment(config, threads), _platform().START_METHOD == "fork", hidden=secret_variables(config)
-    )
+    preload = _platform().START_METHOD == "fork"
+    return HostProcess(_environment(config, threads), preload, hidden=secret_variables(config))
 
 
 def _environment(config: Config, threads: int) -> dict[str, str]:
@@ -162,8 +161,7 @@ class Engine:
         self.config, self.index = config, index
         self.nnodes, self.node_rank, self.dist_init_addr = nnodes, node_rank, dist_init_addr
         self.threads, self.first_device = threads, first_device
-        self.api_key = secrets.token_urlsafe(24)
-        self.port = 0
+        self.api_key, self.port = secrets.token_urlsafe(24), 0
         self.is_usable = False
         """True if the engine may generate: it is ready, and no weight sync has failed since the last complete one."""
         self.weight_version = 0

@@ -261,14 +261,12 @@ def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tens
             tensors = writable_tensors(model)
             dtypes_and_shapes = {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in tensors.items()}
             return {"tensors": dtypes_and_shapes, "odd": find_layout_oddities(model)}
-        case "write":
+        case "write" | "compare" as action:
             if bucket is None:
-                raise ValueError("an order to write needs a bucket")
+                raise ValueError(f"an order to {action} needs a bucket")
+            if action == "compare":
+                return {"differ": _write(writable_tensors(model), order, bucket, writes=False)}
             return {"wrong": _write(_get_tensors(model, order.get("push")), order, bucket)}
-        case "compare":
-            if bucket is None:
-                raise ValueError("an order to compare needs a bucket")
-            return {"differ": _write(writable_tensors(model), order, bucket, writes=False)}
         case "join":
             if not any(draft is model for draft in _DRAFT_MODELS):
                 _DRAFT_MODELS.append(model)
@@ -377,18 +375,17 @@ def _write(
     for name, dtype in order["tensor_dtype"].items():
         if name in tensors and _dtype(tensors[name]) != dtype:
             raise ValueError(f"{name} is {_dtype(tensors[name])} in the engine, not {dtype}")
-    boxes = [
-        _resolve_target(tensors, order["tensor_dtype"], bucket, *entry) for entry in order["slices"]
-    ]  # validate all before writing any
-    has_dense_rows = [box.target.shape[1] == 1 or box.target.stride(1) == 1 for box in boxes]
+    # Validate all boxes before writing any.
+    boxes = [_resolve_target(tensors, order["tensor_dtype"], bucket, *entry) for entry in order["slices"]]
     if writes:
-        unpack(
-            bucket, [(box.target, box.offset) for box, is_dense in zip(boxes, has_dense_rows, strict=True) if is_dense]
-        )
-    for box, is_dense in zip(boxes, has_dense_rows, strict=True):
-        if writes and not is_dense:  # the engine stores this tensor transposed
-            source = _view_bucket(bucket, box.offset, box.target.numel(), box.target.dtype)
-            box.target.copy_(source.view(box.target.shape))
+        dense: list[tuple[torch.Tensor, int]] = []
+        for box in boxes:
+            if box.target.shape[1] == 1 or box.target.stride(1) == 1:
+                dense.append((box.target, box.offset))
+            else:  # the engine stores this tensor transposed
+                source = _view_bucket(bucket, box.offset, box.target.numel(), box.target.dtype)
+                box.target.copy_(source.view(box.target.shape))
+        unpack(bucket, dense)
     checked = [(box, box.hash) for box in boxes if box.hash is not None]
     if not checked:
         return []

@@ -100,7 +100,7 @@ class WeightSender:
             if not self.errors:
                 self._session_request = _start_session(self.engine, payloads)
                 is_connected = self._wait_connected(channel, self._session_request)
-            self.gather_payloads("came" if is_connected else "")
+            self.gather_payloads("connected" if is_connected else "")
         elif self.gather_payloads("")[
             0
         ]:  # the lead's engine rank has connected, so the request has reached all of them
@@ -191,12 +191,11 @@ class WeightSender:
                 self.failure = error
                 self.errors.append(str(error))
         self.gather_payloads("")  # waits for the lead rank
-        if len(self.errors) > num_errors:
-            return {}
-        try:
-            return self._order_buffer.read_answer()
-        except EngineError as error:
-            self.errors.append(str(error))
+        if len(self.errors) == num_errors:
+            try:
+                return self._order_buffer.read_answer()
+            except EngineError as error:
+                self.errors.append(str(error))
         return {}
 
 

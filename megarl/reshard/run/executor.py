@@ -166,16 +166,13 @@ class Executor:
         Raises WeightSyncError if a peer is lost. The caller of `send_to_engine` handles errors of the engine.
         """
         self.num_syncs += not compare_only
-        # The first weight sync and every `period`-th are verified in full.
         verify_all = compare_only or is_fully_verified(self.num_syncs, self.period)
         verified_samples = range(self.period) if verify_all else [self.num_syncs % self.period]
         grids = compute_scale_grids(
             local, self.quantised_params, self.plan.train, self.trainer_rank or 0, self._reduce_max
         )
         receive_buffers = [self.allocate(self.receive_bytes) for _ in range(2)]
-        send_buffers = [
-            torch.empty(self.send_bytes, dtype=torch.uint8, device=receive_buffers[0].device) for _ in range(2)
-        ]
+        send_buffers = [buffer.new_empty(self.send_bytes) for buffer in receive_buffers]
         if self.position is not None and self.prepared_rounds:
             share_buckets(receive_buffers)
         order = {"do": "compare" if compare_only else "write", "version": version, "push": token_hex(8)}
@@ -191,7 +188,15 @@ class Executor:
                 self._pack(step.sends, local, grids, send_buffers[current], verified_samples)
             self._pack_forwards(step.sends, send_buffers[current], receive_buffers[other])
             what = f"the push of version {version}, round {number} of {len(self.prepared_rounds)}"
-            requests = self._exchange(step, send_buffers[current], receive_buffers[current], what)
+            requests = _transfer(
+                [
+                    (placed.message.peer, receive_buffers[current][placed.begin : placed.end])
+                    for placed in step.receives
+                ],
+                [(placed.message.peer, send_buffers[current][placed.begin : placed.end]) for placed in step.sends],
+                what,
+                self.rank,
+            )
             if number:
                 pass_on(self.prepared_rounds[number - 1], receive_buffers[other])
             self._pack([step.local], local, grids, receive_buffers[current], verified_samples)
@@ -205,14 +210,6 @@ class Executor:
     def _sample_index(self, piece: TensorPiece) -> int:
         """Return in which of `period` weight syncs a piece is verified; the same on all ranks."""
         return zlib.crc32(repr(_key(piece)).encode()) % self.period
-
-    def _exchange(
-        self, step: _PreparedRound, out: torch.Tensor, received: torch.Tensor, what: str
-    ) -> list[tuple[dist.Work, int]]:
-        """Start all transfers of a round."""
-        receives = [(placed.message.peer, received[placed.begin : placed.end]) for placed in step.receives]
-        sends = [(placed.message.peer, out[placed.begin : placed.end]) for placed in step.sends]
-        return _transfer(receives, sends, what, self.rank)
 
     def _pack(
         self,
@@ -232,18 +229,18 @@ class Executor:
         shards: dict[str, torch.Tensor] = {}  # cached, since `local` may compute a tensor on each access
         for placed in messages:
             direct = zip(placed.message.direct, placed.piece_offsets, placed.sources, strict=False)
-            for number, (piece, position, (name, r0, r1, c0, c1, sample)) in enumerate(direct):
+            for number, (piece, offset, (name, r0, r1, c0, c1, sample)) in enumerate(direct):
                 if not piece.is_scale and name not in shards:
                     shards[name] = local[name]
                 source = grids[name, piece.source] if piece.is_scale else shards[name]
                 box = (source if source.dim() == 2 else source[:, None])[r0:r1, c0:c1]
                 origin = (piece.rows[0], piece.columns[0])
                 if WIRE_DTYPES[piece.item_bytes] == FP8:
-                    to_quantise.append((box, position))
+                    to_quantise.append((box, offset))
                     scales.append(copies.BlockScales(grids[name, piece.source], *origin))
                 else:
                     box = box.to(WIRE_DTYPES[piece.item_bytes])
-                    boxes.append((box, position))
+                    boxes.append((box, offset))
                 if sample in verified_samples:
                     # Hash the intended data, not the buffer that goes on the wire.
                     expected = quantise(box, scales[-1].grid, *origin) if WIRE_DTYPES[piece.item_bytes] == FP8 else box
@@ -281,15 +278,12 @@ class Executor:
             return []
         experts_per_rank = self.num_experts // train.ep
         first_expert = train.ep_rank(self.trainer_rank) * experts_per_rank
+        experts = range(first_expert, first_expert + experts_per_rank)
         layers = int(hf["num_hidden_layers"]) + (family.num_mtp_layers(hf) if plan.engine.draft else 0)
-        table = [
-            param
-            for layer in range(layers)
-            for param in family.layer(hf, layer, range(first_expert, first_expert + experts_per_rank))
-        ]
         return [
             param
-            for param in table
+            for layer in range(layers)
+            for param in family.layer(hf, layer, experts)
             if is_quantised(param)
             and plan.engine.slot_of(param) is not None
             and train.has_param(self.trainer_rank, param, self.num_experts)
@@ -302,9 +296,8 @@ class Executor:
         peers = self.plan.rank_map.train[list(ranks)].tolist()
         received = {rank: torch.empty_like(maximum) for rank in peers if rank != self.rank}
         what = "the exchange of scales"
-        _wait(
-            _transfer(list(received.items()), [(rank, maximum) for rank in received], what, self.rank), what, self.rank
-        )
+        requests = _transfer(list(received.items()), [(rank, maximum) for rank in received], what, self.rank)
+        _wait(requests, what, self.rank)
         for values in received.values():
             maximum = torch.maximum(maximum, values)
         parts = maximum.split([tensor.numel() for tensor in tensors])
@@ -352,10 +345,8 @@ def _to_scale_slices(intervals: Sequence[ShardSlice]) -> list[ShardSlice]:
     """Convert slices of the tensor to slices of its scale grid. The planner has checked that the engine cuts both
     alike."""
     return [
-        interval._replace(
-            start=interval.start // BLOCK, stop=-(-interval.stop // BLOCK), offset=interval.offset // BLOCK
-        )
-        for interval in intervals
+        ShardSlice(item.source, item.dim, item.start // BLOCK, -(-item.stop // BLOCK), item.offset // BLOCK)
+        for item in intervals
     ]
 
 
@@ -368,11 +359,7 @@ def _locate_piece(intervals: Sequence[ShardSlice], piece: TensorPiece) -> tuple[
             rows = [edge + shift * (interval.dim == 0) for edge in piece.rows]
             columns = [edge + shift * (interval.dim == 1) for edge in piece.columns]
             return rows[0], rows[1], columns[0], columns[1]
-    raise AssertionError(f"{name_of(piece.param)} is not here")  # a bug in the planner
-
-
-def name_of(param: Param) -> str:
-    return " + ".join(tensor.name for tensor in param.hf)
+    raise AssertionError(f"{piece.param.megatron} is not on this rank")  # a bug in the planner
 
 
 def _place_messages(

@@ -1,10 +1,14 @@
-"""Triton kernels: `copies.pack`, `unpack` and `pack_fp8` in one launch, whatever the number and sizes of the boxes.
+"""Triton kernels: `pack`, `unpack`, `pack_fp8` and `device_hashes` of `copies.py` in one launch each.
 
-A table on the device describes the boxes, and each program handles one tile: a number of units of one box, such that
-all tiles cost about the same. A second table maps tiles to boxes. Both go to the device in one copy.
+A table on the device describes the boxes or tensors, and each program handles one tile: a number of units of one box,
+such that all tiles cost about the same. A second table maps tiles to boxes. Both go to the device in one copy. A hash
+is a sum modulo 2^64, so programs may add their parts in any order.
 
 Under Triton's interpreter (TRITON_INTERPRET=1 before the import) the same code runs on CPU tensors.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Kernel arguments have Triton types, not Python types.
 
 from __future__ import annotations
 
@@ -19,10 +23,6 @@ from megarl.models.fp8 import BLOCK, FP8_MAX, MIN_AMAX
 from megarl.reshard.run.checksum import MIX
 from megarl.reshard.run.checksum import STEP as _STEP
 from megarl.reshard.run.scale_grids import BlockScales
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# Kernel arguments have Triton types, not Python types.
-
 
 Box = tuple[torch.Tensor, int]  # (view, offset), see `copies.Box`
 UNITS = 1024
@@ -146,8 +146,8 @@ def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.
                 _quantise[(tiles,)](tables, len(fields), *constants, num_warps=_WARPS)
 
 
-def _quantised(view: torch.Tensor, offset: int, at: BlockScales, buffer: torch.Tensor) -> tuple[int, ...]:
-    top, left = at.r0 % BLOCK, at.c0 % BLOCK
+def _quantised(view: torch.Tensor, offset: int, scales: BlockScales, buffer: torch.Tensor) -> tuple[int, ...]:
+    top, left = scales.r0 % BLOCK, scales.c0 % BLOCK
     rows, columns = view.shape
     down, across = -(-(top + rows) // BLOCK), -(-(left + columns) // BLOCK)
     target = buffer.data_ptr() + offset
@@ -156,24 +156,11 @@ def _quantised(view: torch.Tensor, offset: int, at: BlockScales, buffer: torch.T
         view.data_ptr() % 16 or row_stride * view.element_size() % 16 or target % 16 or columns % 16 or left % 16
     )
     is_aligned = is_aligned and max(row_stride, columns) * BLOCK < 1 << 31  # that path uses 32-bit indices
-    grid = at.grid[at.r0 // BLOCK :, at.c0 // BLOCK :]
+    grid = scales.grid[scales.r0 // BLOCK :, scales.c0 // BLOCK :]
     if grid.stride(1) != 1 and grid.shape[1] > 1:
         raise ValueError("the scales of a row of blocks are not adjacent")
-    scales = grid.data_ptr(), grid.stride(0)
-    return (
-        down * across,
-        view.data_ptr(),
-        row_stride,
-        rows,
-        columns,
-        target,
-        top,
-        left,
-        across,
-        *scales,
-        at.should_compute,
-        is_aligned,
-    )
+    geometry = view.data_ptr(), row_stride, rows, columns, target, top, left, across
+    return down * across, *geometry, grid.data_ptr(), grid.stride(0), scales.should_compute, is_aligned
 
 
 @triton.jit(do_not_specialize=["boxes"])
