@@ -60,9 +60,9 @@ def check_packages() -> Iterator[CheckResult]:
     yield _check_optional("apex", "apex", "fused optimizers, from NVIDIA's source; nothing needs it")
 
 
-def _check_optional(name: str, module: str, use: str) -> CheckResult:
+def _check_optional(name: str, module: str, purpose: str) -> CheckResult:
     return CheckResult(
-        name, "yes" if is_installed(module) else "no", installed_version(name) if is_installed(module) else use
+        name, "yes" if is_installed(module) else "no", installed_version(name) if is_installed(module) else purpose
     )
 
 

@@ -138,14 +138,16 @@ class ItemReader:
     def _max_positions(self) -> int:
         return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
 
-    def shard(self, finished: Sequence[Rollout], together: int = 1) -> Rollouts:
+    def shard(self, conversations: Sequence[Rollout], group_size: int = 1) -> Rollouts:
         """Deal conversations that every rank can read out to the ranks; each rank tokenizes only its share.
 
-        together: number of consecutive conversations that stay on the same rank.
+        group_size: number of consecutive conversations that stay on the same rank.
         """
-        units = range(self.job.rank, -(-len(finished) // together), self.job.world)
-        local_indices = [i for unit in units for i in range(unit * together, min((unit + 1) * together, len(finished)))]
-        return Rollouts.gather([finished[i] for i in local_indices], local_indices, row_exchange.WorldComm())
+        units = range(self.job.rank, -(-len(conversations) // group_size), self.job.world)
+        local_indices = [
+            i for unit in units for i in range(unit * group_size, min((unit + 1) * group_size, len(conversations)))
+        ]
+        return Rollouts.gather([conversations[i] for i in local_indices], local_indices, row_exchange.WorldComm())
 
 
 def _format_passes(passes: float) -> str:

@@ -152,7 +152,7 @@ async def _open_conversation(
     return ChatConversation(config, chat, terminal, options.row, options.system)
 
 
-def read_lines(runner: asyncio.Runner, talk: ChatConversation, engine: Engine, config: Config) -> None:
+def read_lines(runner: asyncio.Runner, conversation: ChatConversation, engine: Engine, config: Config) -> None:
     """Read lines until /quit or the end of stdin."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
@@ -170,13 +170,13 @@ def read_lines(runner: asyncio.Runner, talk: ChatConversation, engine: Engine, c
         if line == "/quit":
             return
         if line == "/reset":
-            runner.run(talk.reset())
+            runner.run(conversation.reset())
             print("a new conversation")
         elif line.startswith("/"):
             print(f"there is no {line.split()[0][:40]!r}; there are /reset and /quit")
         elif line:
             try:
-                reason = runner.run(_answer_line(talk, engine, config, line))
+                reason = runner.run(_answer_line(conversation, engine, config, line))
             except KeyboardInterrupt:
                 engine.abort_requests()
                 reason = "stopped; the line is forgotten"
@@ -184,13 +184,15 @@ def read_lines(runner: asyncio.Runner, talk: ChatConversation, engine: Engine, c
                 print(f"({reason})", flush=True)
 
 
-async def _answer_line(talk: ChatConversation, engine: Engine, config: Config, line: str) -> str:
+async def _answer_line(conversation: ChatConversation, engine: Engine, config: Config, line: str) -> str:
     from megarl.engine.client import Client
 
     async with Client(
         engine.url, engine.api_key, config.rollout.request_timeout, None, engine.weight_version
     ) as client:
-        return await talk.send(line, client, make_parser(client, engine.tool_call_parser, engine.tool_call_marker))
+        return await conversation.send(
+            line, client, make_parser(client, engine.tool_call_parser, engine.tool_call_marker)
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -309,21 +311,21 @@ class _StreamingPolicy:
 class IncrementalDetokenizer:
     """Decode tokens to text incrementally. Holds back incomplete UTF-8 sequences; drops end-of-turn tokens."""
 
-    def __init__(self, chat: ChatTemplate, heard: Callable[[str], None]) -> None:
-        self._chat, self._on_text = chat, heard
+    def __init__(self, chat: ChatTemplate, on_text: Callable[[str], None]) -> None:
+        self._chat, self._on_text = chat, on_text
         self._ids: list[int] = []
         self._num_emitted = 0
 
     def add(self, ids: Ids) -> None:
         self._ids += [token for token in ids.tolist() if token not in self._chat.end_token_ids]
-        self._emit(whole=False)
+        self._emit(is_final=False)
 
     def end(self) -> None:
-        self._emit(whole=True)
+        self._emit(is_final=True)
 
-    def _emit(self, whole: bool) -> None:
+    def _emit(self, is_final: bool) -> None:
         text = self._chat.decode(self._ids)
-        if not whole:
+        if not is_final:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete UTF-8 sequence
         if len(text) > self._num_emitted:
             self._on_text(text[self._num_emitted :])
@@ -358,13 +360,13 @@ class _LineSession:
 
     def __init__(
         self,
-        of: _PersistentSessions,
+        owner: _PersistentSessions,
         session: EnvironmentSession,
         messages: tuple[Message, ...],
-        first: int,
+        first_call: int,
         listener: Listener,
     ) -> None:
-        self._owner, self._session, self._first_call, self._listener = of, session, first, listener
+        self._owner, self._session, self._first_call, self._listener = owner, session, first_call, listener
         self.messages, self.schemas = messages, session.schemas
 
     async def call(self, number: int, name: str, arguments: Any) -> ToolResult:

@@ -100,14 +100,15 @@ class Checkpointer:
         self.store.rollback_before = min((number for _, _, number in states if number is not None), default=None)
         is_due = stop or bool(run.save_every and (is_last or step % run.save_every == 0))
         if self.store.pending_step is not None and (is_due or all(is_written for _, is_written, _ in states)):
-            self._finish_save(must=False)  # memory allows only one at a time
+            self._finish_save(raise_on_error=False)  # memory allows only one at a time
         if is_due:
-            self.save_error = self._save(step, beside=run.save_async and not (stop or is_last), must=stop)
+            self.save_error = self._save(
+                step, in_background=run.save_async and not (stop or is_last), raise_on_error=stop
+            )
         return stop
 
-    def _save(self, step: int, beside: bool, must: bool) -> StorageError | None:
-        """Write a checkpoint: in the background if `beside`, else at once. If writing fails, raise if `must`, else
-        raise an alarm and return the error."""
+    def _save(self, step: int, in_background: bool, raise_on_error: bool) -> StorageError | None:
+        """Write a checkpoint. If writing fails, raise if `raise_on_error`, else raise an alarm and return the error."""
         assert self.control is not None
         host = {"step": step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
         host |= {"guards": self.log.guards.state_dict(), "control": self.control.state_dict()}
@@ -115,7 +116,7 @@ class Checkpointer:
         def stage(folder: Path) -> RankWrite:
             models = []
             for role, model in self.trained_models().items():
-                staging = self._stagings.setdefault(role, StagingBuffer()) if beside else None
+                staging = self._stagings.setdefault(role, StagingBuffer()) if in_background else None
                 models.append(StagedCheckpoint(model, folder / role, staging))
             other_writes = [*(worker.save() for worker in self.workers.values()), self.controller.save()]
             drain = self.log.make_drain()
@@ -124,7 +125,7 @@ class Checkpointer:
                 written: dict[Path, Entry] = {}
                 with self.clock.span("save"):
                     for model in models:
-                        written |= model.write(1 if beside else WRITERS, ended)
+                        written |= model.write(1 if in_background else WRITERS, ended)
                     for other_write in other_writes:
                         written |= other_write(folder)
                     drain()  # a run resumed from here does not repeat these steps
@@ -140,10 +141,10 @@ class Checkpointer:
             try:
                 self.store.begin(step, host, stage, self.needs.checkpoint)
             except StorageError as error:
-                return self._handle_save_error(error, step, must)
-        return None if beside else self._finish_save(must)
+                return self._handle_save_error(error, step, raise_on_error)
+        return None if in_background else self._finish_save(raise_on_error)
 
-    def _finish_save(self, must: bool) -> StorageError | None:
+    def _finish_save(self, raise_on_error: bool) -> StorageError | None:
         """Wait for the pending write and complete its checkpoint. Errors as in `_save`."""
         step = self.store.pending_step
         assert step is not None
@@ -151,7 +152,7 @@ class Checkpointer:
             try:
                 self.store.finish()
             except StorageError as error:
-                return self._handle_save_error(error, step, must)
+                return self._handle_save_error(error, step, raise_on_error)
         return None
 
     def finish_on_error(self, error: Exception) -> None:
@@ -166,14 +167,14 @@ class Checkpointer:
                 time.sleep(0.02)
                 arrived = ranks.add_to_counter(name, 0)
             if arrived == self.job.world:
-                self._finish_save(must=False)
+                self._finish_save(raise_on_error=False)
 
     def cancel(self) -> None:
         """Stop the writer threads of a run that ends for any reason."""
         self.store.cancel()
 
-    def _handle_save_error(self, error: StorageError, step: int, must: bool) -> StorageError:
-        if must:
+    def _handle_save_error(self, error: StorageError, step: int, raise_on_error: bool) -> StorageError:
+        if raise_on_error:
             raise error
         continues = step < self.last_step
         self.log.alarm(f"{error}. {'Training goes on; make room' if continues else 'It was the last'}")
@@ -298,7 +299,7 @@ class Checkpointer:
                 "since was taken whole"
             )
         if self.store.pending_step is not None:
-            self._finish_save(must=False)  # it may be the newest one before the failure
+            self._finish_save(raise_on_error=False)  # it may be the newest one before the failure
         folder = self.store.find_newest(before=first_skipped) or self.store.find_newest()
         if folder is None:
             raise ConfigError(f"{reason}. There is no checkpoint to go back to; run.save_every writes them")

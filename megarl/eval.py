@@ -137,7 +137,7 @@ def check_ground_truths(config: Config) -> int:
     return prompts
 
 
-def report(options: Namespace, config: Config, target: Any, samples: int, problems: int, seconds: float) -> int:
+def report(options: Namespace, config: Config, target: Any, samples: int, num_prompts: int, seconds: float) -> int:
     """Print the table; write eval.json and answers.jsonl."""
     from megarl.checkpoint.provenance import code_revision
     from megarl.observe.eval_metrics import collect_scored, compute_metrics, format_table, iter_json_rows
@@ -163,7 +163,7 @@ def report(options: Namespace, config: Config, target: Any, samples: int, proble
         "top_p": config.rollout.eval_config.top_p,
         "seed": config.run.seed,
         "reward": list(config.reward.functions),
-        "prompts": problems,
+        "prompts": num_prompts,
         "rollouts": len(rollouts),
         "without_reward": len(rollouts) - len(answers),
         "seconds": round(seconds, 1),

@@ -65,44 +65,44 @@ class Target:
         return replace(self, model=str(out))
 
 
-def resolve_target(given: str) -> Target:
+def resolve_target(argument: str) -> Target:
     """Resolve a path or a name. Raises ConfigError if it is no model and contains none."""
-    path = Path(folder_of(given))
+    path = Path(folder_of(argument))
     try:
         is_folder, is_model = path.is_dir(), (path / "config.json").is_file()
     except OSError as error:
-        raise ConfigError(f"TARGET {given[:200]}: {error.strerror}") from None
+        raise ConfigError(f"TARGET {argument[:200]}: {error.strerror}") from None
     if not is_folder and path.exists():
-        raise ConfigError(f"TARGET {given} is a file; name the folder of a model, a checkpoint or a run")
+        raise ConfigError(f"TARGET {argument} is a file; name the folder of a model, a checkpoint or a run")
     if not is_folder or is_model:
         folder_config(str(path), "TARGET")
         run = path.absolute().parent / "config.yaml"
         return Target(
-            given, str(path), settings=_read_settings(run) if path.name == "export" and run.is_file() else None
+            argument, str(path), settings=_read_settings(run) if path.name == "export" and run.is_file() else None
         )
     if not (path / manifest.FILE_NAME).is_file() and not path.name.startswith("step_"):
         if (path / "config.yaml").is_file() and not any((path / "checkpoints").glob("step_*")):
-            return _export_target(given, path)
+            return _export_target(argument, path)
         if not (path / "checkpoints").is_dir():
             raise ConfigError(
-                f"TARGET {given} is no model (it has no config.json), no checkpoint and no run folder; name one"
+                f"TARGET {argument} is no model (it has no config.json), no checkpoint and no run folder; name one"
             )
     checkpoint = resolve_checkpoint(path)
-    return _checkpoint_target(given, checkpoint)
+    return _checkpoint_target(argument, checkpoint)
 
 
-def _export_target(given: str, run: Path) -> Target:
+def _export_target(argument: str, run: Path) -> Target:
     """Return the exported model of a run that has no checkpoint."""
     if not (run / "export/config.json").is_file():
         raise ConfigError(
-            f"TARGET {given} is a run without a checkpoint and without an export: it was neither run.save_every nor "
+            f"TARGET {argument} is a run without a checkpoint and without an export: it was neither run.save_every nor "
             "run.export, or is not that far; name another"
         )
     folder_config(str(run / "export"), "TARGET")
-    return Target(given, str(run / "export"), settings=_read_settings(run / "config.yaml"))
+    return Target(argument, str(run / "export"), settings=_read_settings(run / "config.yaml"))
 
 
-def _checkpoint_target(given: str, folder: Path) -> Target:
+def _checkpoint_target(argument: str, folder: Path) -> Target:
     file = folder.parent.parent / "config.yaml"
     if not file.is_file():
         raise ConfigError(
@@ -123,7 +123,7 @@ def _checkpoint_target(given: str, folder: Path) -> Target:
             raise ConfigError(f"{folder} is damaged: {fault}; name another checkpoint")
     step = tree.get("step")
     settings = _read_settings(file)
-    return Target(given, run.model.path, folder, step if isinstance(step, int) else None, run, settings)
+    return Target(argument, run.model.path, folder, step if isinstance(step, int) else None, run, settings)
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -151,27 +151,27 @@ RESERVED_KEYS = {
 
 def build_config(
     target: Target,
-    own: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Mapping[str, Any]],
     overrides: Sequence[str],
     file: Path,
-    taken: Mapping[str, str] = RESERVED_KEYS,
+    reserved: Mapping[str, str] = RESERVED_KEYS,
 ) -> Config:
     """Build a generation-only configuration and write it, without the overrides, to `file`. Raises ConfigError.
 
-    `own` takes precedence over the settings of the target's run. If the user names a reward, the run's rewards are
+    `settings` takes precedence over the settings of the target's run. If the user names a reward, the run's rewards are
     dropped; if nothing defines a reward and there is no environment, the data source selects it. One engine runs unless
     parallel.world_size is larger.
     """
     keys = [text.partition("=")[0] for text in overrides]
     for key in keys:
-        for name, reason in taken.items():
+        for name, reason in reserved.items():
             if key == name or key.startswith(f"{name}."):
                 raise ConfigError(f"{key} cannot be set here: {reason}")
     tree: dict[str, Any] = {name: dict(section) for name, section in (target.settings or {}).items()}
     if any(key.startswith(("reward.functions", "reward.model", "roles.reward")) for key in keys):
         tree.pop("reward", None)
         tree.pop("roles", None)
-    for name, section in own.items():
+    for name, section in settings.items():
         tree[name] = {**tree.get(name, {}), **section}
     tree["algorithm"], tree["model"] = "generate", {**tree.get("model", {}), "path": target.model}
     if target.settings is None:

@@ -95,21 +95,21 @@ class _SignalForwarder(threading.Thread):
         self._deadline = min(self._deadline, time.monotonic() + launcher.GRACE_S)
         return _signal_ranks(signal.SIGINT)
 
-    def _forward(self, number: int) -> None:
-        if time.monotonic() - self._last_signal_times.get(number, 0.0) < SIGNAL_DEBOUNCE_S:
+    def _forward(self, signum: int) -> None:
+        if time.monotonic() - self._last_signal_times.get(signum, 0.0) < SIGNAL_DEBOUNCE_S:
             return
-        self._last_signal_times[number] = time.monotonic()
-        if number == signal.SIGINT or self._is_asked_twice:
+        self._last_signal_times[signum] = time.monotonic()
+        if signum == signal.SIGINT or self._is_asked_twice:
             num_signaled = self._interrupt_all()
         else:
-            num_signaled = _signal_ranks(number)  # a second one ends ranks, except those writing a checkpoint
+            num_signaled = _signal_ranks(signum)  # a second one ends ranks, except those writing a checkpoint
             self._is_asked_twice = self.stop_signal != 0
         if self.stop_signal != signal.SIGINT:
-            self.stop_signal = number
+            self.stop_signal = signum
         if not num_signaled:
             self.remove_logs()
-            _write_final_line(f"ended by {signal_name(number)}")
-            os._exit(128 + number)
+            _write_final_line(f"ended by {signal_name(signum)}")
+            os._exit(128 + signum)
 
     def remove_logs(self) -> None:
         self.log_folder.close()
@@ -122,12 +122,12 @@ def _write_final_line(text: str) -> None:
     os.write(stderr, f"{text}\n".encode())
 
 
-def _signal_ranks(number: int) -> int:
+def _signal_ranks(signum: int) -> int:
     """Send a signal to all child processes, which are the ranks. Return their number."""
     sent = 0
     for pid in list_children():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(pid, signum)
             sent += 1
     return sent
 
@@ -180,32 +180,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         forwarder.remove_logs()
 
 
-def _run_with_restarts(options: argparse.Namespace, watch: _SignalForwarder) -> int:
+def _run_with_restarts(options: argparse.Namespace, forwarder: _SignalForwarder) -> int:
     """Do what `launcher.run_with_restarts` does, on each node."""
     from megarl.parallel.rendezvous import serve_local_store
 
     nodes, static = _join_nodes(options), options.rdzv_backend == "static" or options.standalone
     number, attempt = int(options.node_rank), 0
     while True:
-        os.environ.update({**watch.messages.environment, RESTART_COUNT_ENV: str(attempt)})
-        watch.begin_attempt(lambda: nodes.has_remote_failure(attempt))  # noqa: B023  called within this attempt only
+        os.environ.update({**forwarder.messages.environment, RESTART_COUNT_ENV: str(attempt)})
+        forwarder.begin_attempt(lambda: nodes.has_remote_failure(attempt))  # noqa: B023  called within this attempt only
         with contextlib.ExitStack() as stack:
             if static and nodes.num_nodes == 1:
                 os.environ.update(stack.enter_context(serve_local_store()))
             port = nodes.agree_port(attempt, options.master_port)
-            report = _run_attempt(options, port, watch, node_name(number, nodes.num_nodes))
-        watch.end_attempt()
+            report = _run_attempt(options, port, forwarder, node_name(number, nodes.num_nodes))
+        forwarder.end_attempt()
         if report.has_failed:
             nodes.announce_failure(attempt)
         end_orphans((), launcher.ORPHAN_TIMEOUT_S)
         # With other rendezvous backends, nodes do not hear of each other.
-        decision = nodes.decide_next(attempt, report, watch.messages.restart_policy() if static else None)
+        decision = nodes.decide_next(attempt, report, forwarder.messages.restart_policy() if static else None)
         if decision.text:
             print(decision.text, file=sys.stderr, flush=True)
         if not decision.should_restart:
             return decision.status
         if number == 0:
-            append_to_log(watch.messages.restart_policy(), decision.text.splitlines()[-1])
+            append_to_log(forwarder.messages.restart_policy(), decision.text.splitlines()[-1])
         time.sleep(decision.wait_s)  # a signal during the wait ends this process
         attempt += 1
 
@@ -217,7 +217,7 @@ def _join_nodes(options: argparse.Namespace) -> SingleNode:
     return MultiNode(int(options.node_rank), count, options.master_addr, int(options.master_port))
 
 
-def _run_attempt(options: argparse.Namespace, port: int, watch: _SignalForwarder, name: str) -> NodeReport:
+def _run_attempt(options: argparse.Namespace, port: int, forwarder: _SignalForwarder, name: str) -> NodeReport:
     """Run the ranks of this node once and wait until they have exited."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -239,7 +239,7 @@ def _run_attempt(options: argparse.Namespace, port: int, watch: _SignalForwarder
         first_failure = min(failure.timestamp for failure in error.failures.values())
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         for rank, failure in error.failures.items():
-            ended_by_us = watch.has_killed or failure.timestamp >= first_failure + launcher.GRACE_S - 1
+            ended_by_us = forwarder.has_killed or failure.timestamp >= first_failure + launcher.GRACE_S - 1
             if failure.exitcode == -signal.SIGKILL and ended_by_us:
                 del codes[rank]
     except ValueError:
@@ -249,7 +249,7 @@ def _run_attempt(options: argparse.Namespace, port: int, watch: _SignalForwarder
     ranks_per_node = int(options.nproc_per_node) if str(options.nproc_per_node).isdigit() else 0
     first_rank = ranks_per_node * int(options.node_rank)
     ranks = tuple(range(first_rank, first_rank + ranks_per_node))
-    return NodeReport(name, succeeded, codes, tuple(watch.messages.read()), watch.stop_signal, problem, ranks)
+    return NodeReport(name, succeeded, codes, tuple(forwarder.messages.read()), forwarder.stop_signal, problem, ranks)
 
 
 def _rendezvous_error(error: Exception) -> str:

@@ -18,23 +18,23 @@ class Thread:
         self.rank, self._meet = rank, meet
         self.largest = 0  # bytes that it gave to `all_reduce` at once
 
-    def all_reduce(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
         """Added up by rank, as `parallel.row_exchange` does: the same bits on all."""
-        self.largest = max(self.largest, mine.nbytes)
-        shares = self._meet(self.rank, mine)
-        assert {(share.shape, share.dtype) for share in shares} == {(mine.shape, mine.dtype)}
+        self.largest = max(self.largest, local.nbytes)
+        shares = self._meet(self.rank, local)
+        assert {(share.shape, share.dtype) for share in shares} == {(local.shape, local.dtype)}
         result = shares[0].clone()
         for share in shares[1:]:
             result += share
         return result
 
-    def all_gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
-        shares = self._meet(self.rank, mine)
-        assert {(share.shape[1:], share.dtype) for share in shares} == {(mine.shape[1:], mine.dtype)}
+    def all_gather_rows(self, local: torch.Tensor) -> torch.Tensor:
+        shares = self._meet(self.rank, local)
+        assert {(share.shape[1:], share.dtype) for share in shares} == {(local.shape[1:], local.dtype)}
         return torch.cat(shares)
 
-    def all_gather_objects(self, mine: Any) -> list[Any]:
-        return self._meet(self.rank, mine)
+    def all_gather_objects(self, local: Any) -> list[Any]:
+        return self._meet(self.rank, local)
 
 
 def as_ranks(world: int, work: Callable[[Thread], T]) -> list[T]:

@@ -21,31 +21,31 @@ Estimator = Literal["group", "rloo", "reinforce_baseline", "opo"]
 
 
 def sequence_advantages(
-    kind: Estimator,
+    estimator: Estimator,
     reward: torch.Tensor,
     group: torch.Tensor,
     actions: torch.Tensor,
     group_std: bool = True,
-    left_out: torch.Tensor | None = None,
+    excluded: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [N] advantages by the estimator `advantage.kind`. `spread_to_tokens` broadcasts them to tokens.
 
-    reward, group: [N]. actions: [N] action tokens of each. group_std: for `group` only. left_out: [N] bool, samples to
+    reward, group: [N]. actions: [N] action tokens of each. group_std: for `group` only. excluded: [N] bool, samples to
     exclude from every mean, deviation and baseline; their reward may be anything, even NaN, and their advantage is 0.
     """
-    if kind == "group":
-        return group_advantages(reward, group, group_std, left_out)
-    if kind == "rloo":
-        return rloo_advantages(reward, group, left_out)
-    if kind == "reinforce_baseline":
-        return whiten_sequences(group_advantages(reward, group, False, left_out), actions, left_out)
-    if kind == "opo":
-        return opo_advantages(reward, group, actions, left_out)
-    raise ValueError(f"kind must be group, rloo, reinforce_baseline or opo, not {kind!r}")
+    if estimator == "group":
+        return group_advantages(reward, group, group_std, excluded)
+    if estimator == "rloo":
+        return rloo_advantages(reward, group, excluded)
+    if estimator == "reinforce_baseline":
+        return whiten_sequences(group_advantages(reward, group, False, excluded), actions, excluded)
+    if estimator == "opo":
+        return opo_advantages(reward, group, actions, excluded)
+    raise ValueError(f"estimator must be group, rloo, reinforce_baseline or opo, not {estimator!r}")
 
 
 def group_advantages(
-    reward: torch.Tensor, group: torch.Tensor, use_std: bool, left_out: torch.Tensor | None = None
+    reward: torch.Tensor, group: torch.Tensor, use_std: bool, excluded: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return GRPO's advantages (arXiv:2402.03300, section 4.1.2), [N]: rewards normalized within their group.
 
@@ -53,7 +53,7 @@ def group_advantages(
     (arXiv:2503.20783). `reward` [N], `group` [N] any integers, in any order. A group with equal rewards, including a
     group of one, carries no signal: its advantages are exactly 0.
     """
-    groups = _Groups.build(reward, group, left_out)
+    groups = _Groups.build(reward, group, excluded)
     centred = groups.reward - groups.expand(groups.sum_groups(groups.reward) / groups.size.clamp(min=1))
     if use_std:
         variance = groups.sum_groups(centred.square()) / (groups.size - 1).clamp(min=1)
@@ -61,21 +61,21 @@ def group_advantages(
     return groups.zero_uniform(centred).to(reward.dtype)
 
 
-def rloo_advantages(reward: torch.Tensor, group: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
+def rloo_advantages(reward: torch.Tensor, group: torch.Tensor, excluded: torch.Tensor | None = None) -> torch.Tensor:
     """Return REINFORCE leave-one-out advantages (arXiv:2402.14740), [N]: the baseline is the mean of the k - 1 others.
 
         A_i = r_i - 1/(k - 1) sum_{j != i} r_j = k/(k - 1) (r_i - mean)
 
     Groups with equal rewards get 0, as in `group_advantages`.
     """
-    groups = _Groups.build(reward, group, left_out)
+    groups = _Groups.build(reward, group, excluded)
     size = groups.size.double().clamp(min=2)  # a group of one gets 0 below
     centred = groups.reward - groups.expand(groups.sum_groups(groups.reward) / size)
     return groups.zero_uniform(centred * groups.expand(size / (size - 1))).to(reward.dtype)
 
 
 def opo_advantages(
-    reward: torch.Tensor, group: torch.Tensor, actions: torch.Tensor, left_out: torch.Tensor | None = None
+    reward: torch.Tensor, group: torch.Tensor, actions: torch.Tensor, excluded: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return OPO's advantages (arXiv:2505.23585), [N]: r minus the group's mean reward, weighted by length.
 
@@ -84,7 +84,7 @@ def opo_advantages(
     This baseline minimizes the variance if the squared norm of a sequence's gradient is proportional to its length.
     `actions` [N]: l, the action tokens. Groups with equal rewards get 0, as in `group_advantages`.
     """
-    groups = _Groups.build(reward, group, left_out)
+    groups = _Groups.build(reward, group, excluded)
     length = actions.double()
     baseline = groups.sum_groups(length * groups.reward) / groups.sum_groups(length).clamp(min=1)
     return groups.zero_uniform(groups.reward - groups.expand(baseline)).to(reward.dtype)
@@ -99,13 +99,13 @@ def penalised_rewards(reward: torch.Tensor, penalty: torch.Tensor, group: torch.
     return torch.where(_Groups.build(reward, group, None).is_uniform(), reward, reward - penalty)
 
 
-def whiten_sequences(x: torch.Tensor, actions: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
+def whiten_sequences(x: torch.Tensor, actions: torch.Tensor, excluded: torch.Tensor | None = None) -> torch.Tensor:
     """Normalize `x` [N] over the batch, as REINFORCE++ does (arXiv:2501.03262, eq. 10).
 
     (x - mean) / sqrt(var + 1e-8), each sequence weighted by its action tokens: the same as `whiten` of the values
     broadcast to these tokens. The result is 0 if all included values are equal.
     """
-    is_included = torch.ones_like(actions, dtype=torch.bool) if left_out is None else ~left_out
+    is_included = torch.ones_like(actions, dtype=torch.bool) if excluded is None else ~excluded
     values = torch.where(is_included, x.double(), 0.0)
     weight = torch.where(is_included, actions, 0).double()
     weight = weight / weight.sum().clamp(min=1)
@@ -127,9 +127,9 @@ class _Groups:
     size: torch.Tensor  # [G] included samples
 
     @staticmethod
-    def build(reward: torch.Tensor, group: torch.Tensor, left_out: torch.Tensor | None) -> _Groups:
+    def build(reward: torch.Tensor, group: torch.Tensor, excluded: torch.Tensor | None) -> _Groups:
         _, group_ids = torch.unique(group, return_inverse=True)
-        is_included = torch.ones_like(group_ids, dtype=torch.bool) if left_out is None else ~left_out
+        is_included = torch.ones_like(group_ids, dtype=torch.bool) if excluded is None else ~excluded
         groups = int(group_ids.max()) + 1 if len(group_ids) else 0
         size = torch.bincount(group_ids[is_included], minlength=groups)
         return _Groups(torch.where(is_included, reward.double(), 0.0), group_ids, is_included, size)
@@ -287,7 +287,7 @@ def _compute_block_gae(
         returns.index_copy_(0, positions, advantage + values.index_select(0, positions).to(advantage.dtype))
 
 
-def whiten(x: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_reduce) -> torch.Tensor:
+def whiten(x: torch.Tensor, mask: torch.Tensor, all_reduce: AllReduce = local_all_reduce) -> torch.Tensor:
     """Normalize `x` [T] to mean 0 and (population) standard deviation 1 over `mask` [T]; 0 elsewhere.
 
     Mean and deviation cover the entries of all ranks. The result is 0 if these are all equal.
@@ -295,11 +295,11 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_red
     result = torch.zeros_like(x)
     # In fp32, equal entries would leave rounding noise that the scale amplifies.
     selected = masked_select(x, mask, torch.float64)
-    count, entries_sum = total(torch.stack([selected.new_tensor(len(selected)), selected.sum()]))
+    count, entries_sum = all_reduce(torch.stack([selected.new_tensor(len(selected)), selected.sum()]))
     if not count:
         return result
     mean = entries_sum / count
-    scale = (total(selected.sub_(mean).square_().sum()) / count + 1e-8).rsqrt()
+    scale = (all_reduce(selected.sub_(mean).square_().sum()) / count + 1e-8).rsqrt()
     for part, values, part_mask in iter_blocks(result, x, mask):
         part.copy_(torch.where(part_mask, (values.double() - mean) * scale, 0.0))
     return result

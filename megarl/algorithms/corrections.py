@@ -107,14 +107,14 @@ def correction_metrics(
     log_ratio: torch.Tensor,
     loss_mask: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    made: Correction,
-    lag: torch.Tensor | None = None,
-    total: AllReduce = local_all_reduce,
+    correction: Correction,
+    staleness: torch.Tensor | None = None,
+    all_reduce: AllReduce = local_all_reduce,
 ) -> dict[str, float]:
     """Return metrics of the mismatch between the two policies and of its correction, overall and by staleness.
 
-    `lag` [T] is the integer staleness of each token. Tokens of 0, 1, 2, and 3 or more versions ago have metrics of
-    their own, with the suffix _lag0 and so on; sequences count by their oldest token. None omits these. Names are
+    `staleness` [T]: integer age of each token. Tokens of 0, 1, 2, and 3 or more versions ago have metrics of their own,
+    with the suffix _lag0 and so on; sequences count by their oldest token. None omits these. Names are
     verl's where verl has the metric:
 
         kl, k3_kl                        KL of the engine's policy to the trainer's, per token: -log rho;
@@ -127,22 +127,22 @@ def correction_metrics(
         rollout_rs_masked_fraction       share of tokens with weight 0
         rollout_rs_seq_masked_fraction   share of sequences whose tokens all have weight 0
 
-    Collective in `total`; the same on all ranks. Empty without action tokens.
+    Collective in `all_reduce`; the same on all ranks. Empty without action tokens.
     """
-    token_masks, sequence_masks = _split_by_staleness(loss_mask, cu_seqlens, lag)
+    token_masks, sequence_masks = _split_by_staleness(loss_mask, cu_seqlens, staleness)
     sequence_ratio = torch.exp(sequence_sums(log_ratio.double(), cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    is_kept = sequence_sums((made.weights > 0).int(), cu_seqlens) > 0
+    is_kept = sequence_sums((correction.weights > 0).int(), cu_seqlens) > 0
     values, sums = [], []
     for mask, sequence_mask in zip(token_masks, sequence_masks, strict=True):
         logs, weights, sequence_ratios = (
             masked_select(log_ratio, mask, torch.float64),
-            masked_select(made.weights, mask),
+            masked_select(correction.weights, mask),
             sequence_ratio[sequence_mask],
         )
         ratios = torch.exp(logs)
         values.append(ratios.float())
         parts = [float(part.sum()) for part in (-logs, ratios - 1.0 - logs, weights.double(), weights == 0)]
-        parts += [float(torch.count_nonzero(mask & part)) for part in (made.is_above, made.is_below)]
+        parts += [float(torch.count_nonzero(mask & part)) for part in (correction.is_above, correction.is_below)]
         parts += [
             len(sequence_ratios),
             float(sequence_ratios.sum()),
@@ -150,14 +150,16 @@ def correction_metrics(
             float(torch.count_nonzero(~is_kept[sequence_mask])),
         ]
         sums.append(torch.tensor([len(logs), *parts], dtype=torch.float64))
-    table = total(torch.stack(sums))
+    table = all_reduce(torch.stack(sums))
     nonempty = [row for row, tokens in enumerate(table[:, 0].tolist()) if tokens]
     if not nonempty:
         return {}
     counts = [int(table[row, 0]) for row in nonempty]
     shares = [tuple(-(-count * percent // 100) for percent in (5, 50, 95, 100)) for count in counts]
     result: dict[str, float] = {}
-    for row, ks in zip(nonempty, batched_kth_values([values[row] for row in nonempty], shares, total), strict=True):
+    for row, ks in zip(
+        nonempty, batched_kth_values([values[row] for row in nonempty], shares, all_reduce), strict=True
+    ):
         tokens, kl, k3, weight, masked, above, below, sequences, ratio_sum, square_sum, rejected = table[row].tolist()
         metrics = dict(zip(("ratio_p5", "ratio_p50", "ratio_p95", "ratio_max"), ks, strict=True))
         metrics |= {"kl": kl / tokens, "k3_kl": k3 / tokens, "rollout_is_mean": weight / tokens}
@@ -172,13 +174,13 @@ def correction_metrics(
 
 
 def _split_by_staleness(
-    loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, lag: torch.Tensor | None
+    loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, staleness: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return masks [T] of action tokens and [N] of sequences with action tokens: overall, then per staleness bucket."""
     has_action = sequence_sums(loss_mask.int(), cu_seqlens) > 0
-    if lag is None:
+    if staleness is None:
         return [loss_mask], [has_action]
-    ages = lag.clamp(0, LAST_STALENESS_BUCKET)
+    ages = staleness.clamp(0, LAST_STALENESS_BUCKET)
     # A sequence is as old as its oldest action: the highest bucket in which it has an action.
     oldest = torch.zeros_like(cu_seqlens[1:])
     for age in range(1, LAST_STALENESS_BUCKET + 1):

@@ -14,7 +14,7 @@ from megarl.algorithms.policy_losses import MAX_LOG_RATIO
 def kl_estimate(
     logprobs: torch.Tensor,
     ref_logprobs: torch.Tensor,
-    kind: Literal["k1", "k2", "k3", "k3_unbiased"],
+    estimator: Literal["k1", "k2", "k3", "k3_unbiased"],
     loss_mask: torch.Tensor | None = None,
     old_logprobs: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -33,15 +33,15 @@ def kl_estimate(
     mask = torch.ones_like(logprobs, dtype=torch.bool) if loss_mask is None else loss_mask
     zeros = torch.zeros_like(logprobs)
     difference = torch.where(mask, logprobs - ref_logprobs, zeros)
-    if kind == "k1":
+    if estimator == "k1":
         return difference
-    if kind == "k2":
+    if estimator == "k2":
         return 0.5 * difference.square()
-    if kind not in ("k3", "k3_unbiased"):
-        raise ValueError(f"kind must be k1, k2, k3 or k3_unbiased, not {kind!r}")
+    if estimator not in ("k3", "k3_unbiased"):
+        raise ValueError(f"estimator must be k1, k2, k3 or k3_unbiased, not {estimator!r}")
     difference = difference.clamp(min=-MAX_LOG_RATIO)
     estimate = torch.expm1(-difference) + difference
-    if kind == "k3":
+    if estimator == "k3":
         return estimate
     behavior_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     return estimate * torch.exp(torch.where(mask, logprobs - behavior_logprobs, zeros).clamp(max=MAX_LOG_RATIO))

@@ -49,7 +49,7 @@ def constant_weights(loss_mask: torch.Tensor, length: int, sequences: int) -> to
     return loss_mask.float().div_(length * max(sequences, 1))
 
 
-def pair_mean_weights(cu_seqlens: torch.Tensor, total: AllReduce = local_all_reduce) -> torch.Tensor:
+def pair_mean_weights(cu_seqlens: torch.Tensor, all_reduce: AllReduce = local_all_reduce) -> torch.Tensor:
     """Return [T] fp32 weights that turn a sum of `bradley_terry` losses into their mean over all ranks' pairs.
 
     1 / pairs at the last token of each chosen sequence, which has an even index. Both sequences of a pair must be on
@@ -57,7 +57,7 @@ def pair_mean_weights(cu_seqlens: torch.Tensor, total: AllReduce = local_all_red
     """
     chosen = cu_seqlens[1:][0::2] - 1
     weights = torch.zeros(int(cu_seqlens[-1]))
-    weights[chosen] = 1.0 / max(1, int(total(chosen.new_tensor(len(chosen)))))
+    weights[chosen] = 1.0 / max(1, int(all_reduce(chosen.new_tensor(len(chosen)))))
     return weights
 
 
@@ -97,13 +97,13 @@ def value_loss(
 
 
 def explained_variance(
-    values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor, total: AllReduce = local_all_reduce
+    values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor, all_reduce: AllReduce = local_all_reduce
 ) -> float:
     """Return 1 - Var(R - V) / Var(R) over all ranks' action tokens: 1 is a perfect critic, 0 no better than a constant.
 
-    Returns 0 if all returns are equal, since there is no variance to explain. Collective in `total`.
+    Returns 0 if all returns are equal, since there is no variance to explain. Collective in `all_reduce`.
     """
-    count = count_action_tokens(loss_mask, total)
+    count = count_action_tokens(loss_mask, all_reduce)
     if not count:
         return 0.0
     actual = masked_select(returns, loss_mask, torch.float64)
@@ -112,11 +112,13 @@ def explained_variance(
     local_moments = torch.stack(
         [torch.stack(_moments(actual)), torch.stack(_moments(unexplained))]
     )  # [2, mean and variance]
-    means = total(weight * local_moments[:, 0])
+    means = all_reduce(weight * local_moments[:, 0])
     # If all returns are equal, the mean differs from them by fp64 rounding only, so it is exact in their own dtype.
     num_different = torch.count_nonzero(actual != means[0].to(returns.dtype))
     variances = weight * (local_moments[:, 1] + (local_moments[:, 0] - means).square())
-    variance, unexplained_variance, different = total(torch.cat([variances, num_different[None].to(variances.dtype)]))
+    variance, unexplained_variance, different = all_reduce(
+        torch.cat([variances, num_different[None].to(variances.dtype)])
+    )
     return float(1.0 - unexplained_variance / variance) if different else 0.0
 
 

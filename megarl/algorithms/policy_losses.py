@@ -14,7 +14,7 @@ mini-batch, is
     Cov(y_i) = (log pi(y_i) - mean_j log pi(y_j)) (A(y_i) - mean_j A(y_j))                     (section 4.2)
 
 which depends on all of them, so tokens are marked before the mini-batch is split into micro-batches. Each rank marks
-its own tokens; the means and thresholds are computed with `total`. The log-probs are those from before the first
+its own tokens; the means and thresholds are computed with `all_reduce`. The log-probs are those from before the first
 update on the batch, which the advantages belong to as well; those of a later update would need another forward pass.
 The marks depend on the tokens and on `seed`, not on which rank holds them, up to rounding at a threshold.
 """
@@ -117,13 +117,13 @@ def ppo_policy_loss(
     return TokenLoss(loss=loss, metrics=metrics)
 
 
-def ppo_loss(sampled: PolicyLossInput, clip: Clip, options: object = None) -> TokenLoss:
+def ppo_loss(inputs: PolicyLossInput, clip: Clip, options: object = None) -> TokenLoss:
     """`ppo_policy_loss` with `loss.clip`, `loss.clip_high` and `loss.dual_clip`; has no options."""
     return ppo_policy_loss(
-        sampled.logprobs,
-        sampled.old_logprobs,
-        sampled.advantages,
-        sampled.loss_mask,
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        inputs.loss_mask,
         clip_low=clip.low,
         clip_high=clip.high,
         dual_clip=clip.dual,
@@ -148,7 +148,7 @@ class GMPOOptions:
     clip_high: Bound = 0.4
 
 
-def gspo_loss(sampled: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
+def gspo_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
     """Return the loss of GSPO, group sequence policy optimization (arXiv:2507.18071, eq. 5), [T].
 
         s_i    = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp(mean over its action tokens of log pi - log pi_old)
@@ -158,10 +158,10 @@ def gspo_loss(sampled: PolicyLossInput, clip: Clip, options: GSPOOptions) -> Tok
     `actor/pg_clipfrac`, `actor/ppo_kl` as in `ppo_policy_loss`, `actor/sequence_clipfrac` the share of clipped
     sequences.
     """
-    return _clipped_loss(sampled, _expand_to_tokens(_sequence_log_ratio(sampled), sampled), options)
+    return _clipped_loss(inputs, _expand_to_tokens(_sequence_log_ratio(inputs), inputs), options)
 
 
-def gspo_token_loss(sampled: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
+def gspo_token_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
     """Return the loss of GSPO-token (arXiv:2507.18071, section 4.3), [T]: the sequence's ratio, the token's gradient.
 
         s_it   = sg[s_i] pi(y_it) / sg[pi(y_it)]
@@ -169,12 +169,12 @@ def gspo_token_loss(sampled: PolicyLossInput, clip: Clip, options: GSPOOptions) 
 
     Meant for advantages per token. Equal to GSPO if a sequence has one advantage and the mean is over sequences.
     """
-    log_ratio = sampled.log_ratio
-    sequence_log_ratio = _expand_to_tokens(_sequence_log_ratio(sampled), sampled).detach()
-    return _clipped_loss(sampled, sequence_log_ratio + (log_ratio - log_ratio.detach()), options)
+    log_ratio = inputs.log_ratio
+    sequence_log_ratio = _expand_to_tokens(_sequence_log_ratio(inputs), inputs).detach()
+    return _clipped_loss(inputs, sequence_log_ratio + (log_ratio - log_ratio.detach()), options)
 
 
-def gmpo_loss(sampled: PolicyLossInput, clip: Clip, options: GMPOOptions) -> TokenLoss:
+def gmpo_loss(inputs: PolicyLossInput, clip: Clip, options: GMPOOptions) -> TokenLoss:
     """Return the loss of GMPO, geometric-mean policy optimization (arXiv:2507.20673), [T].
 
         g_i    = (prod_t rho'_t)^(1 / |o_i|)
@@ -186,48 +186,48 @@ def gmpo_loss(sampled: PolicyLossInput, clip: Clip, options: GMPOOptions) -> Tok
     its own A, and its sign for the clip. Metrics: `actor/pg_clipfrac` 1 where the clip changed a token's ratio,
     `actor/ppo_kl`.
     """
-    log_ratio, advantage = sampled.log_ratio, sampled.advantage
+    log_ratio, advantage = inputs.log_ratio, inputs.advantage
     clipped = log_ratio.clamp(-options.clip_low, options.clip_high)
     bounded = torch.where(advantage > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
-    bounded = torch.where(sampled.loss_mask & (advantage != 0), bounded, torch.zeros_like(bounded))
-    mean = _expand_to_tokens(_sequence_means(bounded, sampled), sampled).clamp(max=MAX_LOG_RATIO)
+    bounded = torch.where(inputs.loss_mask & (advantage != 0), bounded, torch.zeros_like(bounded))
+    mean = _expand_to_tokens(_sequence_means(bounded, inputs), inputs).clamp(max=MAX_LOG_RATIO)
     metrics = {
-        "actor/pg_clipfrac": (bounded != log_ratio).where(advantage != 0, torch.zeros_like(sampled.loss_mask)).to(mean),
+        "actor/pg_clipfrac": (bounded != log_ratio).where(advantage != 0, torch.zeros_like(inputs.loss_mask)).to(mean),
         "actor/ppo_kl": -log_ratio.detach(),
     }
     return TokenLoss(-advantage * torch.exp(mean), metrics)
 
 
-def _clipped_loss(sampled: PolicyLossInput, log_ratio: torch.Tensor, options: GSPOOptions) -> TokenLoss:
-    ratio, advantage = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)), sampled.advantage
+def _clipped_loss(inputs: PolicyLossInput, log_ratio: torch.Tensor, options: GSPOOptions) -> TokenLoss:
+    ratio, advantage = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)), inputs.advantage
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
     was_clipped = (clipped > plain).to(plain.dtype)
-    metrics = {"actor/pg_clipfrac": was_clipped, "actor/ppo_kl": -sampled.log_ratio.detach()}
-    sequence_metrics = {"actor/sequence_clipfrac": _sequence_means(was_clipped, sampled)}
+    metrics = {"actor/pg_clipfrac": was_clipped, "actor/ppo_kl": -inputs.log_ratio.detach()}
+    sequence_metrics = {"actor/sequence_clipfrac": _sequence_means(was_clipped, inputs)}
     return TokenLoss(torch.maximum(plain, clipped), metrics, sequence_metrics)
 
 
-def _sequence_log_ratio(sampled: PolicyLossInput) -> torch.Tensor:
+def _sequence_log_ratio(inputs: PolicyLossInput) -> torch.Tensor:
     """Return [n] the mean log ratio of each sequence's action tokens; 0 without any."""
-    return _sequence_means(sampled.log_ratio, sampled)
+    return _sequence_means(inputs.log_ratio, inputs)
 
 
-def _sequence_means(x: torch.Tensor, sampled: PolicyLossInput) -> torch.Tensor:
+def _sequence_means(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
     """[T] -> [n]: mean over each sequence's action tokens; 0 without any. `x` must be 0 outside action tokens."""
-    lengths = sampled.cu_seqlens.diff().tolist()
+    lengths = inputs.cu_seqlens.diff().tolist()
     means = [
         part.sum() / mask.sum().clamp(min=1)  # one sum per sequence, so that its order is fixed on GPUs too
-        for part, mask in zip(x.split(lengths), sampled.loss_mask.split(lengths), strict=True)
+        for part, mask in zip(x.split(lengths), inputs.loss_mask.split(lengths), strict=True)
     ]
     return torch.stack(means) if means else x[:0]
 
 
-def _expand_to_tokens(x: torch.Tensor, sampled: PolicyLossInput) -> torch.Tensor:
+def _expand_to_tokens(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
     """[n] -> [T], 0 where `loss_mask` is False."""
-    lengths = sampled.cu_seqlens.diff().tolist()
+    lengths = inputs.cu_seqlens.diff().tolist()
     parts = [x[:0], *(value.expand(length) for value, length in zip(x, lengths, strict=True))]
-    return torch.where(sampled.loss_mask, torch.cat(parts), torch.zeros_like(sampled.logprobs))
+    return torch.where(inputs.loss_mask, torch.cat(parts), torch.zeros_like(inputs.logprobs))
 
 
 @dataclass(frozen=True)
@@ -247,22 +247,22 @@ class SAPOOptions:
     """Temperature for negative advantages, where the gate closes sooner. Both defaults are the paper's."""
 
 
-def cispo_loss(sampled: PolicyLossInput, clip: Clip, options: CISPOOptions) -> TokenLoss:
+def cispo_loss(inputs: PolicyLossInput, clip: Clip, options: CISPOOptions) -> TokenLoss:
     """Return CISPO's loss (MiniMax-M1, arXiv:2506.13585, section 3.1), [T]: REINFORCE with a bounded weight.
 
         loss_t = -sg[clip(rho_t, least, most)] A_t log pi(o_t)
 
     No token loses its gradient. Metrics: `actor/pg_clipfrac` 1 where the weight was bounded, `actor/ppo_kl`.
     """
-    log_ratio = sampled.log_ratio.detach()
+    log_ratio = inputs.log_ratio.detach()
     ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
     weight = ratio.clamp(options.least, options.most)
-    logprobs = torch.where(sampled.loss_mask, sampled.logprobs, torch.zeros_like(sampled.logprobs))
+    logprobs = torch.where(inputs.loss_mask, inputs.logprobs, torch.zeros_like(inputs.logprobs))
     metrics = {"actor/pg_clipfrac": (weight != ratio).to(ratio.dtype), "actor/ppo_kl": -log_ratio}
-    return TokenLoss(-weight * sampled.advantage * logprobs, metrics)
+    return TokenLoss(-weight * inputs.advantage * logprobs, metrics)
 
 
-def sapo_loss(sampled: PolicyLossInput, clip: Clip, options: SAPOOptions) -> TokenLoss:
+def sapo_loss(inputs: PolicyLossInput, clip: Clip, options: SAPOOptions) -> TokenLoss:
     """Return SAPO's loss (soft adaptive policy optimization, arXiv:2511.20347), [T]: a sigmoid instead of a clip.
 
         loss_t = -A_t f(rho_t),  f(x) = 4 / tau sigmoid(tau (x - 1))
@@ -271,11 +271,11 @@ def sapo_loss(sampled: PolicyLossInput, clip: Clip, options: SAPOOptions) -> Tok
     f'(1) = 1: on policy the gradient is that of the plain ratio, and it fades as the ratio moves away from 1 on either
     side. Metrics: `actor/sapo_gate` the gradient's weight f'(rho) / f'(1), `actor/ppo_kl`.
     """
-    log_ratio, advantage = sampled.log_ratio, sampled.advantage
+    log_ratio, advantage = inputs.log_ratio, inputs.advantage
     ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
     tau = torch.full_like(ratio, options.tau_negative).masked_fill_(advantage > 0, options.tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1.0))
-    openness = (4.0 * gate * (1.0 - gate)).detach() * sampled.loss_mask
+    openness = (4.0 * gate * (1.0 - gate)).detach() * inputs.loss_mask
     metrics = {"actor/sapo_gate": openness, "actor/ppo_kl": -log_ratio.detach()}
     return TokenLoss(-advantage * gate * (4.0 / tau), metrics)
 
@@ -301,30 +301,30 @@ class KLCovOptions:
     """Weight of the KL to the policy before the update on these tokens."""
 
 
-def clip_cov_loss(sampled: PolicyLossInput, clip: Clip, options: ClipCovOptions) -> TokenLoss:
+def clip_cov_loss(inputs: PolicyLossInput, clip: Clip, options: ClipCovOptions) -> TokenLoss:
     """Return the loss of Clip-Cov, [T]: PPO's clipped loss, and 0 without a gradient on marked tokens.
 
     The paper's loss (section 4.3) is -A rho without a clip: the recipe `clip_cov` opens the clips of `loss`. Metrics:
     those of `ppo_policy_loss`, and `actor/cov_frac` 1 on marked tokens.
     """
-    ppo = ppo_loss(sampled, clip)
-    loss = torch.where(sampled.marked_actions, torch.zeros_like(ppo.loss), ppo.loss)
-    return TokenLoss(loss, ppo.metrics | {"actor/cov_frac": sampled.marked_actions.to(loss.dtype)})
+    ppo = ppo_loss(inputs, clip)
+    loss = torch.where(inputs.marked_actions, torch.zeros_like(ppo.loss), ppo.loss)
+    return TokenLoss(loss, ppo.metrics | {"actor/cov_frac": inputs.marked_actions.to(loss.dtype)})
 
 
-def kl_cov_loss(sampled: PolicyLossInput, clip: Clip, options: KLCovOptions) -> TokenLoss:
+def kl_cov_loss(inputs: PolicyLossInput, clip: Clip, options: KLCovOptions) -> TokenLoss:
     """Return the loss of KL-Cov, [T]: -A rho without a clip, plus coef |log rho| on marked tokens.
 
     The paper's authors use |log pi - log pi_old| as the KL of a token to the policy before the update; it has no
     gradient in the first update. Metrics: `actor/ppo_kl`, `actor/cov_frac`, and `actor/cov_kl` the KL on marked
     tokens, 0 elsewhere.
     """
-    log_ratio = sampled.log_ratio
-    penalty = torch.where(sampled.marked_actions, log_ratio.abs(), torch.zeros_like(log_ratio))
-    loss = -sampled.advantage * torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)) + options.coef * penalty
+    log_ratio = inputs.log_ratio
+    penalty = torch.where(inputs.marked_actions, log_ratio.abs(), torch.zeros_like(log_ratio))
+    loss = -inputs.advantage * torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)) + options.coef * penalty
     metrics = {
         "actor/ppo_kl": -log_ratio.detach(),
-        "actor/cov_frac": sampled.marked_actions.to(loss.dtype),
+        "actor/cov_frac": inputs.marked_actions.to(loss.dtype),
         "actor/cov_kl": penalty.detach(),
     }
     return TokenLoss(loss, metrics)
@@ -353,12 +353,12 @@ def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Te
     return above | _sample_tokens(mini, equal, wanted - int(mini.all_reduce(above.sum())), seed)
 
 
-def _sample_tokens(mini: TrainBatch, eligible: torch.Tensor, wanted: int, seed: int) -> torch.Tensor:
-    """Sample `wanted` of all ranks' eligible tokens; [T] bool of the local ones. All if there are no more."""
-    if int(mini.all_reduce(eligible.sum())) <= wanted:
+def _sample_tokens(mini: TrainBatch, eligible: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """Sample `count` of all ranks' eligible tokens; [T] bool of the local ones. All if there are no more."""
+    if int(mini.all_reduce(eligible.sum())) <= count:
         return eligible
     keys = _random_keys(mini, seed)
-    (threshold,) = kth_values(keys[eligible], (wanted,), mini.all_reduce)
+    (threshold,) = kth_values(keys[eligible], (count,), mini.all_reduce)
     return eligible & (keys <= threshold)
 
 

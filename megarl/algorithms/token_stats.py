@@ -1,7 +1,7 @@
 """Statistics over the tokens of all ranks, and helpers to process [T] columns in little memory.
 
 Each rank passes its own tokens and gets the statistic over all ranks' tokens, bitwise equal everywhere. Only a few
-numbers or a histogram go through `total`, an all-reduce; on a single rank it is `local_all_reduce`.
+numbers or a histogram go through `all_reduce`, an all-reduce; on a single rank it is `local_all_reduce`.
 """
 
 from __future__ import annotations
@@ -30,55 +30,55 @@ class DiffStats:
     mean: float
 
 
-def count_action_tokens(mask: torch.Tensor, total: AllReduce = local_all_reduce) -> int:
+def count_action_tokens(mask: torch.Tensor, all_reduce: AllReduce = local_all_reduce) -> int:
     """Count the action tokens of all ranks; `mask` [T] bool is this rank's share."""
-    return int(total(torch.count_nonzero(mask)))
+    return int(all_reduce(torch.count_nonzero(mask)))
 
 
-def token_mean(x: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_reduce) -> float:
+def token_mean(x: torch.Tensor, mask: torch.Tensor, all_reduce: AllReduce = local_all_reduce) -> float:
     """Return the mean of `x` [T] over all ranks' action tokens; 0 without any.
 
     `x` must be 0 where `mask` [T] is False. Computed in the dtype of `x`, with one rounding per rank.
     """
-    return _reduce_mean(x.sum(), int(torch.count_nonzero(mask)), total)
+    return _reduce_mean(x.sum(), int(torch.count_nonzero(mask)), all_reduce)
 
 
 def diff_stats(
-    one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, total: AllReduce = local_all_reduce
+    a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor, all_reduce: AllReduce = local_all_reduce
 ) -> DiffStats | None:
     """Return statistics of |one - other| over all ranks' action tokens; None without any. All [T]; values fp32."""
-    difference = masked_select(one, mask).sub_(masked_select(other, mask)).abs_()
-    difference_sum, count = _reduce_sum_and_count(difference.sum(), len(difference), total)
+    difference = masked_select(a, mask).sub_(masked_select(b, mask)).abs_()
+    difference_sum, count = _reduce_sum_and_count(difference.sum(), len(difference), all_reduce)
     if not count:
         return None
-    p95, largest = kth_values(difference, (-(-count * 95 // 100), count), total)
+    p95, largest = kth_values(difference, (-(-count * 95 // 100), count), all_reduce)
     return DiffStats(largest, p95, float(difference_sum / count))
 
 
-def kth_values(x: torch.Tensor, ks: tuple[int, ...], total: AllReduce = local_all_reduce) -> list[float]:
+def kth_values(x: torch.Tensor, ks: tuple[int, ...], all_reduce: AllReduce = local_all_reduce) -> list[float]:
     """Return the exact k-th smallest value over all ranks for each of `ks`, counted from 1 as in `torch.kthvalue`.
 
     `x` [n] is this rank's share, fp32 and non-negative. The bit patterns of such numbers sort like the numbers: one
     histogram per digit locates the digit of the k-th value, and the next digit considers only values that share it.
-    Three histograms of at most 2,048 entries per k go through `total`, but no values.
+    Three histograms of at most 2,048 entries per k go through `all_reduce`, but no values.
     """
-    return batched_kth_values([x], [ks], total)[0]
+    return batched_kth_values([x], [ks], all_reduce)[0]
 
 
 def batched_kth_values(
-    several: Sequence[torch.Tensor], ks: Sequence[tuple[int, ...]], total: AllReduce = local_all_reduce
+    tensors: Sequence[torch.Tensor], ks: Sequence[tuple[int, ...]], all_reduce: AllReduce = local_all_reduce
 ) -> list[list[float]]:
     """`kth_values` of several tensors, each with its own `ks` (at least one in all), in the same collectives."""
-    for x in several:
+    for x in tensors:
         if x.dtype != torch.float32:
             raise TypeError(f"kth_values reads the bits of fp32, not of {x.dtype}")
     queries = [(index, k) for index, tensor_ks in enumerate(ks) for k in tensor_ks]
     result_bits = [0] * len(queries)  # known high bits of each result, the others 0
     remaining_ks = [k for _, k in queries]  # rank of the result among the values that share its known bits
     # (tensor index, known bits) -> local values that share these bits
-    shares = {(index, 0): x.view(torch.int32) for index, x in enumerate(several) if ks[index]}
+    shares = {(index, 0): x.view(torch.int32) for index, x in enumerate(tensors) if ks[index]}
     for shift, width in DIGITS:
-        counts = total(torch.stack([_histogram(share, shift, width) for share in shares.values()]))
+        counts = all_reduce(torch.stack([_histogram(share, shift, width) for share in shares.values()]))
         histograms = dict(zip(shares, counts, strict=True))
         next_shares: dict[tuple[int, int], torch.Tensor] = {}
         for i, (index, _) in enumerate(queries):
@@ -113,15 +113,15 @@ def iter_blocks(*columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(column.split(BLOCK) for column in columns), strict=True)
 
 
-def _reduce_mean(own_sum: torch.Tensor, own_count: int, total: AllReduce) -> float:
-    sum_, count = _reduce_sum_and_count(own_sum, own_count, total)
+def _reduce_mean(local_sum: torch.Tensor, local_count: int, all_reduce: AllReduce) -> float:
+    sum_, count = _reduce_sum_and_count(local_sum, local_count, all_reduce)
     return float(sum_ / max(1, count))
 
 
-def _reduce_sum_and_count(own_sum: torch.Tensor, own_count: int, total: AllReduce) -> tuple[torch.Tensor, int]:
+def _reduce_sum_and_count(local_sum: torch.Tensor, local_count: int, all_reduce: AllReduce) -> tuple[torch.Tensor, int]:
     """All-reduce a sum and a count together, in fp64 because fp32 would round the count."""
-    both = total(torch.stack([own_sum.double(), own_sum.new_tensor(own_count, dtype=torch.float64)]))
-    return both[0].to(own_sum.dtype), int(both[1])
+    both = all_reduce(torch.stack([local_sum.double(), local_sum.new_tensor(local_count, dtype=torch.float64)]))
+    return both[0].to(local_sum.dtype), int(both[1])
 
 
 def _histogram(bits: torch.Tensor, shift: int, width: int) -> torch.Tensor:

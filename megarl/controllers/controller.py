@@ -150,7 +150,7 @@ class Controller(ABC):
         its own files, possibly while the controller already continues."""
         return write_nothing
 
-    def restore(self, folder: Path, everyone: Comm) -> None:
+    def restore(self, folder: Path, comm: Comm) -> None:
         """Restore what `save` wrote, also on another number of ranks. Collective."""
         return None
 

@@ -66,7 +66,7 @@ def apply_correction(
     return batch if settings.kind == "none" else batch.with_(importance=correction.weights), metrics
 
 
-def check_correction(config: Config, declared: Requirements) -> None:
+def check_correction(config: Config, requirements: Requirements) -> None:
     """Raise ConfigError unless the algorithm's loss has a ratio to the behavior policy, and the correction's kind,
     level, bounds and proximal policy are compatible."""
     settings, (low, high) = config.correction, config.correction.bounds
@@ -74,9 +74,9 @@ def check_correction(config: Config, declared: Requirements) -> None:
     key = f"correction.kind={kind}"
     if kind == "none" and proximal == "drawn":
         return
-    if not declared.has_rollout or not declared.is_off_policy:
-        why = "its loss has no ratio to who sampled" if declared.has_rollout else "it has no engine that samples"
-        raise ConfigError(f"{key} with algorithm={declared.name}: {why}; leave the section correction out")
+    if not requirements.has_rollout or not requirements.is_off_policy:
+        why = "its loss has no ratio to who sampled" if requirements.has_rollout else "it has no engine that samples"
+        raise ConfigError(f"{key} with algorithm={requirements.name}: {why}; leave the section correction out")
     if not low <= 1 <= high:
         raise ConfigError(
             f"correction.low={low:g} and correction.high={high:g} must have 1 between them, the ratio of equal policies"

@@ -32,11 +32,11 @@ def sampling_modes(config: Config) -> tuple[SamplingMode, ...]:
     return SamplingMode("greedy", True, 1), SamplingMode("sampled", False, config.run.eval_samples)
 
 
-def compute_eval_metrics(flow: HybridFlow, answered: Iterable[tuple[SamplingMode, Rollouts]]) -> dict[str, float]:
+def compute_eval_metrics(flow: HybridFlow, generated: Iterable[tuple[SamplingMode, Rollouts]]) -> dict[str, float]:
     """Score the rollouts of each mode and return metrics, see `PolicyController.evaluate`. Each mode is scored before
     the next is generated."""
     metrics = {}
-    for mode, unscored in answered:
+    for mode, unscored in generated:
         rollouts = flow.reward.score(unscored)
         if rollouts.version >= 0:
             metrics["eval/weight_version"] = float(rollouts.version)
@@ -59,8 +59,8 @@ class AsyncEvaluation:
     sync. `eval/weight_version` is the version at the start, `eval/weight_version_last` the newest that sampled a token.
     """
 
-    def __init__(self, flow: HybridFlow, under_way: Sequence[tuple[SamplingMode, PendingGeneration]]) -> None:
-        self._flow, self._pending = flow, under_way
+    def __init__(self, flow: HybridFlow, pending: Sequence[tuple[SamplingMode, PendingGeneration]]) -> None:
+        self._flow, self._pending = flow, pending
 
     def is_done(self) -> bool:
         return all(pending.is_done() for _, pending in self._pending)

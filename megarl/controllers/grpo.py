@@ -69,14 +69,14 @@ class GRPOController(PolicyUpdateController):
         return self.finish_step(experience, batch, metrics, kl_mean)
 
     def compute_advantages(
-        self, batch: TrainBatch, taken: Rollouts, penalty: torch.Tensor | None, baseline: torch.Tensor | None
+        self, batch: TrainBatch, rollouts: Rollouts, penalty: torch.Tensor | None, baseline: torch.Tensor | None
     ) -> torch.Tensor:
         """Return [T] advantages. penalty: [T] KL penalty to take off the reward; baseline: [N], see `Experience`."""
         config, episodes, cu, mask = self.config.advantage, batch.episodes, batch.cu_episodes, batch.loss_mask
         reward = episodes.take_last(batch.sequence_reward)
         if baseline is None and config.kind != "reinforce":
             # One value per episode: its reward relative to its group's. A KL in the reward counts as its sum.
-            group, actions = episodes.take_last(batch.group), episodes.sum_branches(taken.actions)
+            group, actions = episodes.take_last(batch.group), episodes.sum_branches(rollouts.actions)
             if penalty is not None:
                 sums = episodes.sum_branches(batch.all_gather(sequence_sums(penalty, batch.cu_seqlens)))
                 reward = penalised_rewards(reward, sums, group)

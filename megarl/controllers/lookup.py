@@ -51,15 +51,15 @@ def make_controller(config: Config) -> Controller:
     return find_controller(config.algorithm)(config)
 
 
-def _check_controller(found: Any, name: str) -> type[Controller]:
+def _check_controller(cls: Any, name: str) -> type[Controller]:
     key = f"algorithm={name}"
-    if not isinstance(found, type) or not issubclass(found, Controller):
-        kind = "another class" if isinstance(found, type) else f"a {type(found).__name__}"
+    if not isinstance(cls, type) or not issubclass(cls, Controller):
+        kind = "another class" if isinstance(cls, type) else f"a {type(cls).__name__}"
         raise ConfigError(
             f"{key} is {kind}, and no Controller: derive it from megarl.controllers.controller.Controller"
         )
-    if missing := sorted(found.__abstractmethods__):
-        raise ConfigError(f"{key}: {found.__name__} lacks {', '.join(missing)}, which every controller has")
-    if getattr(found, "item", None) not in ITEM_KINDS:
-        raise ConfigError(f"{key}: {found.__name__}.item must be one of {', '.join(ITEM_KINDS)}: what its items are")
-    return found
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(f"{key}: {cls.__name__} lacks {', '.join(missing)}, which every controller has")
+    if getattr(cls, "item", None) not in ITEM_KINDS:
+        raise ConfigError(f"{key}: {cls.__name__}.item must be one of {', '.join(ITEM_KINDS)}: what its items are")
+    return cls

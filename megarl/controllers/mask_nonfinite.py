@@ -63,9 +63,9 @@ def mask_nonfinite(
     )
 
 
-def add_metrics(metrics: Mapping[str, float], found: Mapping[str, float]) -> dict[str, float]:
+def add_metrics(metrics: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics with the counts of another `mask_nonfinite` added."""
-    return {**metrics, **{name: value + metrics.get(name, 0.0) for name, value in found.items()}}
+    return {**metrics, **{name: value + metrics.get(name, 0.0) for name, value in counts.items()}}
 
 
 def _nonfinite_mask(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor | None:
@@ -75,17 +75,17 @@ def _nonfinite_mask(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor | N
     return batch.loss_mask & ~torch.isfinite(values)
 
 
-def _count_nonfinite(odd: Mapping[str, torch.Tensor], batch: TrainBatch, number: int) -> dict[str, int]:
+def _count_nonfinite(nonfinite: Mapping[str, torch.Tensor], batch: TrainBatch, number: int) -> dict[str, int]:
     """Return the number of non-finite tokens of a sequence, by column."""
     begin, end = batch.cu_seqlens[number : number + 2].tolist()
-    counts: Counter[str] = Counter({name: int(mask[begin:end].sum()) for name, mask in odd.items()})
+    counts: Counter[str] = Counter({name: int(mask[begin:end].sum()) for name, mask in nonfinite.items()})
     return {name: count for name, count in counts.items() if count}
 
 
-def _mask_output(output: ModelOutput, gone: torch.Tensor) -> ModelOutput:
+def _mask_output(output: ModelOutput, is_masked: torch.Tensor) -> ModelOutput:
     values: dict[str, Any] = {item.name: getattr(output, item.name) for item in fields(output)}
     if all(value is None for value in values.values()):
         return output
     return ModelOutput(
-        **{name: None if value is None else value.masked_fill(gone, 0.0) for name, value in values.items()}
+        **{name: None if value is None else value.masked_fill(is_masked, 0.0) for name, value in values.items()}
     )

@@ -32,11 +32,10 @@ FOLDER = "buffer"
 
 
 class ReplayBuffer:
-    """The newest `most` episodes. All ranks must call it alike. Routing records are dropped: they are large, and belong
-    to older weights."""
+    """The newest `capacity` episodes, without routing, which is large and belongs to older weights. Collective."""
 
-    def __init__(self, most: int) -> None:
-        self.capacity = most
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._rollouts: Rollouts | None = None
 
     def __len__(self) -> int:
@@ -54,14 +53,14 @@ class ReplayBuffer:
         newest = torch.arange(len(episodes)) >= len(episodes) - self.capacity
         self._rollouts = merged.select(episodes.expand(newest))
 
-    def sample(self, count: int, draw: torch.Generator) -> Rollouts | None:
+    def sample(self, count: int, generator: torch.Generator) -> Rollouts | None:
         """Return `count` distinct episodes, or all if there are fewer; None if the buffer is empty. They stay in the
         buffer."""
         if self._rollouts is None or count < 1:
             return None
         episodes = self._rollouts.episodes
         chosen = torch.zeros(len(episodes), dtype=torch.bool)
-        chosen[torch.randperm(len(episodes), generator=draw)[:count]] = True
+        chosen[torch.randperm(len(episodes), generator=generator)[:count]] = True
         return self._rollouts.select(episodes.expand(chosen))
 
     def save(self) -> Write:
@@ -83,20 +82,20 @@ class ReplayBuffer:
 
         return write
 
-    def restore(self, folder: Path, everyone: Comm) -> None:
+    def restore(self, folder: Path, comm: Comm) -> None:
         """Load the buffer from a checkpoint. Collective. Raises ConfigError on all ranks if a file is not in this
         format."""
         if not step_folder(folder / FOLDER, 0).is_dir():
             return
-        world, records, error = len(everyone.all_gather_objects(None)), [], ""
+        world, records, error = len(comm.all_gather_objects(None)), [], ""
         try:
-            records = read_records(folder / FOLDER, 0, everyone.rank, world)
+            records = read_records(folder / FOLDER, 0, comm.rank, world)
         except ConfigError as failure:
             error = str(failure)
-        if errors := [text for text in everyone.all_gather_objects(error) if text]:
+        if errors := [text for text in comm.all_gather_objects(error) if text]:
             raise ConfigError(errors[0])
         self._rollouts = Rollouts.gather(
-            [record.rollout for record in records], [record.number for record in records], everyone
+            [record.rollout for record in records], [record.number for record in records], comm
         )
 
 
@@ -144,18 +143,18 @@ class PFPPOController(PPOController):
     def save(self) -> Write:
         return self.buffer.save()
 
-    def restore(self, folder: Path, everyone: Comm) -> None:
-        self.buffer.restore(folder, everyone)
+    def restore(self, folder: Path, comm: Comm) -> None:
+        self.buffer.restore(folder, comm)
 
 
-def reliable_mask(rollouts: Rollouts, share: float, draw: torch.Generator) -> torch.Tensor:
+def reliable_mask(rollouts: Rollouts, drop_prob: float, generator: torch.Generator) -> torch.Tensor:
     """Return [N] bool: the best and the worst samples of each prompt, including ties, and each other episode with
     probability 1 - share, with all of its branches. All ranks get the same result from the same rewards and the same
-    `draw`."""
+    `generator`."""
     groups, row = torch.unique(rollouts.group, return_inverse=True)
     zeros = rollouts.reward.new_zeros(len(groups))
     highest = zeros.scatter_reduce(0, row, rollouts.reward, reduce="amax", include_self=False)[row]
     lowest = zeros.scatter_reduce(0, row, rollouts.reward, reduce="amin", include_self=False)[row]
     episodes = rollouts.episodes
-    is_drawn = torch.rand(len(episodes), generator=draw, dtype=torch.float64) >= share
+    is_drawn = torch.rand(len(episodes), generator=generator, dtype=torch.float64) >= drop_prob
     return episodes.expand(is_drawn) | (rollouts.reward == highest) | (rollouts.reward == lowest)

@@ -100,10 +100,10 @@ class PPOController(PolicyUpdateController):
         critic_lam = self.config.advantage.lam if critic_lam is None else critic_lam
         return decoupled_gae(rewards, values, batch.loss_mask, batch.cu_episodes, gamma, lam, critic_lam)
 
-    def compute_lambda(self, batch: TrainBatch, taken: Rollouts) -> float | torch.Tensor:
+    def compute_lambda(self, batch: TrainBatch, rollouts: Rollouts) -> float | torch.Tensor:
         """Return the policy's GAE lambda: one value, or one for each local episode."""
         if alpha := self.options.length_adaptive:
-            return length_adaptive_lam(batch.local_episodes.sum_branches(taken.actions[batch.local_indices]), alpha)
+            return length_adaptive_lam(batch.local_episodes.sum_branches(rollouts.actions[batch.local_indices]), alpha)
         return self.config.advantage.lam
 
 

@@ -71,7 +71,7 @@ def make_pair_batch(flow: HybridFlow, pairs: Sequence[Pair]) -> TrainBatch:
 
 def shard_pairs(flow: HybridFlow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch]:
     """Return the two conversations of each pair, and their batch as `make_pair_batch` returns it."""
-    rollouts = flow.data.shard([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], together=2)
+    rollouts = flow.data.shard([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], group_size=2)
     batch = TrainBatch.from_rollouts(rollouts)
     group = torch.arange(len(pairs)).repeat_interleave(2)
     return rollouts, batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens, batch.all_reduce))

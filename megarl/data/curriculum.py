@@ -25,10 +25,10 @@ class OrderKeys:
         self._column = column
         self._values = array("d")
 
-    def add(self, row: Mapping[str, Any], where: str) -> None:
+    def add(self, row: Mapping[str, Any], location: str) -> None:
         """Add a row. Raises ConfigError for a value that is no number; missing and null values are unknown."""
         if self._column:
-            self._values.append(read_key(row, self._column, where))
+            self._values.append(read_key(row, self._column, location))
 
     def to_array(self) -> np.ndarray | None:
         """Return [rows] float64, NaN if unknown; None without a column."""
@@ -44,7 +44,7 @@ def check_has_keys(keys: np.ndarray | None, column: str, files: Sequence[str]) -
         )
 
 
-def read_key(row: Mapping[str, Any], column: str, where: str) -> float:
+def read_key(row: Mapping[str, Any], column: str, location: str) -> float:
     """Return the number in a column of a row, NaN if there is none. Raises ConfigError for other values."""
     value = row.get(column)
     for fields in (row.get(name) for name in NESTED_COLUMNS if value is None):
@@ -53,13 +53,13 @@ def read_key(row: Mapping[str, Any], column: str, where: str) -> float:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(
-            f"{where}: {column!r} is {str(value)[:80]!r}, which is no number; data.order={column} puts rows in the "
+            f"{location}: {column!r} is {str(value)[:80]!r}, which is no number; data.order={column} puts rows in the "
             "order of numbers, so write one, or null where it is unknown"
         )
     try:
         return float(value)
     except OverflowError:
-        raise ConfigError(f"{where}: {column!r} is beyond what a float64 holds; write a smaller number") from None
+        raise ConfigError(f"{location}: {column!r} is beyond what a float64 holds; write a smaller number") from None
 
 
 def check_no_nan(file: Path, column: str) -> None:
@@ -85,12 +85,12 @@ def check_no_nan(file: Path, column: str) -> None:
 
 
 def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> None:
-    for where, row in rows:
+    for location, row in rows:
         for fields in (row, *(row.get(name) for name in NESTED_COLUMNS)):
             value = fields.get(column) if isinstance(fields, dict) else None
             if isinstance(value, float) and math.isnan(value):
                 raise ConfigError(
-                    f"{where}: {column!r} is NaN, by which data.order={column} cannot put rows in order; write a "
+                    f"{location}: {column!r} is NaN, by which data.order={column} cannot put rows in order; write a "
                     "number, or null where it is unknown"
                 )
 

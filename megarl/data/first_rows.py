@@ -22,11 +22,11 @@ MAX_ROWS = 1000
 class FirstRow(NamedTuple):
     """A row that was checked.
 
-    where: its location, for messages. text: a prompt's messages; for other rows all columns except id and data_source.
-    extra: extra columns of a prompt.
+    location: file and line, for messages. text: a prompt's messages; for other rows all columns except id and
+    data_source. extra: extra columns of a prompt.
     """
 
-    where: str
+    location: str
     text: str
     extra: Mapping[str, Any]
 
@@ -44,9 +44,9 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
         read_conversations(path, None, MAX_ROWS, data.prompt_key, answer_key(config), order=order)
     elif item == "pairs":
         keys, pairs = OrderKeys(order), 0
-        for where, row in islice(read_rows(Path(path)), MAX_ROWS):
-            check_pair(row, where)
-            keys.add(row, where)
+        for location, row in islice(read_rows(Path(path)), MAX_ROWS):
+            check_pair(row, location)
+            keys.add(row, location)
             pairs += 1
         if not pairs:
             raise ConfigError(f"{path} holds no pair")
@@ -54,8 +54,8 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
         return []
     rows = islice(read_rows(Path(path)), MAX_ROWS)
     return [
-        FirstRow(where, repr(sorted((name, row[name]) for name in row.keys() - {"id", "data_source"})), {})
-        for where, row in rows
+        FirstRow(location, repr(sorted((name, row[name]) for name in row.keys() - {"id", "data_source"})), {})
+        for location, row in rows
     ]
 
 

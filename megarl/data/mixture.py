@@ -180,16 +180,16 @@ class Stream:
             [np.zeros((1, len(self.sizes)), np.int64), marks.cumsum(0)]
         )  # [length + 1, sets]
 
-    def count_before(self, place: int) -> list[int]:
+    def count_before(self, position: int) -> list[int]:
         """Return the number of items of each set before a position."""
-        rounds, offset = divmod(place, len(self._pattern))
+        rounds, offset = divmod(position, len(self._pattern))
         counts: list[int] = (rounds * self._cumulative_counts[-1] + self._cumulative_counts[offset]).tolist()
         return counts
 
-    def locate(self, place: int) -> tuple[int, int, int]:
+    def locate(self, position: int) -> tuple[int, int, int]:
         """Return (set, its epoch, index within the epoch) of a position."""
-        chosen = int(self._pattern[place % len(self._pattern)])
-        return chosen, *divmod(self.count_before(place)[chosen], self.sizes[chosen])
+        chosen = int(self._pattern[position % len(self._pattern)])
+        return chosen, *divmod(self.count_before(position)[chosen], self.sizes[chosen])
 
     def describe(self) -> dict[str, Any]:
         """Return the values that a checkpoint must agree with."""

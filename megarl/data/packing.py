@@ -13,7 +13,7 @@ import numpy.typing as npt
 from megarl.data.partition import partition, partition_near_home
 
 COUNT_STEPS = 64  # resolution of the search for the number of micro-batches
-MAX_SLOWDOWN = 1.015  # allowed slowdown of a plan that keeps sequences at home, see `home`
+MAX_SLOWDOWN = 1.015  # allowed slowdown of a plan that keeps sequences at home, see `owner_rank`
 
 
 def plan_micro_batches(
@@ -22,15 +22,15 @@ def plan_micro_batches(
     token_budget: int,
     quadratic: float = 0.0,
     multiple: int = 1,
-    together: npt.ArrayLike | None = None,
-    home: npt.ArrayLike | None = None,
+    group: npt.ArrayLike | None = None,
+    owner_rank: npt.ArrayLike | None = None,
 ) -> list[list[list[int]]]:
     """Distribute sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
     lengths: [sequences] integers of at least 1: a list, an array or a host tensor. quadratic: a sequence of n tokens
     costs n + quadratic * n^2, see `models.flops.quadratic_cost`. Costs are balanced between micro-batches, above all
-    between those that ranks compute at the same time, and between ranks. together: [sequences] group numbers; sequences
-    of one group stay together. The statements about sequences below then hold for groups. home: for each sequence the
+    between those that ranks compute at the same time, and between ranks. group: [sequences] numbers; sequences
+    of one group stay together. The statements about sequences below then hold for groups. owner_rank: [sequences] the
     rank of the `dp` that already has it, below 0 for none. Sequences move only as balance requires. The plan has as
     many micro-batches as one without homes, and neither the busiest rank nor the sequence of slowest micro-batches
     takes more than MAX_SLOWDOWN times as long; otherwise the plan without homes is returned.
@@ -47,12 +47,12 @@ def plan_micro_batches(
     sizes = _as_int64(lengths, "lengths")
     if (too_short := np.flatnonzero(sizes < 1)).size:
         raise ValueError(f"sequence {too_short[0]} has {sizes[too_short[0]]} tokens; a sequence has at least one")
-    numbers = None if together is None else _as_int64(together, "together")
+    numbers = None if group is None else _as_int64(group, "group")
     if numbers is not None and len(numbers) != len(sizes):
-        raise ValueError(f"`together` has {len(numbers)} numbers for {len(sizes)} sequences")
-    homes = None if home is None else _as_int64(home, "home")
+        raise ValueError(f"`group` has {len(numbers)} numbers for {len(sizes)} sequences")
+    homes = None if owner_rank is None else _as_int64(owner_rank, "owner_rank")
     if homes is not None and (len(homes) != len(sizes) or homes.max(initial=-1) >= dp):
-        raise ValueError(f"`home` has {len(homes)} numbers below {dp} for {len(sizes)} sequences")
+        raise ValueError(f"`owner_rank` has {len(homes)} numbers below {dp} for {len(sizes)} sequences")
     if homes is not None and (dp == 1 or homes.max(initial=-1) < 0):
         homes = None
     group_bytes, home_bytes = (None if values is None else values.tobytes() for values in (numbers, homes))
@@ -69,14 +69,14 @@ def _as_int64(values: npt.ArrayLike, name: str) -> np.ndarray:
 
 @lru_cache(maxsize=8)  # a step's batch and its mini-batches, and those of a second layout
 def _cached_plan(
-    sizes: bytes, dp: int, budget: int, quadratic: float, multiple: int, together: bytes | None, home: bytes | None
+    sizes: bytes, dp: int, budget: int, quadratic: float, multiple: int, group: bytes | None, owner_rank: bytes | None
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Implement `plan_micro_batches` on the bytes of int64 arrays, which are hashable."""
     tokens = np.frombuffer(sizes, dtype=np.int64)
     costs = tokens + quadratic * tokens**2
     unit = np.arange(len(tokens))  # index of each sequence's group, ordered by the first sequence
-    if together is not None:
-        _, firsts, number = np.unique(np.frombuffer(together, dtype=np.int64), return_index=True, return_inverse=True)
+    if group is not None:
+        _, firsts, number = np.unique(np.frombuffer(group, dtype=np.int64), return_index=True, return_inverse=True)
         unit = np.argsort(np.argsort(firsts))[number]
     units = int(unit.max(initial=-1)) + 1
     unit_costs = np.bincount(unit, weights=costs, minlength=units)
@@ -94,8 +94,8 @@ def _cached_plan(
     parts = _members(owner, dp * count)
     part_costs, firsts = _costs(unit_costs, parts), _first(parts)
     table = _deal_to_ranks(part_costs, firsts, dp)
-    if home is not None:
-        holder = _home_ranks(unit, tokens, np.frombuffer(home, dtype=np.int64), dp)
+    if owner_rank is not None:
+        holder = _home_ranks(unit, tokens, np.frombuffer(owner_rank, dtype=np.int64), dp)
         for candidate in filter(fits, partition_near_home(unit_costs, unit_tokens, budget, holder, dp, count)):
             kept_parts = _members(candidate, dp * count)
             kept_costs, firsts = _costs(unit_costs, kept_parts), _first(kept_parts)
@@ -122,11 +122,11 @@ def _plan_times(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.array([costs[table].sum(axis=1).max(), costs[table].max(axis=0).sum()])
 
 
-def _home_ranks(unit: np.ndarray, tokens: np.ndarray, home: np.ndarray, dp: int) -> np.ndarray:
+def _home_ranks(unit: np.ndarray, tokens: np.ndarray, owner_rank: np.ndarray, dp: int) -> np.ndarray:
     """Return the rank that has most tokens of each unit, [units]; -1 if none has any."""
-    has_home = home >= 0
+    has_home = owner_rank >= 0
     tokens_by_rank = np.bincount(
-        unit[has_home] * dp + home[has_home], weights=tokens[has_home], minlength=(int(unit.max()) + 1) * dp
+        unit[has_home] * dp + owner_rank[has_home], weights=tokens[has_home], minlength=(int(unit.max()) + 1) * dp
     )
     tokens_by_rank = tokens_by_rank.reshape(-1, dp)
     return np.where(tokens_by_rank.any(axis=1), tokens_by_rank.argmax(axis=1), -1)

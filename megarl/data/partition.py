@@ -63,13 +63,13 @@ def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
     return owner
 
 
-def greedy(costs: np.ndarray, bins: int, before: np.ndarray | None = None) -> np.ndarray:
+def greedy(costs: np.ndarray, bins: int, initial_loads: np.ndarray | None = None) -> np.ndarray:
     """Assign the costliest item to the cheapest part, until none is left.
 
-    before: [bins] initial costs of the parts. Other arguments and result as in `partition`.
+    initial_loads: [bins] initial costs of the parts. Other arguments and result as in `partition`.
     """
     order = np.argsort(-costs, kind="stable")
-    heap = [(load, part) for part, load in enumerate([0.0] * bins if before is None else before.tolist())]
+    heap = [(load, part) for part, load in enumerate([0.0] * bins if initial_loads is None else initial_loads.tolist())]
     heapq.heapify(heap)
     chosen = []
     for cost in costs[order].tolist():
@@ -82,23 +82,27 @@ def greedy(costs: np.ndarray, bins: int, before: np.ndarray | None = None) -> np
 
 
 def exchange_items(
-    costs: np.ndarray, owner: np.ndarray, bins: int, enough: float | None = None, before: np.ndarray | None = None
+    costs: np.ndarray,
+    owner: np.ndarray,
+    bins: int,
+    tolerance: float | None = None,
+    initial_loads: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return `owner` after exchanges that balance the parts; no part gets costlier than the costliest was.
 
     In a round each part of the costlier half is paired with one of the cheaper half, another one each time, and the two
     exchange an item for an item, or for none, choosing the exchange that reduces the gap between them most.
 
-    enough: only parts that cost more than this multiple of the mean seek an exchange; by default all do. before: as in
-    `greedy`.
+    tolerance: only parts that cost more than this multiple of the mean seek an exchange; by default all do.
+    initial_loads: as in `greedy`.
     """
     owner, half = owner.copy(), bins // 2
     rising = np.argsort(costs, kind="stable")
     for number in range(ROUNDS if half else 0):
         loads = np.bincount(owner, weights=costs, minlength=bins)
-        loads = loads if before is None else loads + before
-        most = (enough or BALANCE_TOLERANCE) * loads.sum() / bins
-        if loads.max() <= most:
+        loads = loads if initial_loads is None else loads + initial_loads
+        max_load = (tolerance or BALANCE_TOLERANCE) * loads.sum() / bins
+        if loads.max() <= max_load:
             break
         items = rising[np.argsort(owner[rising], kind="stable")]  # by part, in ascending cost
         counts = np.bincount(owner, minlength=bins)
@@ -106,20 +110,20 @@ def exchange_items(
         # In the first round the costliest meets the cheapest. Later rounds rotate the pairing by the golden ratio,
         # which comes close to no earlier rotation.
         costly, cheap = falling[:half], np.roll(falling[::-1][:half], int(number * 0.6180339887 % 1 * half))
-        if enough is not None:
-            costly, cheap = costly[loads[costly] > most], cheap[loads[costly] > most]
+        if tolerance is not None:
+            costly, cheap = costly[loads[costly] > max_load], cheap[loads[costly] > max_load]
         gaps = loads[costly] - loads[cheap]
         offered, prices = _sample_offers(costs, items, counts, costly)
         counter_offers, returns = _sample_offers(costs, items, counts, cheap)
         shifts = (prices[:, :, None] - returns[:, None, :]).reshape(len(costly), -1)
-        if enough is None:
+        if tolerance is None:
             current_gaps, remaining_gaps = gaps, np.abs(gaps[:, None] - 2 * shifts)
         else:  # any shift between the excess and half of the gap
-            current_gaps = np.minimum(loads[costly] - most, gaps / 2)
+            current_gaps = np.minimum(loads[costly] - max_load, gaps / 2)
             remaining_gaps = np.maximum(np.maximum(current_gaps[:, None] - shifts, shifts - gaps[:, None] / 2), 0.0)
         pairs, best = np.arange(len(costly)), remaining_gaps.argmin(axis=1)
         is_improvement = remaining_gaps[pairs, best] < current_gaps * (1 - 1e-9)  # ignore rounding
-        if enough is None and not is_improvement.any():
+        if tolerance is None and not is_improvement.any():
             break
         moved_down = np.where(is_improvement, offered[pairs, best // counter_offers.shape[1]], -1)
         moved_up = np.where(is_improvement, counter_offers[pairs, best % counter_offers.shape[1]], -1)
@@ -155,12 +159,12 @@ HOLDER_TOLERANCE = 1.004  # balance of holders before each holder's items are pa
 
 
 def partition_near_home(
-    costs: np.ndarray, sizes: np.ndarray, most: int, home: np.ndarray, holders: int, count: int
+    costs: np.ndarray, sizes: np.ndarray, max_size: int, home: np.ndarray, holders: int, count: int
 ) -> Iterator[np.ndarray]:
     """Yield assignments of items to `holders * count` parts ([items] int64), moving ever more items away from home.
 
     Parts are numbered by holder: the first `count` belong to the first one. The caller takes the first assignment that
-    satisfies it: parts that cost about the same and are not larger than `most`.
+    satisfies it: parts that cost about the same and are not larger than `max_size`.
 
     costs: [items] float64, all above zero. sizes: [items] int64. home: [items], the holder that has it, below 0 for
     none.
@@ -184,7 +188,7 @@ def partition_near_home(
     for holder_index in np.unique(item_holders):
         bins = np.flatnonzero(free_parts // count == holder_index)
         part[item_holders == holder_index] = bins[partition(costs[rest[item_holders == holder_index]], len(bins))]
-    size_ratio = most * len(free_parts) / max(1, int(sizes[rest].sum()))
+    size_ratio = max_size * len(free_parts) / max(1, int(sizes[rest].sum()))
     for tolerance in TOLERANCES:
         part = exchange_items(costs[rest], part, len(free_parts), tolerance)
         owner[rest] = free_parts[part]
@@ -202,22 +206,22 @@ def _count_large(falling: np.ndarray, parts: int) -> int:
     return len(largest) if is_large.all() else int(is_large.argmin())
 
 
-def _assign_large(falling: np.ndarray, home: np.ndarray, holders: int, whole: float) -> np.ndarray:
+def _assign_large(falling: np.ndarray, home: np.ndarray, holders: int, mean_load: float) -> np.ndarray:
     """Return the holder of each large item: [items].
 
     Among items of similar cost, holders differ by at most one in number. An item stays at home unless its holder would
-    exceed the mean, computed as if each holder had the larger number, by half a tolerance of `whole`.
+    exceed the mean, computed as if each holder had the larger number, by half a tolerance of `mean_load`.
     """
     holder, number, begin = np.full(len(falling), -1, dtype=np.int64), np.zeros(holders, dtype=np.int64), 0
-    loads, spare = np.zeros(holders), (TOLERANCES[0] - 1) / 2 * whole
+    loads, spare = np.zeros(holders), (TOLERANCES[0] - 1) / 2 * mean_load
     while begin < len(falling):
         num_alike = int(np.count_nonzero(falling * TOLERANCES[0] >= falling[begin]))
         end = min(len(falling), max(num_alike, (begin // holders + 1) * holders))
-        most, extra = end // holders, end % holders  # `extra` holders have one more
+        quota, extra = end // holders, end % holders  # `extra` holders have one more
         mean = (falling[:end].sum() + -end % holders * falling[end - 1]) / holders
         for item in [i for i in range(begin, end) if home[i] >= 0]:
-            target, one_more = home[item], np.count_nonzero(number > most) < extra
-            if loads[target] + falling[item] <= mean + spare and number[target] < most + one_more:
+            target, one_more = home[item], np.count_nonzero(number > quota) < extra
+            if loads[target] + falling[item] <= mean + spare and number[target] < quota + one_more:
                 holder[item] = target
                 number[target] += 1
                 loads[target] += falling[item]
@@ -230,19 +234,19 @@ def _assign_large(falling: np.ndarray, home: np.ndarray, holders: int, whole: fl
     return holder
 
 
-def _balance_holders(falling: np.ndarray, home: np.ndarray, rooms: np.ndarray) -> np.ndarray:
+def _balance_holders(falling: np.ndarray, home: np.ndarray, part_counts: np.ndarray) -> np.ndarray:
     """Return the holder of each item: [items]. rooms: [holders], number of parts that each fills."""
     if not len(falling):
         return np.empty(0, dtype=np.int64)
-    open_holders = np.flatnonzero(rooms)
+    open_holders = np.flatnonzero(part_counts)
     index_of_holder = np.full(
-        len(rooms) + 1, -1
+        len(part_counts) + 1, -1
     )  # index among the holders with room; -1 at the end, for items without a home
     index_of_holder[open_holders] = np.arange(len(open_holders))
-    at, level = index_of_holder[home.clip(min=-1)], falling.sum() / rooms.sum()
-    initial_loads = (rooms.max() - rooms[open_holders]) * level  # as if holders with fewer parts had the others filled
+    at, level = index_of_holder[home.clip(min=-1)], falling.sum() / part_counts.sum()
+    initial_loads = (part_counts.max() - part_counts[open_holders]) * level
     loads = initial_loads + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders))
-    excess = (loads - rooms.max() * level).tolist()
+    excess = (loads - part_counts.max() * level).tolist()
     at = at.copy()
     for item, (cost, holder) in enumerate(zip(falling.tolist(), at.tolist(), strict=True)):
         if holder >= 0 and cost <= excess[holder]:

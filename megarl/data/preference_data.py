@@ -71,8 +71,8 @@ class PreferenceDataset(Sequence[Pair]):
         if isinstance(index, slice):
             keys = None if self.keys is None else self.keys[index]
             return replace(self, rows=self.rows[index], keys=keys)
-        where, row = self.rows[index]
-        return make_pair(row, self.tokenizer, where, self.name, group=index)
+        location, row = self.rows[index]
+        return make_pair(row, self.tokenizer, location, self.name, group=index)
 
 
 def read_preferences(
@@ -93,12 +93,12 @@ def read_preferences(
     dropped = shortest = 0
     keys = OrderKeys(order)
 
-    def fits(where: str, row: dict[str, Any]) -> bool:
+    def fits(location: str, row: dict[str, Any]) -> bool:
         nonlocal dropped, shortest
-        pair = make_pair(row, tokenizer, where, name)
+        pair = make_pair(row, tokenizer, location, name)
         longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
         if pair.num_tokens <= max_tokens and longest <= max_length:
-            keys.add(row, where)
+            keys.add(row, location)
             return True
         dropped, shortest = dropped + 1, min(shortest or pair.num_tokens, pair.num_tokens)
         return False
@@ -122,54 +122,60 @@ def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int
     )
 
 
-def check_pair(row: dict[str, Any], where: str) -> dict[str, tuple[Message, ...]]:
+def check_pair(row: dict[str, Any], location: str) -> dict[str, tuple[Message, ...]]:
     """Return the two conversations. Raises ConfigError for mistakes that show without a tokenizer."""
-    messages = {key: _parse_side(row, key, where) for key in ("chosen", "rejected")}
+    messages = {key: _parse_side(row, key, location) for key in ("chosen", "rejected")}
     if messages["chosen"][0] != messages["rejected"][0]:
-        raise ConfigError(f"{where}: 'chosen' and 'rejected' begin differently; only answers to one prompt compare")
+        raise ConfigError(f"{location}: 'chosen' and 'rejected' begin differently; only answers to one prompt compare")
     return messages
 
 
-def make_pair(row: dict[str, Any], tokenizer: Any, where: str, name: str = "", group: int = 0) -> Pair:
-    messages, tools = check_pair(row, where), parse_tool_schemas(row.get("tools"), where)
-    common_fields = {"id": row_id(row, where, name, where), "data_source": row_source(row, where, name), "tools": tools}
+def make_pair(row: dict[str, Any], tokenizer: Any, location: str, name: str = "", group: int = 0) -> Pair:
+    messages, tools = check_pair(row, location), parse_tool_schemas(row.get("tools"), location)
+    common_fields = {
+        "id": row_id(row, location, name, location),
+        "data_source": row_source(row, location, name),
+        "tools": tools,
+    }
     rollouts = {
         key: tokenize_conversation(
             {**common_fields, "messages": value},
             tokenizer,
-            f"{where}, {key!r}",
+            f"{location}, {key!r}",
             group,
             last_only=True,
         )
         for key, value in messages.items()
     }
     if np.array_equal(rollouts["chosen"].token_ids, rollouts["rejected"].token_ids):
-        raise ConfigError(f"{where}: 'chosen' and 'rejected' are the same; there is nothing to learn from this pair")
+        raise ConfigError(f"{location}: 'chosen' and 'rejected' are the same; there is nothing to learn from this pair")
     return Pair(**rollouts)
 
 
-def _parse_side(row: dict[str, Any], key: str, where: str) -> tuple[Message, ...]:
+def _parse_side(row: dict[str, Any], key: str, location: str) -> tuple[Message, ...]:
     """Return the whole conversation of one of the two columns."""
     value, prompt, conversations = row.get(key), row.get("prompt"), row.get("conversations")
     if value is None:
         raise ConfigError(
-            f"{where}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {list_columns(row)}"
+            f"{location}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {list_columns(row)}"
         )
-    check_text_only(row, where)
+    check_text_only(row, location)
     head: tuple[Message, ...] = ()
     if prompt is not None:
-        head = parse_chat_messages(prompt, where, "prompt")
+        head = parse_chat_messages(prompt, location, "prompt")
     elif isinstance(conversations, list) and conversations:
-        head = parse_sharegpt(conversations, where, "conversations")
-    messages = parse_answer(value, where, key)
+        head = parse_sharegpt(conversations, location, "conversations")
+    messages = parse_answer(value, location, key)
     if messages[0]["role"] == "assistant":
         if not head:
-            raise ConfigError(f"{where}: {key!r} begins with the answer, and there is no 'prompt' before it")
+            raise ConfigError(f"{location}: {key!r} begins with the answer, and there is no 'prompt' before it")
         messages = head + messages
     elif messages[: len(head)] != head:
-        raise ConfigError(f"{where}: {key!r} begins neither with the answer nor with the row's 'prompt'; drop that one")
+        raise ConfigError(
+            f"{location}: {key!r} begins neither with the answer nor with the row's 'prompt'; drop that one"
+        )
     if messages[-1]["role"] != "assistant":
         raise ConfigError(
-            f"{where}: {key!r} must end with the assistant's answer, not with role {messages[-1]['role']}"
+            f"{location}: {key!r} must end with the assistant's answer, not with role {messages[-1]['role']}"
         )
     return messages

@@ -29,11 +29,11 @@ def read_prompts(
     path: str | Path,
     prompt_key: str = "prompt",
     label_key: str = "ground_truth",
-    most: int | None = None,
+    max_rows: int | None = None,
     name: str = "",
     order: str = "",
 ) -> list[Prompt]:
-    """Read all prompts of a file, or the first `most`, in file order, without token ids.
+    """Read all prompts of a file, or the first `max_rows`, in file order, without token ids.
 
     `.parquet` with verl's columns (data_source, prompt, ability, reward_model {style, ground_truth}, extra_info), or
     `.jsonl` with {prompt | messages, ground_truth | label, tools, data_source, id, metadata | extra}; either may use
@@ -50,13 +50,13 @@ def read_prompts(
     prompts: list[Prompt] = []
     location_by_id: dict[str, str] = {}
     keys = OrderKeys(order)
-    for where, prompt in islice(iter_prompts(file, prompt_key, label_key, name), most):
+    for location, prompt in islice(iter_prompts(file, prompt_key, label_key, name), max_rows):
         if prompt.id in location_by_id:
             raise ConfigError(
-                f"{where}: the id {prompt.id!r} is taken by {location_by_id[prompt.id]}; ids must be unique"
+                f"{location}: the id {prompt.id!r} is taken by {location_by_id[prompt.id]}; ids must be unique"
             )
-        location_by_id[prompt.id] = where
-        keys.add(prompt.extra, where)
+        location_by_id[prompt.id] = location
+        keys.add(prompt.extra, location)
         prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
@@ -67,8 +67,8 @@ def iter_prompts(
     file: Path, prompt_key: str = "prompt", label_key: str = "ground_truth", name: str = ""
 ) -> Iterator[tuple[str, Prompt]]:
     """Yield (location, prompt) of each row, as in `read_prompts` but without the checks across rows."""
-    for index, (where, row) in enumerate(read_rows(file)):
-        yield where, _parse_prompt(row, where, f"{name or file.stem}-{index}", prompt_key, label_key, name)
+    for index, (location, row) in enumerate(read_rows(file)):
+        yield location, _parse_prompt(row, location, f"{name or file.stem}-{index}", prompt_key, label_key, name)
 
 
 def render_prompts(
@@ -118,7 +118,7 @@ class PromptLoader(Generic[Item]):
         shuffle: bool = True,
         weights: Sequence[float] = (),
         order: str = "",
-        sizes: Sequence[int] = (),
+        file_sizes: Sequence[int] = (),
     ) -> None:
         if not len(prompts):
             raise ConfigError("there are no prompts to train on")
@@ -138,7 +138,7 @@ class PromptLoader(Generic[Item]):
         self._per_step = prompts_per_step
         self._seed = seed
         self._shuffle = shuffle
-        self._sizes = tuple(sizes)
+        self._sizes = tuple(file_sizes)
         self._samples = 0  # prompts dealt out since the beginning
         self._last: Sequence[Item] = []  # the batch dealt out last
         self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: order of the set's prompts
@@ -203,12 +203,12 @@ class PromptLoader(Generic[Item]):
                 "the same by run.resume=forced"
             )
 
-    def _items_at(self, place: int, count: int) -> Sequence[Item]:
-        return self._prompts.select([self._index(position) for position in range(place, place + count)])
+    def _items_at(self, start: int, count: int) -> Sequence[Item]:
+        return self._prompts.select([self._index(position) for position in range(start, start + count)])
 
-    def _index(self, place: int) -> int:
+    def _index(self, position: int) -> int:
         """Return the index among all prompts of the prompt at a position of the stream."""
-        chosen, epoch, number = self._stream.locate(place)
+        chosen, epoch, number = self._stream.locate(position)
         return self._stream.offsets[chosen] + self._epoch_order(chosen, epoch)[number]
 
     @cached_property
@@ -246,29 +246,32 @@ class PromptLoader(Generic[Item]):
 
 
 def _parse_prompt(
-    row: dict[str, Any], where: str, default_id: str, prompt_key: str, label_key: str, name: str
+    row: dict[str, Any], location: str, default_id: str, prompt_key: str, label_key: str, name: str
 ) -> Prompt:
-    check_text_only(row, where)
+    check_text_only(row, location)
     rest = dict(row)
-    messages = parse_chat_messages(_pop_column(rest, row, prompt_key, where, "data.prompt_key"), where, prompt_key)
+    messages = parse_chat_messages(
+        _pop_column(rest, row, prompt_key, location, "data.prompt_key"), location, prompt_key
+    )
     if messages[-1]["role"] == "assistant":
-        raise ConfigError(f"{where}: {prompt_key!r} ends with the assistant's words, which leaves nothing to answer")
+        raise ConfigError(f"{location}: {prompt_key!r} ends with the assistant's words, which leaves nothing to answer")
     reward_model = rest.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:
         ground_truth = reward_model["ground_truth"]
         if ground_truth is None and label_key:
             raise ConfigError(
-                f'{where}: reward_model.ground_truth is empty; fill it in, or set data.label_key to "" if there is none'
+                f'{location}: reward_model.ground_truth is empty; fill it in, or set data.label_key to "" if there '
+                "is none"
             )
         rest.pop("reward_model")
     elif label_key:
-        ground_truth = _pop_column(rest, row, label_key, where, "data.label_key")
+        ground_truth = _pop_column(rest, row, label_key, location, "data.label_key")
     else:
         ground_truth = None
-    identity, source = row_id(rest, where, name, default_id), row_source(rest, where, name)
+    identity, source = row_id(rest, location, name, default_id), row_source(rest, location, name)
     for column in ("id", "data_source"):
         rest.pop(column, None)
-    tools = parse_tool_names(rest.pop("tools", None), where)
+    tools = parse_tool_names(rest.pop("tools", None), location)
     extra: dict[str, Any] = {}
     for column in NESTED_COLUMNS:
         fields = rest.get(column)
@@ -284,12 +287,12 @@ def _parse_prompt(
     )
 
 
-def _pop_column(row: dict[str, Any], whole: dict[str, Any], key: str, where: str, option: str) -> Any:
+def _pop_column(row: dict[str, Any], original: dict[str, Any], key: str, location: str, option: str) -> Any:
     """Remove and return a column's value. whole: the original row."""
     for name in (key, _ALIASES.get(key)):
         if name is not None and row.get(name) is not None:
             return row.pop(name)
     empty = f"; the column {key!r} is empty here" if key in row else ""
     none = ' (or to "" if there is no ground truth)' if option == "data.label_key" else ""
-    columns = f"columns here: {list_columns(whole)}"
-    raise ConfigError(f"{where}: no {key!r}{empty}; {columns}; set {option} to the right one{none}")
+    columns = f"columns here: {list_columns(original)}"
+    raise ConfigError(f"{location}: no {key!r}{empty}; {columns}; set {option} to the right one{none}")

@@ -20,7 +20,7 @@ from megarl.types import Message, Prompt, Rollout, Turn, as_token_ids
 def read_conversations(
     path: str | Path,
     tokenizer: Any,
-    most: int | None = None,
+    max_rows: int | None = None,
     prompt_key: str = "prompt",
     answer_key: str = "",
     name: str = "",
@@ -36,16 +36,16 @@ def read_conversations(
     Raises ConfigError, naming the line, for a row without a conversation.
     """
 
-    def read(where: str, row: dict[str, Any]) -> dict[str, Any]:
-        return _normalize_row(row, where, prompt_key, answer_key, name)
+    def read(location: str, row: dict[str, Any]) -> dict[str, Any]:
+        return _normalize_row(row, location, prompt_key, answer_key, name)
 
     keys = OrderKeys(order)
 
-    def check_row(where: str, row: dict[str, Any]) -> None:
-        keys.add(row, where)
-        read(where, row)
+    def check_row(location: str, row: dict[str, Any]) -> None:
+        keys.add(row, location)
+        read(location, row)
 
-    rows = Table.read(Path(path), check_row, most)
+    rows = Table.read(Path(path), check_row, max_rows)
     if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
     return SFTDataset(rows, tokenizer, read, keys.to_array())
@@ -55,11 +55,11 @@ def iter_conversations(
     file: Path, tokenizer: Any, prompt_key: str, answer_key: str, name: str
 ) -> Iterator[tuple[str, dict[str, Any], Rollout]]:
     """Yield (location, row, conversation) of each row, as in `read_conversations`."""
-    for where, row in read_rows(file):
+    for location, row in read_rows(file):
         yield (
-            where,
+            location,
             row,
-            tokenize_conversation(_normalize_row(row, where, prompt_key, answer_key, name), tokenizer, where),
+            tokenize_conversation(_normalize_row(row, location, prompt_key, answer_key, name), tokenizer, location),
         )
 
 
@@ -81,7 +81,7 @@ class SFTDataset(Sequence[Rollout]):
     rows: Table
     tokenizer: Any
     normalize: Callable[[str, dict[str, Any]], dict[str, Any]]
-    """(where, row) -> argument of `tokenize_conversation`."""
+    """(location, row) -> argument of `tokenize_conversation`."""
     keys: np.ndarray | None = field(default=None, compare=False)
     """[rows] float64: sort keys of a curriculum, NaN if unknown; None without one."""
 
@@ -101,23 +101,23 @@ class SFTDataset(Sequence[Rollout]):
     def __getitem__(self, index: int | slice) -> Rollout | SFTDataset:
         if isinstance(index, slice):
             return self.select(range(*index.indices(len(self))))
-        where, row = self.rows[index]
-        return tokenize_conversation(self.normalize(where, row), self.tokenizer, where, group=index)
+        location, row = self.rows[index]
+        return tokenize_conversation(self.normalize(location, row), self.tokenizer, location, group=index)
 
 
-def _normalize_row(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
+def _normalize_row(row: dict[str, Any], location: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
     """Return the row as `tokenize_conversation` takes it. Raises ConfigError if the last message is no assistant's."""
-    check_text_only(row, where)
-    messages = parse_conversation(row, where, prompt_key, answer_key)
+    check_text_only(row, location)
+    messages = parse_conversation(row, location, prompt_key, answer_key)
     roles = [message["role"] for message in messages]
     if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
-        raise ConfigError(f"{where}: messages must begin with a prompt and end with the assistant's, not {roles}")
+        raise ConfigError(f"{location}: messages must begin with a prompt and end with the assistant's, not {roles}")
     for number, message in enumerate(messages):
         content_parts = [message.get(part) for part in ("content", "tool_calls", "reasoning_content")]
         if message["role"] == "assistant" and not any(map(str.strip, map(str, filter(None, content_parts)))):
-            raise ConfigError(f"{where}: message {number} of 'messages', the assistant's, is empty; drop the row")
-    identity, source = row_id(row, where, name, where), row_source(row, where, name)
-    tools = parse_tool_schemas(row.get("tools"), where)
+            raise ConfigError(f"{location}: message {number} of 'messages', the assistant's, is empty; drop the row")
+    identity, source = row_id(row, location, name, location), row_source(row, location, name)
+    tools = parse_tool_schemas(row.get("tools"), location)
     return {**row, "id": identity, "data_source": source, "messages": messages, "tools": tools}
 
 
@@ -129,7 +129,7 @@ _PROBE_ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant
 
 
 def tokenize_conversation(
-    row: dict[str, Any], tokenizer: Any, where: str, group: int = 0, last_only: bool = False
+    row: dict[str, Any], tokenizer: Any, location: str, group: int = 0, last_only: bool = False
 ) -> Rollout:
     """Tokenize one conversation to a Rollout: prompt, action, observation, action, ..., action.
 
@@ -139,17 +139,17 @@ def tokenize_conversation(
     is tokenized by itself, because a turn's ids are fixed before the next turn is written.
     """
     try:
-        return _tokenize(row, tokenizer, where, group, last_only)
+        return _tokenize(row, tokenizer, location, group, last_only)
     except _TemplateError as error:
         reason = error
     try:  # blames the template if it cannot render even the simplest conversation, otherwise the row
-        _tokenize(_PROBE_ROW, tokenizer, where, group, last_only)
+        _tokenize(_PROBE_ROW, tokenizer, location, group, last_only)
     except _TemplateError as error:
         raise ConfigError(f"model.path: {error}; this is so with any conversation") from None
-    raise ConfigError(f"{where}: {reason}")
+    raise ConfigError(f"{location}: {reason}")
 
 
-def _tokenize(row: dict[str, Any], tokenizer: Any, where: str, group: int, last_only: bool) -> Rollout:
+def _tokenize(row: dict[str, Any], tokenizer: Any, location: str, group: int, last_only: bool) -> Rollout:
     messages: tuple[Message, ...] = tuple(row["messages"])
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     answers = answers[-1:] if last_only else answers
@@ -188,7 +188,7 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, where: str, group: int, last_
         ids = as_token_ids(tokenizer.encode(response, add_special_tokens=False))
         turns.append(Turn(ids, np.zeros(len(ids), np.float32), is_action=True))
     prompt = Prompt(
-        id=str(row.get("id", where)),
+        id=str(row.get("id", location)),
         messages=messages[: answers[0]],
         token_ids=turns[0].token_ids,
         data_source=row.get("data_source", ""),

@@ -49,15 +49,15 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row) for each row of a .parquet or .jsonl file; `where` names the row in messages.
+    """Yield (location, row) for each row of a .parquet or .jsonl file; `location` names the row in messages.
 
     Only a few rows are in memory at a time. Raises ConfigError.
     """
-    return ((where, row) for _, where, row in scan_rows(file))
+    return ((location, row) for _, location, row in scan_rows(file))
 
 
 def scan_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield (position, where, row), as `read_rows`."""
+    """Yield (position, location, row), as `read_rows`."""
     kinds = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     try:
         if not file.exists():
@@ -83,40 +83,41 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
             number = next_offset = 0
             while line := lines.readline(MAX_LINE_BYTES + 1):
                 number, offset, next_offset = number + 1, next_offset, next_offset + len(line)
-                where = f"{file}:{number}"
+                location = f"{file}:{number}"
                 if number == 1:
                     for magic, problem in _MAGIC.items():
                         if line.removeprefix(_UTF8_BOM).startswith(magic):
                             raise ConfigError(f"{file} {problem}")
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(f"{where}: more than {MAX_LINE_BYTES >> 20} MiB; a line is to hold one row")
+                    raise ConfigError(f"{location}: more than {MAX_LINE_BYTES >> 20} MiB; a line is to hold one row")
                 if line.removeprefix(_UTF8_BOM if number == 1 else b"").strip():
-                    yield offset, where, parse_line(line, where, first=number == 1)
+                    yield offset, location, parse_line(line, location, first=number == 1)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def parse_line(line: bytes, where: str, first: bool) -> dict[str, Any]:
+def parse_line(line: bytes, location: str, first: bool) -> dict[str, Any]:
     """Parse a line of a .jsonl file. first: it is the file's first line."""
     try:
         text = line.removeprefix(_UTF8_BOM if first else b"").rstrip(b"\r\n").decode("utf-8")
         row = json.loads(text, object_pairs_hook=_unique_object)
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{where}: not UTF-8 at byte {error.start}; convert the file, by iconv -f LATIN1 -t UTF-8 or what it is in"
+            f"{location}: not UTF-8 at byte {error.start}; convert the file, by iconv -f LATIN1 -t UTF-8 or what "
+            "it is in"
         ) from None
     except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply; {MAX_DEPTH} levels are the most") from None
+        raise ConfigError(f"{location}: nested too deeply; {MAX_DEPTH} levels are the most") from None
     except json.JSONDecodeError as error:
         problem = "a NUL byte" if b"\0" in line else error.msg
         raise ConfigError(
-            f"{where}: not JSON: {problem} (column {error.pos + 1}); a line is to hold one whole object"
+            f"{location}: not JSON: {problem} (column {error.pos + 1}); a line is to hold one whole object"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{where}: {str(error).split(';')[0]}") from None  # a number with thousands of digits
+        raise ConfigError(f"{location}: {str(error).split(';')[0]}") from None  # a number with thousands of digits
     if not isinstance(row, dict):
-        raise ConfigError(f"{where}: a {type(row).__name__}, not an object of named columns")
-    plain: dict[str, Any] = _to_json_value(row, where)
+        raise ConfigError(f"{location}: a {type(row).__name__}, not an object of named columns")
+    plain: dict[str, Any] = _to_json_value(row, location)
     return plain
 
 
@@ -134,8 +135,8 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
         with open_parquet(file) as table:
             for batch in table.iter_batches(batch_size=1000, use_threads=False):  # not the whole table at once
                 for row in to_dicts(batch):
-                    where = f"{file}, row {number}"
-                    yield number, where, to_json_row(row, where)
+                    location = f"{file}, row {number}"
+                    yield number, location, to_json_row(row, location)
                     number += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise parquet_error(file, error) from None
@@ -159,9 +160,9 @@ def to_dicts(rows: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any]]:
     return dicts
 
 
-def to_json_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+def to_json_row(row: dict[str, Any], location: str) -> dict[str, Any]:
     """Convert a row of a parquet file to the form of a .jsonl file."""
-    columns = _to_json_value(row, where).items()
+    columns = _to_json_value(row, location).items()
     return {name: _drop_nulls(value) if isinstance(value, list) else value for name, value in columns}
 
 
@@ -172,7 +173,7 @@ def _drop_nulls(value: Any) -> Any:
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _to_json_value(value: Any, where: str, depth: int = 0) -> Any:
+def _to_json_value(value: Any, location: str, depth: int = 0) -> Any:
     """Convert a value to JSON types, see the module docstring."""
     if isinstance(value, str):
         try:
@@ -183,11 +184,13 @@ def _to_json_value(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, dict | list) and depth == MAX_DEPTH:
-        raise ConfigError(f"{where}: nested too deeply; {MAX_DEPTH} levels are the most")
+        raise ConfigError(f"{location}: nested too deeply; {MAX_DEPTH} levels are the most")
     if isinstance(value, dict):
-        return {_to_json_value(name, where): _to_json_value(item, where, depth + 1) for name, item in value.items()}
+        return {
+            _to_json_value(name, location): _to_json_value(item, location, depth + 1) for name, item in value.items()
+        }
     if isinstance(value, list):
-        return [_to_json_value(item, where, depth + 1) for item in value]
+        return [_to_json_value(item, location, depth + 1) for item in value]
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
@@ -209,7 +212,7 @@ LARGE_ROW_GROUP_BYTES = 64 << 20
 """Bytes from which on a row group is slow to read for a single row."""
 
 Row = tuple[str, dict[str, Any]]
-"""(where, row): location of the row for messages, and the row."""
+"""(location, row): file and line for messages, and the columns."""
 
 
 class Table(Sequence[Row]):
@@ -218,24 +221,24 @@ class Table(Sequence[Row]):
     `Table.read` reads the whole file once. Raises ConfigError, also on later access if the file has changed.
     """
 
-    def __init__(self, source: _Source, places: np.ndarray) -> None:
+    def __init__(self, source: _Source, positions: np.ndarray) -> None:
         self._source = source
-        self._places = places  # [rows, 2] int64: position, and the line or row number for messages
+        self._places = positions  # [rows, 2] int64: position, and the line or row number for messages
 
     @staticmethod
-    def read(file: Path, use: Callable[[str, dict[str, Any]], bool | None], most: int | None = None) -> Table:
-        """Read the rows, or the first `most`, and keep those for which `use` does not return False.
+    def read(file: Path, accept: Callable[[str, dict[str, Any]], bool | None], max_rows: int | None = None) -> Table:
+        """Read the rows, or the first `max_rows`, and keep those for which `accept` does not return False.
 
-        `use` is called once per row, in order, and may raise for an invalid row.
+        `accept` is called once per row, in order, and may raise for an invalid row.
         """
         positions = array("q")
         rows = scan_rows(file)
         stamp = _file_stamp(file)
-        for count, (place, where, row) in enumerate(rows):
-            if count == most:
+        for count, (place, location, row) in enumerate(rows):
+            if count == max_rows:
                 break
-            if use(where, row) is not False:
-                positions.extend((place, place if is_parquet(file) else int(where.rpartition(":")[2])))
+            if accept(location, row) is not False:
+                positions.extend((place, place if is_parquet(file) else int(location.rpartition(":")[2])))
         source = (_ParquetSource if is_parquet(file) else _JsonlSource)(file, stamp)
         return Table(source, np.array(positions, dtype=np.int64).reshape(-1, 2))
 
@@ -267,9 +270,9 @@ class Table(Sequence[Row]):
 class _Source:
     """A file in the version that was read first."""
 
-    def __init__(self, file: Path, mark: tuple[int, int]) -> None:
+    def __init__(self, file: Path, stamp: tuple[int, int]) -> None:
         self.file = file
-        self._stamp = mark
+        self._stamp = stamp
 
     def check(self) -> None:
         try:
@@ -279,7 +282,7 @@ class _Source:
         if not is_unchanged:
             raise ConfigError(f"{self.file} was changed while the run reads it; start again, with a copy of its own")
 
-    def row(self, place: int, number: int) -> Row:
+    def row(self, position: int, number: int) -> Row:
         raise NotImplementedError
 
     def slow_read_warning(self) -> str:
@@ -287,16 +290,16 @@ class _Source:
 
 
 class _JsonlSource(_Source):
-    def row(self, place: int, number: int) -> Row:
-        where = f"{self.file}:{number}"
+    def row(self, position: int, number: int) -> Row:
+        location = f"{self.file}:{number}"
         with self.file.open("rb") as lines:
-            lines.seek(place)
-            return where, parse_line(lines.readline(), where, first=place == 0)
+            lines.seek(position)
+            return location, parse_line(lines.readline(), location, first=position == 0)
 
 
 class _ParquetSource(_Source):
-    def __init__(self, file: Path, mark: tuple[int, int]) -> None:
-        super().__init__(file, mark)
+    def __init__(self, file: Path, stamp: tuple[int, int]) -> None:
+        super().__init__(file, stamp)
         self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # least recently used first
         try:
             with open_parquet(file) as table:
@@ -306,12 +309,12 @@ class _ParquetSource(_Source):
         self._starts = np.cumsum([0, *(group.num_rows for group in groups)]).tolist()
         self._sizes = [group.total_byte_size for group in groups]
 
-    def row(self, place: int, number: int) -> Row:
-        group = bisect_right(self._starts, place) - 1
-        where = f"{self.file}, row {number}"
+    def row(self, position: int, number: int) -> Row:
+        group = bisect_right(self._starts, position) - 1
+        location = f"{self.file}, row {number}"
         try:
             table = self._group(group)
-            return where, to_json_row(to_dicts(table.slice(place - self._starts[group], 1))[0], where)
+            return location, to_json_row(to_dicts(table.slice(position - self._starts[group], 1))[0], location)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise parquet_error(self.file, error) from None
 

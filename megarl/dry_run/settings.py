@@ -443,11 +443,11 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
         else:
             rows = check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
             for row in rows:
-                first_texts[key].setdefault(row.text, row.where)
+                first_texts[key].setdefault(row.text, row.location)
             named = [row for row in rows if row.extra.get(COLUMN)]
             if named and declared.has_rollout and not config.rollout.environments:
                 warnings.append(
-                    f"{named[0].where}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
+                    f"{named[0].location}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
                     "rollout.environments is empty, so no environment is used; set it, or leave the column out"
                 )
             if data.order and key == "data.train":

@@ -420,14 +420,14 @@ class WorldComm:
     def rank(self) -> int:
         return dist.get_rank()
 
-    def all_reduce(self, mine: torch.Tensor) -> torch.Tensor:
-        return sum_over_ranks(mine)
+    def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
+        return sum_over_ranks(local)
 
-    def all_gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
-        return gather_rows(mine)
+    def all_gather_rows(self, local: torch.Tensor) -> torch.Tensor:
+        return gather_rows(local)
 
-    def all_gather_objects(self, mine: Any) -> list[Any]:
-        return ranks.all_gather_objects(mine)
+    def all_gather_objects(self, local: Any) -> list[Any]:
+        return ranks.all_gather_objects(local)
 
 
 @traced("wait")

@@ -34,11 +34,11 @@ def as_token_ids(values: npt.ArrayLike) -> Ids:
     return as_read_only(ids.astype(np.int32, copy=False), values)
 
 
-def as_read_only(array: npt.NDArray[Any], given: object) -> npt.NDArray[Any]:
-    """Make `array` read-only. If it is the caller's own array (`given`), return a read-only view and leave that one
+def as_read_only(array: npt.NDArray[Any], source: object) -> npt.NDArray[Any]:
+    """Make `array` read-only. If it is the caller's own array (`source`), return a read-only view and leave that one
     writable."""
     if array.flags.writeable:
-        array = array.view() if array is given else array
+        array = array.view() if array is source else array
         array.setflags(write=False)
     return array
 

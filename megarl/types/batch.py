@@ -168,17 +168,17 @@ class TrainBatch:
         """[T] which of the N sequences each token belongs to."""
         return torch.repeat_interleave(self.local_indices.to(self.cu_seqlens.device), self.cu_seqlens.diff())
 
-    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over the ranks that share this batch; the same result on all. Collective."""
-        return self.comm.all_reduce(part)
+        return self.comm.all_reduce(local)
 
-    def all_gather(self, figures: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """[n] -> [N]: gather one number per local sequence on every rank. Collective."""
         if self.sharding is None:
-            return figures
-        rows = self.comm.all_gather_rows(torch.stack([self.local_indices.double(), figures.double()], dim=1))
-        result = figures.new_zeros(self.num_sequences)
-        result[rows[:, 0].long()] = rows[:, 1].to(figures.dtype)
+            return values
+        rows = self.comm.all_gather_rows(torch.stack([self.local_indices.double(), values.double()], dim=1))
+        result = values.new_zeros(self.num_sequences)
+        result[rows[:, 0].long()] = rows[:, 1].to(values.dtype)
         return result
 
     def with_(self, **changes: Any) -> TrainBatch:

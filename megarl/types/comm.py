@@ -25,15 +25,15 @@ class Comm(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def all_reduce(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
         """Sum small tensors of equal shape."""
         ...
 
-    def all_gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_gather_rows(self, local: torch.Tensor) -> torch.Tensor:
         """[n, ...] -> [N, ...], ordered by rank; n may differ between ranks."""
         ...
 
-    def all_gather_objects(self, mine: Any) -> list[Any]:
+    def all_gather_objects(self, local: Any) -> list[Any]:
         """Gather small host values, ordered by rank."""
         ...
 
@@ -43,14 +43,14 @@ class LocalComm:
 
     rank = 0
 
-    def all_reduce(self, mine: torch.Tensor) -> torch.Tensor:
-        return mine
+    def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
+        return local
 
-    def all_gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
-        return mine
+    def all_gather_rows(self, local: torch.Tensor) -> torch.Tensor:
+        return local
 
-    def all_gather_objects(self, mine: Any) -> list[Any]:
-        return [mine]
+    def all_gather_objects(self, local: Any) -> list[Any]:
+        return [local]
 
 
 LOCAL = LocalComm()

@@ -46,10 +46,10 @@ class Episodes:
     episode_ids: torch.Tensor  # [N] int64, the episode of each sequence: starts at 0, each entry grows by at most 1
 
     @staticmethod
-    def from_ids(number: torch.Tensor) -> Episodes:
-        """Build from `number` [N]: branches of an episode share a number, adjacent episodes have different ones."""
-        first = torch.ones(len(number), dtype=torch.bool)
-        first[1:] = number[1:] != number[:-1]
+    def from_ids(ids: torch.Tensor) -> Episodes:
+        """Build from `ids` [N]: branches of an episode share a number, adjacent episodes have different ones."""
+        first = torch.ones(len(ids), dtype=torch.bool)
+        first[1:] = ids[1:] != ids[:-1]
         return Episodes(first.cumsum(0) - 1)
 
     @staticmethod
@@ -105,7 +105,7 @@ class Episodes:
         return [index for episode in episodes for index in range(first[episode], last[episode] + 1)]
 
 
-def assign_episode_ids(group: torch.Tensor, episode: torch.Tensor, **same: torch.Tensor) -> torch.Tensor:
+def assign_episode_ids(group: torch.Tensor, episode: torch.Tensor, **shared: torch.Tensor) -> torch.Tensor:
     """Return [N] episode ids, unique over all groups: the index of the episode's first branch.
 
     group, episode: [N] as in `Rollout`; a negative episode is a rollout without branches. same: [N] values that all
@@ -119,7 +119,7 @@ def assign_episode_ids(group: torch.Tensor, episode: torch.Tensor, **same: torch
     if len((first_pairs := pairs[is_branch & starts_episode]).unique(dim=0)) < len(first_pairs):
         raise ValueError("branches of an episode do not follow each other")
     episodes = Episodes(starts_episode.cumsum(0) - 1)
-    for name, column in same.items():
+    for name, column in shared.items():
         if not torch.equal(episodes.expand(episodes.take_last(column)), column):
             raise ValueError(f"branches of an episode have another {name} each")
     return episodes.expand(episodes.first)

@@ -46,33 +46,33 @@ class RewardError(ConfigError):
     """A reward function raised, timed out, or did not return a number."""
 
 
-def parse_reward(value: Any, turns: int, about: str = "it") -> Reward:
+def parse_reward(value: Any, turns: int, subject: str = "it") -> Reward:
     """Parse the return value of a reward function for a rollout with `turns` turns of the policy.
 
-    Raises RewardError, prefixed with `about`, unless all values are finite numbers of at most `MAX_REWARD`.
+    Raises RewardError, prefixed with `subject`, unless all values are finite numbers of at most `MAX_REWARD`.
     """
     if isinstance(value, Mapping):
         if unknown := [name for name in value if name not in ("reward", "parts", "turns")]:
-            raise RewardError(f"{about} returned {unknown[0]!r}, which is none of reward, parts, turns")
+            raise RewardError(f"{subject} returned {unknown[0]!r}, which is none of reward, parts, turns")
         if "reward" not in value and value.get("turns") is None:
-            raise RewardError(f"{about} returned neither `reward` nor `turns`")
+            raise RewardError(f"{subject} returned neither `reward` nor `turns`")
         present = {name: item for name, item in value.items() if item is not None or name == "reward"}
         value = Reward(**present)
     if not isinstance(value, Reward):
-        return Reward(parse_number(value, about))
+        return Reward(parse_number(value, subject))
     if not isinstance(value.parts, Mapping) or not all(isinstance(name, str) and name for name in value.parts):
-        raise RewardError(f"{about} returned `parts` that are no mapping of names to numbers")
+        raise RewardError(f"{subject} returned `parts` that are no mapping of names to numbers")
     turn_rewards = value.turns.tolist() if hasattr(value.turns, "tolist") else value.turns
     if not isinstance(turn_rewards, list | tuple):
-        raise RewardError(f"{about} returned `turns` that are a {type(turn_rewards).__name__}, not a list of numbers")
+        raise RewardError(f"{subject} returned `turns` that are a {type(turn_rewards).__name__}, not a list of numbers")
     if turn_rewards and len(turn_rewards) != turns:
-        raise RewardError(f"{about} returned {len(turn_rewards)} `turns` for {turns} turns of the policy's")
+        raise RewardError(f"{subject} returned {len(turn_rewards)} `turns` for {turns} turns of the policy's")
     result = Reward(
-        parse_number(value.reward, about),
-        {name: parse_number(part, f"{about}, part {name},") for name, part in value.parts.items()},
-        tuple(parse_number(turn, f"{about}, turn {index},") for index, turn in enumerate(turn_rewards)),
+        parse_number(value.reward, subject),
+        {name: parse_number(part, f"{subject}, part {name},") for name, part in value.parts.items()},
+        tuple(parse_number(turn, f"{subject}, turn {index},") for index, turn in enumerate(turn_rewards)),
     )
-    parse_number(sum_reward(result), f"{about}, with its turns,")
+    parse_number(sum_reward(result), f"{subject}, with its turns,")
     return result
 
 
@@ -89,8 +89,8 @@ def sum_reward(reward: Reward) -> float:
     return math.fsum((reward.reward, *reward.turns))
 
 
-def parse_number(value: Any, about: str) -> float:
-    """Return `value` as a float. Raises RewardError, prefixed with `about`, if it cannot be a reward."""
+def parse_number(value: Any, subject: str) -> float:
+    """Return `value` as a float. Raises RewardError, prefixed with `subject`, if it cannot be a reward."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()  # a scalar of numpy or torch
     if not isinstance(value, bool | int | float):
@@ -100,12 +100,12 @@ def parse_number(value: Any, about: str) -> float:
             text = "which cannot be shown"
         if isinstance(value, Awaitable):
             text = "which nobody awaits: make it a function by `async def`"
-        raise RewardError(f"{about} returned a {type(value).__name__}, {text}; it must return a number")
+        raise RewardError(f"{subject} returned a {type(value).__name__}, {text}; it must return a number")
     if isinstance(value, float) and not math.isfinite(value):
-        raise RewardError(f"{about} returned {value}; it must return a finite number")
+        raise RewardError(f"{subject} returned {value}; it must return a finite number")
     if abs(value) > MAX_REWARD:
         size = f"{value:g}" if isinstance(value, float) or value.bit_length() < 1000 else "a number of many digits"
         raise RewardError(
-            f"{about} returned {size}; beyond {MAX_REWARD:g} the advantages of all others drown in fp32: scale it"
+            f"{subject} returned {size}; beyond {MAX_REWARD:g} the advantages of all others drown in fp32: scale it"
         )
     return float(value)

@@ -241,42 +241,46 @@ class Rollouts:
 
     @staticmethod
     def gather(
-        here: Sequence[Rollout],
+        rollouts: Sequence[Rollout],
         order: Sequence[int] | torch.Tensor | None = None,
-        everyone: Comm = LOCAL,
+        comm: Comm = LOCAL,
         version: int = -1,
         episode: torch.Tensor | None = None,
     ) -> Rollouts:
         """Gather the statistics of all ranks' rollouts. Collective.
 
-        order: sort key of each local rollout; ties are sorted by rank, then by position in `here`. None sorts all this
-        way. Branches of an episode must be adjacent in the order, and on one rank. episode: [N] episode ids, if known.
+        order: sort key of each local rollout; ties are sorted by rank, then by position. None sorts all this way.
+        Branches of an episode must be adjacent in the order, and on one rank. episode: [N] episode ids, if known.
         """
-        last_branches = _last_branches(here)
-        keys = torch.zeros(len(here), dtype=torch.int64) if order is None else torch.as_tensor(order, dtype=torch.int64)
+        last_branches = _last_branches(rollouts)
+        keys = (
+            torch.zeros(len(rollouts), dtype=torch.int64)
+            if order is None
+            else torch.as_tensor(order, dtype=torch.int64)
+        )
         local_info = (
-            sorted({name for rollout in here for name in rollout.reward_parts}),
+            sorted({name for rollout in rollouts for name in rollout.reward_parts}),
             [rollout.failure or "no reason on record" for rollout in last_branches if rollout.status == "aborted"],
-            sorted({rollout.prompt.data_source for rollout in here}),
+            sorted({rollout.prompt.data_source for rollout in rollouts}),
             [(part, why, rollout.prompt.id) for rollout in last_branches for part, why in rollout.unscored.items()],
         )
-        all_info = everyone.all_gather_objects(local_info)
+        all_info = comm.all_gather_objects(local_info)
         parts = sorted({name for names, *_ in all_info for name in names})
         sources = sorted({name for _, _, names, _ in all_info for name in names})
         source_index = {name: index for index, name in enumerate(sources)}
         local_stats = [
             [*(get(rollout) for get in ROLLOUT_STATS.values()), source_index[rollout.prompt.data_source]]
-            for rollout in here
+            for rollout in rollouts
         ]
-        rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in here]
-        stats = torch.tensor(local_stats, dtype=torch.int64).reshape(len(here), len(ROLLOUT_STATS) + 1)
-        sort_keys = torch.stack([keys, torch.full_like(keys, everyone.rank)], dim=1)
-        scores = torch.tensor(rewards, dtype=torch.float64).reshape(len(here), 1 + len(parts))
+        rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in rollouts]
+        stats = torch.tensor(local_stats, dtype=torch.int64).reshape(len(rollouts), len(ROLLOUT_STATS) + 1)
+        sort_keys = torch.stack([keys, torch.full_like(keys, comm.rank)], dim=1)
+        scores = torch.tensor(rewards, dtype=torch.float64).reshape(len(rollouts), 1 + len(parts))
         # One collective for both: rewards travel as the int64 view of their bits.
-        table = everyone.all_gather_rows(torch.cat([sort_keys, stats, scores.view(torch.int64)], dim=1))
+        table = comm.all_gather_rows(torch.cat([sort_keys, stats, scores.view(torch.int64)], dim=1))
         table = table[torch.sort(table[:, 0], stable=True).indices]
         scores = table[:, 3 + len(ROLLOUT_STATS) :].contiguous().view(torch.float64)
-        local_indices = (table[:, 1] == everyone.rank).nonzero().squeeze(1)
+        local_indices = (table[:, 1] == comm.rank).nonzero().squeeze(1)
         # Stable like the sort of `table`, so both orders agree.
         local_order = torch.sort(keys, stable=True).indices.tolist()
         home, columns = (
@@ -286,7 +290,7 @@ class Rollouts:
         if episode is None:
             episode = assign_episode_ids(columns["group"], columns["episode"], home=home, status=columns["status"])
         return Rollouts(
-            local=tuple(here[i] for i in local_order),
+            local=tuple(rollouts[i] for i in local_order),
             local_indices=local_indices,
             home=home,
             **columns | {"episode": episode},
@@ -297,7 +301,7 @@ class Rollouts:
             failures=tuple(reason for _, reasons, *_ in all_info for reason in reasons),
             unscored_reasons=tuple(entry for *_, failed in all_info for entry in failed),
             version=version,
-            comm=everyone,
+            comm=comm,
         )
 
     @staticmethod
@@ -340,9 +344,9 @@ class Rollouts:
     def __len__(self) -> int:
         return len(self.home)
 
-    def replace_local(self, here: Sequence[Rollout]) -> Rollouts:
-        """Return a copy with each local rollout replaced by that of `here`. Collective."""
-        return Rollouts.gather(here, self.local_indices, self.comm, self.version, self.episode)
+    def replace_local(self, rollouts: Sequence[Rollout]) -> Rollouts:
+        """Return a copy with each local rollout replaced by that of `rollouts`. Collective."""
+        return Rollouts.gather(rollouts, self.local_indices, self.comm, self.version, self.episode)
 
     @property
     def episodes(self) -> Episodes:
@@ -389,11 +393,11 @@ class Rollouts:
         )
 
 
-def _last_branches(here: Sequence[Rollout]) -> list[Rollout]:
+def _last_branches(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return the last branch of each episode, and all rollouts without branches."""
     return [
         rollout
-        for rollout, following in zip_longest(here, here[1:])
+        for rollout, following in zip_longest(rollouts, rollouts[1:])
         if following is None
         or rollout.episode < 0
         or (rollout.group, rollout.episode) != (following.group, following.episode)

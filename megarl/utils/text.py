@@ -19,11 +19,11 @@ def find_media_type(value: Any) -> str:
     return ""
 
 
-def replace_surrogates(value: Any, levels: int = MAX_DEPTH) -> Any:
+def replace_surrogates(value: Any, max_depth: int = MAX_DEPTH) -> Any:
     """Return a JSON value with U+FFFD for every lone surrogate in its strings, keys included.
 
     Neither tokenizers nor files accept lone surrogates, such as half of an emoji. Surrogate pairs become the character
-    that they encode. Raises ValueError if the value is nested more than `levels` deep.
+    that they encode. Raises ValueError if the value is nested more than `max_depth` deep.
     """
     if isinstance(value, str):
         if value.isascii():
@@ -35,10 +35,11 @@ def replace_surrogates(value: Any, levels: int = MAX_DEPTH) -> Any:
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if not isinstance(value, dict | list | tuple):
         return value
-    if levels == 0:
+    if max_depth == 0:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, dict):
         return {
-            replace_surrogates(key, levels - 1): replace_surrogates(item, levels - 1) for key, item in value.items()
+            replace_surrogates(key, max_depth - 1): replace_surrogates(item, max_depth - 1)
+            for key, item in value.items()
         }
-    return type(value)([replace_surrogates(item, levels - 1) for item in value])
+    return type(value)([replace_surrogates(item, max_depth - 1) for item in value])

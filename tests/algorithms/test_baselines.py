@@ -144,7 +144,7 @@ def test_against_a_loop_in_any_order_and_with_some_left_out(kind, seed):
     out = torch.rand(40, generator=generator) < 0.4
     out |= group == 2  # a whole group
     spoilt = torch.where(out, torch.full_like(reward, float("nan")), reward)
-    found = sequence_advantages(kind, spoilt, group, actions, left_out=out)
+    found = sequence_advantages(kind, spoilt, group, actions, excluded=out)
     assert found[out].tolist() == [0.0] * int(out.sum())
     rest = of_a_loop(kind, reward[~out], group[~out], actions[~out])
     assert found[~out].tolist() == pytest.approx(rest, abs=1e-10)
@@ -155,7 +155,7 @@ def test_what_says_nothing_is_zero(kind):
     equal, group, actions = torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([1, 5, 2, 0, 3, 4])
     assert sequence_advantages(kind, equal, group, actions).tolist() == [0.0] * 6
     every = torch.ones(6).bool()
-    assert sequence_advantages(kind, equal * float("nan"), group, actions, left_out=every).tolist() == [0.0] * 6
+    assert sequence_advantages(kind, equal * float("nan"), group, actions, excluded=every).tolist() == [0.0] * 6
     none = torch.zeros(0, dtype=torch.int64)
     assert sequence_advantages(kind, torch.zeros(0), none, none).tolist() == []
 

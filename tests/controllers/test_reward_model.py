@@ -30,8 +30,8 @@ class TableFlow:
     def data(self) -> Any:
         return self
 
-    def shard(self, finished: list[Rollout], together: int = 1) -> Rollouts:
-        return Rollouts.gather(finished)
+    def shard(self, conversations: list[Rollout], group_size: int = 1) -> Rollouts:
+        return Rollouts.gather(conversations)
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         return Future.completed(ModelOutput(scores=self.table.detach()[batch.tokens.long()]))

@@ -42,13 +42,13 @@ def times(plan, costs):
 def test_by_hand():
     # 18 tokens at rank 0 and 10 at rank 1: the 4 moves. Of 14 each rank has a 9 or 10, and the rest beside it.
     lengths, home = [9, 5, 4, 10], [0, 0, 0, 1]
-    assert plan_micro_batches(lengths, 2, 10, home=home) == [[[0], [1]], [[3], [2]]]
+    assert plan_micro_batches(lengths, 2, 10, owner_rank=home) == [[[0], [1]], [[3], [2]]]
     # Those of the same length change places: with homes nobody moves.
-    assert plan_micro_batches([6, 6, 6, 6], 2, 12, home=[1, 0, 0, 1]) == [[[1, 2]], [[0, 3]]]
+    assert plan_micro_batches([6, 6, 6, 6], 2, 12, owner_rank=[1, 0, 0, 1]) == [[[1, 2]], [[0, 3]]]
 
 
 def test_one_home_keeps_its_share():
-    plan = plan_micro_batches([5] * 12, 3, 10, home=[1] * 12)
+    plan = plan_micro_batches([5] * 12, 3, 10, owner_rank=[1] * 12)
     assert flat(plan) == list(range(12)) and [sum(map(len, rank)) for rank in plan] == [4, 4, 4]
     assert [[len(micro) for micro in rank] for rank in plan] == [[2, 2]] * 3
 
@@ -61,7 +61,7 @@ def test_no_worse_than_without_homes_and_few_tokens_move(kind, number, dp, quadr
     lengths, home, budget = KINDS[kind](rng, number), rng.integers(0, dp, number), 32768
     costs = lengths + quadratic * lengths**2.0
     free = plan_micro_batches(lengths, dp, budget, quadratic)
-    plan = plan_micro_batches(lengths, dp, budget, quadratic, home=home)
+    plan = plan_micro_batches(lengths, dp, budget, quadratic, owner_rank=home)
     assert flat(plan) == list(range(number))
     assert {len(rank) for rank in plan} == {len(free[0])}
     assert all(micro == sorted(micro) for rank in plan for micro in rank)
@@ -83,7 +83,7 @@ def test_homes_that_are_balanced_are_kept():
     home = np.empty(2048, dtype=np.int64)
     for rank, micros in enumerate(plan_micro_batches(lengths, 8, 65536)):
         home[[i for micro in micros for i in micro]] = rank
-    assert moved(plan_micro_batches(lengths, 8, 65536, home=home), lengths, home) <= 0.01
+    assert moved(plan_micro_batches(lengths, 8, 65536, owner_rank=home), lengths, home) <= 0.01
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -97,7 +97,7 @@ def test_any_lengths_and_homes(seed):
     quadratic = (0.0, 0.01)[seed % 2]
     settings = dict(token_budget=budget, quadratic=quadratic, multiple=multiple, together=together)
     free = plan_micro_batches(lengths, dp, **settings)
-    plan = plan_micro_batches(lengths, dp, **settings, home=home)
+    plan = plan_micro_batches(lengths, dp, **settings, owner_rank=home)
     assert flat(plan) == list(range(number)) and {len(rank) for rank in plan} == {len(free[0])}
     groups = np.arange(number) if together is None else together
     at = {group: (r, m) for r, rank in enumerate(plan) for m, micro in enumerate(rank) for group in groups[micro]}
@@ -112,7 +112,7 @@ def test_any_lengths_and_homes(seed):
 
 
 def test_a_group_goes_where_most_of_its_tokens_are():
-    plan = plan_micro_batches([5, 1, 5, 3, 3], 2, 9, together=[0, 0, 1, 1, 0], home=[1, 0, 0, 1, 1])
+    plan = plan_micro_batches([5, 1, 5, 3, 3], 2, 9, group=[0, 0, 1, 1, 0], owner_rank=[1, 0, 0, 1, 1])
     assert plan == [[[2, 3]], [[0, 1, 4]]]
 
 
@@ -122,9 +122,9 @@ def test_the_same_on_every_rank_and_each_callers_own():
     plans = []
     for kind in (np.array, torch.tensor, lambda values: values.tolist()):
         packing._cached_plan.cache_clear()
-        plans.append(plan_micro_batches(kind(lengths), 4, 4096, 1e-4, home=kind(home)))
+        plans.append(plan_micro_batches(kind(lengths), 4, 4096, 1e-4, owner_rank=kind(home)))
         plans[-1][0].append("mine")
-        assert plan_micro_batches(kind(lengths), 4, 4096, 1e-4, home=kind(home)) == [
+        assert plan_micro_batches(kind(lengths), 4, 4096, 1e-4, owner_rank=kind(home)) == [
             plans[-1][0][:-1],
             *plans[-1][1:],
         ]
@@ -133,8 +133,8 @@ def test_the_same_on_every_rank_and_each_callers_own():
 
 @pytest.mark.parametrize("home", [[0, 2], [0], [0, 1, 1]])
 def test_homes_that_are_not_there_are_refused(home):
-    with pytest.raises(ValueError, match=f"`home` has {len(home)} numbers below 2 for 2 sequences"):
-        plan_micro_batches([5, 5], 2, 10, home=home)
+    with pytest.raises(ValueError, match=f"`owner_rank` has {len(home)} numbers below 2 for 2 sequences"):
+        plan_micro_batches([5, 5], 2, 10, owner_rank=home)
 
 
 def test_what_is_costlier_than_a_part_is_shared_out_evenly():

@@ -81,23 +81,23 @@ def test_what_is_no_row_of_whole_numbers_is_refused():
         plan_micro_batches([1.5, 2.0], 1, 10)
     with pytest.raises(ValueError, match="`lengths` must be a row of whole numbers, not int64 of shape"):
         plan_micro_batches(np.ones((2, 2), dtype=np.int64), 1, 10)
-    with pytest.raises(ValueError, match="`together` has 1 numbers for 2 sequences"):
-        plan_micro_batches([1, 2], 1, 10, together=[0])
+    with pytest.raises(ValueError, match="`group` has 1 numbers for 2 sequences"):
+        plan_micro_batches([1, 2], 1, 10, group=[0])
 
 
 def test_what_belongs_together_is_not_parted():
     """Pairs of 11, 6, 13 and 7 tokens, at most 13 at once: three micro-batches would do, so two for each rank."""
     lengths, together = [5, 3, 9, 4, 6, 3, 4, 3], [7, 1, 2, 2, 7, 1, 4, 4]
-    plan = plan_micro_batches(lengths, dp=2, token_budget=13, together=together)
+    plan = plan_micro_batches(lengths, dp=2, token_budget=13, group=together)
     assert plan == [[[2, 3], [1, 5]], [[0, 4], [6, 7]]]
     # Three sequences beyond the budget are a micro-batch of their own, as one that is too long by itself.
-    assert plan_micro_batches([5, 5, 5, 2], dp=1, token_budget=8, together=[0, 0, 0, 1]) == [[[0, 1, 2], [3]]]
+    assert plan_micro_batches([5, 5, 5, 2], dp=1, token_budget=8, group=[0, 0, 0, 1]) == [[[0, 1, 2], [3]]]
 
 
 def test_belonging_together_keeps_the_balance():
     rng = np.random.default_rng(4)
     lengths, quadratic = rng.integers(20, 900, 512).tolist(), 3e-4
-    plan = plan_micro_batches(lengths, 4, 4096, quadratic, together=[i // 2 for i in range(512)])
+    plan = plan_micro_batches(lengths, 4, 4096, quadratic, group=[i // 2 for i in range(512)])
     for rank in plan:
         for micro in rank:
             assert micro == sorted(micro) and micro[0::2] == [i - 1 for i in micro[1::2]]
@@ -190,17 +190,17 @@ def test_where_attention_counts_the_counts_grow_by_percent(trials, quadratic):
 
 def test_a_plan_is_made_once_and_is_the_callers_own(trials):
     lengths, group = [5, 9, 2, 7, 4], [3, 1, 3, 0, 0]
-    first = plan_micro_batches(lengths, 2, 11, together=group)
+    first = plan_micro_batches(lengths, 2, 11, group=group)
     expected = [[list(micro) for micro in rank] for rank in first]
     first[0][0].append(77)
     first[1].clear()
     for kind in (np.array, torch.tensor, tuple):
-        assert plan_micro_batches(kind(lengths), 2, 11, together=kind(group)) == expected
-    assert plan_micro_batches(np.array(lengths, dtype=np.int32), 2, 11, together=group) == expected
+        assert plan_micro_batches(kind(lengths), 2, 11, group=kind(group)) == expected
+    assert plan_micro_batches(np.array(lengths, dtype=np.int32), 2, 11, group=group) == expected
     assert len(trials) == 1
     assert all(type(index) is int for rank in expected for micro in rank for index in micro)
     plan_micro_batches(lengths, 2, 11)
-    plan_micro_batches(lengths, 2, 11, quadratic=0.5, together=group)
+    plan_micro_batches(lengths, 2, 11, quadratic=0.5, group=group)
     assert len(trials) == 3
 
 

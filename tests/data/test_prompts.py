@@ -285,10 +285,10 @@ def test_state_of_other_prompts_is_refused(other):
 def test_other_sizes_of_the_files_are_other_data_unless_forced():
     """Of more than 1,000 rows not each is looked at."""
     many = prompts(3000)
-    saved = PromptLoader(many, 3, seed=5, sizes=(70_000,))
+    saved = PromptLoader(many, 3, seed=5, file_sizes=(70_000,))
     saved.next_batch()
     changed = [*many[:1], replace(many[1], ground_truth="other"), *many[2:]]
-    loader = PromptLoader(changed, 3, seed=5, sizes=(70_004,))
+    loader = PromptLoader(changed, 3, seed=5, file_sizes=(70_004,))
     with pytest.raises(ConfigError, match="other training prompts .* run.resume=forced"):
         loader.load_state_dict(saved.state_dict())
     loader.load_state_dict(saved.state_dict(), forced=True)
