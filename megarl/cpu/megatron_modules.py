@@ -84,19 +84,16 @@ class PackedAttention(MegatronModule):
         padded_starts = torch.empty_like(rounded)
         padded_starts[order] = rounded[order].cumsum(0) - rounded[order]
         starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(len(query), device=query.device) + torch.repeat_interleave(
-            padded_starts - starts, lengths
-        )
+        shifts = torch.repeat_interleave(padded_starts - starts, lengths)
+        positions = torch.arange(len(query), device=query.device) + shifts
         sizes, counts = rounded.unique(return_counts=True)
         stacks = list(zip(sizes.tolist(), counts.tolist(), strict=True))
         total = int(rounded.sum())
 
         def stacked(x: torch.Tensor) -> list[torch.Tensor]:  # each [size, sequences, heads, d]
             padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, positions, x)
-            parts = padded.split([size * count for size, count in stacks])
-            return [
-                part.unflatten(0, (-1, size)).transpose(0, 1) for part, (size, _) in zip(parts, stacks, strict=True)
-            ]
+            parts = zip(padded.split([size * count for size, count in stacks]), stacks, strict=True)
+            return [part.unflatten(0, (-1, size)).transpose(0, 1) for part, (size, _) in parts]
 
         outputs = [self._attend(*stack) for stack in zip(*map(stacked, (query, key, value)), strict=True)]
         return torch.cat([output.transpose(0, 1).flatten(0, 1) for output in outputs]).index_select(0, positions)
@@ -122,15 +119,9 @@ class PackedAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         before = len(key) - len(query)
         mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(before) if before else None
+        dropout = self.dropout if self.training else 0.0
         output = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=True,
-            dropout_p=self.dropout if self.training else 0.0,
+            q, k, v, mask, dropout, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
         return output.permute(2, 0, 1, 3).flatten(2)
 

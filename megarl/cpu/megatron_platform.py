@@ -88,21 +88,11 @@ def _patch_cuda_namespace() -> None:
 
 def _patch_generator() -> None:
     generator = torch.default_generator
-
-    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return generator.get_state()
-
-    def set_rng_state(state: torch.Tensor, *args: Any) -> None:
-        generator.set_state(state)
-
-    def manual_seed(seed: int) -> None:
-        generator.manual_seed(int(seed))
-
     why = "Megatron's random states are those of the 'cuda' generator; here that is the CPU's"
     for module in (torch.cuda, torch.cuda.random):
-        _patch(module, "get_rng_state", get_rng_state, why)
-        _patch(module, "set_rng_state", set_rng_state, why)
-        _patch(module, "manual_seed", manual_seed, why)
+        _patch(module, "get_rng_state", lambda *args, **kwargs: generator.get_state(), why)
+        _patch(module, "set_rng_state", lambda state, *args: generator.set_state(state), why)
+        _patch(module, "manual_seed", lambda seed: generator.manual_seed(int(seed)), why)
 
 
 def _is_cuda(target: Any) -> bool:
@@ -158,9 +148,8 @@ def _patch_megatron() -> None:
     finally:
         torch.compile = compile_  # type: ignore[assignment]
     jit.disable_jit_fuser()
-    PATCHED["megatron.core.jit.jit_fuser"] = (
-        "torch.compile would run a C++ compiler for small fusions; Megatron's own switch"
-    )
+    why = "torch.compile would run a C++ compiler for small fusions; Megatron's own switch"
+    PATCHED["megatron.core.jit.jit_fuser"] = why
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -170,9 +159,6 @@ def _patch_megatron() -> None:
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
         import megatron.core.transformer.multi_latent_attention as mla
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    def set_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        torch.default_generator.set_state(new_state)
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -202,23 +188,16 @@ def _patch_megatron() -> None:
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
         set_states(self, model_param, {**tensors, "step": state["step"]})
 
-    _patch(
-        DistributedOptimizer,
-        "_set_main_param_and_optimizer_states",
-        set_states_but_step,
-        "torch's AdamW has a step count among its states, which the checkpoint keeps elsewhere and loads before",
-    )
+    why = "torch's AdamW has a step count among its states, which the checkpoint keeps elsewhere and loads before"
+    _patch(DistributedOptimizer, "_set_main_param_and_optimizer_states", set_states_but_step, why)
     why = "experts cut by etp see other numbers of tokens on each rank, and gloo's collectives want equal sizes"
     _patch(mappings, "_gather_along_first_dim", gather, why)
     _patch(mappings, "_reduce_scatter_along_first_dim", reduce_scatter, why)
     without_output = random.CheckpointWithoutOutput.__init__
-    _patch(
-        random.CheckpointWithoutOutput,
-        "__init__",
-        lambda self, fp8=False: without_output(self, None),
-        "takes fp8=False for FP8 too, and then asks Transformer Engine",
-    )
-    _patch(random, "_set_cuda_rng_state", set_state, "waits for a CUDA initialisation that never comes")
+    why = "takes fp8=False for FP8 too, and then asks Transformer Engine"
+    _patch(random.CheckpointWithoutOutput, "__init__", lambda self, fp8=False: without_output(self, None), why)
+    why = "waits for a CUDA initialisation that never comes"
+    _patch(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.default_generator.set_state(state), why)
     _patch(mla, "HAVE_TE", False, "True although Transformer Engine is missing, and then isinstance() of a mock fails")
     for module in (moe_utils, token_dispatcher):
         _patch(module, "maybe_move_tensor_to_cpu", move, "ignores as_numpy for CPU tensors; all_to_all wants lists")

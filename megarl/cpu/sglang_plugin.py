@@ -137,18 +137,10 @@ def _patch_rope() -> None:
 
     scaled = factory.get_rope_cpu
 
-    def rope(
-        head_size: int,
-        rotary_dim: int,
-        max_position: int,
-        base: int,
-        is_neox_style: bool = True,
-        rope_scaling: dict[str, Any] | None = None,
-        *rest: Any,
-    ) -> torch.nn.Module:
-        build = scaled if rope_scaling else factory.get_rope
-        arguments = rest if rope_scaling else rest[:2]  # dtype and partial_rotary_factor, without the device
-        return build(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *arguments)
+    def rope(*arguments: Any) -> torch.nn.Module:
+        """Take head and rotary size, positions, base, style, scaling, dtype, partial rotary factor and device."""
+        has_scaling = len(arguments) > 5 and arguments[5]
+        return scaled(*arguments) if has_scaling else factory.get_rope(*arguments[:8])
 
     factory.get_rope_cpu = rope
 
@@ -201,21 +193,9 @@ def _patch_decode_attention() -> None:
 
     sequential_decode = TorchNativeAttnBackend._run_sdpa_forward_decode
 
-    def decode(
-        self: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
+    def decode(self: Any, *arguments: Any, scaling: float | None = None, **options: Any) -> torch.Tensor:
+        query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = arguments
         if encoder_lens is not None or scaling is None:
-            arguments = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
             return sequential_decode(self, *arguments, scaling=scaling, **options)
         slots, window = req_to_token[req_pool_indices], options.get("sliding_window_size")
         output.copy_(decode_attention(query, k_cache, v_cache, slots, seq_lens, scaling, self.logit_cap, window))
@@ -240,28 +220,14 @@ def _patch_logit_cap() -> None:
 
     uncapped = TorchNativeAttnBackend._run_sdpa_forward_extend
 
-    def extend(
-        self: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
+    def extend(self: Any, *arguments: Any, scaling: float | None = None, **options: Any) -> torch.Tensor:
         if not self.logit_cap:
-            arguments = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens)
-            return uncapped(self, *arguments, extend_seq_lens, encoder_lens, scaling=scaling, **options)
+            return uncapped(self, *arguments, scaling=scaling, **options)
+        query, output, k_cache, v_cache, req_to_token, requests, lengths, _, new_lengths, encoder_lens = arguments
         if encoder_lens is not None or scaling is None or not options["causal"]:
             raise NotImplementedError("a soft cap on a CPU: causal self attention only")
-        slots, window = req_to_token[req_pool_indices], options.get("sliding_window_size")
-        caches = (k_cache, v_cache, slots, seq_lens, extend_seq_lens)
+        slots, window = req_to_token[requests], options.get("sliding_window_size")
+        caches = (k_cache, v_cache, slots, lengths, new_lengths)
         output.copy_(extend_attention(query, *caches, scaling, self.logit_cap, window))
         return output
 

@@ -88,9 +88,8 @@ def verify_tree_greedy_cpu(
 
     Writes its results in place, see `_write_accepted`.
     """
-    _write_accepted(
-        target_predict, candidates[:, 1:] == target_predict[:, :-1], predicts, accept_index, accept_token_num
-    )
+    accepted = candidates[:, 1:] == target_predict[:, :-1]
+    _write_accepted(target_predict, accepted, predicts, accept_index, accept_token_num)
 
 
 def sample_chain(
@@ -121,9 +120,8 @@ def sample_chain(
     is_rejected = num_accepted < proposed.shape[1]  # sequences with a rejected proposal
     residual[rows[is_rejected], proposed[rows[is_rejected], num_accepted[is_rejected]]] = 0.0
     sums = residual.cumsum(1)
-    resampled = torch.searchsorted(
-        sums, (uniform_samples_for_final_sampling.double() * sums[:, -1])[:, None], right=True
-    )
+    draws = (uniform_samples_for_final_sampling.double() * sums[:, -1])[:, None]
+    resampled = torch.searchsorted(sums, draws, right=True)
     chosen = torch.cat([proposed, proposed[:, :1]], dim=1).scatter(1, num_accepted[:, None], resampled)
     _write_accepted(chosen, accepted, predicts, accept_index, accept_token_num)
 
