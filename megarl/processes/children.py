@@ -79,12 +79,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent(parent: int, of: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent dies, or the parent's thread that started it.
 
     parent: its pid; if it is already gone, this process exits at once.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, of, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -1,9 +1,10 @@
-"""Fork worker processes for user code: `python -m megarl.processes.forkserver FD PARENT MODULE:SERVE GIVEN`.
+"""Fork worker processes for user code: `python -m megarl.processes.forkserver FD PARENT MODULE:SERVE SHARED_ARGS`.
 
 Everything they need is imported here once, so that a replacement starts fast: the module of SERVE, which each worker
-calls as `serve(wire, given, order)`. SERVE loads the user's modules itself, because not everything that an import does
-survives a fork. GIVEN is JSON shared by all workers: {"memory_mb"} and what `serve` needs. FD is a socket that receives
-{"number", "order"} with one end of a socket for the worker, and sends {"number", "status"} when the worker has ended.
+calls as `serve(wire, shared_args, order)`. SERVE loads the user's modules itself, because not everything that an import
+does survives a fork. SHARED_ARGS is JSON shared by all workers: {"memory_mb"} and what `serve` needs. FD is a socket
+that receives {"number", "order"} with one end of a socket for the worker, and sends {"number", "status"} when the
+worker has ended.
 
 Each worker is two processes: a supervisor, and the process that it forks for the code. As subreaper the supervisor
 adopts every orphan, daemons with their own session included. When the other end of the socket closes, which the kernel
@@ -38,7 +39,7 @@ _END_LIMIT_S = 5.0
 _TRACKER_GRACE_S = 2.0
 
 
-def main(orders: socket.socket, parent: int, serve: ServeFunction, given: dict[str, Any]) -> None:
+def main(orders: socket.socket, parent: int, serve: ServeFunction, shared_args: dict[str, Any]) -> None:
     inherit_orphans()
     signal.signal(signal.SIGTERM, _ignore_signal)  # Slurm sends it to all processes; the rank decides when to stop
     children: dict[int, int] = {}  # worker numbers by pid
@@ -56,7 +57,7 @@ def main(orders: socket.socket, parent: int, serve: ServeFunction, given: dict[s
             pid = os.fork()
             if pid == 0:
                 orders.close()
-                _supervise(wire, serve, given, message["order"])
+                _supervise(wire, serve, shared_args, message["order"])
             wire.close()
             children[pid] = message["number"]
         for pid, status in _reap():
@@ -68,7 +69,7 @@ def main(orders: socket.socket, parent: int, serve: ServeFunction, given: dict[s
     os._exit(0)  # skips interpreter teardown, which takes a second
 
 
-def _supervise(wire: socket.socket, serve: ServeFunction, given: dict[str, Any], order: dict[str, Any]) -> None:
+def _supervise(wire: socket.socket, serve: ServeFunction, shared_args: dict[str, Any], order: dict[str, Any]) -> None:
     """Run one worker and clean up after it. Never returns."""
     code = 1
     try:
@@ -78,7 +79,7 @@ def _supervise(wire: socket.socket, serve: ServeFunction, given: dict[str, Any],
         worker = os.fork()
         if worker == 0:
             os.close(read_end)
-            _run_worker(wire, serve, given, order, supervisor, write_end)
+            _run_worker(wire, serve, shared_args, order, supervisor, write_end)
         os.close(write_end)
         os.set_blocking(read_end, False)
         worker_fd = os.pidfd_open(worker)
@@ -106,8 +107,8 @@ def _supervise(wire: socket.socket, serve: ServeFunction, given: dict[str, Any],
 class _OutputForwarder:
     """Forward a worker's output from a pipe to the log."""
 
-    def __init__(self, reading: int) -> None:
-        self._reading, self._began, self._written, self._is_complete = reading, time.monotonic(), 0, True
+    def __init__(self, fd: int) -> None:
+        self._reading, self._began, self._written, self._is_complete = fd, time.monotonic(), 0, True
 
     def forward(self) -> bool:
         """Forward the next part. Returns False once every writer has closed the pipe."""
@@ -128,24 +129,29 @@ class _OutputForwarder:
 
 
 def _run_worker(
-    wire: socket.socket, serve: ServeFunction, given: dict[str, Any], order: dict[str, Any], parent: int, log: int
+    wire: socket.socket,
+    serve: ServeFunction,
+    shared_args: dict[str, Any],
+    order: dict[str, Any],
+    parent: int,
+    log_fd: int,
 ) -> None:
     """Run the code in the inner process. Never returns."""
     code = 1
     try:
         die_with_parent(parent)
         devnull = os.open(os.devnull, os.O_RDONLY)
-        for file, fd in ((devnull, 0), (log, 1), (log, 2)):
+        for file, fd in ((devnull, 0), (log_fd, 1), (log_fd, 2)):
             os.dup2(file, fd)
         os.close(devnull)
-        os.close(log)
+        os.close(log_fd)
         sys.stdout, sys.stderr = (
             os.fdopen(fd, "w", buffering=1, errors="backslashreplace", closefd=False) for fd in (1, 2)
         )
-        apply_limits(int(given.get("memory_mb", 0)))
+        apply_limits(int(shared_args.get("memory_mb", 0)))
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # forks would share its state; Python reseeds its own generator
-        serve(wire, given, order)
+        serve(wire, shared_args, order)
         code = 0
     except (BrokenPipeError, ConnectionResetError):  # the rank has exited
         pass
@@ -201,8 +207,8 @@ def _end_all(seconds: float) -> None:
 
 if __name__ == "__main__":
     file, rank, spec, text = sys.argv[1:]
-    given = json.loads(text)
-    for module in given.get("preload", ()):
+    shared_args = json.loads(text)
+    for module in shared_args.get("preload", ()):
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-    main(socket.socket(fileno=int(file)), int(rank), plugins.load(spec, "MODULE:SERVE"), given)
+    main(socket.socket(fileno=int(file)), int(rank), plugins.load(spec, "MODULE:SERVE"), shared_args)

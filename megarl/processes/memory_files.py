@@ -26,22 +26,22 @@ def build_path(descriptor: int) -> str:
     return f"{os.readlink(proc_path)}@{proc_path}"
 
 
-def resolve_path(found: str) -> str:
+def resolve_path(path: str) -> str:
     """Return the part of `build_path`'s result to open.
 
     Raises FileNotFoundError if the creator has ended, because its pid may have been reused.
     """
-    name, _, proc_path = found.rpartition("@")
+    name, _, proc_path = path.rpartition("@")
     if os.readlink(proc_path) != name:
         raise FileNotFoundError(f"{proc_path} is not {name} any more")
     return proc_path
 
 
-def append(found: str, content: bytes) -> None:
+def append(path: str, data: bytes) -> None:
     """Append to the file with this path. Raises OSError if it is gone."""
-    descriptor = os.open(resolve_path(found), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    descriptor = os.open(resolve_path(path), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
-        while content:
-            content = content[os.write(descriptor, content) :]
+        while data:
+            data = data[os.write(descriptor, data) :]
     finally:
         os.close(descriptor)

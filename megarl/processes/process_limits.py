@@ -8,7 +8,6 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 INHERITED_VARIABLES = (
     *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"),
@@ -31,10 +30,10 @@ class ProcessLimits:
 NO_LIMITS = ProcessLimits()
 
 
-def clean_environment(passed: Sequence[str] = (), of: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a worker process. of: the environment to take it from, by default this process's."""
-    source = os.environ if of is None else of
-    names = [name for name in source if name in INHERITED_VARIABLES or name in passed or name.startswith("LC_")]
+def clean_environment(pass_env: Sequence[str] = (), source: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a worker process, taken from `source`, by default this process's environment."""
+    source = os.environ if source is None else source
+    names = [name for name in source if name in INHERITED_VARIABLES or name in pass_env or name.startswith("LC_")]
     path = os.pathsep.join(filter(None, sys.path))
     # One thread each, because there are about as many processes as cores; inherited variables override these.
     return {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | {name: source[name] for name in names}
@@ -52,7 +51,7 @@ def apply_limits(memory_mb: int) -> None:
         file.write("500")
 
 
-def _lower(what: Any, to: int) -> None:
-    hard = resource.getrlimit(what)[1]
-    to = to if hard == resource.RLIM_INFINITY else min(to, hard)
-    resource.setrlimit(what, (to, to))
+def _lower(kind: int, limit: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(kind, (limit, limit))

@@ -59,10 +59,10 @@ class TempFolder:
         self.close()
 
 
-def _list_stale(place: str, prefix: str) -> list[str]:
+def _list_stale(parent: str, prefix: str) -> list[str]:
     """Return this user's folders with this prefix that no process has locked."""
     paths: list[str] = []
-    with contextlib.suppress(OSError), os.scandir(place) as entries:
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
         paths = [entry.path for entry in entries if entry.name.startswith(prefix)]
     return [path for path in paths if _is_stale(path)]
 

@@ -30,8 +30,8 @@ class WorkerUnavailable(OSError):
     loading: what it was loading, if known.
     """
 
-    def __init__(self, words: str, loading: str = "") -> None:
-        super().__init__(words)
+    def __init__(self, message: str, loading: str = "") -> None:
+        super().__init__(message)
         self.loading = loading
 
 
@@ -42,12 +42,13 @@ class _WorkerExited(Exception):
 class ForkServer:
     """Start worker processes through `forkserver.py`, which is started on first use and restarted after it has died.
 
-    serve: `module:name` of the function that each worker calls as `serve(wire, given, order)`. given: JSON data for all
-    workers; modules listed in its `preload` are imported once, before any fork. log: file for the workers' output.
+    serve: `module:name` of the function that each worker calls as `serve(wire, shared_args, order)`. shared_args: JSON
+    data for all workers; modules listed in its `preload` are imported once, before any fork. log: file for the workers'
+    output.
     """
 
-    def __init__(self, serve: str, given: Mapping[str, Any], log: Path, limits: ProcessLimits) -> None:
-        self._arguments = [serve, json.dumps({**given, "memory_mb": limits.memory_mb})]
+    def __init__(self, serve: str, shared_args: Mapping[str, Any], log: Path, limits: ProcessLimits) -> None:
+        self._arguments = [serve, json.dumps({**shared_args, "memory_mb": limits.memory_mb})]
         self._log, self._limits = log, limits
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None

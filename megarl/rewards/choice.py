@@ -85,24 +85,24 @@ def extract_letter(answer: str) -> str | None:
     return leading[1] if leading else None
 
 
-def _is_stated_letter(answer: str, end: int, found: re.Match[str]) -> bool:
+def _is_stated_letter(answer: str, end: int, match: re.Match[str]) -> bool:
     """Return whether the letter after a keyword counts as stated.
 
     It does not if it is called wrong. A lower-case letter counts only in brackets or if no word follows.
     """
     if _DENIED.match(answer, end, end + _WINDOW):
         return False
-    if found["letter"].isupper() or found["open"]:
+    if match["letter"].isupper() or match["open"]:
         return True
     return not re.match(r"\s{1,8}\w|-", answer[end : end + 10])
 
 
-def _parse_letter(said: Any) -> str | None:
+def _parse_letter(value: Any) -> str | None:
     r"""Return the letter of a box or a ground truth, which may be decorated or followed by its text.
 
     Examples: `\text{B}`, `(b)`, `B. Paris`.
     """
-    text = str(said).strip()
+    text = str(value).strip()
     if match := re.match(r"[(\[]?([A-E])[.):\]]\s", text):
         return match[1]
     letter = _CLEAN.sub("", text[:100]).upper()

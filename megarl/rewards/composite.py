@@ -21,14 +21,14 @@ NO_REWARD = RewardFailure("its agent returned no reward, and there are no reward
 """An agent may leave the reward to the reward functions, which must then exist."""
 
 
-def has_environment_reward(config: RolloutConfig, others: bool) -> bool:
+def has_environment_reward(config: RolloutConfig, has_other_parts: bool) -> bool:
     """Return whether any environment has a `reward`. others: whether the reward has other parts.
 
     Raises ConfigError for an environment without a reward if there are no other parts either.
     """
     environments = load_catalog(config).environments.values()
     for environment in environments:
-        if not environment.has_reward and not others:
+        if not environment.has_reward and not has_other_parts:
             raise ConfigError(
                 f"{ENVIRONMENTS_KEY}: {environment.spec} has no `reward`, and there are no reward.functions: "
                 "nobody says what its "
@@ -41,13 +41,13 @@ Weights = Mapping[str, float]
 """Weights by part; a missing part has weight 1."""
 
 
-def check_weights(given: Any, parts: Collection[str], key: str = "reward.weights") -> dict[str, float]:
+def check_weights(weights: Any, parts: Collection[str], key: str = "reward.weights") -> dict[str, float]:
     """Return the weights as floats. Raises ConfigError for an unknown part or a weight beyond `MAX_REWARD`."""
-    if not isinstance(given, Mapping):
+    if not isinstance(weights, Mapping):
         raise ConfigError(
-            f"{key} must be a mapping of parts to numbers, such as {{gsm8k: 0.5}}, not {short_repr(given)}"
+            f"{key} must be a mapping of parts to numbers, such as {{gsm8k: 0.5}}, not {short_repr(weights)}"
         )
-    for name, weight in given.items():
+    for name, weight in weights.items():
         if name not in parts:
             match = closest_match(str(name), parts)
             hint = f"; did you mean {match}?" if match else ""
@@ -59,7 +59,7 @@ def check_weights(given: Any, parts: Collection[str], key: str = "reward.weights
             raise ConfigError(
                 f"{key}.{name} must be a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, not {short_repr(weight)}"
             )
-    return {name: float(weight) for name, weight in given.items()}
+    return {name: float(weight) for name, weight in weights.items()}
 
 
 def combine_reward(rollout: Rollout, verdicts: Mapping[str, RewardResult], weights: Weights) -> Rollout:
@@ -127,5 +127,5 @@ def combine_episode_rewards(
     ]
 
 
-def _combine_turn_reward(number: int, good: Mapping[str, Any], weighed: Weights) -> float:
-    return math.fsum(weighed[name] * reward.turns[number] for name, reward in good.items() if reward.turns)
+def _combine_turn_reward(action_index: int, successes: Mapping[str, Any], weights: Weights) -> float:
+    return math.fsum(weights[name] * reward.turns[action_index] for name, reward in successes.items() if reward.turns)

@@ -16,22 +16,22 @@ NOT_SCORED = RewardFailure("it was not judged any more, as too many had failed")
 """Verdict on a rollout that was not scored because too many others had failed."""
 
 
-def too_many(failed: int, of: int, config: RewardConfig) -> bool:
+def too_many(num_failed: int, total: int, config: RewardConfig) -> bool:
     """Return whether the number of failed rollouts exceeds `reward.max_failed`."""
-    return failed > config.max_failed * of
+    return num_failed > config.max_failed * total
 
 
 def has_failed(verdicts: Mapping[str, RewardResult]) -> bool:
     return any(isinstance(verdict, RewardFailure) for verdict in verdicts.values())
 
 
-def mark_unscored(known: Mapping[str, RewardResult], parts: Sequence[str]) -> dict[str, RewardResult]:
+def mark_unscored(verdicts: Mapping[str, RewardResult], parts: Sequence[str]) -> dict[str, RewardResult]:
     """Mark a rollout that is no longer waited for.
 
     Its first missing part becomes `NOT_SCORED`, unless another part has failed.
     """
-    missing = [part for part in parts if part not in known]
-    return dict(known) if has_failed(known) or not missing else {**known, missing[0]: NOT_SCORED}
+    missing = [part for part in parts if part not in verdicts]
+    return dict(verdicts) if has_failed(verdicts) or not missing else {**verdicts, missing[0]: NOT_SCORED}
 
 
 def summarize_unscored(rollouts: Rollouts) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config import Config, ConfigError
-from megarl.data.prompt_data import iter_prompts
+from megarl.data.datasets import iter_prompts
 from megarl.rewards.functions import load_functions
 from megarl.types import Prompt
 

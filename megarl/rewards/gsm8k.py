@@ -75,8 +75,8 @@ def _parse_marked(text: str) -> list[Decimal]:
     return find_numbers(plain) or find_numbers(_strip_latex(_WORDS.sub("", text)))  # \text{42} is not a unit
 
 
-def _compare(rollout: Rollout, found: Decimal | None) -> float:
-    return float(found == _truth(rollout.prompt))
+def _compare(rollout: Rollout, number: Decimal | None) -> float:
+    return float(number == _truth(rollout.prompt))
 
 
 def _strip_latex(text: str) -> str:

@@ -29,7 +29,7 @@ from megarl.types.reward_values import RewardFailure
 from megarl.utils.addresses import is_known_private, is_public
 
 OPTIONS_PREFIX = "roles.reward.options."
-_LONGEST_PAUSE_S = 10.0
+_MAX_PAUSE_S = 10.0
 _CHUNK = 1 << 16
 _SECRET = re.compile(r"(^|[_-])(token|key|apikey|secret|password|signature|sig|auth)s?($|[_-])", re.I)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
@@ -48,7 +48,7 @@ class HttpOptions:
     """Seconds per request."""
     tries: PositiveInt = 5
     """Attempts per request before its rollouts fail."""
-    pause: Annotated[float, Range(0, _LONGEST_PAUSE_S)] = 0.5
+    pause: Annotated[float, Range(0, _MAX_PAUSE_S)] = 0.5
     """Maximum delay in seconds before the second attempt. Doubles with each further attempt, up to 10 s."""
     private: bool = False
     """Whether to allow addresses of this machine and of private networks."""
@@ -102,8 +102,8 @@ class HttpResponse:
 class HttpClient:
     """Client of one service. what: the service's name in messages."""
 
-    def __init__(self, options: HttpOptions, what: str) -> None:
-        self.options, self.service_name = options, what
+    def __init__(self, options: HttpOptions, service_name: str) -> None:
+        self.options, self.service_name = options, service_name
         self._random = random.Random()  # separate from the generator that a checkpoint restores
         self._limit = int(options.answer_mb * 1e6)
 
@@ -119,19 +119,19 @@ class HttpClient:
         self,
         bodies: Sequence[bytes],
         path: str = "",
-        goes_on: Callable[[int, HttpResponse | RewardFailure], bool] = lambda number, answer: True,
+        should_continue: Callable[[int, HttpResponse | RewardFailure], bool] = lambda number, answer: True,
     ) -> list[HttpResponse | RewardFailure]:
         """Send one request per body and return the responses in order.
 
-        goes_on: called with each response as it arrives. Once it returns False, no further request is sent, requests in
-        flight are cancelled, and bodies without a response get `NOT_SCORED`. Only status 200 is a response.
+        should_continue: called with each response as it arrives. Once it returns False, no further request is sent,
+        requests in flight are cancelled, and bodies without a response get `NOT_SCORED`. Only status 200 is a response.
         """
-        return asyncio.run(self._post_all(bodies, path, goes_on))
+        return asyncio.run(self._post_all(bodies, path, should_continue))
 
     def max_duration(self, requests: int) -> float:
         """Return the maximum seconds that this many requests may take."""
         num_rounds = -(-requests // self.options.concurrency)
-        return num_rounds * self.options.tries * (self.options.timeout + _LONGEST_PAUSE_S)
+        return num_rounds * self.options.tries * (self.options.timeout + _MAX_PAUSE_S)
 
     def to_failure(self, url: str, problem: str) -> RewardFailure:
         """Return a one-line failure with secrets redacted."""
@@ -145,7 +145,7 @@ class HttpClient:
                     raise ConfigError(response.reason)
 
     async def _post_all(
-        self, bodies: Sequence[bytes], path: str, goes_on: Callable[[int, HttpResponse | RewardFailure], bool]
+        self, bodies: Sequence[bytes], path: str, should_continue: Callable[[int, HttpResponse | RewardFailure], bool]
     ) -> list[HttpResponse | RewardFailure]:
         semaphore = asyncio.Semaphore(self.options.concurrency)
         urls = self.options.url
@@ -156,7 +156,7 @@ class HttpClient:
             async with semaphore:
                 start = number % len(urls)
                 responses[number] = await self._request_with_retry(session, urls[start:] + urls[:start], path, body)
-            if not goes_on(number, responses[number]):
+            if not should_continue(number, responses[number]):
                 is_stopped.set()
 
         async with self._session() as session:
@@ -214,7 +214,7 @@ class HttpClient:
         The jitter keeps requests that failed together from retrying together.
         """
         longest: float = self.options.pause * 2.0 ** min(state.attempt_number - 1, 30)
-        return min(longest, _LONGEST_PAUSE_S) * self._random.uniform(0.5, 1.0)
+        return min(longest, _MAX_PAUSE_S) * self._random.uniform(0.5, 1.0)
 
     async def _request(self, session: aiohttp.ClientSession, url: str, body: bytes | None) -> bytes:
         method = session.get if body is None else session.post
@@ -270,8 +270,8 @@ class HttpClient:
         return text.replace(secret, "***")
 
 
-async def _cancel_when(over: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
-    await over.wait()
+async def _cancel_when(event: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
+    await event.wait()
     for task in tasks:
         task.cancel()
 

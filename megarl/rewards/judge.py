@@ -124,21 +124,21 @@ class Judge:
         """Raise ConfigError unless each URL responds, with whatever status."""
         self.client.check_reachable("/models")
 
-    def score(self, rollouts: Sequence[Rollout], most_failed: float = math.inf) -> list[ServiceReward | RewardFailure]:
+    def score(self, rollouts: Sequence[Rollout], max_failed: float = math.inf) -> list[ServiceReward | RewardFailure]:
         """Return the judge's score of each rollout, or the reason of a failure.
 
-        most_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
+        max_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
         """
         bodies = [self._body(rollout) for rollout in rollouts]
         valid_bodies = [body for body in bodies if isinstance(body, bytes)]
         scores: dict[int, ServiceReward | RewardFailure] = {}
         failed = len(bodies) - len(valid_bodies)
 
-        def record(number: int, answer: HttpResponse | RewardFailure) -> bool:
+        def record(number: int, response: HttpResponse | RewardFailure) -> bool:
             nonlocal failed
-            scores[number] = self._parse_response(answer)
+            scores[number] = self._parse_response(response)
             failed += isinstance(scores[number], RewardFailure)
-            return failed <= most_failed
+            return failed <= max_failed
 
         self.client.post_all(valid_bodies, "/chat/completions", record)
         numbers = iter(range(len(valid_bodies)))
@@ -156,13 +156,13 @@ class Judge:
         except TypeError as error:  # a lone surrogate
             return RewardFailure(f"the sample cannot be sent to a judge as JSON: {error}")
 
-    def _parse_response(self, answer: HttpResponse | RewardFailure) -> ServiceReward | RewardFailure:
-        if isinstance(answer, RewardFailure):
-            return answer
+    def _parse_response(self, response: HttpResponse | RewardFailure) -> ServiceReward | RewardFailure:
+        if isinstance(response, RewardFailure):
+            return response
         try:
-            return self._score(extract_completion(answer.data)), {}
+            return self._score(extract_completion(response.data)), {}
         except ValueError as error:
-            return self.client.to_failure(answer.url, str(error))
+            return self.client.to_failure(response.url, str(error))
 
     def _score(self, text: str) -> float:
         score_text = ""

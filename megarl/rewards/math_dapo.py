@@ -12,7 +12,7 @@ from megarl.rewards.ground_truths import with_prompt_check
 from megarl.rewards.stated_answer import extract_boxed, extract_braced, has_false_equation, join_thousands, parse_number
 from megarl.types import Prompt, Rollout
 
-LONGEST = 300
+SEARCHED_CHARS = 300
 """Characters at the end of the answer that are searched, as in DAPO's own code (verl)."""
 
 _MARK = re.compile(r"answer[\s*_]*:", re.IGNORECASE)
@@ -42,7 +42,7 @@ def math_dapo(rollout: Rollout) -> float:
     and the unit after a number. `3 = 5` is wrong. Raises ValueError for an empty ground truth.
     """
     truth = _truth(rollout.prompt)
-    tail = rollout.answer[-LONGEST:]
+    tail = rollout.answer[-SEARCHED_CHARS:]
     marks = list(_MARK.finditer(tail))
     if not marks:
         return -1.0

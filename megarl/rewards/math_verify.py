@@ -25,13 +25,13 @@ from megarl.rewards.ground_truths import with_prompt_check
 from megarl.rewards.stated_answer import extract_boxed, extract_final_part, join_thousands
 from megarl.types import Prompt, Rollout
 
-LONGEST = 300
+MAX_CHARS = 300
 """Maximum characters of an expression; the longest answer in MATH-500 has 159."""
-DEEPEST = 6
+MAX_DEPTH = 6
 """Maximum nesting depth of brackets; the parser's work may double with each level."""
-MOST_BITS = 2.0**20
+MAX_BITS = 2.0**20
 """Maximum bits of a number; numbers of a million bits multiply in milliseconds."""
-MOST_TERMS = 1000.0
+MAX_TERMS = 1000.0
 """Maximum terms of an expanded expression."""
 
 _BRACKETS = {"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}
@@ -44,14 +44,14 @@ _SMALL_BINOMIAL = re.compile(r"\\[dt]?binom\{(?:\d{1,4}|[a-z])\}\{(?:\d{1,4}|[a-
 
 def is_safe_to_parse(text: str) -> bool:
     """Return whether a text is cheap to parse: short, shallow, and without expensive operators. Runs in linear time."""
-    if len(text) > LONGEST:
+    if len(text) > MAX_CHARS:
         return False
     depth = deepest = 0
     for char in text:
         depth += _BRACKETS.get(char, 0)
         deepest = max(deepest, depth)
     is_expensive = _EXPENSIVE.search(_SMALL_BINOMIAL.sub("", text))
-    return deepest <= DEEPEST and not is_expensive and not ("matrix}" in text and "^" in text)
+    return deepest <= MAX_DEPTH and not is_expensive and not ("matrix}" in text and "^" in text)
 
 
 def is_safe_to_evaluate(expression: Any) -> bool:
@@ -63,12 +63,12 @@ def is_safe_to_evaluate(expression: Any) -> bool:
         return True
     parts = list(expression) if isinstance(expression, sympy.MatrixBase) else [expression]
     try:
-        return all(_bits(part) <= MOST_BITS and _terms(part) <= MOST_TERMS for part in parts)
+        return all(_bits(part) <= MAX_BITS and _terms(part) <= MAX_TERMS for part in parts)
     except (TypeError, ValueError, OverflowError, RecursionError, AttributeError):  # NaN or infinity
         return False
 
 
-def is_different(one: Any, other: Any, within: float = 1e-4) -> bool:
+def is_different(left: Any, right: Any, tolerance: float = 1e-4) -> bool:
     """Return whether two expressions are certainly unequal, without simplifying them, which may take minutes.
 
     They are if their values differ clearly at some assignment of their variables, or if one is a set or tuple of
@@ -76,24 +76,24 @@ def is_different(one: Any, other: Any, within: float = 1e-4) -> bool:
     variables that may be words, and percentages, which also count as their plain numbers. within: tolerance relative to
     the larger value and to 1.
     """
-    is_collection = [isinstance(part, sympy.Set | sympy.Tuple) and len(part.args) > 1 for part in (one, other)]
-    if any(is_collection) and any(isinstance(part, sympy.Expr) for part in (one, other)):
+    is_collection = [isinstance(part, sympy.Set | sympy.Tuple) and len(part.args) > 1 for part in (left, right)]
+    if any(is_collection) and any(isinstance(part, sympy.Expr) for part in (left, right)):
         return True
-    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+    if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr)):
         return False
     if any(
         isinstance(part, sympy.MatrixExpr) or _is_symbol_product(part) or part.has(sympy.UnevaluatedExpr)
-        for part in (one, other)
+        for part in (left, right)
     ):
         return False
-    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     values = {symbol: sympy.Float(0.37 + 0.59 * number) for number, symbol in enumerate(symbols)}
     try:
         # mpmath values have no exponent limit
-        one_value, other_value = (part.evalf(15, subs=values)._to_mpmath(53) for part in (one, other))
+        one_value, other_value = (part.evalf(15, subs=values)._to_mpmath(53) for part in (left, right))
     except Exception:  # sympy raises many kinds for non-numeric values
         return False
-    return bool(abs(one_value - other_value) > within * max(1.0, abs(one_value), abs(other_value)))
+    return bool(abs(one_value - other_value) > tolerance * max(1.0, abs(one_value), abs(other_value)))
 
 
 def has_contradiction(expression: Any) -> bool:
@@ -106,7 +106,7 @@ def has_contradiction(expression: Any) -> bool:
         return False
     sides = [side for part in chain for side in part.args if isinstance(side, sympy.Expr) and not side.free_symbols]
     return any(
-        is_different(one, other, within=0.05 if one.has(sympy.Float) or other.has(sympy.Float) else 1e-4)
+        is_different(one, other, tolerance=0.05 if one.has(sympy.Float) or other.has(sympy.Float) else 1e-4)
         for one, other in itertools.combinations(sides, 2)
     )
 
@@ -153,7 +153,7 @@ def _terms(node: Any) -> float:
         times = _bound_value(node.args[1], _bits(node.args[1]))
         if isinstance(node.args[1], sympy.Rational):
             times = float(abs(node.args[1].p))
-        if times > MOST_TERMS or part_terms[0] > MOST_TERMS:
+        if times > MAX_TERMS or part_terms[0] > MAX_TERMS:
             return math.inf
         return float(math.comb(math.ceil(times) + int(part_terms[0]) - 1, int(part_terms[0]) - 1))
     if isinstance(node, sympy.MatPow):
@@ -217,7 +217,7 @@ def _compared(rollout: Rollout, strict: bool) -> float:
     if boxed is None and strict:
         return 0.0
     if boxed is None:
-        parsed = _parse_answer(_GLUED.sub(r"\1 ", answer[-LONGEST:].replace(r"\$", "")), _ANY)
+        parsed = _parse_answer(_GLUED.sub(r"\1 ", answer[-MAX_CHARS:].replace(r"\$", "")), _ANY)
     else:
         boxed = boxed.replace(r"\$", "").strip("* ").rstrip(".")
         if boxed == truth:
@@ -228,11 +228,15 @@ def _compared(rollout: Rollout, strict: bool) -> float:
     return float(library.verify(gold, parsed, timeout_seconds=_NO_LIMIT))
 
 
-def _is_other_word(truth: str, said: list[Any]) -> bool:
+def _is_other_word(truth: str, parsed: list[Any]) -> bool:
     """Return whether the truth is a word and the answer is a product of letters that do not spell it."""
-    if not _WORD.fullmatch(truth) or sorted(truth.lower()) == list(truth.lower()) or isinstance(said[0], sympy.Symbol):
+    if (
+        not _WORD.fullmatch(truth)
+        or sorted(truth.lower()) == list(truth.lower())
+        or isinstance(parsed[0], sympy.Symbol)
+    ):
         return False
-    return _NO_LETTER.sub("", str(said[-1])).lower() != truth.lower()
+    return _NO_LETTER.sub("", str(parsed[-1])).lower() != truth.lower()
 
 
 @lru_cache(maxsize=4096)

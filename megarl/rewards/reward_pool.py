@@ -61,8 +61,8 @@ class _Call:
 class _ProcessSlot:
     """Slot for one worker process, which starts on first use and restarts after it has exited."""
 
-    def __init__(self, nursery: ForkServer, kind: Kind) -> None:
-        self._fork_server, self._kind = nursery, kind
+    def __init__(self, fork_server: ForkServer, kind: Kind) -> None:
+        self._fork_server, self._kind = fork_server, kind
         self._process: WorkerProcess | None = None
         self._making = asyncio.Lock()
 
@@ -95,9 +95,9 @@ class RewardPool:
         size: int,
         log: Path,
         limits: ProcessLimits = NO_LIMITS,
-        at_once: int = MAX_CONCURRENT,
+        max_concurrent: int = MAX_CONCURRENT,
     ) -> None:
-        self._max_concurrent = at_once
+        self._max_concurrent = max_concurrent
         self._names, self._limit = list(functions), limit
         self._kinds: list[Kind] = ["async" if plugins.is_async(function) else "sync" for function in functions.values()]
         present = sorted(set(self._kinds))
@@ -169,26 +169,26 @@ class RewardPool:
             slot_queues.append((_ProcessSlot(self._fork_server, "async"), "alone"))
         self._tasks = [asyncio.create_task(self._run_queue(slot, queue)) for slot, queue in slot_queues]
 
-    async def _collect_verdicts(self, rollout: Rollout, known: dict[str, RewardResult]) -> Verdicts:
+    async def _collect_verdicts(self, rollout: Rollout, completed: dict[str, RewardResult]) -> Verdicts:
         loop = asyncio.get_running_loop()
 
         async def call_function(number: int, name: str) -> RewardResult:
             call = _Call(number, rollout, loop.create_future())
             self._queues[self._kinds[number]].put_nowait(call)
-            known[name] = await call.future
-            return known[name]
+            completed[name] = await call.future
+            return completed[name]
 
         verdicts = await asyncio.gather(*(call_function(number, name) for number, name in enumerate(self._names)))
         return dict(zip(self._names, verdicts, strict=True))
 
-    async def _run_queue(self, place: _ProcessSlot, queue: str) -> None:
+    async def _run_queue(self, slot: _ProcessSlot, queue: str) -> None:
         """Run the calls of a queue, one at a time."""
         while True:
             call = await self._queues[queue].get()
             if call.future.done():
                 continue
             try:
-                verdict = await self._call_function(place, call, among_others=queue == "async")
+                verdict = await self._call_function(slot, call, is_concurrent=queue == "async")
             except Exception as error:  # noqa: BLE001  a bug of ours: raise it at the waiter
                 call.future.set_exception(error)
                 continue
@@ -199,16 +199,16 @@ class RewardPool:
             elif not call.future.done():
                 call.future.set_result(verdict)
 
-    def _log_failure(self, call: _Call, why: str) -> None:
+    def _log_failure(self, call: _Call, reason: str) -> None:
         """Append a failure to the log, next to what the function printed."""
-        when, line = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(why.split())
+        when, line = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(reason.split())
         try:
             with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(f"{when}  {self._names[call.function]} of prompt {call.rollout.prompt.id!r}: {line}\n")
         except OSError:
             pass  # the rollout records it, too
 
-    async def _call_function(self, place: _ProcessSlot, call: _Call, among_others: bool) -> RewardResult | None:
+    async def _call_function(self, slot: _ProcessSlot, call: _Call, is_concurrent: bool) -> RewardResult | None:
         """Run one call. Returns None if the process died with other calls in flight, any of which may be the cause."""
         limit = self._limit if self._kinds[call.function] == "sync" else self._limit + GRACE_S
         try:
@@ -216,7 +216,7 @@ class RewardPool:
         except Exception as error:  # pickling of objects from a data set or a tool
             return RewardFailure(f"the conversation cannot be sent to its process: {plugins.format_error(error)}")
         try:
-            process = await place.get_process()
+            process = await slot.get_process()
         except WorkerUnavailable as error:
             return RewardFailure(str(error))
         try:
@@ -224,9 +224,9 @@ class RewardPool:
             return decode_verdict(response, count_actions(call.rollout))
         except TimeoutError:
             process.end()
-            return None if among_others else RewardFailure(describe_timeout(self._limit))
+            return None if is_concurrent else RewardFailure(describe_timeout(self._limit))
         except WorkerUnavailable as error:
-            return None if among_others else RewardFailure(str(error))
+            return None if is_concurrent else RewardFailure(str(error))
         except (ConfigError, LookupError, TypeError) as error:
             process.end()
             return RewardFailure(f"its process gave a garbled answer: {error!r}")

@@ -80,10 +80,10 @@ class Deadline:
         if self._main:
             signal.signal(TIMEOUT_SIGNAL, self._previous_handler)
 
-    def begin(self, what: str) -> None:
+    def begin(self, description: str) -> None:
         """Start the clock for a call. what: names the call in the error line if the process has to exit."""
         self._raised = False
-        self._call = what, time.monotonic() + self.seconds
+        self._call = description, time.monotonic() + self.seconds
 
     def end(self) -> None:
         """Stop the clock. Raises RewardTimeout if the function swallowed it."""
@@ -170,16 +170,19 @@ def to_failure(error: BaseException) -> RewardFailure:
 # --- in a worker process --------------------------------------------------------------------------------------
 
 
-def serve(wire: socket.socket, given: dict[str, Any], order: dict[str, Any]) -> None:
-    """Load the functions and answer requests until the other end closes. given: {"specs", "limit"}; order: {"kind"}."""
+def serve(wire: socket.socket, shared_args: dict[str, Any], order: dict[str, Any]) -> None:
+    """Load the functions and answer requests until the other end closes.
+
+    shared_args: {"specs", "limit"}; order: {"kind"}.
+    """
     try:
-        functions = list(load_functions(given["specs"]).values())
+        functions = list(load_functions(shared_args["specs"]).values())
     except ConfigError as error:
         wire.sendall(encode_frame({"error": str(error)}))
         return
     wire.sendall(encode_frame({"ready": True}))
     if order["kind"] == "async":
-        asyncio.run(_serve_async(wire, functions, given["limit"]))
+        asyncio.run(_serve_async(wire, functions, shared_args["limit"]))
         return
     for number, content in iter_orders(wire):
         function, rollout = _decode_call(content)
@@ -220,12 +223,12 @@ def _encode_verdict(verdict: RewardResult) -> dict[str, Any]:
     return {"reward": verdict.reward, "parts": dict(verdict.parts), "turns": list(verdict.turns)}
 
 
-def decode_verdict(said: Mapping[str, Any], turns: int) -> RewardResult:
+def decode_verdict(response: Mapping[str, Any], num_turns: int) -> RewardResult:
     """Decode a response. Raises RewardError or KeyError for a malformed one."""
-    if "failed" in said:
-        return RewardFailure(str(said["failed"]))
-    parse_number(said["reward"], "it")
-    reward = parse_reward({name: said[name] for name in ("reward", "parts", "turns")}, turns)
+    if "failed" in response:
+        return RewardFailure(str(response["failed"]))
+    parse_number(response["reward"], "it")
+    reward = parse_reward({name: response[name] for name in ("reward", "parts", "turns")}, num_turns)
     assert isinstance(reward, Reward)
     return reward
 
@@ -239,11 +242,11 @@ def score(
     rollouts: Sequence[Rollout],
     functions: Mapping[str, RewardFunction],
     timeout: float = math.inf,
-    most_failed: float = math.inf,
+    max_failed: float = math.inf,
 ) -> list[dict[str, RewardResult]]:
     """Return each function's verdict on each rollout, by function name.
 
-    timeout: seconds per call. most_failed: once more rollouts than this have failed, no further function is called, and
+    timeout: seconds per call. max_failed: once more rollouts than this have failed, no further function is called, and
     the remaining rollouts are `NOT_SCORED`.
 
     A coroutine function is awaited for many rollouts concurrently. Any other function is called for one rollout at a
@@ -254,10 +257,10 @@ def score(
 
     def record(number: int, name: str, verdict: RewardResult) -> bool:
         """Record a verdict. Returns whether to continue."""
-        if len(failed) <= most_failed:
+        if len(failed) <= max_failed:
             verdicts[number][name] = verdict
             failed.update([number] if isinstance(verdict, RewardFailure) else [])
-        return len(failed) <= most_failed
+        return len(failed) <= max_failed
 
     deadline = Deadline(timeout) if functions and math.isfinite(timeout) else None
     with deadline or nullcontext():
@@ -266,13 +269,13 @@ def score(
                 asyncio.run(_score_async(name, function, rollouts, timeout, record))
                 continue
             for number, rollout in enumerate(rollouts):
-                if len(failed) > most_failed or not record(
+                if len(failed) > max_failed or not record(
                     number, name, _call_with_deadline(name, function, rollout, deadline)
                 ):
                     break
     return (
         [mark_unscored(verdict_by_name, list(functions)) for verdict_by_name in verdicts]
-        if len(failed) > most_failed
+        if len(failed) > max_failed
         else verdicts
     )
 
@@ -282,7 +285,7 @@ async def _score_async(
     function: RewardFunction,
     rollouts: Sequence[Rollout],
     timeout: float,
-    note: Callable[[int, str, RewardResult], bool],
+    record: Callable[[int, str, RewardResult], bool],
 ) -> None:
     semaphore = asyncio.Semaphore(MAX_CONCURRENT)
     should_continue = True
@@ -290,7 +293,9 @@ async def _score_async(
     async def score_rollout(number: int, rollout: Rollout) -> None:
         nonlocal should_continue
         async with semaphore:
-            if should_continue and not note(number, name, await call_async(function, _copy_rollout(rollout), timeout)):
+            if should_continue and not record(
+                number, name, await call_async(function, _copy_rollout(rollout), timeout)
+            ):
                 should_continue = False
                 for task in tasks:
                     task.cancel()

@@ -43,7 +43,7 @@ def build_service(config: Config, options: Mapping[str, Any]) -> Service | Judge
     return Judge(JudgeOptions.read(service_options)) if service_backend == "judge" else None
 
 
-def check_reward(config: Config, declared: Requirements, options: dict[str, Any]) -> None:
+def check_reward(config: Config, requirements: Requirements, options: dict[str, Any]) -> None:
     """Raise ConfigError if nothing computes a reward, or if a backend and its options do not match.
 
     options: options of the role's worker, one of ours; may include `reward_fn`.
@@ -67,8 +67,8 @@ def check_reward(config: Config, declared: Requirements, options: dict[str, Any]
     has_environment = composite.has_environment_reward(config.rollout, has_other_parts)
     if not has_other_parts and not has_environment:
         raise ConfigError(
-            f"reward.functions is empty; {declared.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, or "
-            "reward.model, or what answers elsewhere, roles.reward.backend=http or judge, or rollout.environments"
+            f"reward.functions is empty; {requirements.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, "
+            "or reward.model, or what answers elsewhere, roles.reward.backend=http or judge, or rollout.environments"
         )
     reward_fn = options.get("reward_fn")
     function_names = functions if reward_fn is None else [getattr(reward_fn, "__name__", "reward_fn")]

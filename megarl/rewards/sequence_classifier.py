@@ -75,11 +75,11 @@ def resolve_label(hf: Mapping[str, Any], options: ClassifierOptions, path: str) 
 class ClassifierTokenizer:
     """Turn rollouts into a classifier's input ids.
 
-    policy: the policy's tokenizer. Raises ConfigError if the classifier has no tokenizer, or has a different one
-    without a chat template.
+    policy_tokenizer: the policy's tokenizer. Raises ConfigError if the classifier has no tokenizer, or has a different
+    one without a chat template.
     """
 
-    def __init__(self, path: str, hf: Mapping[str, Any], policy: Any, options: ClassifierOptions) -> None:
+    def __init__(self, path: str, hf: Mapping[str, Any], policy_tokenizer: Any, options: ClassifierOptions) -> None:
         from transformers import AutoTokenizer
 
         self.path, self.longer = path, options.longer
@@ -88,8 +88,8 @@ class ClassifierTokenizer:
         except Exception as error:  # a broken file raises many kinds
             raise ConfigError(f"reward.model={path}: no tokenizer there: {plugins.format_error(error)[:500]}") from None
         template = getattr(self.tokenizer, "chat_template", None)
-        has_same_vocab = self.tokenizer.get_vocab() == policy.get_vocab()
-        self.is_policy_tokenizer = has_same_vocab and (not template or template == policy.chat_template)
+        has_same_vocab = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+        self.is_policy_tokenizer = has_same_vocab and (not template or template == policy_tokenizer.chat_template)
         if not self.is_policy_tokenizer and not template:
             raise ConfigError(
                 f"reward.model={path} has another tokenizer than the policy, and no chat template by which a "
@@ -121,10 +121,12 @@ class ClassifierTokenizer:
         return as_token_ids(self.tokenizer.encode(replace_surrogates(str(text)), add_special_tokens=False))
 
 
-def get_context_length(hf: Mapping[str, Any], longest: int) -> int:
-    """Return the context length in tokens. longest: the tokenizer's own limit, which is huge if it does not know."""
-    context_length = next((hf[name] for name in ("max_position_embeddings", "n_positions") if hf.get(name)), longest)
-    return min(int(context_length), longest)
+def get_context_length(hf: Mapping[str, Any], tokenizer_limit: int) -> int:
+    """Return the context length in tokens: at most `tokenizer_limit`, which is huge if the tokenizer does not know."""
+    context_length = next(
+        (hf[name] for name in ("max_position_embeddings", "n_positions") if hf.get(name)), tokenizer_limit
+    )
+    return min(int(context_length), tokenizer_limit)
 
 
 class Classifier:

@@ -34,7 +34,7 @@ from megarl.types.reward_values import RewardError, RewardFailure, ServiceReward
 
 PART = "service"
 """Name of this part of the reward."""
-_MOST_PARTS = 32
+_MAX_PARTS = 32
 _NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
 
@@ -59,10 +59,10 @@ class Service:
         """Raise ConfigError unless each URL responds, with whatever status."""
         self.client.check_reachable()
 
-    def score(self, rollouts: Sequence[Rollout], most_failed: float = math.inf) -> list[ServiceReward | RewardFailure]:
+    def score(self, rollouts: Sequence[Rollout], max_failed: float = math.inf) -> list[ServiceReward | RewardFailure]:
         """Return the service's reward of each rollout, or the reason of a failure.
 
-        most_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
+        max_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
         """
         rewards: list[ServiceReward | RewardFailure] = [NOT_SCORED] * len(rollouts)
         encoded: list[tuple[int, bytes]] = []
@@ -77,16 +77,16 @@ class Service:
         bodies = [b'{"conversations": [' + b", ".join(text for _, text in batch) + b"]}" for batch in batches]
         failed = sum(isinstance(reward, RewardFailure) and reward is not NOT_SCORED for reward in rewards)
 
-        def record(index: int, answer: HttpResponse | RewardFailure) -> bool:
+        def record(index: int, response: HttpResponse | RewardFailure) -> bool:
             nonlocal failed
             for (number, _), parts in zip(
-                batches[index], self._parse_response(answer, len(batches[index])), strict=True
+                batches[index], self._parse_response(response, len(batches[index])), strict=True
             ):
                 rewards[number] = parts
                 failed += isinstance(parts, RewardFailure)
-            return failed <= most_failed
+            return failed <= max_failed
 
-        self.client.post_all(bodies, goes_on=record)
+        self.client.post_all(bodies, should_continue=record)
         return rewards
 
     def max_duration(self, count: int) -> float:
@@ -94,20 +94,20 @@ class Service:
         return self.client.max_duration(-(-count // self.options.batch))
 
     def _parse_response(
-        self, answer: HttpResponse | RewardFailure, count: int
+        self, response: HttpResponse | RewardFailure, count: int
     ) -> Sequence[ServiceReward | RewardFailure]:
-        if isinstance(answer, RewardFailure):
-            return [answer] * count
+        if isinstance(response, RewardFailure):
+            return [response] * count
         try:
-            entries = orjson.loads(answer.data)
+            entries = orjson.loads(response.data)
         except ValueError:
-            problem = f"its answer is no JSON: {preview(answer.data)}"
-            return [self.client.to_failure(answer.url, problem)] * count
+            problem = f"its answer is no JSON: {preview(response.data)}"
+            return [self.client.to_failure(response.url, problem)] * count
         if not isinstance(entries, list) or len(entries) != count:
             what = f"a list of {len(entries)}" if isinstance(entries, list) else f"a {type(entries).__name__}"
             problem = f"its answer to {count} conversations must be a list of as many, not {what}: "
-            return [self.client.to_failure(answer.url, problem + preview(answer.data))] * count
-        return [self._entry(answer.url, entry) for entry in entries]
+            return [self.client.to_failure(response.url, problem + preview(response.data))] * count
+        return [self._entry(response.url, entry) for entry in entries]
 
     def _entry(self, url: str, entry: Any) -> ServiceReward | RewardFailure:
         parts: dict[str, Any] = {}
@@ -126,8 +126,8 @@ def _check_parts(parts: Any) -> dict[str, Any]:
     """Return the parts of an entry. Their names are restricted, because they become log columns and metric names."""
     if not isinstance(parts, dict):
         raise RewardError(f"it returned `parts` that are no mapping, but {preview(strict.short_repr(parts))}")
-    if len(parts) > _MOST_PARTS:
-        raise RewardError(f"it returned {len(parts)} parts; {_MOST_PARTS} are allowed")
+    if len(parts) > _MAX_PARTS:
+        raise RewardError(f"it returned {len(parts)} parts; {_MAX_PARTS} are allowed")
     for name in parts:
         if not _NAME.fullmatch(name):
             raise RewardError(f"it returned a part with the name {preview(strict.short_repr(name))}; letters will do")

@@ -50,11 +50,11 @@ def normalize(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def parse_truths(given: Any) -> list[str]:
+def parse_truths(ground_truth: Any) -> list[str]:
     """Return all accepted answers. Raises ValueError if there are none."""
-    answers: Any = given
-    if isinstance(given, Mapping):
-        answers = given.get("target", given.get("text"))
+    answers: Any = ground_truth
+    if isinstance(ground_truth, Mapping):
+        answers = ground_truth.get("target", ground_truth.get("text"))
     if isinstance(answers, np.ndarray):  # from parquet files
         answers = answers.tolist()
     if isinstance(answers, str | int | float) and not isinstance(answers, bool):
@@ -64,12 +64,12 @@ def parse_truths(given: Any) -> list[str]:
         or not answers
         or not all(isinstance(answer, str | int | float) for answer in answers)
     ):
-        raise ValueError(f"the ground truth {str(given)[:200]!r} is neither a text nor a list of them")
+        raise ValueError(f"the ground truth {str(ground_truth)[:200]!r} is neither a text nor a list of them")
     return [str(answer) for answer in answers]
 
 
-def _f1(said: Counter[str], truth: Counter[str]) -> float:
-    words = said.total() + truth.total()
-    if not said or not truth:
+def _f1(answer: Counter[str], truth: Counter[str]) -> float:
+    words = answer.total() + truth.total()
+    if not answer or not truth:
         return float(words == 0)
-    return 2 * (said & truth).total() / words
+    return 2 * (answer & truth).total() / words

@@ -61,8 +61,8 @@ def probe(settings: SandboxConfig) -> Probe:
 class Interpreter:
     """A Python session in its own box, which keeps its names between calls. Bound to one event loop."""
 
-    def __init__(self, link: RunnerClient, limits: dict[str, Any]) -> None:
-        self._client, self._limits = link, limits
+    def __init__(self, client: RunnerClient, limits: dict[str, Any]) -> None:
+        self._client, self._limits = client, limits
         self._number = 0
         """Number of the box; 0 without one."""
         self._closed = False
@@ -252,26 +252,35 @@ class Sandbox:
         stdin: bytes,
         limits: Limits,
         fetch: Sequence[str],
-        opening: bytes,
+        preamble: bytes,
     ) -> Frame:
         await self._client.connect()
         order = {
             "number": self._client.next_number(),
             "kind": "run",
             "session": False,
-            "channel": bool(opening),
+            "channel": bool(preamble),
             "command": command,
             "files": list(files),
             "fetch": list(fetch),
             "limits": self._limits(limits),
         }
-        return await self._client.request(order, [stdin, opening, *files.values()])
+        return await self._client.request(order, [stdin, preamble, *files.values()])
 
     def _limits(self, limits: Limits) -> dict[str, Any]:
         return {**dataclasses.asdict(limits), "memory_mb": limits.memory_mb or self.settings.memory_mb}
 
 
-def _result(said: dict[str, Any], blobs: Sequence[bytes]) -> Result:
-    files = dict(zip(said["files"], blobs[3:], strict=True))
-    is_ok = said["status"] == 0 and not said["reason"]
-    return Result(is_ok, said["status"], blobs[0], blobs[1], said["seconds"], said["reason"], files, said["refused"])
+def _result(response: dict[str, Any], blobs: Sequence[bytes]) -> Result:
+    files = dict(zip(response["files"], blobs[3:], strict=True))
+    is_ok = response["status"] == 0 and not response["reason"]
+    return Result(
+        is_ok,
+        response["status"],
+        blobs[0],
+        blobs[1],
+        response["seconds"],
+        response["reason"],
+        files,
+        response["refused"],
+    )

@@ -11,17 +11,16 @@ from typing import Any, Protocol
 
 from megarl.sandbox import memory_watch
 from megarl.sandbox.file_transfer import fetch_files, write_file
-from megarl.sandbox.namespace import BoxNamespace, BoxSpec
-from megarl.sandbox.namespace import NamespaceHost as NestsHome
+from megarl.sandbox.namespace import BoxNamespace, BoxSpec, NamespaceHost
 from megarl.sandbox.spawning import CHANNEL, set_limits
 from megarl.sandbox.warm_pool import WarmPool
 
 
 class TruncatedOutput:
-    """Collect at most `most` bytes: long output keeps its head and its tail, with a marker between them."""
+    """Collect at most `max_bytes` bytes: long output keeps its head and its tail, with a marker between them."""
 
-    def __init__(self, most: int) -> None:
-        self._half = max(1, most // 2)
+    def __init__(self, max_bytes: int) -> None:
+        self._half = max(1, max_bytes // 2)
         self._head, self._tail = bytearray(), bytearray()
         self.total = 0
 
@@ -47,14 +46,14 @@ _PIECE = 1 << 16
 _IDLE_CHECK_S = 3600.0
 
 
-class BoxHost(NestsHome, Protocol):
+class BoxHost(NamespaceHost, Protocol):
     """Interface that a box needs from its host process."""
 
     warm_pool: WarmPool
     cores: int
     has_nproc_per_box: bool
 
-    def send(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None: ...
+    def send(self, message: dict[str, Any], blobs: Sequence[bytes]) -> None: ...
     def on_call_finished(self, box: Box) -> None: ...
     def on_box_ended(self, box: Box) -> None: ...
 
@@ -62,12 +61,12 @@ class BoxHost(NestsHome, Protocol):
 class Box:
     """The box of one order: a command with its files, or a session that is called repeatedly."""
 
-    def __init__(self, home: BoxHost, order: dict[str, Any], blobs: Sequence[bytes]) -> None:
+    def __init__(self, host: BoxHost, order: dict[str, Any], blobs: Sequence[bytes]) -> None:
         self.number: int = order["number"]
         self.has_started = False
         """Whether the box has a process."""
         self.is_finished = False
-        self._host, self._order, self._limits, self._blobs = home, order, order["limits"], blobs
+        self._host, self._order, self._limits, self._blobs = host, order, order["limits"], blobs
         self._is_session: bool = order["session"]
         self._max_output = int(self._limits["output_bytes"])
         self._memory = int(self._limits["memory_mb"]) << 20
@@ -141,9 +140,9 @@ class Box:
         if self._namespace is not None:
             self._namespace.kill()
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Report that the box could not start, and clean up."""
-        self._fault = why
+        self._fault = reason
         if self._namespace is not None:
             self._namespace.kill()
         else:
@@ -169,19 +168,19 @@ class Box:
             namespace.remove()
         self._host.on_box_ended(self)
 
-    def _determine_failure(self, nest: BoxNamespace) -> str:
+    def _determine_failure(self, namespace: BoxNamespace) -> str:
         """Determine the exit status and reason. Returns why there was no box, empty if there was one."""
-        self._status = nest.status
+        self._status = namespace.status
         if not self._host.spawner.is_boxed:
-            self._status = nest.bwrap_exit_code
+            self._status = namespace.bwrap_exit_code
         elif self._status is None and not self._reason:
             stderr = self._outputs[2].value().decode(errors="replace").strip()
-            if nest.bwrap_exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            if namespace.bwrap_exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
                 self._reason = "memory"  # the kernel's OOM killer; nobody else kills it
             elif stderr.startswith("bwrap: execvp "):
                 self._status = 127
             else:
-                return nest.error or stderr or "bubblewrap has started nothing, and says nothing of why"
+                return namespace.error or stderr or "bubblewrap has started nothing, and says nothing of why"
         if self._reason:
             self._status = None
         elif self._status:
@@ -254,8 +253,8 @@ class Box:
         memory_watch.stop_processes(self._namespace.init_pid)  # no watchdog until the next call
         self._host.on_call_finished(self)
 
-    def _answer(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:
+    def _answer(self, message: dict[str, Any], blobs: Sequence[bytes]) -> None:
         header = {"number": self.number, "status": self._status, "reason": self._reason}
         outputs = [self._outputs[number].value() for number in (1, 2, CHANNEL)]
         seconds = time.monotonic() - self._began
-        self._host.send({**header, **said, "seconds": seconds}, [*outputs, *blobs])
+        self._host.send({**header, **message, "seconds": seconds}, [*outputs, *blobs])

@@ -28,11 +28,11 @@ def encode_preamble(nonce: str, source: str) -> bytes:
     return f"{nonce}\n{source}\0".encode()
 
 
-def parse_results(said: bytes, nonce: str, count: int) -> dict[int, Any]:
+def parse_results(data: bytes, nonce: str, count: int) -> dict[int, Any]:
     """Return the values of lines `nonce number value` whose number is below `count` and occurs once."""
     results: dict[int, Any] = {}
     rejected: set[int] = set()
-    lines = said.split(b"\n")
+    lines = data.split(b"\n")
     for line in lines[:-1]:  # after the last newline there is nothing or an incomplete line
         head, _, rest = line.partition(b" ")
         digits, _, text = rest.partition(b" ")

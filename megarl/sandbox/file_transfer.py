@@ -7,7 +7,7 @@ import stat
 from collections.abc import Sequence
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LONGEST_COMMAND = 100_000
+_MAX_COMMAND_BYTES = 100_000
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -29,8 +29,8 @@ def check_command(command: Sequence[str]) -> list[str]:
     """Return the command as a list if the kernel accepts it. Raises ValueError."""
     if not command or any("\0" in part for part in command):
         raise ValueError("a command has a first part, and no zero character in any; give code in a file")
-    if sum(len(os.fsencode(part)) for part in command) > _LONGEST_COMMAND:
-        raise ValueError(f"a command has at most {_LONGEST_COMMAND} bytes; give code in a file")
+    if sum(len(os.fsencode(part)) for part in command) > _MAX_COMMAND_BYTES:
+        raise ValueError(f"a command has at most {_MAX_COMMAND_BYTES} bytes; give code in a file")
     return list(command)
 
 
@@ -47,18 +47,18 @@ class FetchRefused(Exception):
     """A file may not be fetched; the message says why."""
 
 
-def fetch_files(folder: str, names: Sequence[str], most: int) -> tuple[dict[str, bytes], dict[str, str]]:
+def fetch_files(folder: str, names: Sequence[str], max_bytes: int) -> tuple[dict[str, bytes], dict[str, str]]:
     """Read files from a box in which nothing runs any more. Returns contents, and the reasons of refusals.
 
     A file must be regular, without hard links or holes, and reachable without a symbolic link. All files together have
-    at most `most` bytes. A sparse file would be larger outside than what the box was charged for.
+    at most `max_bytes` bytes. A sparse file would be larger outside than what the box was charged for.
     """
     contents: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     for name in names:
         try:
-            contents[name] = _read(folder, name, most)
-            most -= len(contents[name])
+            contents[name] = _read(folder, name, max_bytes)
+            max_bytes -= len(contents[name])
         except FetchRefused as error:
             refused[name] = str(error)
         except FileNotFoundError:
@@ -68,7 +68,7 @@ def fetch_files(folder: str, names: Sequence[str], most: int) -> tuple[dict[str,
     return contents, refused
 
 
-def _read(folder: str, name: str, most: int) -> bytes:
+def _read(folder: str, name: str, max_bytes: int) -> bytes:
     *parents, file_name = check_path(name).split("/")
     folder_fd = os.open(folder, _FOLDER)
     try:
@@ -83,13 +83,13 @@ def _read(folder: str, name: str, most: int) -> bytes:
                 raise FetchRefused("is not a regular file")
             if info.st_nlink != 1:
                 raise FetchRefused("has another name (a hard link)")
-            if info.st_size > most:
+            if info.st_size > max_bytes:
                 raise FetchRefused(
-                    f"has {info.st_size} bytes, and {most} may still be fetched (16 x output_bytes in all)"
+                    f"has {info.st_size} bytes, and {max_bytes} may still be fetched (16 x output_bytes in all)"
                 )
             if info.st_size and os.lseek(file, 0, os.SEEK_HOLE) < info.st_size:
                 raise FetchRefused(f"is sparse: its {info.st_size} bytes have holes; write them out")
             os.lseek(file, 0, os.SEEK_SET)
-            return opened.read(most)
+            return opened.read(max_bytes)
     finally:
         os.close(folder_fd)

@@ -24,28 +24,28 @@ _COUNTED = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def measure_memory(first: int, files: str | None) -> int:
-    """Return an upper bound of the bytes used by `first`, its descendants, and the file system at `files`."""
-    return sum(_resident(pid) for pid in list_descendants(first)) + _measure_files(first, files)
+def measure_memory(root_pid: int, files_path: str | None) -> int:
+    """Return an upper bound of the bytes used by `root_pid`, its descendants, and the file system at `files_path`."""
+    return sum(_resident(pid) for pid in list_descendants(root_pid)) + _measure_files(root_pid, files_path)
 
 
-def measure_exact(first: int, files: str | None) -> int:
+def measure_exact(root_pid: int, files_path: str | None) -> int:
     """As `measure_memory`, but count shared pages once. Slow."""
     pids: list[int] = []
-    for pid in list_descendants(first):  # a vforked process uses its parent's memory itself
+    for pid in list_descendants(root_pid):  # a vforked process uses its parent's memory itself
         if not any(_same_memory(pid, other) for other in pids):
             pids.append(pid)
-    return sum(_proportional(pid) for pid in pids) + _measure_files(first, files)
+    return sum(_proportional(pid) for pid in pids) + _measure_files(root_pid, files_path)
 
 
-def compute_check_delay(now: int, limit: int, cores: int) -> float:
-    """Return the seconds until a box that uses `now` bytes could reach its limit."""
-    return min(_MAX_CHECK_S, max(MIN_CHECK_S, (limit - now) / (_FASTEST * cores)))
+def compute_check_delay(used_bytes: int, limit: int, cores: int) -> float:
+    """Return the seconds until a box that uses `used_bytes` bytes could reach its limit."""
+    return min(_MAX_CHECK_S, max(MIN_CHECK_S, (limit - used_bytes) / (_FASTEST * cores)))
 
 
-def list_descendants(first: int) -> list[int]:
+def list_descendants(root_pid: int) -> list[int]:
     """Return a process and its live descendants."""
-    pids, i = [first], 0
+    pids, i = [root_pid], 0
     while i < len(pids):
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pids[i]}/task"):
@@ -54,17 +54,17 @@ def list_descendants(first: int) -> list[int]:
     return pids
 
 
-def stop_processes(first: int) -> None:
-    """Stop `first` and its descendants, including those that they fork meanwhile."""
+def stop_processes(root_pid: int) -> None:
+    """Stop `root_pid` and its descendants, including those that they fork meanwhile."""
     stopped: set[int] = set()
-    while new := set(list_descendants(first)) - stopped:
+    while new := set(list_descendants(root_pid)) - stopped:
         _signal(new, signal.SIGSTOP)
         stopped |= new
 
 
-def resume_processes(first: int) -> None:
+def resume_processes(root_pid: int) -> None:
     """Undo `stop_processes`."""
-    _signal(set(list_descendants(first)), signal.SIGCONT)
+    _signal(set(list_descendants(root_pid)), signal.SIGCONT)
 
 
 def _signal(pids: set[int], number: signal.Signals) -> None:
@@ -73,12 +73,12 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _measure_files(first: int, files: str | None) -> int:
-    if files is None:  # without isolation, files and sockets are not the box's own
+def _measure_files(root_pid: int, files_path: str | None) -> int:
+    if files_path is None:  # without isolation, files and sockets are not the box's own
         return 0
-    space = os.statvfs(files)
+    space = os.statvfs(files_path)
     total = (space.f_blocks - space.f_bfree) * space.f_frsize
-    for line in _text(f"/proc/{first}/net/sockstat").splitlines():
+    for line in _text(f"/proc/{root_pid}/net/sockstat").splitlines():
         if line.startswith("sockets: used"):
             total += int(line.split()[2]) * _SOCKET
     return total
@@ -101,8 +101,8 @@ def _sum(path: str, names: tuple[str, ...]) -> int:
     return total
 
 
-def _same_memory(one: int, other: int) -> bool:
-    return _KCMP is not None and _libc.syscall(_KCMP, one, other, _KCMP_VM, 0, 0) == 0
+def _same_memory(pid: int, other_pid: int) -> bool:
+    return _KCMP is not None and _libc.syscall(_KCMP, pid, other_pid, _KCMP_VM, 0, 0) == 0
 
 
 def _text(path: str) -> str:

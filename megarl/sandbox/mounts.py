@@ -47,20 +47,20 @@ def inherit_orphans() -> None:
 
 
 def enter_namespaces(
-    place: str, python: str, packages: Sequence[str], hand_over: Callable[[int], None]
+    root: str, python: str, packages: Sequence[str], transfer_ownership: Callable[[int], None]
 ) -> tuple[str, int]:
-    """Become nobody in new namespaces, with `python`, `packages`, and an empty folder `boxes` mounted in `place`.
+    """Become nobody in new namespaces, with `python`, `packages`, and an empty folder `boxes` mounted in `root`.
 
-    Root first calls `hand_over` with the user that it becomes, to transfer what it will need. Returns a description of
-    the new user, and the pid as seen from outside. The caller continues in a child process: the original process only
-    waits for that child and exits with its status. Raises OSError with what failed.
+    Root first calls `transfer_ownership` with the user that it becomes, to transfer what it will need. Returns a
+    description of the new user, and the pid as seen from outside. The caller continues in a child process: the original
+    process only waits for that child and exits with its status. Raises OSError with what failed.
     """
     user, group = os.geteuid(), os.getegid()
     description = f"runs as user {user}"
     if user == 0:
         _call("unshare", _CLONE_NEWNS, what="a mount namespace")
-        _mount_layout(place, python, packages)
-        description = _drop_root(hand_over)
+        _mount_layout(root, python, packages)
+        description = _drop_root(transfer_ownership)
         user, group = os.geteuid(), os.getegid()
     _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise we could not write the maps below
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -69,8 +69,8 @@ def enter_namespaces(
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     if description.startswith("runs"):
-        _mount_layout(place, python, packages)
-    mount("tmpfs", f"{place}/boxes", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0700")
+        _mount_layout(root, python, packages)
+    mount("tmpfs", f"{root}/boxes", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0700")
     return description, _become_init()
 
 
@@ -113,26 +113,26 @@ def unmount(path: str) -> None:
     _call("umount2", path.encode(), _MNT_DETACH, what=f"unmounting {path}")
 
 
-def _mount_layout(place: str, python: str, packages: Sequence[str]) -> None:
+def _mount_layout(root: str, python: str, packages: Sequence[str]) -> None:
     mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-    mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=1m")
+    mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=1m")
     for name in ("boxes", "python", "packages"):
-        os.mkdir(f"{place}/{name}", 0o755)
-    mount(python, f"{place}/python", "", _MS_BIND | _MS_REC)
-    site_packages = f"{place}/python/{SITE_PACKAGES}"
+        os.mkdir(f"{root}/{name}", 0o755)
+    mount(python, f"{root}/python", "", _MS_BIND | _MS_REC)
+    site_packages = f"{root}/python/{SITE_PACKAGES}"
     if os.path.isdir(site_packages):  # hide this machine's packages; some run code at every start of Python
         mount("tmpfs", site_packages, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=4k")
     for path in packages:
-        target = f"{place}/packages/{os.path.basename(path)}"
+        target = f"{root}/packages/{os.path.basename(path)}"
         os.mkdir(target)
         mount(path, target, "", _MS_BIND | _MS_REC)
 
 
-def _drop_root(hand_over: Callable[[int], None]) -> str:
+def _drop_root(transfer_ownership: Callable[[int], None]) -> str:
     """Switch for good to a user that owns nothing on this machine."""
     for user in (_FIRST_RUNNER_UID + os.getpid(), _NOBODY):
         try:
-            hand_over(user)
+            transfer_ownership(user)
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)

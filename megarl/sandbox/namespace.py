@@ -37,8 +37,8 @@ class NamespaceHost(Protocol):
     cgroups: Cgroups | None
     poller: Poller
 
-    def on_namespace_started(self, nest: BoxNamespace) -> None: ...
-    def on_namespace_removed(self, nest: BoxNamespace) -> None: ...
+    def on_namespace_started(self, namespace: BoxNamespace) -> None: ...
+    def on_namespace_removed(self, namespace: BoxNamespace) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class BoxSpec:
 class BoxNamespace:
     """Namespaces for one box. Never reused: they end with the box."""
 
-    def __init__(self, home: NamespaceHost, number: int, form: BoxSpec, disk_mb: int, files: int) -> None:
-        self.spec = form
-        self.folder = f"{home.root}/boxes/{number}"
+    def __init__(self, host: NamespaceHost, number: int, spec: BoxSpec, disk_mb: int, files: int) -> None:
+        self.spec = spec
+        self.folder = f"{host.root}/boxes/{number}"
         self.fds: dict[int, int] = {}
         """Our ends of its stdout, stderr, and channel, by their number in the box."""
         self.bwrap_pid = self.init_pid = 0
@@ -69,7 +69,7 @@ class BoxNamespace:
         """Called when the init process has started."""
         self.on_exited: Callable[[], None] = _nothing
         """Called when nothing runs in the box any more."""
-        self._host = home
+        self._host = host
         self._disk_limits = disk_mb, files
         self._stdin = self._init_pidfd = self._status_end = self._gate = -1
         self._status_text = b""
@@ -123,7 +123,7 @@ class BoxNamespace:
     def write_stdin(self, stdin: bytes) -> None:
         """Write all of stdin and close it."""
         fd, self._stdin = self._stdin, -1
-        self._host.poller.send(fd, stdin, last=True)
+        self._host.poller.send(fd, stdin, close_after=True)
 
     def open_gate(self) -> None:
         """Let the command start."""
@@ -181,11 +181,11 @@ class BoxNamespace:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._host.on_namespace_removed(self)
 
-    def _on_init_started(self, first: int) -> None:
+    def _on_init_started(self, init_pid: int) -> None:
         try:
-            self._init_pidfd = os.pidfd_open(first)
+            self._init_pidfd = os.pidfd_open(init_pid)
             if self._host.cgroups:
-                self._group = self._host.cgroups.join(first, self.spec.memory_bytes)
+                self._group = self._host.cgroups.join(init_pid, self.spec.memory_bytes)
         except OSError as error:  # ended right after it started
             self.error = str(error)
             self.kill()
@@ -193,7 +193,7 @@ class BoxNamespace:
         if self._is_killed:
             self.kill()
             return
-        self.init_pid = first
+        self.init_pid = init_pid
         self.on_started()
 
     def _read_status(self) -> None:

@@ -19,27 +19,27 @@ class Poller:
         self._pending: dict[int, bytearray] = {}
         self._closing: set[int] = set()
 
-    def listen(self, end: int, listener: Callable[[], None]) -> None:
+    def listen(self, fd: int, listener: Callable[[], None]) -> None:
         """Call the listener whenever there is something to read, or the other end has closed."""
-        os.set_blocking(end, False)
-        self._listeners[end] = listener
-        self._update(end)
+        os.set_blocking(fd, False)
+        self._listeners[fd] = listener
+        self._update(fd)
 
-    def send(self, end: int, data: bytes, last: bool = False) -> None:
-        """Write as the other end accepts it. After the `last` data the descriptor is closed."""
-        if last:
-            self._closing.add(end)
-        os.set_blocking(end, False)
-        self._pending.setdefault(end, bytearray()).extend(data)
-        self._write(end)
+    def send(self, fd: int, data: bytes, close_after: bool = False) -> None:
+        """Write as the other end accepts it. With `close_after`, close the descriptor after this data."""
+        if close_after:
+            self._closing.add(fd)
+        os.set_blocking(fd, False)
+        self._pending.setdefault(fd, bytearray()).extend(data)
+        self._write(fd)
 
-    def close(self, end: int) -> None:
+    def close(self, fd: int) -> None:
         """Close a descriptor and discard its unsent data."""
-        self._listeners.pop(end, None)
-        self._pending.pop(end, None)
-        self._closing.discard(end)
-        self._update(end)
-        os.close(end)
+        self._listeners.pop(fd, None)
+        self._pending.pop(fd, None)
+        self._closing.discard(fd)
+        self._update(fd)
+        os.close(fd)
 
     def wait(self, seconds: float) -> None:
         """Wait at most `seconds` for events and call the listeners."""
@@ -49,34 +49,34 @@ class Poller:
             if events & ~select.EPOLLOUT and fd in self._listeners:
                 self._listeners[fd]()
 
-    def _write(self, end: int) -> None:
-        data, num_written = self._pending[end], 0
+    def _write(self, fd: int) -> None:
+        data, num_written = self._pending[fd], 0
         try:
             while num_written < len(data):
-                num_written += os.write(end, data[num_written : num_written + _PIECE])
+                num_written += os.write(fd, data[num_written : num_written + _PIECE])
         except BlockingIOError:
             del data[:num_written]
-            self._update(end)
+            self._update(fd)
             return
         except OSError:  # the reader has closed it
             pass
-        del self._pending[end]
-        if end in self._closing:
-            self.close(end)
+        del self._pending[fd]
+        if fd in self._closing:
+            self.close(fd)
         else:
-            self._update(end)
+            self._update(fd)
 
-    def _update(self, end: int) -> None:
-        wanted = (select.EPOLLIN if end in self._listeners else 0) | (select.EPOLLOUT if end in self._pending else 0)
-        registered = self._polled.get(end, 0)
+    def _update(self, fd: int) -> None:
+        wanted = (select.EPOLLIN if fd in self._listeners else 0) | (select.EPOLLOUT if fd in self._pending else 0)
+        registered = self._polled.get(fd, 0)
         if wanted == registered:
             return
         if not wanted:
-            self._poll.unregister(end)
-            del self._polled[end]
+            self._poll.unregister(fd)
+            del self._polled[fd]
             return
         if registered:
-            self._poll.modify(end, wanted)
+            self._poll.modify(fd, wanted)
         else:
-            self._poll.register(end, wanted)
-        self._polled[end] = wanted
+            self._poll.register(fd, wanted)
+        self._polled[fd] = wanted

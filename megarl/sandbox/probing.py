@@ -44,9 +44,9 @@ send(0, {
 """
 
 
-def list_faults(said: Any, run: Result) -> list[str]:
+def list_faults(report: Any, run: Result) -> list[str]:
     """Return descriptions of the layers that do not hold."""
-    if not isinstance(said, dict):
+    if not isinstance(report, dict):
         tail = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return [f"Python does not run in a box ({run.reason or 'without a word'}{': ' + tail[0] if tail else ''})"]
-    return [name for name, is_fault in said.items() if is_fault]
+    return [name for name, is_fault in report.items() if is_fault]

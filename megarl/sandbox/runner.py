@@ -148,19 +148,19 @@ class Runner:
             wake_time = min(wake_time, self.warm_pool.refill(now))
             self.poller.wait(wake_time - time.monotonic())
 
-    def send(self, said: dict[str, Any], blobs: Sequence[bytes]) -> None:
-        self.poller.send(self._wire, pack_message(said, blobs))
+    def send(self, message: dict[str, Any], blobs: Sequence[bytes]) -> None:
+        self.poller.send(self._wire, pack_message(message, blobs))
 
     def on_call_finished(self, box: Box) -> None:
         """Release the slot of a session whose call has finished."""
         self._box_limit.release(self._slots.pop(box))
 
-    def on_namespace_started(self, nest: BoxNamespace) -> None:
-        self._by_bwrap_pid[nest.bwrap_pid] = nest
+    def on_namespace_started(self, namespace: BoxNamespace) -> None:
+        self._by_bwrap_pid[namespace.bwrap_pid] = namespace
 
-    def on_namespace_removed(self, nest: BoxNamespace) -> None:
-        if self._by_bwrap_pid.get(nest.bwrap_pid) is nest:
-            del self._by_bwrap_pid[nest.bwrap_pid]
+    def on_namespace_removed(self, namespace: BoxNamespace) -> None:
+        if self._by_bwrap_pid.get(namespace.bwrap_pid) is namespace:
+            del self._by_bwrap_pid[namespace.bwrap_pid]
 
     def on_box_ended(self, box: Box) -> None:
         self._boxes.pop(box.number, None)

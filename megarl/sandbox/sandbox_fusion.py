@@ -59,15 +59,15 @@ class SandboxFusion:
         return self._parse_result(await self._post(body, limits["seconds"]), limits, fetch)
 
     async def run_harness(
-        self, opening: bytes, nonce: str, files: Mapping[str, bytes], stdin: bytes, limits: Mapping[str, Any]
+        self, preamble: bytes, nonce: str, files: Mapping[str, bytes], stdin: bytes, limits: Mapping[str, Any]
     ) -> tuple[Result, bytes]:
         """Run a harness and return the bytes that it sent. Its channel is a file with an unguessable name."""
         channel, program = (f"{kind}-{secrets.token_hex(16)}" for kind in ("channel", "harness"))
-        all_files = {**files, program: _HARNESS.encode(), channel: opening}
+        all_files = {**files, program: _HARNESS.encode(), channel: preamble}
         command = ["sh", "-c", f"exec 3<>{channel}; exec python3 -I -S {program}"]
         run = await self.run(command, all_files, stdin, limits, [channel])
         channel_bytes = run.files.get(channel, b"")
-        channel_bytes = channel_bytes[len(opening) :] if channel_bytes.startswith(opening) else b""
+        channel_bytes = channel_bytes[len(preamble) :] if channel_bytes.startswith(preamble) else b""
         return replace(run, files={}), channel_bytes
 
     async def check(self) -> None:
@@ -86,11 +86,11 @@ class SandboxFusion:
             await self._session.close()
         self._session = self._loop = None
 
-    def _parse_result(self, said: dict[str, Any], limits: Mapping[str, Any], fetch: Sequence[str]) -> Result:
-        compile_result, run_result = said.get("compile_result"), said.get("run_result")
+    def _parse_result(self, response: dict[str, Any], limits: Mapping[str, Any], fetch: Sequence[str]) -> Result:
+        compile_result, run_result = response.get("compile_result"), response.get("run_result")
         details = run_result if isinstance(run_result, dict) else compile_result
-        if said.get("status") == "SandboxError" or not isinstance(details, dict):
-            raise SandboxError(f"{self._url} says {str(said.get('message') or said)[:200]!r}")
+        if response.get("status") == "SandboxError" or not isinstance(details, dict):
+            raise SandboxError(f"{self._url} says {str(response.get('message') or response)[:200]!r}")
         max_output = int(limits["output_bytes"])
         outputs = [str(details.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr")]
         status = details.get("return_code")
@@ -103,8 +103,8 @@ class SandboxFusion:
             reason = "signal"
         elif status:
             reason = "exit"
-        files = _decoded(said.get("files"), fetch, 16 * max_output)
-        is_ok = not reason and said.get("status") == "Success"
+        files = _decoded(response.get("files"), fetch, 16 * max_output)
+        is_ok = not reason and response.get("status") == "Success"
         seconds = details.get("execution_time")
         reported_status = status if isinstance(status, int) and reason not in ("time", "output") else None
         stdout, stderr = (output[:max_output] for output in outputs)
@@ -130,14 +130,14 @@ class SandboxFusion:
         return message
 
 
-def _decoded(files: Any, fetch: Sequence[str], most: int) -> dict[str, bytes]:
+def _decoded(files: Any, fetch: Sequence[str], max_bytes: int) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     for name in fetch if isinstance(files, dict) else ():
         try:
             content = base64.b64decode(files[name], validate=True)
         except (KeyError, TypeError, binascii.Error):
             continue
-        if len(content) <= most:
-            most -= len(content)
+        if len(content) <= max_bytes:
+            max_bytes -= len(content)
             contents[name] = content
     return contents

@@ -44,7 +44,7 @@ def build_environment(python: str) -> dict[str, str]:
     }
 
 
-def build_bwrap_arguments(place: str, python: str, version: tuple[int, ...]) -> list[str]:
+def build_bwrap_arguments(root: str, python: str, version: tuple[int, ...]) -> list[str]:
     """Return bubblewrap's arguments that all boxes share: what a box sees, and what it is isolated from."""
     arguments = [
         *("--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"),
@@ -61,11 +61,11 @@ def build_bwrap_arguments(place: str, python: str, version: tuple[int, ...]) -> 
     arguments += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     arguments += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
     if not python.startswith("/usr/") and python != "/usr":
-        arguments += ["--ro-bind", f"{place}/python", python]
-    elif os.path.isdir(f"{place}/python/{SITE_PACKAGES}"):  # empty there, unlike in /usr
-        arguments += ["--ro-bind", f"{place}/python/{SITE_PACKAGES}", f"{python}/{SITE_PACKAGES}"]
-    if os.listdir(f"{place}/packages"):
-        arguments += ["--ro-bind", f"{place}/packages", PACKAGES]
+        arguments += ["--ro-bind", f"{root}/python", python]
+    elif os.path.isdir(f"{root}/python/{SITE_PACKAGES}"):  # empty there, unlike in /usr
+        arguments += ["--ro-bind", f"{root}/python/{SITE_PACKAGES}", f"{python}/{SITE_PACKAGES}"]
+    if os.listdir(f"{root}/packages"):
+        arguments += ["--ro-bind", f"{root}/packages", PACKAGES]
     arguments += ["--proc", "/proc", "--size", "65536", "--tmpfs", "/dev"]
     for name in _DEVICES:
         arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
@@ -82,20 +82,20 @@ class Spawner:
 
     is_boxed = True
 
-    def __init__(self, bwrap: str, place: str, python: str) -> None:
+    def __init__(self, bwrap: str, root: str, python: str) -> None:
         self._bwrap = bwrap
         version_text = subprocess.run([bwrap, "--version"], env={}, capture_output=True, text=True).stdout
-        self._view = build_bwrap_arguments(place, python, tuple(map(int, re.findall(r"\d+", version_text))))
+        self._view = build_bwrap_arguments(root, python, tuple(map(int, re.findall(r"\d+", version_text))))
         self._environment = build_environment(python)
         code = seccomp.build_filter(platform.machine())
         self.has_seccomp = code is not None
         self._filter = _create_memory_file(code or b"")
 
-    def start(self, command: Sequence[str], folder: str, ends: Mapping[int, int]) -> tuple[int, int, int]:
+    def start(self, command: Sequence[str], folder: str, fds: Mapping[int, int]) -> tuple[int, int, int]:
         """Start bubblewrap. Returns its pid and our ends of two pipes, status and gate.
 
         On the first, bubblewrap reports the pid of the box's init and finally the command's exit status. The command
-        starts once a line is written to the second. ends: the box's standard files and channel, by number in the box.
+        starts once a line is written to the second. fds: the box's standard files and channel, by number in the box.
 
         The box's init holds the gate open as well. Otherwise, if this process ended, bubblewrap would take the end of
         the pipe for a line and start the command, without limits, just before it is killed for that.
@@ -111,7 +111,7 @@ class Spawner:
         gate_reader, gate = os.pipe2(os.O_CLOEXEC)
         filter_fd = os.open(f"/proc/self/fd/{self._filter}", os.O_RDONLY | os.O_CLOEXEC)  # with its own offset
         box_fds = {
-            **ends,
+            **fds,
             _ARGUMENTS: options_fd,
             _FILTER: filter_fd,
             _STATUS: status_writer,
@@ -141,14 +141,16 @@ class BareSpawner:
     def __init__(self, python: str) -> None:
         self._environment = build_environment(python)
 
-    def start(self, command: Sequence[str], folder: str, ends: Mapping[int, int]) -> tuple[int, int, int]:
+    def start(self, command: Sequence[str], folder: str, fds: Mapping[int, int]) -> tuple[int, int, int]:
         """As `Spawner.start`, without the status pipe."""
         script = f'read _ <&{_GATE_OF_SHELL} || exit; exec {_GATE_OF_SHELL}<&-; cd "$0" && exec "$@"'
         shell_command = ["/bin/sh", "-c", script, f"{folder}/tmp", *command]
         environment = {**self._environment, "HOME": f"{folder}/tmp", "TMPDIR": f"{folder}/tmp"}
         gate_reader, gate = os.pipe2(os.O_CLOEXEC)
         try:
-            pid = posix_spawn("/bin/sh", shell_command, environment, {**ends, _GATE_OF_SHELL: gate_reader}, apart=True)
+            pid = posix_spawn(
+                "/bin/sh", shell_command, environment, {**fds, _GATE_OF_SHELL: gate_reader}, new_session=True
+            )
         except BaseException:
             os.close(gate)
             raise
@@ -158,20 +160,21 @@ class BareSpawner:
 
 
 def posix_spawn(
-    path: str, command: Sequence[str], environment: Mapping[str, str], ends: Mapping[int, int], apart: bool = False
+    path: str, command: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int], new_session: bool = False
 ) -> int:
     """Start a program that inherits only these descriptors, by their numbers there. Raises OSError.
 
-    apart: start it in a new session. Descriptors that already have such a number are first duplicated out of the way.
+    new_session: start it in a new session. Descriptors that already have such a number are first duplicated out of the
+    way.
     """
     duplicates: list[int] = []
     actions: list[tuple[int, int, int]] = []
     try:
-        for number, fd in ends.items():
+        for number, fd in fds.items():
             duplicates.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64))
             actions.append((os.POSIX_SPAWN_DUP2, duplicates[-1], number))
         return os.posix_spawn(
-            path, list(command), dict(environment), file_actions=actions, setsid=apart, setsigdef=_DEFAULT
+            path, list(command), dict(environment), file_actions=actions, setsid=new_session, setsigdef=_DEFAULT
         )
     finally:
         for fd in duplicates:
@@ -183,10 +186,12 @@ def has_nproc_per_box() -> bool:
     return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14)
 
 
-def set_limits(pid: int, limits: Mapping[str, int | float], memory: int, session: bool, counted: bool) -> None:
+def set_limits(
+    pid: int, limits: Mapping[str, int | float], memory: int, is_session: bool, limit_processes: bool
+) -> None:
     """Set the limits of a process and its descendants from outside, so that nothing in the box can raise them.
 
-    counted: whether to limit the number of processes, because the kernel counts them per box.
+    limit_processes: whether to limit the number of processes, because the kernel counts them per box.
     """
     space = max(4 * memory, _LEAST_ADDRESS_SPACE)
     amounts = {
@@ -198,9 +203,9 @@ def set_limits(pid: int, limits: Mapping[str, int | float], memory: int, session
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 1024,
     }
-    if counted:
+    if limit_processes:
         amounts[resource.RLIMIT_NPROC] = int(limits["processes"]) + 1  # init is one
-    if not session:  # a session has many calls
+    if not is_session:  # a session has many calls
         amounts[resource.RLIMIT_CPU] = math.ceil(limits["seconds"]) + 1
     for kind, amount in amounts.items():
         hard_limit = resource.prlimit(pid, kind)[1]

@@ -39,22 +39,22 @@ class _Demand:
 class WarmPool:
     """Idle namespaces of one process that starts boxes, in its event loop."""
 
-    def __init__(self, home: NamespaceHost, most: int) -> None:
-        self._host = home
-        self._max_idle = min(MAX_IDLE, most) if home.spawner.is_boxed else 0
+    def __init__(self, host: NamespaceHost, max_boxes: int) -> None:
+        self._host = host
+        self._max_idle = min(MAX_IDLE, max_boxes) if host.spawner.is_boxed else 0
         self._idle: list[BoxNamespace] = []
         self._demand: OrderedDict[BoxSpec, _Demand] = OrderedDict()  # the latest last
         self._numbers = itertools.count(1)
         self._retry_at = 0.0
 
-    def take(self, form: BoxSpec, disk_mb: int, files: int) -> BoxNamespace:
+    def take(self, spec: BoxSpec, disk_mb: int, files: int) -> BoxNamespace:
         """Return an unused namespace: an idle one, or a new one. Raises OSError."""
-        previous = self._demand.pop(form, None)
+        previous = self._demand.pop(spec, None)
         times = previous.times + 1 if previous else 1
-        self._demand[form] = _Demand(times, time.monotonic(), (disk_mb, files))
+        self._demand[spec] = _Demand(times, time.monotonic(), (disk_mb, files))
         while len(self._demand) > _REMEMBERED:
             self._forget(next(iter(self._demand)))
-        for namespace in self._list_idle(form):
+        for namespace in self._list_idle(spec):
             self._idle.remove(namespace)
             try:
                 if namespace.is_alive():
@@ -63,7 +63,7 @@ class WarmPool:
             except OSError:  # cannot be resized; a new one raises the reason, if there is any
                 pass
             _discard(namespace)
-        return self._create(form, disk_mb, files)
+        return self._create(spec, disk_mb, files)
 
     def refill(self, now: float) -> float:
         """Create a missing namespace and end those that nobody requests any more. Returns the time of the next call."""
@@ -92,8 +92,8 @@ class WarmPool:
         self._idle = []
         self._demand.clear()
 
-    def _list_idle(self, form: BoxSpec) -> list[BoxNamespace]:
-        return [namespace for namespace in self._idle if namespace.spec == form]
+    def _list_idle(self, spec: BoxSpec) -> list[BoxNamespace]:
+        return [namespace for namespace in self._idle if namespace.spec == spec]
 
     def _find_missing_spec(self, now: float) -> BoxSpec | None:
         """Return the most recently requested spec that has too few idle namespaces and room for another."""
@@ -114,22 +114,23 @@ class WarmPool:
                 return True
         return False
 
-    def _forget(self, form: BoxSpec) -> None:
-        del self._demand[form]
-        for namespace in self._list_idle(form):
+    def _forget(self, spec: BoxSpec) -> None:
+        del self._demand[spec]
+        for namespace in self._list_idle(spec):
             self._idle.remove(namespace)
             _discard(namespace)
 
-    def _on_lost(self, nest: BoxNamespace) -> None:
+    def _on_lost(self, namespace: BoxNamespace) -> None:
         """Handle a namespace that ended while idle."""
-        self._idle.remove(nest)
-        nest.remove()
+        self._idle.remove(namespace)
+        namespace.remove()
         self._retry_at = time.monotonic() + AGAIN_S
-        if not nest.init_pid and nest.spec in self._demand:  # none can start: the next request raises the reason
-            self._forget(nest.spec)
+        # Without an init process none can start: the next request raises the reason.
+        if not namespace.init_pid and namespace.spec in self._demand:
+            self._forget(namespace.spec)
 
-    def _create(self, form: BoxSpec, disk_mb: int, files: int) -> BoxNamespace:
-        namespace = BoxNamespace(self._host, next(self._numbers), form, disk_mb, files)
+    def _create(self, spec: BoxSpec, disk_mb: int, files: int) -> BoxNamespace:
+        namespace = BoxNamespace(self._host, next(self._numbers), spec, disk_mb, files)
         try:
             namespace.start()
         except BaseException:
@@ -138,6 +139,6 @@ class WarmPool:
         return namespace
 
 
-def _discard(nest: BoxNamespace) -> None:
-    nest.on_exited = nest.remove
-    nest.kill()
+def _discard(namespace: BoxNamespace) -> None:
+    namespace.on_exited = namespace.remove
+    namespace.kill()

@@ -238,7 +238,7 @@ def test_nothing_is_called_any_more_once_too_many_have_failed():
     for function in (fails, hangs):
         called.clear()
         began = time.monotonic()
-        found = score(ROLLOUTS * 20, {"good": length, "f": function}, 700.0, most_failed=2)
+        found = score(ROLLOUTS * 20, {"good": length, "f": function}, 700.0, max_failed=2)
         assert time.monotonic() - began < 30.0
         assert [verdicts["good"] for verdicts in found] == [Reward(float(i)) for i in range(3)] * 20
         said = [verdicts["f"] for verdicts in found]

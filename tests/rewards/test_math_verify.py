@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rewards.math_verify import (
-    LONGEST,
-    MOST_BITS,
+    MAX_CHARS,
+    MAX_BITS,
     is_different,
     is_safe_to_evaluate,
     is_safe_to_parse,
@@ -151,9 +151,9 @@ def test_the_parser_sees_so_many_characters_and_no_more(monkeypatch):
 
     math_verify(said("", "42"))  # the ground truth is read once
     monkeypatch.setattr(library, "parse", parse)
-    for answer in ("1+" * 10**6, "\\boxed{" + "1+" * 10**6 + "1}", "\\boxed{" + "1" * LONGEST + "}", "$" * 10**6):
+    for answer in ("1+" * 10**6, "\\boxed{" + "1+" * 10**6 + "1}", "\\boxed{" + "1" * MAX_CHARS + "}", "$" * 10**6):
         assert math_verify(said(answer, "42")) == 0.0
-    assert seen and max(seen) <= LONGEST + len("\\boxed{}")
+    assert seen and max(seen) <= MAX_CHARS + len("\\boxed{}")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_parser_sees_so_many_characters_and_no_more(monkeypatch):
 def test_what_is_not_parsed(text):
     assert not is_safe_to_parse(text)
     assert math_verify(said(f"\\boxed{{{text}}}", "1")) == 0.0
-    assert math_verify(said(f"\\boxed{{{text}}}", text)) == 1.0 or len(text) > LONGEST or "(" * 7 in text
+    assert math_verify(said(f"\\boxed{{{text}}}", text)) == 1.0 or len(text) > MAX_CHARS or "(" * 7 in text
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_what_may_be_evaluated(expression, may_be):
 
 def test_the_bound_is_one():
     """A power as large as is allowed has no more bits than are allowed."""
-    assert (3 ** (2**19)).bit_length() <= MOST_BITS and is_safe_to_evaluate(
+    assert (3 ** (2**19)).bit_length() <= MAX_BITS and is_safe_to_evaluate(
         power(sympy.Integer(3), sympy.Integer(2**19))
     )
 

@@ -193,7 +193,7 @@ def test_nobody_is_asked_any_more_once_too_many_have_failed(server: Judging) -> 
     """Two requests at once, of which the first three are refused and the others would take minutes."""
     server.answers = [(400, b"no")] * 3 + [600.0] * 4
     began = time.monotonic()
-    found = service(server, batch=1, concurrency=2, timeout=700.0).score(ROLLOUTS, most_failed=2.0)
+    found = service(server, batch=1, concurrency=2, timeout=700.0).score(ROLLOUTS, max_failed=2.0)
     assert time.monotonic() - began < 30.0
     assert [one is NOT_SCORED for one in found] == [False] * 3 + [True] * 4
     assert len(server.batches()) <= 5

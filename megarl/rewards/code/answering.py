@@ -31,14 +31,14 @@ WALL_CLOCK_FACTOR = 4
 """Wall-clock seconds allowed per CPU second, because other processes run concurrently."""
 
 
-def load(sources: list[str], before: str, behind: str) -> dict[str, Any]:
+def load(sources: list[str], setup: str, post_setup: str) -> dict[str, Any]:
     """Execute the first source that compiles and return its namespace. Raises whatever the source raises."""
     module = ModuleType(_NAME)
     sys.modules[_NAME] = module
     sys.setrecursionlimit(50_000)
-    exec(compile(before, "<given>", "exec"), module.__dict__)
+    exec(compile(setup, "<given>", "exec"), module.__dict__)
     exec(_compiled(sources), module.__dict__)
-    exec(compile(behind, "<given>", "exec"), module.__dict__)
+    exec(compile(post_setup, "<given>", "exec"), module.__dict__)
     return module.__dict__
 
 
@@ -78,13 +78,13 @@ def main(send: Callable[[int, Any], None], job: Mapping[str, Any]) -> None:
     for number in (0, 1, 2):
         os.dup2(devnull, number)
     try:
-        names = load(job["sources"], job["before"], job["behind"]) if job["kind"] == "calls" else {}
+        names = load(job["sources"], job["setup"], job["post_setup"]) if job["kind"] == "calls" else {}
         program = _compiled(job["sources"]) if job["kind"] == "programs" else None
     except BaseException:  # noqa: B036
         return
     for test in job["tests"]:
         work = partial(_call, names=names, test=test) if program is None else partial(_run, program, test["stdin"])
-        outcome = _run_forked(work, job["seconds"], job["room"])
+        outcome = _run_forked(work, job["seconds"], job["max_bytes"])
         if program is None and "out" in outcome:
             try:
                 outcome = json.loads(outcome["out"])
@@ -136,7 +136,7 @@ def _run(program: Any, stdin: str, pipe: int) -> int:
     return status
 
 
-def _run_forked(work: Callable[[int], int], seconds: float, room: int) -> dict[str, Any]:
+def _run_forked(work: Callable[[int], int], seconds: float, max_bytes: int) -> dict[str, Any]:
     """Run `work` in a forked process and return what it writes into its pipe."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -151,7 +151,7 @@ def _run_forked(work: Callable[[int], int], seconds: float, room: int) -> dict[s
     os.close(writing)
     output = bytearray()
     deadline, is_late = monotonic() + WALL_CLOCK_FACTOR * seconds, False
-    while len(output) <= room:
+    while len(output) <= max_bytes:
         remaining = min(deadline - monotonic(), seconds - _read_cpu_seconds(child))
         if remaining <= 0:
             is_late = True
@@ -161,7 +161,7 @@ def _run_forked(work: Callable[[int], int], seconds: float, room: int) -> dict[s
             if not data:
                 break
             output += data
-    is_large = len(output) > room
+    is_large = len(output) > max_bytes
     exit_status = _reap(child, 0.0 if is_late or is_large else deadline - monotonic())
     os.close(reading)
     if is_large:

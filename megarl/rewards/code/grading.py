@@ -32,7 +32,7 @@ from megarl.sandbox.results import Limits
 _RESULT_BYTES_RANGE = (1 << 16, 1 << 22)
 _MAX_OUTPUT_BYTES = 1 << 26
 _AGAIN_S = 60.0
-_MOST_SEEN = 256
+_MAX_REMEMBERED = 256
 _last_checked: WeakKeyDictionary[Sandbox, dict[str, float]] = WeakKeyDictionary()  # when a setup last worked in a box
 _STARTING_S = 2.0
 _NAN = re.compile(r"(?i)(?<![a-z])(?:is)?nan(?![a-z])")  # a test that mentions NaN receives it
@@ -59,10 +59,10 @@ class Grading:
                 f"{self}: max_tests must be at least 1, seconds and total_seconds above 0, memory_mb not below 0"
             )
 
-    def limits(self, room: int = 1 << 21, given: int = 0) -> Limits:
+    def limits(self, output_bytes: int = 1 << 21, input_bytes: int = 0) -> Limits:
         """Return a box's limits. room: bytes of results. given: bytes of the largest input."""
-        disk = 64 + (given >> 20)
-        return Limits(self.total_seconds + _STARTING_S, self.memory_mb, disk_mb=disk, output_bytes=room)
+        disk = 64 + (input_bytes >> 20)
+        return Limits(self.total_seconds + _STARTING_S, self.memory_mb, disk_mb=disk, output_bytes=output_bytes)
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class GradeResult:
         return self.passed / self.tests
 
 
-async def grade(code: str, problem: Problem, box: Sandbox, how: Grading = Grading()) -> GradeResult:  # noqa: B008
+async def grade(code: str, problem: Problem, box: Sandbox, grading: Grading = Grading()) -> GradeResult:  # noqa: B008
     """Run the tests of a problem on code as `scorer.extract_code` returns it. Empty code passes none.
 
     Raises ConfigError or RuntimeError if there is no working sandbox, and ValueError for invalid tests.
     """
-    selected = problem.select_tests(how.max_tests)
+    selected = problem.select_tests(grading.max_tests)
     if not code.strip():
         return GradeResult(0, len(selected))
     sources = [code]
@@ -90,18 +90,18 @@ async def grade(code: str, problem: Problem, box: Sandbox, how: Grading = Gradin
         sources.append(f"{problem.code_prefix}\n{textwrap.indent(textwrap.dedent(code), '    ')}")
     direct = {number: test for number, test in selected.items() if not isinstance(test, AssertionTest)}
     assertions = {number: test for number, test in selected.items() if isinstance(test, AssertionTest)}
-    passed = await _grade_direct(sources, problem, direct, box, how) if direct else 0
+    passed = await _grade_direct(sources, problem, direct, box, grading) if direct else 0
     if assertions:
-        passed += await _grade_assertions(sources, problem, assertions, box, how)
+        passed += await _grade_assertions(sources, problem, assertions, box, grading)
     return GradeResult(passed, len(selected))
 
 
 async def _grade_direct(
-    sources: list[str], problem: Problem, tests: Mapping[int, ProgramTest | CallTest], box: Sandbox, how: Grading
+    sources: list[str], problem: Problem, tests: Mapping[int, ProgramTest | CallTest], box: Sandbox, grading: Grading
 ) -> int:
-    results = await _run_tests(sources, problem, list(tests.values()), box, how)
+    results = await _run_tests(sources, problem, list(tests.values()), box, grading)
     if not results:
-        await _check_sandbox(problem.setup, box, how)
+        await _check_sandbox(problem.setup, box, grading)
     passed = 0
     for index, test in enumerate(tests.values()):
         passed += _has_passed(test, results.get(index))
@@ -109,7 +109,7 @@ async def _grade_direct(
     return passed
 
 
-async def _check_sandbox(before: str, box: Sandbox, how: Grading) -> None:
+async def _check_sandbox(before: str, box: Sandbox, grading: Grading) -> None:
     """Check that a known-correct answer yields a result, so that a broken sandbox is not mistaken for a wrong answer.
 
     Runs at most once per minute and setup. Raises RuntimeError if it does not, ValueError if `before` is to blame.
@@ -119,26 +119,26 @@ async def _check_sandbox(before: str, box: Sandbox, how: Grading) -> None:
         if monotonic() - last_checked.get(setup, -math.inf) < _AGAIN_S:
             continue
         trivial_problem = Problem((), setup=setup)
-        if not await _run_tests(["def f(): return 1"], trivial_problem, [CallTest(1, source="f()")], box, how):
+        if not await _run_tests(["def f(): return 1"], trivial_problem, [CallTest(1, source="f()")], box, grading):
             if setup:
                 raise ValueError("the setup of its tests does not run in the sandbox")
             raise RuntimeError("nothing comes out of the sandbox, not even of a function that is known to be right")
         last_checked[setup] = monotonic()
-    if len(last_checked) > _MOST_SEEN:
+    if len(last_checked) > _MAX_REMEMBERED:
         last_checked.clear()
 
 
 async def _run_tests(
-    sources: list[str], problem: Problem, tests: Sequence[ProgramTest | CallTest], box: Sandbox, how: Grading
+    sources: list[str], problem: Problem, tests: Sequence[ProgramTest | CallTest], box: Sandbox, grading: Grading
 ) -> Mapping[int, Any]:
     result_bytes = _choose_result_bytes(tests)
     job = {
         "kind": "programs" if isinstance(tests[0], ProgramTest) else "calls",
         "sources": sources,
-        "before": problem.setup,
-        "behind": problem.post_setup,
-        "seconds": how.seconds,
-        "room": result_bytes,
+        "setup": problem.setup,
+        "post_setup": problem.post_setup,
+        "seconds": grading.seconds,
+        "max_bytes": result_bytes,
         "tests": [{"number": index, **_request(test)} for index, test in enumerate(tests)],
     }
     harness = boxed.embed_modules("plain", "answering")
@@ -146,7 +146,7 @@ async def _run_tests(
     input_bytes = max(
         len(test.stdin.encode(errors="replace")) if isinstance(test, ProgramTest) else 0 for test in tests
     )
-    limits = how.limits(min(_MAX_OUTPUT_BYTES, 2 * result_bytes * len(tests) + _RESULT_BYTES_RANGE[0]), input_bytes)
+    limits = grading.limits(min(_MAX_OUTPUT_BYTES, 2 * result_bytes * len(tests) + _RESULT_BYTES_RANGE[0]), input_bytes)
     return (await box.run_harness(harness, len(tests), stdin=json.dumps(job).encode(), limits=limits)).results
 
 
@@ -171,27 +171,27 @@ def _choose_result_bytes(tests: Sequence[ProgramTest | CallTest]) -> int:
     return size
 
 
-def _has_passed(test: ProgramTest | CallTest, found: Any) -> bool:
+def _has_passed(test: ProgramTest | CallTest, outcome: Any) -> bool:
     """Compare a result with the expectation.
 
-    found: arbitrary data from the box, trusted only as the value to compare.
+    outcome: arbitrary data from the box, trusted only as the value to compare.
     """
-    if not isinstance(found, dict):
+    if not isinstance(outcome, dict):
         return False
     if isinstance(test, ProgramTest):
-        printed = found.get("out")
-        exited_cleanly = type(found.get("status")) is int and found["status"] == 0
+        printed = outcome.get("out")
+        exited_cleanly = type(outcome.get("status")) is int and outcome["status"] == 0
         return exited_cleanly and isinstance(printed, str) and matches_output(test.stdout, printed)
-    if "value" not in found:
+    if "value" not in outcome:
         return False
     try:
-        return is_correct(test, decode(found["value"]))
+        return is_correct(test, decode(outcome["value"]))
     except DecodeError:
         return False
 
 
 async def _grade_assertions(
-    sources: list[str], problem: Problem, tests: Mapping[int, AssertionTest], box: Sandbox, how: Grading
+    sources: list[str], problem: Problem, tests: Mapping[int, AssertionTest], box: Sandbox, grading: Grading
 ) -> int:
     """Run assertion tests with two interpreters, one for the answer and one for the tests.
 
@@ -199,9 +199,9 @@ async def _grade_assertions(
     """
     passed = 0
     async with contextlib.AsyncExitStack() as stack:
-        judge = await stack.enter_async_context(await box.interpreter(how.limits()))
-        answer = await stack.enter_async_context(await box.interpreter(how.limits()))
-        session = _AssertionSession(judge, answer, how)
+        judge = await stack.enter_async_context(await box.interpreter(grading.limits()))
+        answer = await stack.enter_async_context(await box.interpreter(grading.limits()))
+        session = _AssertionSession(judge, answer, grading)
         if not await session.load_answer(sources, problem):
             return 0
         for test in tests.values():
@@ -215,10 +215,10 @@ async def _grade_assertions(
 class _AssertionSession:
     """Relay calls between a test and an answer until the test or the time has ended."""
 
-    def __init__(self, judge: Interpreter, answer: Interpreter, how: Grading) -> None:
-        self.test_interpreter, self.answer_interpreter = judge, answer
-        self.grading = how
-        self.remaining_seconds = how.total_seconds
+    def __init__(self, test_interpreter: Interpreter, answer_interpreter: Interpreter, grading: Grading) -> None:
+        self.test_interpreter, self.answer_interpreter = test_interpreter, answer_interpreter
+        self.grading = grading
+        self.remaining_seconds = grading.total_seconds
 
     async def load_answer(self, sources: list[str], problem: Problem) -> bool:
         """Load the answer and the harnesses. Returns whether the answer could be loaded."""
@@ -231,13 +231,13 @@ class _AssertionSession:
             )
             if not prepared.ok:
                 raise RuntimeError(f"an interpreter of the sandbox does not run: {prepared.stderr or prepared.reason}")
-        setup_data = boxed.embed_data({"sources": [""], "before": problem.setup, "behind": ""})
+        setup_data = boxed.embed_data({"sources": [""], "setup": problem.setup, "post_setup": ""})
         prepared = await self.answer_interpreter.run(
             f"{boxed.embed_module_ref('answering')}.load(**{setup_data})", WALL_CLOCK_FACTOR * self.grading.seconds
         )
         if not prepared.ok:
             raise ValueError(f"the setup of its tests does not run in the sandbox: {prepared.stderr[-300:]}")
-        answer_data = boxed.embed_data({"sources": sources, "before": problem.setup, "behind": problem.post_setup})
+        answer_data = boxed.embed_data({"sources": sources, "setup": problem.setup, "post_setup": problem.post_setup})
         loaded = await self.answer_interpreter.run(
             f"_megarl = {boxed.embed_module_ref('answering')}.load(**{answer_data})",
             WALL_CLOCK_FACTOR * self.grading.seconds,
@@ -247,9 +247,14 @@ class _AssertionSession:
 
     async def run_test(self, problem: Problem, test: AssertionTest) -> bool | None:
         """Run a test. Returns whether it passed, or None if no further test can run."""
-        nan = _NAN.search(problem.assertion_setup + test.source) is not None
+        allow_nan = _NAN.search(problem.assertion_setup + test.source) is not None
         test_data = boxed.embed_data(
-            {"setup": problem.assertion_setup, "source": test.source, "names": problem.functions, "nan": nan}
+            {
+                "setup": problem.assertion_setup,
+                "source": test.source,
+                "names": problem.functions,
+                "allow_nan": allow_nan,
+            }
         )
         message = await self._evaluate(
             self.test_interpreter, f"{boxed.embed_module_ref('judging')}.begin(**{test_data})"
@@ -268,12 +273,12 @@ class _AssertionSession:
             raise ValueError(f"{message['wrong']}, in {test.source[:200]!r}")
         return None if message is None else message["passed"] is True
 
-    async def _evaluate(self, who: Interpreter, expression: str) -> dict[str, Any] | None:
+    async def _evaluate(self, interpreter: Interpreter, expression: str) -> dict[str, Any] | None:
         """Return the message that an expression yields, or None if time has run out or none arrived."""
         if self.remaining_seconds <= 0:
             return None
         code = f"print('\\n' + {_MARK!r} + {expression}, flush=True)"
-        output = await who.run(code, min(WALL_CLOCK_FACTOR * self.grading.seconds, self.remaining_seconds))
+        output = await interpreter.run(code, min(WALL_CLOCK_FACTOR * self.grading.seconds, self.remaining_seconds))
         self.remaining_seconds -= output.seconds
         lines = output.stdout.split(_MARK)
         try:

@@ -38,8 +38,8 @@ class AnswerError(Exception):
 class AssertionRun:
     """Execution of one test in a thread."""
 
-    def __init__(self, setup: str, source: str, names: list[str], nan: bool) -> None:
-        self.calls, self.lost, self.nan = 0, False, nan
+    def __init__(self, setup: str, source: str, names: list[str], allow_nan: bool) -> None:
+        self.calls, self.lost, self.allow_nan = 0, False, allow_nan
         self.requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.replies: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self.namespace: dict[str, Any] = {"__name__": "tests"}
@@ -87,7 +87,7 @@ class AssertionRun:
             except DecodeError:
                 value = None
             else:
-                if self.nan or not _has_nan(reply["value"]):
+                if self.allow_nan or not _has_nan(reply["value"]):
                     return value
         elif "raised" in reply:
             raise _exception(reply["raised"])
@@ -117,9 +117,9 @@ def _has_nan(data: Any) -> bool:
 _running: list[AssertionRun] = []
 
 
-def begin(setup: str, source: str, names: list[str], nan: bool) -> str:
+def begin(setup: str, source: str, names: list[str], allow_nan: bool) -> str:
     """Start a test and return its first message as a line of JSON."""
-    _running[:] = [AssertionRun(setup, source, names, nan)]
+    _running[:] = [AssertionRun(setup, source, names, allow_nan)]
     return json.dumps(_running[0].requests.get())
 
 

@@ -34,12 +34,13 @@ class Opaque:
         raise TypeError(f"a {self.kind} is no plain value")
 
 
-def encode(value: Any, most: int = 1 << 20) -> Any:
+def encode(value: Any, max_values: int = 1 << 20) -> Any:
     """Return a value as JSON data: null, booleans, small integers, and strings unchanged, anything else as [kind, ..].
 
-    Exhausts an iterator. Raises OverflowError for more than `most` values in total, or containers nested too deeply.
+    Exhausts an iterator. Raises OverflowError for more than `max_values` values in total, or containers nested too
+    deeply.
     """
-    remaining = [most]
+    remaining = [max_values]
 
     def encode_items(values: Any, depth: int) -> list[Any]:
         return [encode_value(value, depth + 1) for value in values]

@@ -87,16 +87,16 @@ class Problem:
     functions: tuple[str, ...] = ()
     """Functions of the answer that assertion tests call."""
 
-    def select_tests(self, most: int) -> Mapping[int, Test]:
-        """Return at most `most` tests by index, evenly spaced, the first and the last included."""
+    def select_tests(self, max_tests: int) -> Mapping[int, Test]:
+        """Return at most `max_tests` tests by index, evenly spaced, the first and the last included."""
         count = len(self.tests)
-        if count <= most:
+        if count <= max_tests:
             return dict(enumerate(self.tests))
-        indices = {round(number * (count - 1) / max(most - 1, 1)) for number in range(most)}
+        indices = {round(number * (count - 1) / max(max_tests - 1, 1)) for number in range(max_tests)}
         return {number: self.tests[number] for number in sorted(indices)}
 
 
-MOST = 1 << 28
+MAX_BYTES = 1 << 28
 """Maximum decompressed bytes, so that a small file cannot exhaust memory."""
 _TEXTS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
 _FRAMING_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP")
@@ -114,11 +114,11 @@ def unpack_tests(text: str) -> Any:
         raise ValueError("it is neither JSON nor base64") from None
     decompressor = zlib.decompressobj()
     try:
-        data = decompressor.decompress(data, MOST)
+        data = decompressor.decompress(data, MAX_BYTES)
     except zlib.error as error:
         raise ValueError(f"it is base64, but not of zlib: {error}") from None
     if decompressor.unconsumed_tail:
-        raise ValueError(f"it has more than {MOST >> 20} MiB")
+        raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
     if not decompressor.eof:
         raise ValueError("it is cut off")
     value = _parse_json(read_pickled_text(data) if data[:1] == b"\x80" else data.decode(errors="replace"))
@@ -155,13 +155,13 @@ _MODULE_ALIASES = {"np": "numpy as np"}
 
 
 def parse_statements(
-    sources: Sequence[str], setup: str = "", shown: bool = True, functions: Sequence[str] = ()
+    sources: Sequence[str], setup: str = "", setup_visible: bool = True, functions: Sequence[str] = ()
 ) -> Problem:
     """Parse tests, each the source of statements that assert something of the answer's functions (MBPP's `test_list`).
 
-    setup: Python that all tests need. shown: whether the answer may have it, too. functions: the answer's functions; if
-    empty, every undefined name is one. Raises ValueError for invalid Python, and for a test that calls no function of
-    the answer or uses an undefined name that it may compare with.
+    setup: Python that all tests need. setup_visible: whether the answer may have it, too. functions: the answer's
+    functions; if empty, every undefined name is one. Raises ValueError for invalid Python, and for a test that calls no
+    function of the answer or uses an undefined name that it may compare with.
     """
     trees = [_drop_trivial(parse_python(source, f"its test {source[:80]!r}")) for source in sources]
     modules = _collect_modules(trees) - collect_bound_names(parse_python(setup, "its setup"))
@@ -175,14 +175,14 @@ def parse_statements(
         called_functions = free & set(functions) if functions else free
         if not called_functions:
             raise ValueError(f"its test {source[:80]!r} calls no function of an answer")
-        call_test = extract_call(tree.body[0], called_functions, shown) if len(tree.body) == 1 else None
+        call_test = extract_call(tree.body[0], called_functions, setup_visible) if len(tree.body) == 1 else None
         if undefined := _find_undefined(free, functions, call_test):
             raise ValueError(f"its test {source[:80]!r} uses {', '.join(undefined)}, which nothing defines")
         function_names |= called_functions
         tests.append(call_test or AssertionTest(ast.unparse(tree)))
     if not tests:
         raise ValueError("it has no tests")
-    answer_setup = setup if shown else ""
+    answer_setup = setup if setup_visible else ""
     needs_answer = bool(collect_read_names(setup_tree) - defined_names)  # its setup uses classes of the answer
     return Problem(
         tuple(tests),
@@ -216,54 +216,60 @@ def parse_test_module(source: str, setup: str = "") -> Problem:
     return parse_statements(list(map(_as_statements, test_nodes)), f"{setup}\n{shared_setup}", False, functions)
 
 
-def parse_humaneval(test: str, entry: str, prompt: str) -> Problem:
+def parse_humaneval(test: str, entry_point: str, prompt: str) -> Problem:
     """Parse HumanEval's format.
 
-    `test` defines `check(candidate)`, `entry` names the function, and `prompt` is the code that the answer continues.
-    If `check` consists of assertions, each becomes a test. Raises ValueError as `parse_statements` does.
+    `test` defines `check(candidate)`, `entry_point` names the function, and `prompt` is the code that the answer
+    continues. If `check` consists of assertions, each becomes a test. Raises ValueError as `parse_statements` does.
     """
     module = parse_python(test, "its test")
     checks = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if not checks or len(checks[-1].args.args) != 1:
         raise ValueError("its `test` defines no function check(candidate)")
-    if not entry.isidentifier():
-        raise ValueError(f"its `entry_point` {entry[:80]!r} is no name of a function")
+    if not entry_point.isidentifier():
+        raise ValueError(f"its `entry_point` {entry_point[:80]!r} is no name of a function")
     check = checks[-1]
     candidate = check.args.args[0].arg
     helpers = ast.unparse(
         ast.Module([node for node in module.body if node is not check and not _is_check_call(node)], [])
     )
-    body = [_Renamed(candidate, entry).visit(node) for node in check.body]
+    body = [_Renamed(candidate, entry_point).visit(node) for node in check.body]
     body = [node for node in body if not isinstance(node, ast.Pass) and not _is_text(node)]
     if all(isinstance(node, ast.Assert) for node in body):
         sources = [ast.unparse(node) for node in body if not _is_trivial(node)]
     else:
         check.args, check.body = ast.parse("lambda: 0", mode="eval").body.args, body  # type: ignore[attr-defined]
         sources = [_as_statements(check)]
-    answer_setup = _drop_function(prompt, entry)
+    answer_setup = _drop_function(prompt, entry_point)
     return replace(
-        parse_statements(sources, f"{answer_setup}\n{helpers}", False, [entry]), setup=answer_setup, code_prefix=prompt
+        parse_statements(sources, f"{answer_setup}\n{helpers}", False, [entry_point]),
+        setup=answer_setup,
+        code_prefix=prompt,
     )
 
 
-def extract_call(statement: ast.stmt, names: set[str], shown: bool = True) -> CallTest | None:
+def extract_call(statement: ast.stmt, names: set[str], setup_visible: bool = True) -> CallTest | None:
     """Return the call test that an assertion amounts to, or None if it is more complex.
 
-    It must compare a call with a literal, or assert a call's truth. shown: whether the answer's box has the names that
-    the setup defines, so that arguments may use them.
+    It must compare a call with a literal, or assert a call's truth. setup_visible: whether the answer's box has the
+    names that the setup defines, so that arguments may use them.
     """
     if not isinstance(statement, ast.Assert):
         return None
     test = statement.test
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and _is_call_of(test.operand, names, shown):
+    if (
+        isinstance(test, ast.UnaryOp)
+        and isinstance(test.op, ast.Not)
+        and _is_call_of(test.operand, names, setup_visible)
+    ):
         return CallTest(None, "false", ast.unparse(test.operand))
-    if _is_call_of(test, names, shown):
+    if _is_call_of(test, names, setup_visible):
         return CallTest(None, "true", ast.unparse(test))
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return None
     sides = [test.left, test.comparators[0]]
     for call, other in (sides, sides[::-1]):
-        if not _is_call_of(call, names, shown):
+        if not _is_call_of(call, names, setup_visible):
             continue
         try:
             expected = ast.literal_eval(other)
@@ -306,11 +312,11 @@ def collect_read_names(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
-def _is_call_of(node: ast.expr, names: set[str], shown: bool) -> bool:
+def _is_call_of(node: ast.expr, names: set[str], setup_visible: bool) -> bool:
     """Return whether a node calls one of the names and uses nothing that the answer's box lacks."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in names:
         return False
-    return shown or not collect_read_names(node) - names - _BUILTIN
+    return setup_visible or not collect_read_names(node) - names - _BUILTIN
 
 
 def _is_trivial(statement: ast.stmt) -> bool:
@@ -333,18 +339,18 @@ def _collect_modules(trees: Sequence[ast.Module]) -> set[str]:
     return (bases - set().union(*map(collect_bound_names, trees))) & (sys.stdlib_module_names | _MODULE_ALIASES.keys())
 
 
-def _find_undefined(free: set[str], functions: Sequence[str], simple: CallTest | None) -> list[str]:
+def _find_undefined(free_names: set[str], functions: Sequence[str], call_test: CallTest | None) -> list[str]:
     """Return the undefined names that a test may compare with, as in `assert close(f(1), 2)`.
 
     An answer that defined them would grade itself. They are harmless if the answer must produce a value, or if they are
     classes.
     """
     if functions:
-        return sorted(free - set(functions))
-    if simple is not None and simple.comparison == "equal" and simple.expected is not None:
-        if not isinstance(simple.expected, bool):
+        return sorted(free_names - set(functions))
+    if call_test is not None and call_test.comparison == "equal" and call_test.expected is not None:
+        if not isinstance(call_test.expected, bool):
             return []
-    suspects = [name for name in sorted(free) if simple is None or not name[0].isupper()]
+    suspects = [name for name in sorted(free_names) if call_test is None or not name[0].isupper()]
     return suspects if len(suspects) > 1 else []
 
 
@@ -367,10 +373,10 @@ def _as_statements(test: ast.stmt) -> str:
     return f"{ast.unparse(test)}\n{test.name}()"
 
 
-def _drop_function(prompt: str, entry: str) -> str:
+def _drop_function(prompt: str, entry_point: str) -> str:
     """Return a prompt's imports and other functions, without the requested one."""
     body = parse_python(prompt, "its `prompt`").body
-    return ast.unparse(ast.Module([node for node in body if getattr(node, "name", None) != entry], []))
+    return ast.unparse(ast.Module([node for node in body if getattr(node, "name", None) != entry_point], []))
 
 
 class _Renamed(ast.NodeTransformer):

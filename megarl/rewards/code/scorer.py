@@ -14,17 +14,17 @@ from megarl.sandbox.box import Sandbox
 from megarl.types import Prompt, Rollout
 from megarl.types.reward_values import Reward
 
-LONGEST = 200_000
+MAX_CODE_CHARS = 200_000
 """Maximum characters of code."""
 _FENCE = "```"
 _TAG = re.compile(r"[ \t]*([\w+#.-]{0,20})[ \t]*(?:\{[^}\n]{0,80}\})?[ \t]*\r?", re.ASCII)
-_LONGEST_TAG = 120
+_MAX_TAG_CHARS = 120
 _END = re.compile(r"^[ \t]{0,12}```", re.MULTILINE)
 _PYTHON = ("python", "py", "python3")
 
 
 def extract_code(answer: str) -> str:
-    """Return the code of an answer, dedented; empty if there is none or it exceeds LONGEST characters.
+    """Return the code of an answer, dedented; empty if there is none or it exceeds MAX_CODE_CHARS characters.
 
     Prefers the last fenced block marked as Python, then the last unmarked block, then the last block; without blocks,
     the content of the `<answer>` tags, or the whole answer. An unclosed block extends to the end. Text before
@@ -38,7 +38,7 @@ def extract_code(answer: str) -> str:
             code = matching[-1]
             break
     code = code.strip("\n\r")
-    return textwrap.dedent(code) if 0 < len(code) <= LONGEST and not code.isspace() else ""
+    return textwrap.dedent(code) if 0 < len(code) <= MAX_CODE_CHARS and not code.isspace() else ""
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
@@ -50,7 +50,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     closing_fences: Iterator[int] = (match.end() for match in _END.finditer(text))
     end = next(closing_fences, -1)
     while (start := text.find(_FENCE, position)) >= 0:
-        line = text.find("\n", start, start + _LONGEST_TAG)
+        line = text.find("\n", start, start + _MAX_TAG_CHARS)
         tag = _TAG.fullmatch(text, start + len(_FENCE), line) if line >= 0 else None
         if tag is None:  # inside a line
             position = start + len(_FENCE)
@@ -68,15 +68,15 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 class HiddenTests:
     """Reward function with configurable grading:
 
-        mine = HiddenTests(Grading(max_tests=20, seconds=2), share=True)      # name it as my_module:mine
+        mine = HiddenTests(Grading(max_tests=20, seconds=2), partial_credit=True)      # name it as my_module:mine
 
-    share: the reward is the fraction of tests passed; otherwise 1.0 if all pass, else 0.0.
+    partial_credit: the reward is the fraction of tests passed; otherwise 1.0 if all pass, else 0.0.
     """
 
     sandboxed = True
 
-    def __init__(self, how: Grading = Grading(), share: bool = False) -> None:  # noqa: B008
-        self.grading, self.partial_credit = how, share
+    def __init__(self, grading: Grading = Grading(), partial_credit: bool = False) -> None:  # noqa: B008
+        self.grading, self.partial_credit = grading, partial_credit
 
     async def __call__(self, rollout: Rollout) -> Reward:
         """Score a rollout. The sub-part `passed` is the fraction of tests passed.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.code.scorer import LONGEST, extract_code
+from megarl.rewards.code.scorer import MAX_CODE_CHARS, extract_code
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from said import HOSTILE  # noqa: E402
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.alone
         ("", ""),
         (" \n\t", ""),
         ("```python\n```", ""),
-        ("```python\n" + "#" * (LONGEST + 1) + "\n```", ""),
+        ("```python\n" + "#" * (MAX_CODE_CHARS + 1) + "\n```", ""),
     ],
 )
 def test_what_is_found(answer: str, code: str) -> None:
@@ -49,7 +49,7 @@ def test_what_is_found(answer: str, code: str) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text(text: str) -> None:
-    assert len(extract_code(HOSTILE[text])) <= LONGEST
+    assert len(extract_code(HOSTILE[text])) <= MAX_CODE_CHARS
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_hostile_text(text: str) -> None:
     ids=range(7),
 )
 def test_many_fences_are_little_work(text: str) -> None:
-    assert len(extract_code(text)) <= LONGEST
+    assert len(extract_code(text)) <= MAX_CODE_CHARS
 
 
 @given(st.lists(st.sampled_from(["```", "```python", "\n", "a = 1", " ", "</think>", "~~~", "x"]), max_size=20))

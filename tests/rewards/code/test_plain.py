@@ -186,7 +186,7 @@ def test_what_is_too_much() -> None:
     endless = iter(int, 1)
     for value in (deep, endless, [0] * 1001):
         with pytest.raises(OverflowError):
-            encode(value, most=1000)
+            encode(value, max_values=1000)
     data: Any = ["list"]
     for _ in range(DEPTH + 1):
         data = ["list", data]

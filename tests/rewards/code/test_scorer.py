@@ -47,8 +47,8 @@ def test_all_or_nothing(as_text: bool) -> None:
 
 
 def test_the_share() -> None:
-    assert of(HiddenTests(share=True), TWO, TRUTH) == Reward(2 / 3, {"passed": 2 / 3}, ())
-    assert of(HiddenTests(Grading(max_tests=1), share=True), TWO, TRUTH) == Reward(1.0, {"passed": 1.0}, ())
+    assert of(HiddenTests(partial_credit=True), TWO, TRUTH) == Reward(2 / 3, {"passed": 2 / 3}, ())
+    assert of(HiddenTests(Grading(max_tests=1), partial_credit=True), TWO, TRUTH) == Reward(1.0, {"passed": 1.0}, ())
 
 
 @pytest.mark.parametrize(
