@@ -19,6 +19,8 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 START_METHOD = "fork"
 """How SGLang starts its processes. Importing SGLang takes 10 core-seconds; forked processes inherit the import."""
 _STUBS = Path(__file__).with_name("stubs")
+HAS_MEMORY_SAVER = False
+"""Whether a sleeping engine frees its memory. Host memory stays allocated."""
 MAX_KV_TOKENS = 131072
 """Default cap of the KV cache, see `rollout.sglang.max_total_tokens`. Memory is allocated only as it is used."""
 
@@ -86,11 +88,6 @@ def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": path,
     }
-
-
-def has_memory_saver() -> bool:
-    """Return whether a sleeping engine frees its memory. Host memory stays allocated."""
-    return False
 
 
 def allocate(size: int) -> torch.Tensor:

@@ -20,6 +20,9 @@ from megarl.models.registry import load_hf_config
 from megarl.parallel import device
 from megarl.reshard.plan.engine_settings import check_blackwell, choose_runner
 
+START_METHOD = ""
+"""SGLang's default: a process that has used CUDA cannot be forked."""
+HAS_MEMORY_SAVER = True
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables from which torch reads allocator settings; it added the second in 2.9 and still reads the first."""
 
@@ -34,10 +37,6 @@ def check_allocator(environ: Mapping[str, str]) -> None:
                     f"{name}={environ[name][:200]}: with expandable_segments weights cannot be handed to an engine's "
                     "process, and SGLang's memory saver refuses it; take expandable_segments out of the variable"
                 )
-
-
-START_METHOD = ""
-"""SGLang's default: a process that has used CUDA cannot be forked."""
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -68,11 +67,6 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
 def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
     """Return the environment of the engine's processes."""
     return {}
-
-
-def has_memory_saver() -> bool:
-    """Return whether sleeping frees the engine's memory."""
-    return True
 
 
 def allocate(size: int) -> torch.Tensor:

@@ -1,12 +1,10 @@
-"""How rollouts see an engine, or a script in its place: protocols, results, errors, and a watchdog for lost engines."""
+"""How rollouts see an engine, or a script in its place: protocols, results and errors."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -82,11 +80,6 @@ class StreamingPolicy(Protocol):
 
 Fault = Literal["died", "hangs", "did not start again"]
 
-_POLL_S = 1.0
-"""Interval between checks that the engine's process exists."""
-_SILENCE_S = 5.0
-"""With requests pending, ask for a sign of life after this long without a response."""
-
 
 class EngineError(RuntimeError):
     """The engine did not start, died, or refused a weight sync. The message ends with its last log lines."""
@@ -102,70 +95,3 @@ class EngineLost(EngineError):
     def __init__(self, fault: Fault, text: str, detection_delay: float = 0.0, start_number: int = 0) -> None:
         super().__init__(text)
         self.fault, self.detection_delay, self.start_number = fault, detection_delay, start_number
-
-
-class WatchedClient(Protocol):
-    """The part of `Client` that `watch` uses."""
-
-    num_pending: int
-    """Number of responses in flight."""
-    last_response_time: float
-    """When the last response arrived, as time.monotonic seconds."""
-
-    async def is_alive(self, seconds: float) -> bool:
-        """Return whether the engine gives a sign of life within `seconds`."""
-        ...
-
-
-class WatchedEngine(Protocol):
-    """The part of `Engine` that `watch` uses."""
-
-    @property
-    def is_paused(self) -> bool:
-        """True while generation is paused."""
-        ...
-
-    def check_running(self, start_number: int = 0) -> None:
-        """Raise EngineLost if the engine is gone, or was started again after this start."""
-        ...
-
-    def hang_error(self, seconds: float) -> EngineLost:
-        """Return the EngineLost for an engine that gave no sign of life for `seconds`."""
-        ...
-
-
-async def watch(engine: WatchedEngine, client: WatchedClient, hang_timeout: float, start_number: int = 0) -> NoReturn:
-    """Watch an engine until it is lost; raises EngineLost with the reason.
-
-    hang_timeout: seconds that it may go without a sign of life while requests are pending. start_number: as for
-    `check_running`.
-
-    Signs of life are a response, and SGLang's health check. The check passes when the scheduler has finished a batch
-    since it was called: with running requests that is one token of theirs, otherwise one token generated for the check.
-    """
-    last_sign = last_running = time.monotonic()
-    health_check: asyncio.Task[bool] | None = None
-    check_started = last_sign
-    try:
-        while True:
-            now = time.monotonic()
-            try:
-                engine.check_running(start_number)
-            except EngineLost as lost:
-                lost.detection_delay = max(0.0, now - max(last_running, client.last_response_time))
-                raise
-            last_running = now
-            if not client.num_pending or engine.is_paused:
-                last_sign = now
-            last_sign = max(last_sign, client.last_response_time)
-            if health_check is not None and health_check.done():
-                last_sign, health_check = max(last_sign, check_started) if health_check.result() else last_sign, None
-            if now - last_sign > hang_timeout:
-                raise engine.hang_error(now - last_sign)
-            if health_check is None and now - last_sign > min(_SILENCE_S, hang_timeout / 4):
-                check_started, health_check = now, asyncio.create_task(client.is_alive(hang_timeout))
-            await asyncio.sleep(_POLL_S)
-    finally:
-        if health_check is not None:
-            health_check.cancel()
-            await asyncio.wait([health_check])

@@ -1,4 +1,4 @@
-"""One SGLang engine: start, health, sleep and wake, weight updates, shutdown, and restart in the background.
+"""One SGLang engine: start, health, sleep and wake, weight updates, shutdown, a watchdog, and background restarts.
 
 The lead rank of an engine's ranks holds the `Engine`. SGLang runs in separate processes (see `engine_host.py`). So on a
 CPU a rank never imports SGLang, and a rank survives an engine failure.
@@ -6,6 +6,7 @@ CPU a rank never imports SGLang, and a rank survives an engine failure.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import base64
 import contextlib
@@ -23,7 +24,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,6 +32,7 @@ from megarl.config import Config, server_args
 from megarl.cpu import sglang_arguments
 from megarl.cpu.sglang_arguments import NamedTensors
 from megarl.engine import engine_cuda, weight_loader
+from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
 from megarl.engine.engine_protocol import EngineError as EngineError
 from megarl.engine.engine_protocol import EngineLost
@@ -48,6 +50,10 @@ _PORT_IN_USE = re.compile(
     r"address already in use|EADDRINUSE|port (at )?\d+ is (already )?(in use|not available)", re.I
 )
 _MAX_ATTEMPTS = 3
+_WATCH_POLL_S = 1.0
+"""Interval between checks that the engine's process exists."""
+_SILENCE_S = 5.0
+"""With requests pending, ask for a sign of life after this long without a response."""
 _DEATH_CHECK_S = 3.0
 """How long a failed engine may take to be recognized as dead."""
 _NOISE = re.compile(
@@ -392,7 +398,7 @@ class Engine:
         if not awake:
             return
         self._flush_cache()
-        if self._platform.has_memory_saver():
+        if self._platform.HAS_MEMORY_SAVER:
             self._call("/release_memory_occupation", {"tags": awake})
         self._asleep.update(awake)
 
@@ -408,7 +414,7 @@ class Engine:
         asleep = [part for part in parts if part in self._asleep]
         if not asleep:
             return
-        if self._platform.has_memory_saver():
+        if self._platform.HAS_MEMORY_SAVER:
             self._call("/resume_memory_occupation", {"tags": asleep})
             self.is_usable = self.is_usable and "weights" not in asleep
         self._asleep.difference_update(asleep)
@@ -458,6 +464,43 @@ class Engine:
         lines = [line for line in text.splitlines() if not _NOISE.match(line)]
         tail = "\n".join(lines[-_LOG_LINES:])
         return f"the last lines of {self.log}:\n{tail or '(nothing)'}"
+
+
+async def watch(engine: Engine, client: Client, hang_timeout: float, start_number: int = 0) -> NoReturn:
+    """Watch an engine until it is lost; raises EngineLost with the reason.
+
+    hang_timeout: seconds that it may go without a sign of life while requests are pending. start_number: as for
+    `check_running`.
+
+    Signs of life are a response, and SGLang's health check. The check passes when the scheduler has finished a batch
+    since it was called: with running requests that is one token of theirs, otherwise one token generated for the check.
+    """
+    last_sign = last_running = time.monotonic()
+    health_check: asyncio.Task[bool] | None = None
+    check_started = last_sign
+    try:
+        while True:
+            now = time.monotonic()
+            try:
+                engine.check_running(start_number)
+            except EngineLost as lost:
+                lost.detection_delay = max(0.0, now - max(last_running, client.last_response_time))
+                raise
+            last_running = now
+            if not client.num_pending or engine.is_paused:
+                last_sign = now
+            last_sign = max(last_sign, client.last_response_time)
+            if health_check is not None and health_check.done():
+                last_sign, health_check = max(last_sign, check_started) if health_check.result() else last_sign, None
+            if now - last_sign > hang_timeout:
+                raise engine.hang_error(now - last_sign)
+            if health_check is None and now - last_sign > min(_SILENCE_S, hang_timeout / 4):
+                check_started, health_check = now, asyncio.create_task(client.is_alive(hang_timeout))
+            await asyncio.sleep(_WATCH_POLL_S)
+    finally:
+        if health_check is not None:
+            health_check.cancel()
+            await asyncio.wait([health_check])
 
 
 class EngineRestart:

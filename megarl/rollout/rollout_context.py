@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import OnWeightSync, RolloutConfig
 from megarl.engine.client import Client
-from megarl.engine.engine_protocol import EngineLost, watch
-from megarl.engine.sglang_engine import Engine
+from megarl.engine.engine_protocol import EngineLost
+from megarl.engine.sglang_engine import Engine, watch
 from megarl.engine.tool_calls import ParsedResponse, ParseFunction, make_parser
 from megarl.environments.error_log import ToolCallStats
 from megarl.environments.process_sessions import EnvironmentPool

@@ -82,7 +82,7 @@ def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
         calls.append((path.partition("=")[0], body["tags"] if body else []))
 
     monkeypatch.setattr(engine, "_call", call)
-    monkeypatch.setattr(sglang_arguments, "has_memory_saver", lambda: True)
+    monkeypatch.setattr(sglang_arguments, "HAS_MEMORY_SAVER", True)
     idle: tuple[str, list[str]] = ("/flush_cache?timeout", [])  # SGLang ends itself where it is to sleep at work
     engine.is_usable = True
     engine.wake()

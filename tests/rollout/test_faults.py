@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from megarl.engine import engine_protocol
-from megarl.engine.engine_protocol import EngineLost, watch
+from megarl.engine import sglang_engine
+from megarl.engine.engine_protocol import EngineLost
+from megarl.engine.sglang_engine import watch
 
 
 class Played:
@@ -50,7 +51,7 @@ def found(engine: Played, seconds: float = 1.0) -> EngineLost | None:
     async def run() -> EngineLost | None:
         try:
             async with asyncio.timeout(seconds):
-                await watch(engine, engine, 0.2, 3)
+                await watch(engine, engine, 0.2, 3)  # type: ignore[arg-type]
         except EngineLost as lost:
             return lost
         except TimeoutError:
@@ -61,8 +62,8 @@ def found(engine: Played, seconds: float = 1.0) -> EngineLost | None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_protocol, "_POLL_S", 0.01)
-    monkeypatch.setattr(engine_protocol, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(sglang_engine, "_WATCH_POLL_S", 0.01)
+    monkeypatch.setattr(sglang_engine, "_SILENCE_S", 0.05)
 
 
 def test_an_engine_that_dies_is_lost() -> None:

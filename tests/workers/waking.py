@@ -24,7 +24,7 @@ class Recorded(RolloutWorker):
         assert engine is not None and self._runner is not None
         self.calls: list[str] = []
         engine._server = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
-        engine._platform = SimpleNamespace(has_memory_saver=lambda: True)  # type: ignore[assignment]
+        engine._platform = SimpleNamespace(HAS_MEMORY_SAVER=True)  # type: ignore[assignment]
         engine._call = self.call  # type: ignore[assignment, method-assign]
         self._runner.generate = lambda *args, **options: self.calls.append("generates")  # type: ignore
         self.engines.weight_sync.sync = self.push  # type: ignore[assignment, method-assign]
