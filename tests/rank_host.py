@@ -1,9 +1,10 @@
 """Forks the ranks of the tests' jobs. Importing torch, Megatron and transformers takes a rank seven seconds of a core
 and is done once here; what a rank finds is otherwise what a fresh interpreter would give it.
 
-Reads an order a line: {"script", "args", "environment", "world", "outputs": a file for each rank, "timeout", "fresh":
-whether the ranks shall be fresh interpreters after all}; answers with a line: the exit status of each rank, None for
-those that had to be ended because time was up. What a rank said to others is beside its output, see `wires.py`.
+Reads one order per line: {"script", "args", "environment", "world", "outputs": a file per rank, "timeout",
+"fresh": start interpreters instead of forks, "record": record what the ranks communicate}. Answers with one line: the
+exit status of each rank, None for ranks that were killed after the timeout. The record of a rank lies beside its
+output, see `wires.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def preload() -> None:
         return
     import wires  # noqa: F401
 
+    import megarl.flow
     import megarl.megatron.dist_checkpoint
-    import megarl.workers.actor  # noqa: F401
+    import megarl.workers.critic
+    import megarl.workers.rollout  # noqa: F401
 
     sys.path.insert(0, str(Path(__file__).parent / "megatron"))
     import tiny
@@ -42,14 +45,17 @@ def preload() -> None:
     for family in tiny.HF:
         tiny.hf_model(family)
     del sys.modules["tiny"], sys.path[0]  # a script's own modules are its own
-    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    # pyarrow's allocator, which has a thread, is safe to fork.
+    others = [name for task in tasks if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
+    assert threading.active_count() == 1 and not others, f"threads do not survive a fork: {others}"
     gc.collect()
     gc.freeze()  # else each rank would copy these pages when it collects garbage
 
 
 def fork(order: dict[str, Any], rank: int) -> int:
     """Pid of a rank, which has its own output, variables and random numbers."""
-    host = os.getpid()
+    host, record = os.getpid(), None
     if pid := os.fork():
         return pid
     status = 1
@@ -66,10 +72,12 @@ def fork(order: dict[str, Any], rank: int) -> int:
         os.environ.update(environment)
         random.seed()
         sys.argv = [order["script"], *order["args"]]
-        sys.path.insert(0, str(Path(order["script"]).parent))
-        import wires
+        search_path = [str(Path(order["script"]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+        sys.path[:0] = [folder for folder in search_path if folder not in sys.path]
+        if order["record"]:
+            import wires
 
-        said = wires.install()
+            record = wires.install()
         runpy.run_path(order["script"], run_name="__main__")
         status = 0
     except SystemExit as leaving:
@@ -77,8 +85,8 @@ def fork(order: dict[str, Any], rank: int) -> int:
     except BaseException:  # noqa: B036  whatever it is, the rank must not go on as its host
         traceback.print_exc()
     finally:
-        if status == 0 and not order["fresh"]:
-            said.write(Path(f"{order['outputs'][rank]}.said"))
+        if status == 0 and record is not None:
+            record.write(Path(f"{order['outputs'][rank]}.said"))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

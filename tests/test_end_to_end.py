@@ -25,12 +25,11 @@ from whole_run import (
     ROOT,
     SMALL,
     command_of,
+    communication_of,
     make_folder,
     metrics_of,
-    said_on_the_device,
     start,
     train,
-    train_with_wires,
     with_host,
 )
 
@@ -82,9 +81,9 @@ OF_PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
 
 
 @pytest.fixture(scope="module")
-def ppo_run(folder: Path, reward_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ppo_run(folder: Path, reward_run: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "ppo"
-    train_with_wires(folder, run_dir, f"reward.model={reward_run}/export", *OF_PPO)
+    train(folder, run_dir, f"reward.model={reward_run}/export", *OF_PPO, host=host, record=True)
     return run_dir
 
 
@@ -139,7 +138,7 @@ def test_three_steps_of_ppo(ppo_run: Path) -> None:
 
 def test_its_ranks_would_not_hang_on_a_gpu(ppo_run: Path) -> None:
     """Each device group is first used by all of its ranks, and a push into the engine is such that NCCL can do it."""
-    said = said_on_the_device(ppo_run)
+    said = communication_of(ppo_run)
     assert said["send"] == said["receive"] > 0 and said["all_reduce"] > 0 and said["reduce_scatter_single"] > 0
 
 
@@ -255,10 +254,10 @@ OVERSAMPLED = [
 
 
 @pytest.fixture(scope="module")
-def oversampled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def oversampled(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of four prompts with six under way, on two engines, each of which has room for six answers."""
     run_dir = tmp_path_factory.mktemp("runs") / "oversampled"
-    train(folder, run_dir, *OVERSAMPLED)
+    train(folder, run_dir, *OVERSAMPLED, host=host)
     return run_dir
 
 

@@ -94,7 +94,8 @@ def listening() -> dict[str, tuple[str, str]]:
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" or table.startswith("udp"):
+            # 07: a datagram socket without a peer. One with a peer, as a name lookup has, takes nothing from others.
+            if fields[3] == ("07" if table.startswith("udp") else "0A"):
                 found[fields[9]] = table, fields[1]
     for row in Path("/proc/net/unix").read_bytes().split(b"\n")[1:]:
         parts = row.split(maxsplit=7)

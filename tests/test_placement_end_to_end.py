@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_run import make_folder, metrics_of, said_on_the_device, train, train_with_wires
+from whole_run import communication_of, make_folder, metrics_of, train
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def split_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of PPO, with a checkpoint after each and an evaluation before the first and after the last."""
     run_dir = tmp_path_factory.mktemp("runs") / "split"
-    train_with_wires(folder, run_dir, *SPLIT, "run.eval_every=3", host=host)
+    train(folder, run_dir, *SPLIT, "run.eval_every=3", host=host, record=True)
     return run_dir
 
 
@@ -86,7 +86,7 @@ def test_three_steps_on_three_ranks(split_run: Path, folder: Path) -> None:
 
 
 def test_its_ranks_would_not_hang_on_a_gpu(split_run: Path) -> None:
-    said = said_on_the_device(split_run)
+    said = communication_of(split_run)
     assert said["send"] == said["receive"] > 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import nccl_order
-import wires
+from rank_jobs import shared_jobs
 
-from megarl.engine.engine_host_client import HOST_VARIABLE
+from megarl.config import load_config
+from megarl.engine.engine_host import HOST_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,32 +57,27 @@ def with_host(host: str) -> dict[str, str]:
     return ENVIRONMENT | ({HOST_VARIABLE: host} if host else {})
 
 
-def train(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:
-    done = start(folder, run_dir, *overrides, host=host)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+def train(folder: Path, run_dir: Path, *overrides: str, host: str = "", record: bool = False) -> None:
+    """Run the program without its launcher, as ranks that are forked from a process that has imported everything.
 
-
-def train_with_wires(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:
-    """What its ranks have said to each other is beside the run's folder then, for `said_on_the_device`."""
-    python, _, _, *given = command_of(folder, run_dir, *overrides)
-    said = run_dir.parent / f"{run_dir.name}_said"
-    said.mkdir()
-    environment = with_host(host) | {wires.FOLDER: str(said)}
-    done = subprocess.run(
-        [python, "tests/train_with_wires.py", *given],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=environment,
+    record: keep what its ranks communicate, for `communication_of`.
+    """
+    _, _, _, config, *settings = command_of(folder, run_dir, *overrides)
+    world = load_config(config, settings).parallel.world_size
+    _, records = shared_jobs().run(
+        world, "tests/train_rank.py", config, *settings, timeout=500, record=record, variables=with_host(host)
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    if record:
+        target = run_dir.parent / f"{run_dir.name}_communication"
+        target.mkdir()
+        for path in records:
+            shutil.copy(path, target)
 
 
-def said_on_the_device(run_dir: Path) -> Counter[str]:
-    """How often ranks of a run did what together on the device, which would not hang on NCCL (see `nccl_order.py`)."""
-    said = run_dir.parent / f"{run_dir.name}_said"
-    return nccl_order.check([nccl_order.read(path) for path in sorted(said.iterdir())])
+def communication_of(run_dir: Path) -> Counter[str]:
+    """Check that the ranks of a recorded run would not hang on NCCL; count what they did together on the device."""
+    folder = run_dir.parent / f"{run_dir.name}_communication"
+    return nccl_order.check([nccl_order.read(path) for path in sorted(folder.iterdir())])
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:

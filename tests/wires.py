@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-FOLDER = "MEGARL_TESTS_WIRES"
-"""Environment variable: where a process shall leave its record."""
 TOGETHER = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
