@@ -170,8 +170,8 @@ class Client:
     def _check_version(self, meta: dict[str, Any], request_version: int | None) -> None:
         """Raise RuntimeError if the response came from unexpected weights.
 
-        SGLang reports the version that chose the last token, or spans of versions if they changed mid-response. oldest:
-        the version when the request was sent.
+        SGLang reports the version that chose the last token, or spans of versions if they changed mid-response.
+        request_version: the version when the request was sent.
         """
         if request_version is None or self.weight_version is None:
             return

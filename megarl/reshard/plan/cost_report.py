@@ -484,7 +484,7 @@ def _render_chart(
     marks: list[tuple[int, str]],
     unit: str = "",
 ) -> str:
-    """Render one column per value. least: drawn as a dashed line if not 0. marks: (first index, label) of each
+    """Render one column per value. lower_bound: drawn as a dashed line if not 0. marks: (first index, label) of each
     section."""
 
     def format_value(value: float) -> str:

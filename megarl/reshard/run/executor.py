@@ -24,7 +24,7 @@ from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import ShardSlice
 from megarl.reshard.plan.planner import ALIGN, PeerMessage, ReshardPlan, Round, TensorPiece, compute_offsets
 from megarl.reshard.run import copies
-from megarl.reshard.run.scale_grids import Grids, compute_scale_grids
+from megarl.reshard.run.scale_grids import BlockScales, Grids, compute_scale_grids
 
 Slice = list[Any]
 """[name, index, r0, r1, c0, c1, offset, hash_offset]: a box of an engine's tensor and its place in the bucket, see
@@ -222,10 +222,9 @@ class Executor:
         """Fill messages with pieces of this rank's shards, and the hashes of those that are to be verified."""
         boxes: list[copies.Box] = []
         to_quantise: list[copies.Box] = []
-        scales: list[copies.BlockScales] = []
-        hashed: list[torch.Tensor] = []
-        hash_indices: list[int] = []
-        copy_hashes: list[tuple[int, torch.Tensor]] = []
+        scales: list[BlockScales] = []
+        to_hash: list[tuple[int, torch.Tensor]] = []  # (index of the hash as a word of the buffer, box)
+        fp8_hashes: list[tuple[int, torch.Tensor]] = []
         shards: dict[str, torch.Tensor] = {}  # cached, since `local` may compute a tensor on each access
         for placed in messages:
             direct = zip(placed.message.direct, placed.piece_offsets, placed.sources, strict=False)
@@ -234,29 +233,25 @@ class Executor:
                     shards[name] = local[name]
                 source = grids[name, piece.source] if piece.is_scale else shards[name]
                 box = (source if source.dim() == 2 else source[:, None])[r0:r1, c0:c1]
-                origin = (piece.rows[0], piece.columns[0])
-                if WIRE_DTYPES[piece.item_bytes] == FP8:
+                hash_index = placed.hash_offset // 8 + number
+                # Hash the intended data, not the buffer that goes on the wire.
+                if (dtype := WIRE_DTYPES[piece.item_bytes]) == FP8:
                     to_quantise.append((box, offset))
-                    scales.append(copies.BlockScales(grids[name, piece.source], *origin))
+                    scales.append(BlockScales(grids[name, piece.source], piece.rows[0], piece.columns[0]))
+                    if sample in verified_samples:  # now, so that the quantised boxes of a round never live together
+                        quantised = quantise(box, scales[-1].grid, scales[-1].r0, scales[-1].c0)
+                        fp8_hashes.append((hash_index, copies.device_hashes([quantised])))
                 else:
-                    box = box.to(WIRE_DTYPES[piece.item_bytes])
-                    boxes.append((box, offset))
-                if sample in verified_samples:
-                    # Hash the intended data, not the buffer that goes on the wire.
-                    expected = quantise(box, scales[-1].grid, *origin) if WIRE_DTYPES[piece.item_bytes] == FP8 else box
-                    hash_index = placed.hash_offset // 8 + number
-                    if expected is box:
-                        hashed.append(expected)
-                        hash_indices.append(hash_index)
-                    else:  # hash now, so that the quantised copies of a round are never alive together
-                        copy_hashes.append((hash_index, copies.device_hashes([expected])))
+                    boxes.append((box.to(dtype), offset))
+                    if sample in verified_samples:
+                        to_hash.append((hash_index, boxes[-1][0]))
         copies.pack(boxes, buffer)
         copies.pack_fp8(to_quantise, scales, buffer)
-        if hashed or copy_hashes:
+        if to_hash or fp8_hashes:
             words = buffer[: len(buffer) // 8 * 8].view(torch.int64)
-            hashes = [*([copies.device_hashes(hashed)] if hashed else []), *(value for _, value in copy_hashes)]
-            hash_indices += [position for position, _ in copy_hashes]
-            words[torch.tensor(hash_indices, device=buffer.device)] = torch.cat(hashes)
+            hashes = [copies.device_hashes([box for _, box in to_hash])] if to_hash else []
+            indices = torch.tensor([index for index, _ in to_hash + fp8_hashes], device=buffer.device)
+            words[indices] = torch.cat([*hashes, *(value for _, value in fp8_hashes)])
 
     def _pack_forwards(
         self, messages: Sequence[_PlacedMessage], buffer: torch.Tensor, previous_buffer: torch.Tensor
@@ -368,8 +363,8 @@ def _place_messages(
     received_offsets: Mapping[Any, tuple[int, int]] | None = None,
     source: Callable[[TensorPiece], tuple[str, int, int, int, int, int]] | None = None,
 ) -> tuple[list[_PlacedMessage], int]:
-    """Lay messages out one after another; return them with the end offset. came: offsets of the previous round's
-    pieces, to forward them from."""
+    """Lay messages out one after another; return them with the end offset. received_offsets: of the previous
+    round's pieces, to forward them from."""
     placed = []
     for message in messages:
         offsets, hash_offset = compute_offsets(message.pieces, begin)
