@@ -34,8 +34,7 @@ from megarl.cpu.sglang_arguments import NamedTensors
 from megarl.engine import engine_cuda, weight_loader
 from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
-from megarl.engine.engine_protocol import EngineError as EngineError
-from megarl.engine.engine_protocol import EngineLost
+from megarl.engine.engine_protocol import EngineError, EngineLost
 from megarl.engine.tool_calls import parser_name
 from megarl.models.registry import load_hf_config
 from megarl.parallel import device, job_secret
@@ -43,8 +42,6 @@ from megarl.parallel.placement import engine_ranks
 from megarl.reshard.plan import engine_settings
 
 _CONFIG = "tokenizer_config.json"
-
-
 _LOG_LINES = 20
 _PORT_IN_USE = re.compile(
     r"address already in use|EADDRINUSE|port (at )?\d+ is (already )?(in use|not available)", re.I

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from megarl.engine import weight_loader
-from megarl.engine.sglang_engine import Engine, EngineError, GatherPayloads, allocate, pack_payload
+from megarl.engine.engine_protocol import EngineError
+from megarl.engine.sglang_engine import Engine, GatherPayloads, allocate, pack_payload
 from megarl.engine.weight_loader import EngineTimeout, WeightChannel
 from megarl.parallel import device
 
