@@ -9,12 +9,18 @@ import numpy as np
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
-from megarl.data.curriculum import check_has_keys, read_key
-from megarl.data.first_rows import answer_key
-from megarl.data.mixture import ConcatDataset, Stream, name_datasets
-from megarl.data.preference_data import Pair, PreferenceDataset, read_preferences
-from megarl.data.prompt_data import read_prompts, render_prompts
-from megarl.data.sft_data import SFTDataset, conversations_too_long_error, read_conversations
+from megarl.data.datasets import (
+    Pair,
+    PreferenceDataset,
+    SFTDataset,
+    answer_key,
+    conversations_too_long_error,
+    read_conversations,
+    read_preferences,
+    read_prompts,
+    render_prompts,
+)
+from megarl.data.loader import ConcatDataset, Stream, check_has_keys, name_datasets, read_key
 from megarl.data.table import Table
 from megarl.models.registry import family_of
 from megarl.parallel import ranks, row_exchange

@@ -31,7 +31,7 @@ from megarl.engine.engine_protocol import Generation, Policy, StreamingPolicy
 from megarl.engine.tool_calls import ParseFunction, check_parser, make_parser
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost, ToolResult
-from megarl.processes.process_limits import ProcessLimits
+from megarl.processes.children import ProcessLimits
 from megarl.processes.temp_folders import TempFolder
 from megarl.rollout.conversation import RolloutContext, build_sampling_params, derive_seed, run_conversation
 from megarl.rollout.partial_rollouts import PartialRollout

@@ -17,7 +17,7 @@ from megarl.checkpoint.provenance import collect_provenance
 from megarl.checkpoint.store import CheckpointStore, RankWrite, StorageError
 from megarl.config import Config, ConfigError
 from megarl.controllers.controller import Controller
-from megarl.data.prompt_data import PromptLoader
+from megarl.data.loader import PromptLoader
 from megarl.launch import exit_status
 from megarl.megatron.dist_checkpoint import WRITERS, StagedCheckpoint, async_copy_bytes, restore_model
 from megarl.observe.clock import Clock
@@ -308,7 +308,7 @@ class Checkpointer:
             for role, model in self.trained_models().items():
                 restore_model(model, folder / role)
 
-        with self.clock.phase("go_back"), ranks.with_timeout(self.config.run.storage_timeout_s):
+        with self.clock.phase("rollback"), ranks.with_timeout(self.config.run.storage_timeout_s):
             ranks.run_on_all(restore)
         for worker in self.workers.values():
             if isinstance(worker, TrainingWorker):

@@ -83,7 +83,7 @@ def evaluate(options: Namespace) -> int:
         "run": {"dir": str(out), "num_rollout": 1, "max_restarts": 0},
         "data": {"train": [str(path) for path in options.data], "prompts_per_step": 1},
         "rollout": {"samples_per_prompt": samples},
-        "options": {"whole": True},
+        "options": {"full_dataset": True},
     }
     reserved = {
         **model_sources.RESERVED_KEYS,
@@ -115,7 +115,7 @@ def evaluate(options: Namespace) -> int:
 
 def check_ground_truths(config: Config) -> int:
     """Return the number of prompts. Raises ConfigError for an empty file or a row that a reward function rejects."""
-    from megarl.data.prompt_data import iter_prompts
+    from megarl.data.datasets import iter_prompts
     from megarl.rewards.functions import load_functions
 
     functions = load_functions(config.reward.functions)

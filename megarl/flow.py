@@ -21,14 +21,13 @@ from megarl.checkpointing import Checkpointer
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.command_line import format_command
 from megarl.config.paths import expand_config_paths
-from megarl.controllers.controller import StepResult
-from megarl.controllers.lookup import load_requirements, make_controller
-from megarl.data.prompt_data import PromptLoader
+from megarl.controllers.controller import StepResult, load_requirements, make_controller
+from megarl.controllers.evaluation import Evaluator
+from megarl.data.loader import PromptLoader
 from megarl.dry_run.data_and_tools import check_offered, read_chat, should_check_offered
 from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.dry_run.plan import validate
 from megarl.dry_run.rollout_checks import check_enough_prompts
-from megarl.evaluator import Evaluator
 from megarl.launch import exit_status
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops

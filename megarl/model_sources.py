@@ -14,7 +14,7 @@ from megarl.checkpoint.manifest import list_models, resolve_checkpoint
 from megarl.checkpoint.to_hf import convert
 from megarl.config import Config, ConfigError, RolloutConfig, load_config, plain_yaml
 from megarl.config.hub import folder_of
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.dry_run.model_folders import folder_config
 from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
 

@@ -105,7 +105,7 @@ def _print(text: str) -> None:
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, run this program as all ranks on this machine, and return their exit status."""
-    from megarl.controllers.lookup import load_requirements
+    from megarl.controllers.controller import load_requirements
     from megarl.dry_run.plan import validate
     from megarl.engine.engine_host import HOST_VARIABLE
     from megarl.engine.sglang_engine import start_host

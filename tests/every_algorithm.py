@@ -8,8 +8,7 @@ from typing import Any
 
 from megarl.config import Config, from_dict, to_dict
 from megarl.config.recipes import RECIPES
-from megarl.controllers.controller import StepResult
-from megarl.controllers.lookup import make_controller
+from megarl.controllers.controller import StepResult, make_controller
 from megarl.controllers.policy_gradient import PolicyController
 from megarl.types import Prompt
 
@@ -19,7 +18,7 @@ STEPS = 2
 
 def names() -> list[str]:
     """The recipes that learn from rewards with a policy, a critic and a reference at most."""
-    from megarl.controllers.lookup import load_requirements
+    from megarl.controllers.controller import load_requirements
 
     ours = {"rollout", "actor", "critic", "reference", "reward"}
     found = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
@@ -34,7 +33,7 @@ class EveryAlgorithm(PolicyController):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         tree = {name: value for name, value in to_dict(config).items() if name in ("run", "rollout", "data", "train")}
-        own = {"dapo": {"generations": 2}}
+        own = {"dapo": {"max_num_gen_batches": 2}}
         short = {"critic": {"warmup_steps": 0}}
         self.own = [
             make_controller(from_dict({**tree, **short, "algorithm": name, "options": own.get(name, {})}))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.evaluator import Evaluator
+from megarl.controllers.evaluation import Evaluator
 
 pytestmark = pytest.mark.alone
 

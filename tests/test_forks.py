@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, from_dict, plugins
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.models import dense
 from megarl.models.registry import family_of
 from megarl.parallel.placement import role_parallel

@@ -26,7 +26,7 @@ LAYERS = (
     {"observe"},
     {"view", "workers"},
     {"controllers"},
-    {"checkpointing", "dry_run", "evaluator"},
+    {"checkpointing", "dry_run"},
     {"flow", "model_sources"},
     {"chat", "train"},
     {"eval"},
@@ -91,7 +91,7 @@ def imported_modules(module: str) -> set[str]:
 
 
 def package(module: str) -> str:
-    """megarl.data.prompt_data -> data"""
+    """megarl.data.datasets -> data"""
     return (module.split(".") + [""])[1]
 
 

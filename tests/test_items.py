@@ -12,7 +12,7 @@ import pytest
 
 from megarl.batch_items import ItemReader, _format_passes
 from megarl.config import ConfigError, from_dict
-from megarl.data.prompt_data import PromptLoader
+from megarl.data.loader import PromptLoader
 from megarl.models.registry import load_hf_config
 from megarl.parallel import ranks
 

@@ -10,7 +10,7 @@ import pytest
 from megarl.config import Config, ConfigError, from_dict, load_config
 from megarl.config.keys import KLConfig
 from megarl.config.recipes import RECIPES, Recipe, apply_recipe
-from megarl.controllers.lookup import find_controller, load_requirements
+from megarl.controllers.controller import find_controller, load_requirements
 
 pytestmark = pytest.mark.alone
 
@@ -64,9 +64,9 @@ def test_the_complete_recipes_are_what_their_papers_say() -> None:
     for one in (dapo, vapo):
         assert (one.loss.clip, one.loss.clip_high, one.loss.mean, one.kl.place) == (0.2, 0.28, "token", "none")
     found = find_controller("dapo").read_options(dapo)
-    assert (found.generations, found.overlong) == (10, 0.2) and dapo.advantage.group_std
+    assert (found.max_num_gen_batches, found.overlong_buffer) == (10, 0.2) and dapo.advantage.group_std
     found = find_controller("vapo").read_options(vapo)
-    assert (found.critic_lam, found.length_adaptive, found.positive_nll) == (1.0, 0.05, 0.1)
+    assert (found.critic_lam, found.length_adaptive_alpha, found.positive_nll_coef) == (1.0, 0.05, 0.1)
     assert vapo.critic.warmup_steps == 50 and vapo.advantage.gamma == 1.0 and vapo.rollout.samples_per_prompt > 1
     found = find_controller("pf_ppo").read_options(pf_ppo)
     assert (found.filter, found.buffer) == (0.8, 10_000)

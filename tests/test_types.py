@@ -41,7 +41,7 @@ def test_worked_example():
 
 
 def test_worked_example_rewards():
-    from megarl.algorithms.token_rewards import token_rewards
+    from megarl.algorithms.advantages import token_rewards
 
     batch = TrainBatch.from_rollouts([EXAMPLE])
     rewards = token_rewards(batch.sequence_reward, batch.cu_seqlens, batch.loss_mask)

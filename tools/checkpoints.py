@@ -203,7 +203,7 @@ def configured(folder: Path, options: Namespace) -> Config:
 def converted(path: Path, options: Namespace) -> int:
     from megarl.chat_format.chat_template import ChatTemplate
     from megarl.checkpoint.to_hf import convert, convert_adapter
-    from megarl.controllers.lookup import load_requirements
+    from megarl.controllers.controller import load_requirements
     from megarl.models.memory import critic_params
     from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
     from megarl.models.scalar_head import classifier_config, padding_of

@@ -32,7 +32,7 @@ from megarl.config.command_line import (
     parse_path_text,
     run_cli,
 )
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.dry_run.suggest_layout import check_feasible, split_layers
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK

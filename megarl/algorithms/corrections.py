@@ -17,8 +17,7 @@ from typing import Literal
 import torch
 
 from megarl.algorithms.policy_losses import MAX_LOG_RATIO
-from megarl.algorithms.token_rewards import sequence_sums
-from megarl.algorithms.token_stats import batched_kth_values, masked_select
+from megarl.algorithms.token_stats import batched_kth_values, masked_select, sequence_sums
 from megarl.types import AllReduce, local_all_reduce
 
 CorrectionKind = Literal["none", "tis", "icepop", "mis", "reject"]
@@ -114,7 +113,7 @@ def correction_metrics(
     """Return metrics of the mismatch between the two policies and of its correction, overall and by staleness.
 
     `staleness` [T]: integer age of each token. Tokens of 0, 1, 2, and 3 or more versions ago have metrics of their own,
-    with the suffix _lag0 and so on; sequences count by their oldest token. None omits these. Names are
+    with the suffix _staleness0 and so on; sequences count by their oldest token. None omits these. Names are
     verl's where verl has the metric:
 
         kl, k3_kl                        KL of the engine's policy to the trainer's, per token: -log rho;
@@ -168,7 +167,7 @@ def correction_metrics(
         if sequences:  # all tokens of this age may be in sequences with older tokens
             metrics["rollout_is_eff_sample_size"] = ratio_sum * ratio_sum / (sequences * square_sum)
             metrics["rollout_rs_seq_masked_fraction"] = rejected / sequences
-        suffix = f"_lag{row - 1}" if row else ""
+        suffix = f"_staleness{row - 1}" if row else ""
         result |= {f"rollout_corr/{name}{suffix}": value for name, value in metrics.items()}
     return result
 

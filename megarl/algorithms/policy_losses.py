@@ -232,11 +232,12 @@ def _expand_to_tokens(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CISPOOptions:
-    most: Annotated[float, Range(1, 1e6)] = 5.0
+    max_ratio: Annotated[float, Range(1, 1e6)] = 5.0
     """Upper bound of the ratio as a weight: the paper's 1 + epsilon_high, for which it gives no value. Other projects
     default to 4 (Tinker) and 6 (NeMo RL)."""
-    least: NonNegativeFloat = 0.0
+    min_ratio: NonNegativeFloat = 0.0
     """Lower bound, 1 - epsilon_low; 0 disables it, as in the paper."""
+    synonyms = {"most": "max_ratio", "least": "min_ratio"}
 
 
 @dataclass(frozen=True)
@@ -250,13 +251,13 @@ class SAPOOptions:
 def cispo_loss(inputs: PolicyLossInput, clip: Clip, options: CISPOOptions) -> TokenLoss:
     """Return CISPO's loss (MiniMax-M1, arXiv:2506.13585, section 3.1), [T]: REINFORCE with a bounded weight.
 
-        loss_t = -sg[clip(rho_t, least, most)] A_t log pi(o_t)
+        loss_t = -sg[clip(rho_t, min_ratio, max_ratio)] A_t log pi(o_t)
 
     No token loses its gradient. Metrics: `actor/pg_clipfrac` 1 where the weight was bounded, `actor/ppo_kl`.
     """
     log_ratio = inputs.log_ratio.detach()
     ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
-    weight = ratio.clamp(options.least, options.most)
+    weight = ratio.clamp(options.min_ratio, options.max_ratio)
     logprobs = torch.where(inputs.loss_mask, inputs.logprobs, torch.zeros_like(inputs.logprobs))
     metrics = {"actor/pg_clipfrac": (weight != ratio).to(ratio.dtype), "actor/ppo_kl": -log_ratio}
     return TokenLoss(-weight * inputs.advantage * logprobs, metrics)
@@ -285,20 +286,22 @@ Part = Annotated[float, Range(above=0, most=1)]
 
 @dataclass(frozen=True)
 class ClipCovOptions:
-    share: Part = 2e-4
-    """Share of a mini-batch's action tokens to leave out, sampled from those with a covariance in the range."""
-    least: NonNegativeFloat = 1.0
-    """Range of the covariance. These three defaults are those of the paper's authors in verl."""
-    most: NonNegativeFloat = 5.0
+    clip_cov_ratio: Part = 2e-4
+    """Share of a mini-batch's action tokens to mask, sampled from those with a covariance in the range."""
+    clip_cov_lb: NonNegativeFloat = 1.0
+    """Range of the covariance. These three names and defaults are those of the paper's authors in verl."""
+    clip_cov_ub: NonNegativeFloat = 5.0
+    synonyms = {"share": "clip_cov_ratio", "least": "clip_cov_lb", "most": "clip_cov_ub"}
 
 
 @dataclass(frozen=True)
 class KLCovOptions:
-    share: Part = 2e-4
+    kl_cov_ratio: Part = 2e-4
     """Share of a mini-batch's action tokens to penalize, those with the largest covariance. The authors' recipe for a
     7B model uses 2e-3."""
     coef: Annotated[float, Range(0, 1000)] = 1.0
     """Weight of the KL to the policy before the update on these tokens."""
+    synonyms = {"share": "kl_cov_ratio"}
 
 
 def clip_cov_loss(inputs: PolicyLossInput, clip: Clip, options: ClipCovOptions) -> TokenLoss:
@@ -331,21 +334,22 @@ def kl_cov_loss(inputs: PolicyLossInput, clip: Clip, options: KLCovOptions) -> T
 
 
 def mark_in_range(mini: TrainBatch, options: ClipCovOptions, seed: int) -> torch.Tensor:
-    """Return [T] bool: max(1, floor(share N)) of all ranks' N action tokens, sampled from those with
-    least < Cov < most; all of these if there are fewer. Collective."""
+    """Return [T] bool: max(1, floor(clip_cov_ratio N)) of all ranks' N action tokens, sampled from those
+    with clip_cov_lb < Cov < clip_cov_ub; all of these if there are fewer. Collective."""
     covariance, actions = _covariance(mini)
-    eligible = mini.loss_mask & (covariance > options.least) & (covariance < options.most)
-    return _sample_tokens(mini, eligible, _num_marked(options.share, actions), seed)
+    eligible = mini.loss_mask & (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub)
+    return _sample_tokens(mini, eligible, _num_marked(options.clip_cov_ratio, actions), seed)
 
 
 def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Tensor:
-    """Return [T] bool: the max(1, floor(share N)) of all ranks' N action tokens with the largest positive covariance.
+    """Return [T] bool: the max(1, floor(kl_cov_ratio N)) of all ranks' N action tokens with the largest positive
+    covariance.
 
     Ties at the threshold, of which a confident policy has many, are broken at random. Collective.
     """
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > 0)
-    num_eligible, wanted = int(mini.all_reduce(eligible.sum())), _num_marked(options.share, actions)
+    num_eligible, wanted = int(mini.all_reduce(eligible.sum())), _num_marked(options.kl_cov_ratio, actions)
     if num_eligible <= wanted:
         return eligible
     (threshold,) = kth_values(covariance[eligible], (num_eligible - wanted + 1,), mini.all_reduce)

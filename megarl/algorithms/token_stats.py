@@ -1,8 +1,7 @@
-"""Statistics over the tokens of all ranks, and helpers to process [T] columns in little memory.
+"""Sums over sequences, statistics over the tokens of all ranks, and helpers to process [T] columns in little memory.
 
 Each rank passes its own tokens and gets the statistic over all ranks' tokens, bitwise equal everywhere. Only a few
-numbers or a histogram go through `all_reduce`, an all-reduce; on a single rank it is `local_all_reduce`.
-"""
+numbers or a histogram go through `all_reduce`; on a single rank it is `local_all_reduce`."""
 
 from __future__ import annotations
 
@@ -129,3 +128,13 @@ def _histogram(bits: torch.Tensor, shift: int, width: int) -> torch.Tensor:
     for part in bits.split(BLOCK):
         counts += torch.bincount((part >> shift) & ((1 << width) - 1), minlength=1 << width)
     return counts
+
+
+def sequence_sums(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] -> [N]: sum over each sequence's tokens, sequentially and in the dtype of `x`."""
+    lengths = cu_seqlens.diff().tolist()
+    sums = x.new_zeros(len(lengths))
+    zero_index = torch.zeros(max(lengths, default=0), dtype=torch.int64, device=x.device)
+    for total, part in zip(sums.split(1), x.split(lengths), strict=False):  # empty `sums` still split into one part
+        total.index_add_(0, zero_index[: len(part)], part)
+    return sums

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.data.chat_columns import ROLES, content_text
+from megarl.data.columns import ROLES, content_text
 from megarl.types import Message
 from megarl.utils.text import replace_surrogates
 

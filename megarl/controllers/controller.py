@@ -1,28 +1,76 @@
-"""The base class of controllers, and what all of them use: mini-batches and averaged metrics."""
+"""The base class of controllers, and the lookup of the controller that `algorithm` names."""
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from megarl.algorithms.token_rewards import sequence_sums
 from megarl.checkpoint.manifest import Write, write_nothing
-from megarl.config import Config, strict
-from megarl.controllers.choose_loss import mark_tokens, set_loss_weights
-from megarl.types import Comm, ModelOutput, Rollouts, TokenLoss, TrainBatch
-from megarl.types.requirements import ItemKind, Requirements
-from megarl.workers.futures import UpdateMetrics, sync_metrics
+from megarl.config import Config, ConfigError, plugins, strict
+from megarl.config.recipes import find_recipe
+from megarl.types import Comm, Rollouts, TrainBatch
+from megarl.types.requirements import ITEM_KINDS, ItemKind, Requirements
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
 
 
-LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
-"""Loss of a role's update; `types.batch.reads` declares the columns that it reads."""
+def find_controller(name: str) -> type[Controller]:
+    """Return the class that `algorithm` names. Raises ConfigError if it does not exist or is no complete controller."""
+    controller = find_recipe(name).controller
+    return _check_controller(
+        plugins.load(controller, f"algorithm={name}") if isinstance(controller, str) else controller, name
+    )
+
+
+def load_requirements(config: Config) -> Requirements:
+    """Return the requirements of the configured algorithm. Raises ConfigError if it does not exist or contradicts
+    itself."""
+    cls, key = find_controller(config.algorithm), f"algorithm={config.algorithm}"
+    cls.read_options(config)
+    try:
+        requirements = cls.declare_requirements(config)
+    except Exception as error:  # of third-party code
+        raise ConfigError(f"{key}: {cls.__name__}.roles(config) raised {plugins.format_error(error)}") from error
+    if not requirements.roles or not all(isinstance(role, str) and role.isidentifier() for role in requirements.roles):
+        raise ConfigError(
+            f"{key}: {cls.__name__}.roles(config) gives {requirements.roles!r}, not a tuple of names of roles"
+        )
+    if duplicates := {role for role in requirements.roles if requirements.roles.count(role) > 1}:
+        raise ConfigError(f"{key}: {cls.__name__}.roles(config) lists {min(duplicates)} twice; once will do")
+    if missing := [role for role in requirements.trained_roles if role not in requirements.roles]:
+        name_and_reason = f"{missing[0]}, which its roles do not list"
+        raise ConfigError(
+            f"{key}: {cls.__name__}.trained_roles names {name_and_reason} (they are {', '.join(requirements.roles)})"
+        )
+    if not requirements.trained_roles and not requirements.has_rollout:
+        raise ConfigError(
+            f"{key}: {cls.__name__} trains nothing, and generates nothing: name a role in `trained_roles`"
+        )
+    if requirements.trained_roles and requirements.has_rollout and "actor" not in requirements.roles:
+        raise ConfigError(f"{key}: {cls.__name__} lists the role rollout, whose weights are the actor's, but no actor")
+    return requirements
+
+
+def make_controller(config: Config) -> Controller:
+    return find_controller(config.algorithm)(config)
+
+
+def _check_controller(cls: Any, name: str) -> type[Controller]:
+    key = f"algorithm={name}"
+    if not isinstance(cls, type) or not issubclass(cls, Controller):
+        kind = "another class" if isinstance(cls, type) else f"a {type(cls).__name__}"
+        raise ConfigError(
+            f"{key} is {kind}, and no Controller: derive it from megarl.controllers.controller.Controller"
+        )
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(f"{key}: {cls.__name__} lacks {', '.join(missing)}, which every controller has")
+    if getattr(cls, "item", None) not in ITEM_KINDS:
+        raise ConfigError(f"{key}: {cls.__name__}.item must be one of {', '.join(ITEM_KINDS)}: what its items are")
+    return cls
 
 
 @dataclass(frozen=True)
@@ -153,54 +201,3 @@ class Controller(ABC):
     def restore(self, folder: Path, comm: Comm) -> None:
         """Restore what `save` wrote, also on another number of ranks. Collective."""
         return None
-
-
-def split_mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:
-    """Split a batch into `run.num_update` mini-batches over `run.epochs` passes, each pass in its own order. Episodes
-    are split, so that branches of one stay together.
-
-    Each mini-batch carries `loss_weights`, each token's share in the mean that `loss.mean` names over this mini-batch;
-    the `counts` that its metrics are averaged over; and the tokens `marked` by the policy loss, if it marks any.
-    Mini-batches without a trained token are left out: there may be fewer sequences than mini-batches, or their losses
-    may be masked.
-    """
-    # [N], so that every rank knows the size of a mini-batch's mean.
-    actions = batch.all_gather(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))
-    episodes = batch.episodes
-    parts = split_indices(len(episodes), config.run.num_update, config.run.epochs, seed)
-    for number, part in enumerate(map(episodes.sequence_indices, parts)):
-        mini_actions = actions[part]
-        if not bool(mini_actions.any()):
-            continue
-        mini = batch.select(part) if len(part) < batch.num_sequences else batch
-        yield mark_tokens(set_loss_weights(mini, mini_actions, config), config, seed * config.run.num_update + number)
-
-
-def split_indices(count: int, num_update: int, epochs: int, seed: int) -> Iterator[list[int]]:
-    """Split range(count) into `num_update` parts over `epochs` passes, each pass in its own order."""
-    per_epoch = num_update // epochs
-    order = list(range(count))
-    for epoch in range(epochs):
-        if per_epoch > 1:
-            random.Random(f"{seed}/{epoch}").shuffle(order)
-        for part in range(per_epoch):
-            yield order[part::per_epoch]
-
-
-class MetricMeans:
-    """Means of metrics that are reported once per update."""
-
-    def __init__(self) -> None:
-        self._updates: list[UpdateMetrics] = []
-
-    def add(self, metrics: UpdateMetrics) -> None:
-        """Record the metrics of an update. They stay where they are until `sync`, so no rank waits for the update."""
-        self._updates.append(metrics)
-
-    def sync(self) -> dict[str, float]:
-        """Return the means on every rank. Collective where a role is on separate ranks."""
-        values: dict[str, list[float]] = {}
-        for metrics in sync_metrics(self._updates):
-            for name, value in metrics.items():
-                values.setdefault(name, []).append(value)
-        return {name: sum(series) / len(series) for name, series in values.items()}

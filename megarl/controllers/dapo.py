@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 
-from megarl.algorithms.token_rewards import overlong_penalty
+from megarl.algorithms.advantages import overlong_penalty
 from megarl.config import ConfigError, Range
 from megarl.config.strict import Share
-from megarl.controllers.choose_loss import max_response_length
 from megarl.controllers.grpo import GRPOController
-from megarl.controllers.policy_gradient import select_trainable
-from megarl.controllers.policy_update import Experience
+from megarl.controllers.mini_batches import max_response_length
+from megarl.controllers.policy_gradient import Experience, select_trainable
 from megarl.types import Prompt, Rollouts
 
 if TYPE_CHECKING:
@@ -24,14 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DAPOOptions:
-    generations: Annotated[int, Range(1, 1000)] = 10
-    """Maximum number of generations of a step. A batch that is not full by then is trained on as it is."""
-    overlong: Share = 0.2
+    max_num_gen_batches: Annotated[int, Range(1, 1000)] = 10
+    """Maximum number of generation batches of a step. A batch that is not full by then is trained on as it is."""
+    overlong_buffer: Share = 0.2
     """Share of the response budget, at its end, over which a length penalty grows to 1 (section 3.4, eq. 13; 4,096 of
     20,480 tokens in the paper). It is applied after groups are filtered. 0 is off."""
-    compared: str = ""
+    filter_metric: str = ""
     """Reward part that groups are filtered by, such as correctness; empty for the whole reward, in which a length
     penalty would make all samples differ."""
+    synonyms = {"generations": "max_num_gen_batches", "compared": "filter_metric"}
 
 
 class DAPOController(GRPOController):
@@ -45,7 +45,7 @@ class DAPOController(GRPOController):
         parts: list[Rollouts] = []
         useful_parts: list[Rollouts] = []
         missing = wanted
-        while missing and len(parts) < self.options.generations:
+        while missing and len(parts) < self.options.max_num_gen_batches:
             # Ask for as many as are likely to be needed: after the first pass, by the share that was useful so far.
             useful_frac = (wanted - missing) / offered if missing < wanted else 1.0
             prompts = items if not parts else flow.loader.next_items(min(wanted, round(missing / useful_frac)))
@@ -59,9 +59,9 @@ class DAPOController(GRPOController):
             missing = max(0, missing - count_groups(useful_parts[-1]))
         rollouts, useful_rollouts = Rollouts.concat(parts), Rollouts.concat(useful_parts)
         metrics = {
-            "rollout/generations": float(len(parts)),
-            "rollout/groups_told_apart_frac": count_groups(useful_rollouts) / offered,
-            "rollout/groups_lacking": float(missing),
+            "rollout/num_gen_batches": float(len(parts)),
+            "rollout/informative_groups_frac": count_groups(useful_rollouts) / offered,
+            "rollout/missing_groups": float(missing),
         }
         first_groups = useful_rollouts.group.unique()[:wanted]
         chosen = useful_rollouts.select(torch.isin(useful_rollouts.group, first_groups))
@@ -70,7 +70,7 @@ class DAPOController(GRPOController):
     def _penalize_overlong(self, rollouts: Rollouts) -> Rollouts:
         """Add the length penalty to the rewards, as the part `overlong`."""
         max_length = max_response_length(self.config)
-        if not (buffer := round(self.options.overlong * max_length)):
+        if not (buffer := round(self.options.overlong_buffer * max_length)):
             return rollouts
         episodes = rollouts.episodes
         per_episode = overlong_penalty(episodes.sum_branches(rollouts.actions), max_length, buffer)
@@ -88,10 +88,10 @@ class DAPOController(GRPOController):
 
     def _select_informative(self, rollouts: Rollouts) -> Rollouts:
         """Select the groups whose members differ in reward."""
-        part = self.options.compared
+        part = self.options.filter_metric
         if part and len(rollouts) and part not in rollouts.reward_parts:
             parts = ", ".join(sorted(rollouts.reward_parts)) or "none"
-            raise ConfigError(f"options.compared={part} is no part of the reward; its parts are {parts}")
+            raise ConfigError(f"options.filter_metric={part} is not a part of the reward; its parts are {parts}")
         values = rollouts.reward_parts[part] if part and len(rollouts) else rollouts.reward
         _, row = torch.unique(rollouts.group, return_inverse=True)
         zeros = values.new_zeros(count_groups(rollouts))

@@ -23,16 +23,18 @@ from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.token_stats import token_mean
 from megarl.config import Config, ConfigError, Weight
 from megarl.config.strict import PositiveFloat
-from megarl.controllers.controller import MetricMeans, StepResult, split_mini_batches
-from megarl.controllers.correction import apply_correction, compute_old_logprobs
-from megarl.controllers.mask_nonfinite import add_metrics, mask_nonfinite
+from megarl.controllers.controller import StepResult
+from megarl.controllers.mini_batches import MetricMeans, split_mini_batches
 from megarl.controllers.policy_gradient import (
     PolicyController,
+    add_metrics,
     apply_loss_masks,
+    mask_nonfinite,
     policy_loss,
     policy_loss_columns,
     select_trainable,
 )
+from megarl.controllers.rollout_correction import apply_correction, compute_old_logprobs
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
 from megarl.types.requirements import Requirements
 
@@ -42,15 +44,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DistillOptions:
-    reward: Weight = 0.0
+    reward_coef: Weight = 0.0
     """Weight of the reward's advantage, group-relative as in GRPO, added to the teacher's advantage on all tokens of a
     sample; 0 learns from the teacher alone."""
-    centre: bool = False
+    center_advantages: bool = False
     """Subtract the mean of the teacher's advantages over all tokens of the batch. This mean is minus the KL, so without
-    centring all sampled tokens are discouraged, those that the teacher agrees with only somewhat less: right in
+    centering all sampled tokens are discouraged, those that the teacher agrees with only somewhat less: right in
     expectation, but noisier."""
-    bound: PositiveFloat | None = None
-    """Clip the teacher's advantage of a token to [-bound, bound], in nats; null leaves it as it is."""
+    advantage_clip: PositiveFloat | None = None
+    """Clip the teacher's advantage of a token to [-advantage_clip, advantage_clip], in nats; null disables
+    clipping."""
+    synonyms = {"centre": "center_advantages", "bound": "advantage_clip"}
 
 
 class DistillController(PolicyController):
@@ -66,20 +70,22 @@ class DistillController(PolicyController):
     def read_options(cls, config: Config) -> Any:
         if config.kl.place != "none":
             raise ConfigError(
-                f"kl.place={config.kl.place} with algorithm={config.algorithm}: what the policy is held to is the "
-                "teacher; set it to none"
+                f"kl.place={config.kl.place} with algorithm={config.algorithm}: distillation penalizes the "
+                "KL to the teacher; set it to none"
             )
         return super().read_options(config)
 
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
         settings = config.reward
-        has_reward = settings.functions or settings.model or "reward" in config.roles or cls.read_options(config).reward
+        has_reward = (
+            settings.functions or settings.model or "reward" in config.roles or cls.read_options(config).reward_coef
+        )
         return ("rollout", "actor", "teacher", *(("reward",) if has_reward else ()))
 
     @classmethod
     def declare_requirements(cls, config: Config) -> Requirements:
-        return replace(super().declare_requirements(config), is_group_relative=cls.read_options(config).reward > 0)
+        return replace(super().declare_requirements(config), is_group_relative=cls.read_options(config).reward_coef > 0)
 
     @property
     def has_reward(self) -> bool:
@@ -109,12 +115,12 @@ class DistillController(PolicyController):
         # 2. Advantages: the teacher's preference for each token, plus the reward's where it has a weight.
         advantages = torch.where(batch.loss_mask, teacher.logprobs - policy.logprobs, 0.0)
         metrics["distill/reverse_kl"] = -token_mean(advantages, batch.loss_mask, batch.all_reduce)
-        if (bound := self.options.bound) is not None:
-            advantages = advantages.clamp(-bound, bound)
-        if self.options.centre:
+        if (clip := self.options.advantage_clip) is not None:
+            advantages = advantages.clamp(-clip, clip)
+        if self.options.center_advantages:
             mean = token_mean(advantages, batch.loss_mask, batch.all_reduce)
             advantages = torch.where(batch.loss_mask, advantages - mean, 0.0)
-        if weight := self.options.reward:
+        if weight := self.options.reward_coef:
             episodes = batch.episodes
             reward, group = episodes.take_last(batch.sequence_reward), episodes.take_last(batch.group)
             per_episode = episodes.expand(group_advantages(reward, group, config.advantage.group_std))

@@ -4,8 +4,8 @@
 
 The engines load the weights themselves; there is no other model. The output is a run folder: `tools/view_rollouts.py`
 shows it, and `rollout.replay` trains on it. A step takes `data.prompts_per_step` prompts, in the order of the file
-unless `data.shuffle` is set, with `rollout.samples_per_prompt` answers each; with `options.whole` it takes all prompts
-of the data. With `run.save_every` a stopped run can be resumed, like any run.
+unless `data.shuffle` is set, with `rollout.samples_per_prompt` answers each; with `options.full_dataset` it takes all
+prompts of the data. With `run.save_every` a stopped run can be resumed, like any run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class GenerateOptions:
     scored: bool = True
     """Whether answers get a reward, as in training; otherwise they are recorded without one."""
-    whole: bool = False
+    full_dataset: bool = False
     """Whether each step takes all prompts once, in the order of the files, as for an evaluation."""
+    synonyms = {"whole": "full_dataset"}
 
 
 class GenerateController(PolicyController):
@@ -43,7 +44,7 @@ class GenerateController(PolicyController):
         return ("rollout", "reward") if cls.read_options(config).scored else ("rollout",)
 
     def load_items(self, flow: HybridFlow) -> Sequence[Prompt]:
-        self._prompts = flow.data.load_prompts(self.config.data.train, self.options.whole)
+        self._prompts = flow.data.load_prompts(self.config.data.train, self.options.full_dataset)
         return self._prompts
 
     def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
@@ -51,8 +52,10 @@ class GenerateController(PolicyController):
         return super().load_eval_items(flow) if self.options.scored else ()
 
     def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
-        items = self._prompts if self.options.whole else items
-        rollouts = flow.rollout.generate(items, self.config.rollout.samples_per_prompt, held_out=self.options.whole)
+        items = self._prompts if self.options.full_dataset else items
+        rollouts = flow.rollout.generate(
+            items, self.config.rollout.samples_per_prompt, held_out=self.options.full_dataset
+        )
         if self.options.scored:
             rollouts = flow.reward.score(rollouts)
         return StepResult({}, rollouts)

@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.algorithms.advantages import penalised_rewards, rewards_to_go, sequence_advantages, spread_to_tokens, whiten
-from megarl.algorithms.token_rewards import sequence_sums, token_rewards
+from megarl.algorithms.advantages import (
+    penalised_rewards,
+    rewards_to_go,
+    sequence_advantages,
+    spread_to_tokens,
+    token_rewards,
+    whiten,
+)
+from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config
-from megarl.controllers.choose_loss import needs_old_logprobs
 from megarl.controllers.controller import StepResult
-from megarl.controllers.policy_gradient import policy_loss, policy_loss_columns
-from megarl.controllers.policy_update import Experience as Experience
-from megarl.controllers.policy_update import PolicyUpdateController
+from megarl.controllers.mini_batches import needs_old_logprobs
+from megarl.controllers.policy_gradient import Experience as Experience
+from megarl.controllers.policy_gradient import PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 from megarl.types.requirements import Requirements
 

@@ -19,7 +19,7 @@ import torch
 from megarl.checkpoint.manifest import Entry, Write, hash_file, sync, write_nothing
 from megarl.config import Config, ConfigError
 from megarl.config.strict import PositiveInt, Share
-from megarl.controllers.policy_update import Experience
+from megarl.controllers.policy_gradient import Experience
 from megarl.controllers.ppo import PPOController, PPOOptions
 from megarl.observe.rollout_log import part_file, read_records, step_folder, write_part
 from megarl.types import Comm, Prompt, Rollouts
@@ -101,10 +101,11 @@ class ReplayBuffer:
 
 @dataclass(frozen=True)
 class PFPPOOptions(PPOOptions):
-    filter: Share = 0.8
+    drop_prob: Share = 0.8
     """Probability of dropping a sample that is neither among the best nor the worst of its prompt."""
-    buffer: PositiveInt = 10_000
+    buffer_size: PositiveInt = 10_000
     """Maximum number of episodes in the buffer; the newest stay."""
+    synonyms = {"filter": "drop_prob"}
 
 
 class PFPPOController(PPOController):
@@ -113,14 +114,14 @@ class PFPPOController(PPOController):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.buffer = ReplayBuffer(self.options.buffer)
+        self.buffer = ReplayBuffer(self.options.buffer_size)
 
     @classmethod
     def read_options(cls, config: Config) -> Any:
         if config.rollout.has_truncated_sampling:
             raise ConfigError(
-                f"algorithm={config.algorithm} with sampling that is cut off (rollout.top_p, top_k, min_p): its buffer "
-                "does not keep what could have been sampled, which older log-probs are of; sample from all words"
+                f"algorithm={config.algorithm} with truncated sampling (rollout.top_p, top_k, min_p): its buffer does "
+                "not store the sampling masks that older log-probs need; sample from the whole vocabulary"
             )
         return super().read_options(config)
 
@@ -129,13 +130,13 @@ class PFPPOController(PPOController):
         experience = super().collect_experience(flow, items)
         rollouts = experience.trained_rollouts
         draw = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + self.steps)
-        fresh = rollouts.select(reliable_mask(rollouts, self.options.filter, draw))
+        fresh = rollouts.select(reliable_mask(rollouts, self.options.drop_prob, draw))
         count, remaining = len(rollouts.episodes), len(fresh.episodes)
         older = self.buffer.sample(count - remaining, draw)
         self.buffer.add(fresh)
         metrics = {
             "rollout/filtered_frac": 1 - remaining / max(1, count),
-            "rollout/buffer": float(len(self.buffer)),
+            "rollout/buffer_size": float(len(self.buffer)),
         }
         trained = fresh if older is None else Rollouts.concat([older, fresh])
         return dataclasses.replace(experience, trained_rollouts=trained, metrics=experience.metrics | metrics)
@@ -149,8 +150,8 @@ class PFPPOController(PPOController):
 
 def reliable_mask(rollouts: Rollouts, drop_prob: float, generator: torch.Generator) -> torch.Tensor:
     """Return [N] bool: the best and the worst samples of each prompt, including ties, and each other episode with
-    probability 1 - share, with all of its branches. All ranks get the same result from the same rewards and the same
-    `generator`."""
+    probability 1 - `drop_prob`, with all of its branches. All ranks get the same result from the same rewards and the
+    same `generator`."""
     groups, row = torch.unique(rollouts.group, return_inverse=True)
     zeros = rollouts.reward.new_zeros(len(groups))
     highest = zeros.scatter_reduce(0, row, rollouts.reward, reduce="amax", include_self=False)[row]

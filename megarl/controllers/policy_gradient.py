@@ -1,24 +1,31 @@
-"""Shared parts of policy-gradient controllers: prompts, evaluation, loss, and metrics of a sampled batch."""
+"""Shared parts of policy-gradient controllers: prompts, evaluation, experience, policy loss, updates.
+
+PPO and GRPO add what their papers define: advantages and losses. Sequences with non-finite values are masked, counted
+and logged: a single answer may overflow in a model that is correct on all others. If more than half of the sequences
+do, the model is at fault and its worker ends the run (`workers/model_worker.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.algorithms.kl import kl_estimate
+from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.policy_losses import Clip, PolicyLossInput
-from megarl.algorithms.token_stats import diff_stats
+from megarl.algorithms.token_stats import sequence_sums, token_mean
 from megarl.config import Config
-from megarl.controllers.choose_loss import load_policy_loss
-from megarl.controllers.controller import Controller, Evaluation
-from megarl.controllers.evaluate import AsyncEvaluation, compute_eval_metrics, sampling_modes
-from megarl.controllers.logprob_check import current_policy_mask
+from megarl.controllers.controller import Controller, Evaluation, StepResult
+from megarl.controllers.evaluation import AsyncEvaluation, compute_eval_metrics, sampling_modes
+from megarl.controllers.mini_batches import LossFn, MetricMeans, load_policy_loss, split_mini_batches
+from megarl.controllers.rollout_correction import apply_correction, behavior_logprobs, compute_old_logprobs
 from megarl.types import ModelOutput, Prompt, Rollouts, Status, TokenLoss, TrainBatch
 
 if TYPE_CHECKING:
     from megarl.flow import HybridFlow
+
 
 TRUNCATED: tuple[Status, ...] = ("length", "max_turns")
 """Statuses of rollouts that a length limit or the turn limit ended."""
@@ -132,55 +139,170 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     return TokenLoss(loss, metrics, surrogate.sequence_metrics)
 
 
-def behavior_logprobs(batch: TrainBatch, policy: ModelOutput) -> torch.Tensor | None:
-    """Return [T] log-probs by the policy that sampled the tokens: the trainer's current ones, in its own kernels, and
-    the engine's recorded ones for tokens sampled by older weights."""
-    if batch.staleness is None or policy.logprobs is None:
-        return policy.logprobs
-    return torch.where(batch.staleness > 0, batch.rollout_logprobs, policy.logprobs)
+@dataclass(frozen=True)
+class Experience:
+    """Rollouts of a step, and the subset that is trained on."""
+
+    rollouts: Rollouts
+    """All rollouts of the step, for the record."""
+    trained_rollouts: Rollouts
+    """The rollouts in the batch, in its order."""
+    baseline: torch.Tensor | None = None
+    """[N] baseline to subtract from the reward of each trained rollout; None if the algorithm derives it from
+    groups."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-def logprob_diff_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "") -> dict[str, float]:
-    """Return the largest, 95th percentile and mean difference of engine and trainer log-probs on the same tokens.
+class PolicyUpdateController(PolicyController):
+    """Base of algorithms that sample, compute advantages, update the policy (and a critic), and sync its weights."""
 
-    Both hold the same weights when a batch is sampled. A difference beyond rounding is therefore a fault of the weight
-    sync, of a layout or of a kernel, and then shows on all tokens. The largest alone can jump without a fault: where
-    two experts of a token tie within rounding, engine and trainer may choose differently, and that token and a few
-    after it differ. `train.replay_routing` rules this out. suffix: appended to the names, if `policy` was not computed
-    as in training.
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        kl = config.kl
+        self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon, max_coef=kl.most, max_kl=config.guards.kl)
+        self.steps = 0
 
-    Tokens sampled by older weights also differ by what the policy has learned since; their metrics are `..._stale`.
-    Tokens of the current weights behind such a token are reported as `..._carried`: the engine has kept the keys and
-    values before them, or recomputed them.
-    """
-    if policy.logprobs is None:
-        return {}
-    masks = {"": batch.loss_mask}
-    if batch.staleness is not None:
-        fresh, stale = current_policy_mask(batch), batch.loss_mask & (batch.staleness > 0)
-        masks = {"": fresh, "_carried": batch.loss_mask & ~fresh & ~stale, "_stale": stale}
-    metrics = {}
-    for kind, mask in masks.items():
-        if (stats := diff_stats(batch.rollout_logprobs, policy.logprobs, mask, batch.all_reduce)) is not None:
-            metrics[f"rollout/logprob_diff{kind}{suffix}"] = stats.largest
-            metrics[f"rollout/logprob_diff_p95{kind}{suffix}"] = stats.p95
-            metrics[f"rollout/logprob_diff_mean{kind}{suffix}"] = stats.mean
-    return metrics
+    def collect_experience(self, flow: HybridFlow, items: Sequence[Prompt]) -> Experience:
+        """Sample the prompts and score the rollouts."""
+        rollouts = flow.reward.score(flow.rollout.generate(items, self.config.rollout.samples_per_prompt))
+        return Experience(rollouts, select_trainable(rollouts, self.config))
+
+    def needs_policy_logprobs(self) -> bool:
+        """Return whether the policy's log-probs must be computed before the step's updates."""
+        return True
+
+    def run_models(self, flow: HybridFlow, experience: Experience) -> tuple[TrainBatch, ModelOutput, dict[str, float]]:
+        """Run the models over the rollouts and mask sequences with non-finite values. Returns the batch with
+        `old_logprobs`, `ref_logprobs`, `values` and correction weights, as far as the algorithm uses them; the policy's
+        output before the updates; and metrics."""
+        flow.rollout.sleep()
+        rollouts = experience.trained_rollouts
+        batch = TrainBatch.from_rollouts(rollouts)
+        roles = self.roles(self.config)
+        # Start all passes before waiting for the first: roles on separate ranks run at the same time.
+        policy_future = compute_old_logprobs(flow, batch, self.needs_policy_logprobs())
+        critic = flow.critic.forward(batch) if "critic" in roles else None
+        reference = flow.reference.forward(batch) if "reference" in roles else None
+        if reference is not None:
+            batch = batch.with_(ref_logprobs=reference.wait().logprobs)
+        if critic is not None:
+            batch = batch.with_(values=critic.wait().values)
+        batch, (policy,), masked = mask_nonfinite(flow, rollouts, batch, policy_future.wait())
+        batch, corrections = apply_correction(flow, batch, policy, self.steps)
+        return batch, policy, experience.metrics | corrections | masked
+
+    def token_kl(self, batch: TrainBatch, policy: ModelOutput) -> tuple[torch.Tensor | None, float | None]:
+        """Return [T] estimates of the KL to the reference before the updates, and their mean; None where either model
+        has not been run."""
+        if policy.logprobs is None or batch.ref_logprobs is None:
+            return None, None
+        kl = kl_estimate(policy.logprobs, batch.ref_logprobs, self.config.kl.resolved_estimator, batch.loss_mask)
+        return kl, token_mean(kl, batch.loss_mask, batch.all_reduce)
+
+    def mask_again(
+        self, flow: HybridFlow, experience: Experience, batch: TrainBatch, metrics: dict[str, float]
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """Mask sequences whose advantages are not finite, and count them in `metrics`."""
+        batch, _, masked = mask_nonfinite(flow, experience.trained_rollouts, batch)
+        return batch, add_metrics(metrics, masked)
+
+    def update_models(
+        self, flow: HybridFlow, experience: Experience, batch: TrainBatch, losses: Mapping[str, LossFn]
+    ) -> MetricMeans:
+        """Update each role by its loss, mini-batch by mini-batch; then give the engines the policy's weights."""
+        means = MetricMeans()
+        trained = apply_loss_masks(batch, experience.trained_rollouts, self.config)
+        for mini in split_mini_batches(trained, self.config, seed=self.steps):
+            for role, loss in losses.items():
+                means.add(getattr(flow, role).update(mini, loss))
+        flow.rollout.update_weights(flow.actor)
+        return means
+
+    def finish_step(
+        self, experience: Experience, batch: TrainBatch, metrics: dict[str, float], kl_mean: float | None
+    ) -> StepResult:
+        """Adapt the KL coefficient. Return the step's result."""
+        if kl_mean is not None:
+            metrics = metrics | {"actor/kl_to_reference": kl_mean, "actor/kl_coef": self.kl.coef}
+            self.kl = self.kl.updated(kl_mean, len(batch.episodes))
+        self.steps += 1
+        return StepResult(metrics, experience.rollouts, batch, experience.trained_rollouts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl": self.kl.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl = self.kl.restored(state["kl"])
+        self.steps = state["steps"]
 
 
-def add_trainer_logprobs(
-    flow: HybridFlow, batch: TrainBatch, policy: ModelOutput, steps: int
-) -> tuple[TrainBatch, dict[str, float]]:
-    """Return the batch with the trainer's log-probs, for the record, and their `logprob_diff_metrics`.
+METRIC = "rollout/masked_nonfinite"
+"""Number of masked sequences of a step; absent if there are none."""
 
-    With replayed routing, the first step and every `rollout.verify_every`-th add log-probs and metrics with the experts
-    that the trainer's own router chooses, which costs another forward pass. steps: steps taken so far.
-    """
-    metrics = logprob_diff_metrics(batch, policy)
-    recorded = batch.with_(trainer_logprobs=policy.logprobs)
-    if batch.routing is None or steps % flow.config.rollout.verify_every:
-        return recorded, metrics
-    unreplayed = flow.actor.forward(batch.with_(routing=None)).wait()
-    return recorded.with_(unreplayed_logprobs=unreplayed.logprobs), metrics | logprob_diff_metrics(
-        batch, unreplayed, "_unreplayed"
+
+def mask_nonfinite(
+    flow: HybridFlow, rollouts: Rollouts, batch: TrainBatch, *outputs: ModelOutput
+) -> tuple[TrainBatch, list[ModelOutput], dict[str, float]]:
+    """Return the batch and model outputs with all episodes masked that have a non-finite value on an action token.
+    Their `loss_mask` is False and all their values are 0, so they enter no mean. Values computed from their rewards
+    before stay. Collective."""
+    columns = {f"{name} of the batch": getattr(batch, name) for name in batch.columns()}
+    for output in outputs:
+        columns |= {item.name: value for item in fields(output) if (value := getattr(output, item.name)) is not None}
+    nonfinite = {name: mask for name, values in columns.items() if (mask := _nonfinite_mask(values, batch)) is not None}
+    is_hit = torch.zeros(len(batch.local_indices), dtype=torch.int64)
+    for mask in nonfinite.values():
+        is_hit += sequence_sums(mask.int(), batch.cu_seqlens)
+    episodes = batch.local_episodes
+    is_hit = episodes.expand(episodes.sum_branches(is_hit)) > 0
+    if not (count := int(batch.all_reduce(is_hit.sum()))):
+        return batch, list(outputs), {}
+    step_records = [
+        {
+            "prompt": rollout.prompt.id,
+            "group": rollout.group,
+            "seed": rollout.seed,
+            "not_finite": _count_nonfinite(nonfinite, batch, number),
+        }
+        for number, rollout in enumerate(rollouts.local)
+        if is_hit[number]
+    ]
+    flow.log.report_nonfinite(
+        flow.step, [record for rank_records in batch.comm.all_gather_objects(step_records) for record in rank_records]
+    )
+    is_masked = torch.repeat_interleave(is_hit, batch.cu_seqlens.diff())
+    floats = [name for name in batch.columns() if getattr(batch, name).is_floating_point()]
+    cleaned = {name: getattr(batch, name).masked_fill(is_masked, 0.0) for name in floats}
+    return (
+        batch.with_(loss_mask=batch.loss_mask & ~is_masked, **cleaned),
+        [_mask_output(output, is_masked) for output in outputs],
+        {METRIC: float(count)},
+    )
+
+
+def add_metrics(metrics: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics with the counts of another `mask_nonfinite` added."""
+    return {**metrics, **{name: value + metrics.get(name, 0.0) for name, value in counts.items()}}
+
+
+def _nonfinite_mask(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor | None:
+    """Return [T] bool of non-finite action tokens; None if all values are finite, which a finite sum proves quickly."""
+    if not values.is_floating_point() or bool(torch.isfinite(values.sum())):
+        return None
+    return batch.loss_mask & ~torch.isfinite(values)
+
+
+def _count_nonfinite(nonfinite: Mapping[str, torch.Tensor], batch: TrainBatch, number: int) -> dict[str, int]:
+    """Return the number of non-finite tokens of a sequence, by column."""
+    begin, end = batch.cu_seqlens[number : number + 2].tolist()
+    counts: Counter[str] = Counter({name: int(mask[begin:end].sum()) for name, mask in nonfinite.items()})
+    return {name: count for name, count in counts.items() if count}
+
+
+def _mask_output(output: ModelOutput, is_masked: torch.Tensor) -> ModelOutput:
+    values: dict[str, Any] = {item.name: getattr(output, item.name) for item in fields(output)}
+    if all(value is None for value in values.values()):
+        return output
+    return ModelOutput(
+        **{name: None if value is None else value.masked_fill(is_masked, 0.0) for name, value in values.items()}
     )

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 
-from megarl.algorithms.advantages import decoupled_gae, gae, length_adaptive_lam, whiten
+from megarl.algorithms.advantages import decoupled_gae, gae, length_adaptive_lam, token_rewards, whiten
 from megarl.algorithms.losses import explained_variance, positive_nll, value_loss
-from megarl.algorithms.token_rewards import token_rewards
 from megarl.config import Config, Range, Weight
 from megarl.config.strict import Share
 from megarl.controllers.controller import StepResult
-from megarl.controllers.policy_gradient import policy_loss, policy_loss_columns
-from megarl.controllers.policy_update import PolicyUpdateController
+from megarl.controllers.policy_gradient import PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 
 if TYPE_CHECKING:
@@ -27,10 +25,10 @@ class PPOOptions:
     critic_lam: Share | None = None
     """GAE's lambda of the critic's returns, if it differs from the policy's `advantage.lam` (VC-PPO, arXiv:2503.01491):
     1 propagates a reward at the end of a long answer to its beginning."""
-    length_adaptive: Annotated[float, Range(0, 100)] = 0.0
+    length_adaptive_alpha: Annotated[float, Range(0, 100)] = 0.0
     """Alpha of a policy lambda that follows the length l of an answer, 1 - 1 / (alpha l), in place of `advantage.lam`
     (VAPO, arXiv:2504.05118, section 4.2; 0.05 there). 0 is off."""
-    positive_nll: Weight = 0.0
+    positive_nll_coef: Weight = 0.0
     """Weight of the negative log-probability of answers with a reward above 0, added to the policy's loss (VAPO,
     section 4.3; 0.1 there)."""
 
@@ -78,7 +76,7 @@ class PPOController(PolicyUpdateController):
         @reads(*policy_loss_columns(config, batch))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             loss = policy_loss(output, part, config, self.kl.coef)
-            return add_positive_nll(loss, output, part, self.options.positive_nll)
+            return add_positive_nll(loss, output, part, self.options.positive_nll_coef)
 
         warms_up = self.steps < config.critic.warmup_steps
         losses = {"critic": critic_loss} if warms_up else {"critic": critic_loss, "actor": actor_loss}
@@ -102,7 +100,7 @@ class PPOController(PolicyUpdateController):
 
     def compute_lambda(self, batch: TrainBatch, rollouts: Rollouts) -> float | torch.Tensor:
         """Return the policy's GAE lambda: one value, or one for each local episode."""
-        if alpha := self.options.length_adaptive:
+        if alpha := self.options.length_adaptive_alpha:
             return length_adaptive_lam(batch.local_episodes.sum_branches(rollouts.actions[batch.local_indices]), alpha)
         return self.config.advantage.lam
 

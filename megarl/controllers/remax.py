@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.controllers.grpo import GRPOController
-from megarl.controllers.policy_update import Experience
+from megarl.controllers.policy_gradient import Experience
 from megarl.types import Prompt
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.algorithms.losses import bradley_terry, pair_mean_weights
-from megarl.algorithms.token_rewards import sequence_sums
+from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config
-from megarl.controllers.controller import Controller, MetricMeans, StepResult, split_indices
-from megarl.data.preference_data import Pair
+from megarl.controllers.controller import Controller, StepResult
+from megarl.controllers.mini_batches import MetricMeans, split_indices
+from megarl.data.datasets import Pair
 from megarl.observe.metrics import SourceMeans
 from megarl.types import ModelOutput, Rollouts, TokenLoss, TrainBatch, reads
 

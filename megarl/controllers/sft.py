@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.algorithms.token_rewards import sequence_sums
+from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config
-from megarl.controllers.controller import Controller, MetricMeans, StepResult, split_mini_batches
+from megarl.controllers.controller import Controller, StepResult
+from megarl.controllers.mini_batches import MetricMeans, split_mini_batches
 from megarl.observe.metrics import SourceMeans
 from megarl.types import ModelOutput, Rollout, TokenLoss, TrainBatch, reads
 

@@ -1,16 +1,16 @@
 """Plan the assignment of sequences to data-parallel ranks and micro-batches. Pure: numbers in, lists out.
 
-Every rank computes the same plan from the same lengths.
-"""
+Every rank computes the same plan from the same lengths: sequences become micro-batches of about equal cost by
+Karmarkar-Karp or by greedy assignment with exchanges, optionally keeping most sequences on the rank that has them."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-
-from megarl.data.partition import partition, partition_near_home
 
 COUNT_STEPS = 64  # resolution of the search for the number of micro-batches
 MAX_SLOWDOWN = 1.015  # allowed slowdown of a plan that keeps sequences at home, see `owner_rank`
@@ -162,3 +162,253 @@ def min_micro_batches(sizes: np.ndarray, budget: int) -> int:
     free_tokens = (large - middle) * budget - (cumulative[large] - cumulative[middle])
     excess = cumulative[middle] - cumulative[start] - free_tokens
     return int((len(rising) - middle + np.maximum(0, -(-excess // budget))).max())
+
+
+MAX_KARMARKAR_KARP = 512  # up to this many items use differencing, whose time grows as items times parts
+ROUNDS = 32  # of exchanges between parts
+BALANCE_TOLERANCE = 1.001  # largest part over mean cost, below which no more items are exchanged
+MAX_OFFERS = 8  # items of a part that are considered in a round
+
+
+def partition(costs: np.ndarray, bins: int) -> np.ndarray:
+    """Return the part of each item ([items] int64) so that `bins` parts cost about the same.
+
+    costs: [items] float64, all above zero.
+    """
+    return (
+        karmarkar_karp(costs, bins)
+        if len(costs) <= MAX_KARMARKAR_KARP
+        else exchange_items(costs, greedy(costs, bins), bins)
+    )
+
+
+def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
+    """Partition by the differencing method (Karmarkar and Karp 1982).
+
+    At first each item is a partition with its cost in one bin. The two partitions with the largest spread are combined,
+    the fullest bin of one with the emptiest of the other, until one is left. Arguments and result as in `partition`.
+    """
+    owner = np.zeros(len(costs), dtype=np.int64)
+    if not len(costs):
+        return owner
+    sums: list[np.ndarray] = []  # bins of each partition, in descending order
+    merges: list[tuple[int, int, np.ndarray]] = []  # two partitions, and which bin of the first each bin came from
+    for cost in costs:
+        sums.append(np.zeros(bins))
+        sums[-1][0] = cost
+    heap = [(-float(cost), number) for number, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, a), (_, b) = heapq.heappop(heap), heapq.heappop(heap)
+        combined = sums[a] + sums[b][::-1]
+        order = np.argsort(-combined, kind="stable")
+        merges.append((a, b, order))
+        sums.append(combined[order])
+        heapq.heappush(heap, (float(sums[-1][-1] - sums[-1][0]), len(sums) - 1))
+    # Backtrack from the last partition: where each bin of its two constituents ended up.
+    bin_map: dict[int, np.ndarray] = {len(sums) - 1: np.arange(bins)}
+    for number in range(len(sums) - 1, len(costs) - 1, -1):
+        a, b, order = merges[number - len(costs)]
+        origin = np.empty(bins, dtype=np.int64)
+        origin[order] = bin_map.pop(number)
+        bin_map[a], bin_map[b] = origin, origin[::-1]
+    for item in range(len(costs)):
+        owner[item] = bin_map[item][0]
+    return owner
+
+
+def greedy(costs: np.ndarray, bins: int, initial_loads: np.ndarray | None = None) -> np.ndarray:
+    """Assign the costliest item to the cheapest part, until none is left.
+
+    initial_loads: [bins] initial costs of the parts. Other arguments and result as in `partition`.
+    """
+    order = np.argsort(-costs, kind="stable")
+    heap = [(load, part) for part, load in enumerate([0.0] * bins if initial_loads is None else initial_loads.tolist())]
+    heapq.heapify(heap)
+    chosen = []
+    for cost in costs[order].tolist():
+        load, part = heap[0]
+        chosen.append(part)
+        heapq.heapreplace(heap, (load + cost, part))
+    owner = np.empty(len(costs), dtype=np.int64)
+    owner[order] = chosen
+    return owner
+
+
+def exchange_items(
+    costs: np.ndarray,
+    owner: np.ndarray,
+    bins: int,
+    tolerance: float | None = None,
+    initial_loads: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return `owner` after exchanges that balance the parts; no part gets costlier than the costliest was.
+
+    In a round each part of the costlier half is paired with one of the cheaper half, another one each time, and the two
+    exchange an item for an item, or for none, choosing the exchange that reduces the gap between them most.
+
+    tolerance: only parts that cost more than this multiple of the mean seek an exchange; by default all do.
+    initial_loads: as in `greedy`.
+    """
+    owner, half = owner.copy(), bins // 2
+    rising = np.argsort(costs, kind="stable")
+    for number in range(ROUNDS if half else 0):
+        loads = np.bincount(owner, weights=costs, minlength=bins)
+        loads = loads if initial_loads is None else loads + initial_loads
+        max_load = (tolerance or BALANCE_TOLERANCE) * loads.sum() / bins
+        if loads.max() <= max_load:
+            break
+        items = rising[np.argsort(owner[rising], kind="stable")]  # by part, in ascending cost
+        counts = np.bincount(owner, minlength=bins)
+        falling = np.argsort(-loads, kind="stable")
+        # In the first round the costliest meets the cheapest. Later rounds rotate the pairing by the golden ratio,
+        # which comes close to no earlier rotation.
+        costly, cheap = falling[:half], np.roll(falling[::-1][:half], int(number * 0.6180339887 % 1 * half))
+        if tolerance is not None:
+            costly, cheap = costly[loads[costly] > max_load], cheap[loads[costly] > max_load]
+        gaps = loads[costly] - loads[cheap]
+        offered, prices = _sample_offers(costs, items, counts, costly)
+        counter_offers, returns = _sample_offers(costs, items, counts, cheap)
+        shifts = (prices[:, :, None] - returns[:, None, :]).reshape(len(costly), -1)
+        if tolerance is None:
+            current_gaps, remaining_gaps = gaps, np.abs(gaps[:, None] - 2 * shifts)
+        else:  # any shift between the excess and half of the gap
+            current_gaps = np.minimum(loads[costly] - max_load, gaps / 2)
+            remaining_gaps = np.maximum(np.maximum(current_gaps[:, None] - shifts, shifts - gaps[:, None] / 2), 0.0)
+        pairs, best = np.arange(len(costly)), remaining_gaps.argmin(axis=1)
+        is_improvement = remaining_gaps[pairs, best] < current_gaps * (1 - 1e-9)  # ignore rounding
+        if tolerance is None and not is_improvement.any():
+            break
+        moved_down = np.where(is_improvement, offered[pairs, best // counter_offers.shape[1]], -1)
+        moved_up = np.where(is_improvement, counter_offers[pairs, best % counter_offers.shape[1]], -1)
+        owner[moved_down[moved_down >= 0]] = cheap[moved_down >= 0]
+        owner[moved_up[moved_up >= 0]] = costly[moved_up >= 0]
+    return owner
+
+
+def _sample_offers(
+    costs: np.ndarray, items: np.ndarray, counts: np.ndarray, parts: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Return the items that each of `parts` may give away, and their costs, both [parts, offers].
+
+    Large parts offer an evenly spaced sample. -1 at cost 0 is no item: always first, and padding for parts with fewer
+    items.
+    """
+    starts, part_counts = (np.cumsum(counts) - counts)[parts][:, None], counts[parts][:, None]
+    column = np.arange(min(MAX_OFFERS, int(counts.max())))[None, :]
+    step = np.maximum(part_counts / column.shape[1], 1.0)
+    positions = (column * step).astype(np.int64)
+    offers = np.where(positions < part_counts, items[np.minimum(starts + positions, len(items) - 1)], -1)
+    offers = np.concatenate([np.full((len(parts), 1), -1), offers], axis=1)
+    return offers, np.where(offers >= 0, costs[offers], 0.0)
+
+
+TOLERANCES = (1.01, 1.005, 1.002, 1.001)
+"""Allowed cost of a part over the mean, tried in turn. A tighter balance moves more items.
+
+A token costs tens of microseconds of GPU time and some tens of bytes to move, so keeping items at home may cost one
+percent, and not more.
+"""
+HOLDER_TOLERANCE = 1.004  # balance of holders before each holder's items are partitioned
+
+
+def partition_near_home(
+    costs: np.ndarray, sizes: np.ndarray, max_size: int, home: np.ndarray, holders: int, count: int
+) -> Iterator[np.ndarray]:
+    """Yield assignments of items to `holders * count` parts ([items] int64), moving ever more items away from home.
+
+    Parts are numbered by holder: the first `count` belong to the first one. The caller takes the first assignment that
+    satisfies it: parts that cost about the same and are not larger than `max_size`.
+
+    costs: [items] float64, all above zero. sizes: [items] int64. home: [items], the holder that has it, below 0 for
+    none.
+
+    An item that costs more than the mean part is a part of its own; these are distributed so that each holder has as
+    many of about the same cost, and the holders' costliest parts are alike. The other items stay with their holders
+    except for what balancing the holders requires; each holder's items are partitioned, and parts that are still too
+    costly exchange items with any other part.
+    """
+    falling = np.argsort(-costs, kind="stable")
+    number = _count_large(costs[falling], holders * count)
+    large_items, rest = falling[:number], falling[number:]
+    owner = np.empty(len(costs), dtype=np.int64)
+    holder = _assign_large(costs[large_items], home[large_items], holders, costs.sum() / holders)
+    for holder_index in range(holders):
+        local_items = large_items[holder == holder_index]
+        owner[local_items] = holder_index * count + np.arange(len(local_items))
+    free_parts = np.flatnonzero(~np.isin(np.arange(holders * count), owner[large_items]))  # the parts that are empty
+    item_holders = _balance_holders(costs[rest], home[rest], np.bincount(free_parts // count, minlength=holders))
+    part = np.empty(len(rest), dtype=np.int64)  # as an index into `free_parts`
+    for holder_index in np.unique(item_holders):
+        bins = np.flatnonzero(free_parts // count == holder_index)
+        part[item_holders == holder_index] = bins[partition(costs[rest[item_holders == holder_index]], len(bins))]
+    size_ratio = max_size * len(free_parts) / max(1, int(sizes[rest].sum()))
+    for tolerance in TOLERANCES:
+        part = exchange_items(costs[rest], part, len(free_parts), tolerance)
+        owner[rest] = free_parts[part]
+        yield owner.copy()
+        # A part that is too large at average cost has many small items and can exchange some of them.
+        owner[rest] = free_parts[exchange_items(sizes[rest], part, len(free_parts), size_ratio)]
+        yield owner.copy()
+
+
+def _count_large(falling: np.ndarray, parts: int) -> int:
+    """Return how many items are large: each costs more, by the first tolerance, than the mean remaining part."""
+    largest = falling[:parts]
+    others = falling.sum() - np.cumsum(largest) + largest
+    is_large = largest * (parts - np.arange(len(largest))) > TOLERANCES[0] * others
+    return len(largest) if is_large.all() else int(is_large.argmin())
+
+
+def _assign_large(falling: np.ndarray, home: np.ndarray, holders: int, mean_load: float) -> np.ndarray:
+    """Return the holder of each large item: [items].
+
+    Among items of similar cost, holders differ by at most one in number. An item stays at home unless its holder would
+    exceed the mean, computed as if each holder had the larger number, by half a tolerance of `mean_load`.
+    """
+    holder, number, begin = np.full(len(falling), -1, dtype=np.int64), np.zeros(holders, dtype=np.int64), 0
+    loads, spare = np.zeros(holders), (TOLERANCES[0] - 1) / 2 * mean_load
+    while begin < len(falling):
+        num_alike = int(np.count_nonzero(falling * TOLERANCES[0] >= falling[begin]))
+        end = min(len(falling), max(num_alike, (begin // holders + 1) * holders))
+        quota, extra = end // holders, end % holders  # `extra` holders have one more
+        mean = (falling[:end].sum() + -end % holders * falling[end - 1]) / holders
+        for item in [i for i in range(begin, end) if home[i] >= 0]:
+            target, one_more = home[item], np.count_nonzero(number > quota) < extra
+            if loads[target] + falling[item] <= mean + spare and number[target] < quota + one_more:
+                holder[item] = target
+                number[target] += 1
+                loads[target] += falling[item]
+        for item in np.flatnonzero(holder[begin:end] < 0) + begin:
+            target = np.lexsort((loads, number))[0]
+            holder[item] = target
+            number[target] += 1
+            loads[target] += falling[item]
+        begin = end
+    return holder
+
+
+def _balance_holders(falling: np.ndarray, home: np.ndarray, part_counts: np.ndarray) -> np.ndarray:
+    """Return the holder of each item: [items]. rooms: [holders], number of parts that each fills."""
+    if not len(falling):
+        return np.empty(0, dtype=np.int64)
+    open_holders = np.flatnonzero(part_counts)
+    index_of_holder = np.full(
+        len(part_counts) + 1, -1
+    )  # index among the holders with room; -1 at the end, for items without a home
+    index_of_holder[open_holders] = np.arange(len(open_holders))
+    at, level = index_of_holder[home.clip(min=-1)], falling.sum() / part_counts.sum()
+    initial_loads = (part_counts.max() - part_counts[open_holders]) * level
+    loads = initial_loads + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders))
+    excess = (loads - part_counts.max() * level).tolist()
+    at = at.copy()
+    for item, (cost, holder) in enumerate(zip(falling.tolist(), at.tolist(), strict=True)):
+        if holder >= 0 and cost <= excess[holder]:
+            excess[holder] -= cost
+            at[item] = -1
+    is_unassigned, loads = (
+        at < 0,
+        initial_loads + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders)),
+    )
+    at[is_unassigned] = greedy(falling[is_unassigned], len(open_holders), loads)
+    return open_holders[exchange_items(falling, at, len(open_holders), HOLDER_TOLERANCE, initial_loads)]

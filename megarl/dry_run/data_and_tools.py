@@ -21,12 +21,17 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
 from megarl.config.keys import max_pending_groups
 from megarl.config.server_args import tool_call_parsers
-from megarl.data.curriculum import check_has_keys, read_key
-from megarl.data.first_rows import MAX_ROWS, answer_key
-from megarl.data.mixture import name_datasets
-from megarl.data.preference_data import make_pair, pairs_too_long_error
-from megarl.data.prompt_data import iter_prompts, prompts_too_long_error
-from megarl.data.sft_data import conversations_too_long_error, iter_conversations
+from megarl.data.datasets import (
+    MAX_ROWS,
+    answer_key,
+    conversations_too_long_error,
+    iter_conversations,
+    iter_prompts,
+    make_pair,
+    pairs_too_long_error,
+    prompts_too_long_error,
+)
+from megarl.data.loader import check_has_keys, name_datasets, read_key
 from megarl.data.table import read_rows
 from megarl.dry_run.rollout_checks import check_enough_prompts
 from megarl.engine.engine_server import ParserProcess

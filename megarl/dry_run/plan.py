@@ -29,8 +29,8 @@ from rich.table import Table
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError, ParallelConfig, Range, strict
 from megarl.config.server_args import check_installed, check_sampling
-from megarl.controllers.correction import check_correction
-from megarl.controllers.lookup import load_requirements, make_controller
+from megarl.controllers.controller import load_requirements, make_controller
+from megarl.controllers.rollout_correction import check_correction
 from megarl.dry_run import data_and_tools, model_folders
 from megarl.dry_run import settings as checks
 from megarl.dry_run.model_folders import ServedModels, read_served_models

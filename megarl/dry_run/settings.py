@@ -15,10 +15,9 @@ from typing import Any
 from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, LoraConfig, server_args
 from megarl.config.hub import is_name
-from megarl.controllers.choose_loss import load_policy_loss
-from megarl.data.curriculum import check_no_nan
-from megarl.data.first_rows import check_first_rows
-from megarl.data.mixture import check_files
+from megarl.controllers.mini_batches import load_policy_loss
+from megarl.data.datasets import check_first_rows
+from megarl.data.loader import check_files, check_no_nan
 from megarl.engine import tool_calls
 from megarl.environments.catalog import COLUMN, load_catalog
 from megarl.models import megatron_fields
@@ -30,7 +29,7 @@ from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel
-from megarl.rewards.ground_truths import check_truth_file
+from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
 
 MIN_TEMPERATURE = 0.001

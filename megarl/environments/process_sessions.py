@@ -15,12 +15,12 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.config.plugins import format_error
-from megarl.data.chat_columns import parse_chat_messages
+from megarl.data.columns import parse_chat_messages
 from megarl.environments.catalog import ENVIRONMENTS_KEY, SERVE, TOOLS_KEY, EnvironmentCatalog, build_row
 from megarl.environments.error_log import ErrorLog, ToolCallStats
 from megarl.environments.protocol import EnvironmentInfo, SessionLost, ToolResult
 from megarl.environments.tools import find_argument_error
-from megarl.processes.process_limits import NO_LIMITS, ProcessLimits
+from megarl.processes.children import NO_LIMITS, ProcessLimits
 from megarl.processes.worker_process import ForkServer, WorkerProcess, WorkerUnavailable
 from megarl.types import Message, Prompt, RewardFailure, RewardResult
 from megarl.types.reward_values import RewardError, parse_reward

@@ -56,7 +56,7 @@ class Band:
 
 LOGPROB_DIFF = "rollout/logprob_diff_mean"
 """A hard limit rather than a band: the run stops above the upper bound, whether `guards.alarms` is set or not
-(`controllers/logprob_check.py`)."""
+(`controllers/rollout_correction.py`)."""
 
 NAN_REMEDY = "look at the rewards and the data of the step"
 

@@ -46,13 +46,12 @@ then those of the distribution over these ids.
 building blocks. An agent's conversation may become several sequences, which form one episode: `episodes.py`.
 """
 
-from megarl.types.arrays import Ids, Logprobs, as_token_ids, no_logprobs
+from megarl.types.arrays import Ids, Logprobs, SamplingMask, as_token_ids, no_logprobs
 from megarl.types.batch import TOKEN_COLUMNS, BatchSharding, Counts, ModelOutput, TokenLoss, TrainBatch, reads
 from megarl.types.comm import LOCAL, AllReduce, Comm, LocalComm, local_all_reduce
 from megarl.types.episodes import Branch, Episodes
 from megarl.types.reward_values import Reward, RewardFailure, RewardResult
 from megarl.types.rollouts import ROLLOUT_STATS, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn, as_branches
-from megarl.types.sampling_mask import SamplingMask
 
 __all__ = [
     "LOCAL",

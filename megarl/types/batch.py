@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from megarl.config.strict import ConfigError
-from megarl.types.arrays import concat
+from megarl.types.arrays import SamplingMask, concat
 from megarl.types.comm import LOCAL, Comm, LocalComm
 from megarl.types.episodes import Episodes
 from megarl.types.rollouts import Rollout, Rollouts
-from megarl.types.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,20 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from megarl.types.arrays import Ids, Logprobs, as_read_only, as_token_ids, concat, fields_equal, no_ids, no_logprobs
+from megarl.types.arrays import (
+    Ids,
+    Logprobs,
+    SamplingMask,
+    as_read_only,
+    as_token_ids,
+    concat,
+    fields_equal,
+    no_ids,
+    no_logprobs,
+)
 from megarl.types.comm import LOCAL, Comm
 from megarl.types.episodes import Branch, Episodes, assign_episode_ids
 from megarl.types.reward_values import RewardResult
-from megarl.types.sampling_mask import SamplingMask
 
 Message = dict[str, Any]
 """A chat message in OpenAI's format: role, content, and tool_calls if any."""

@@ -15,7 +15,7 @@ from megarl.parallel.ranks import Job, Ranks
 from megarl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
-    from megarl.data.prompt_data import PromptLoader
+    from megarl.data.loader import PromptLoader
 
 
 class Offloadable(Protocol):

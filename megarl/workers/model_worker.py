@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from megarl.algorithms.token_rewards import sequence_sums
+from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config, ConfigError
 from megarl.megatron.build import Role
 from megarl.megatron.distribution import BatchDispatcher
@@ -140,7 +140,7 @@ class ModelWorker(Worker):
         """Raise ConfigError unless these [T] columns are finite on all action tokens, or on all tokens if `every`.
 
         spares: raise only if more than half of the sequences have a non-finite value; the caller masks such sequences
-        (`controllers/mask_nonfinite.py`).
+        (`controllers/policy_gradient.py`).
         """
         everyone = LOCAL if self.is_disaggregated else batch.comm
         where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
@@ -217,7 +217,7 @@ class KLRollback:
         return metrics | {ROLLBACK_METRIC: kl}
 
 
-SKIPS_METRIC = "guards/{}_in_vain"
+SKIPS_METRIC = "guards/{}_consecutive_skips"
 """Number of updates skipped in a row, in the update that exceeded the limit; formatted with the role's name."""
 
 

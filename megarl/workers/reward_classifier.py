@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.data.partition import partition
+from megarl.data.packing import partition
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import placement_of
 from megarl.parallel.ranks import run_on_all
@@ -98,4 +98,4 @@ class ClassifierRewardWorker(RewardWorker):
 
     def metrics(self) -> dict[str, float]:
         """Add the share of the step's conversations that lost their beginning to truncation."""
-        return super().metrics() | ({"reward/cut_frac": self._truncated_frac} if self.options.longer == "cut" else {})
+        return super().metrics() | ({"reward/truncated_frac": self._truncated_frac} if self.options.longer == "cut" else {})

@@ -22,7 +22,7 @@ from megarl.rollout.scheduler import GenerationResult, Group
 from megarl.types import Comm, Prompt, Rollouts
 
 if TYPE_CHECKING:
-    from megarl.data.prompt_data import PromptLoader
+    from megarl.data.loader import PromptLoader
 
 
 def staleness_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -41,7 +41,7 @@ def staleness_metrics(rollouts: Rollouts) -> dict[str, float]:
     stats = {"mean": int((counts * torch.arange(len(counts))).sum()) / tokens}
     for name, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
         stats[name] = float((cumulative < share * tokens).sum())
-    return {f"rollout/lag_{name}": value for name, value in stats.items()}
+    return {f"rollout/staleness_{name}": value for name, value in stats.items()}
 
 
 FOLDER = "carried"
@@ -132,8 +132,8 @@ class Oversampling:
         self._prompt_loader.return_unused(plan.num_drawn - taken)
         self._partial_groups, self._num_partial_groups = mine.partials if mine else [], int(partials.sum())
         self.metrics |= {
-            "rollout/carried": float(plan.num_partial_groups),
-            "rollout/begun_anew": float(restarted.sum()),
+            "rollout/partial_groups": float(plan.num_partial_groups),
+            "rollout/restarted_rollouts": float(restarted.sum()),
         }
         self.metrics |= staleness_metrics(rollouts)
 

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.algorithms.token_rewards import last_action, overlong_penalty, sequence_sums, token_rewards
+from megarl.algorithms.advantages import last_action, overlong_penalty, token_rewards
+from megarl.algorithms.token_stats import sequence_sums
 
 sys.path.insert(0, str(Path(__file__).parent))
 

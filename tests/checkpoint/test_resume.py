@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megarl.checkpoint.disk_space import estimate_space
 from megarl.checkpoint.manifest import hash_file
 from megarl.config import load_config
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.models.registry import load_hf_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.lookup import load_requirements, make_controller
+from megarl.controllers.controller import load_requirements, make_controller
 from megarl.types import LOCAL, Comm, ModelOutput, Prompt, TrainBatch
 from megarl.workers.futures import Future
 
@@ -93,7 +93,9 @@ def advantages_of(options: dict[str, Any]) -> tuple[Any, TrainBatch]:
 def test_advantages_by_hand() -> None:
     """The first policy chooses evenly, log-prob -log 6."""
     even = -torch.tensor(6.0).log()
-    plain, cut, mixed = (advantages_of(options) for options in ({}, {"bound": 0.5}, {"bound": 0.5, "reward": 2.0}))
+    plain, cut, mixed = (
+        advantages_of(options) for options in ({}, {"advantage_clip": 0.5}, {"advantage_clip": 0.5, "reward_coef": 2.0})
+    )
     for flow, batch in (plain, cut, mixed):
         by_teacher = (flow.taught(batch).wait().logprobs - even)[batch.loss_mask]
         if flow is not plain[0]:
@@ -106,7 +108,7 @@ def test_advantages_by_hand() -> None:
     for number in (0, 1):
         own = reward[group == number]
         expected[group == number] = 2.0 * (own - own.mean()) / (own.std() + 1e-6)
-    flow, batch = advantages_of({"centre": True})
+    flow, batch = advantages_of({"center_advantages": True})
     by_teacher = (flow.taught(batch).wait().logprobs - even)[batch.loss_mask]
     torch.testing.assert_close(batch.advantages[batch.loss_mask], by_teacher - by_teacher.mean(), rtol=0, atol=1e-6)
     each = rest.reshape(-1, 2)
@@ -114,7 +116,7 @@ def test_advantages_by_hand() -> None:
     assert "score" in mixed[0].calls and float(each.abs().max()) > 1
 
 
-@pytest.mark.parametrize("options", [{}, {"reward": 1.0, "bound": 1.0, "centre": True}])
+@pytest.mark.parametrize("options", [{}, {"reward_coef": 1.0, "advantage_clip": 1.0, "center_advantages": True}])
 def test_a_step_is_the_same_however_its_sequences_lie(options: dict[str, Any]) -> None:
     config = config_of(options)
 
@@ -144,8 +146,8 @@ def test_what_it_declares() -> None:
     ("sections", "complaint"),
     [
         ({"kl": {"place": "loss"}}, "kl.place=loss with algorithm=distill: .* set it to none"),
-        ({"options": {"reward": -1}}, "options.reward"),
-        ({"options": {"bound": 0}}, "options.bound"),
+        ({"options": {"reward_coef": -1}}, "options.reward_coef"),
+        ({"options": {"advantage_clip": 0}}, "options.advantage_clip"),
         ({"options": {"weight": 1}}, "unknown key options.weight"),
     ],
 )

@@ -19,12 +19,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from played import Played  # noqa: E402
 
-from megarl.algorithms.advantages import gae  # noqa: E402
-from megarl.algorithms.token_rewards import token_rewards  # noqa: E402
+from megarl.algorithms.advantages import (
+    gae,  # noqa: E402
+    token_rewards,  # noqa: E402
+)
 from megarl.config import Config, from_dict  # noqa: E402
-from megarl.controllers.choose_loss import set_loss_weights  # noqa: E402
-from megarl.controllers.controller import split_mini_batches  # noqa: E402
-from megarl.controllers.lookup import make_controller  # noqa: E402
+from megarl.controllers.controller import make_controller  # noqa: E402
+from megarl.controllers.mini_batches import (
+    set_loss_weights,  # noqa: E402
+    split_mini_batches,
+)
 from megarl.controllers.pf_ppo import (
     ReplayBuffer,  # noqa: E402
     reliable_mask,  # noqa: E402
@@ -148,15 +152,15 @@ TREES: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"algorithm": "reinforce_pp", "kl": {"place": "reward", "coef": 0.5}},
     "reinforce_pp_baseline": {"algorithm": "reinforce_pp_baseline"},
     "remax": {"algorithm": "remax", "loss": {"mean": "sequence"}},
-    "dapo": {"algorithm": "dapo", "loss": {"length": 20}, "options": {"generations": 1}},
+    "dapo": {"algorithm": "dapo", "loss": {"length": 20}, "options": {"max_num_gen_batches": 1}},
     "clip_cov": {"algorithm": "clip_cov"},
     "corrected": {"algorithm": "grpo", "correction": {"kind": "tis", "level": "sequence", "high": 1.2}},
     "rejected": {"algorithm": "grpo", "correction": {"kind": "reject", "high": 1.25, "low": 0.8}},
     "ppo": {"algorithm": "ppo", "kl": {"place": "reward", "coef": 0.5}, "advantage": {"gamma": 0.9, "lam": 0.8}},
     "ppo, a mean over sequences": {"algorithm": "ppo", "loss": {"mean": "sequence"}, "options": {"critic_lam": 1.0}},
-    "vapo": {"algorithm": "vapo", "options": {"length_adaptive": 0.5}, "critic": {"warmup_steps": 0}},
-    "distill": {"algorithm": "distill", "options": {"reward": 0.5}, "loss": {"mean": "sequence"}},
-    "pf_ppo": {"algorithm": "pf_ppo", "options": {"filter": 0.7, "buffer": 12}, "kl": {"place": "none"}},
+    "vapo": {"algorithm": "vapo", "options": {"length_adaptive_alpha": 0.5}, "critic": {"warmup_steps": 0}},
+    "distill": {"algorithm": "distill", "options": {"reward_coef": 0.5}, "loss": {"mean": "sequence"}},
+    "pf_ppo": {"algorithm": "pf_ppo", "options": {"drop_prob": 0.7, "buffer_size": 12}, "kl": {"place": "none"}},
 }
 
 
@@ -166,7 +170,7 @@ def taken(tree: dict[str, Any], in_branches: bool, everyone: Comm, world: int) -
     controller, flow = make_controller(config), Told(config, in_branches, everyone, world)
     prompts = [Prompt(str(i), ()) for i in range(5)]
     metrics = [controller.step(flow, prompts).metrics for _ in range(3)]  # type: ignore[arg-type]
-    names = ("rollout/filtered_frac", "rollout/buffer", "rollout/reward_greedy", "actor/kl_coef")
+    names = ("rollout/filtered_frac", "rollout/buffer_size", "rollout/reward_greedy", "actor/kl_coef")
     return [*flow.learned, *({name: one[name] for name in names if name in one} for one in metrics)]
 
 

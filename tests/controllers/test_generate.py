@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.controllers.lookup import load_requirements, make_controller
+from megarl.controllers.controller import load_requirements, make_controller
 from megarl.dry_run.rollout_checks import check_asynchronous
 from megarl.types import Prompt, Rollouts
 

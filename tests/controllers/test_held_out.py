@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.controllers.lookup import make_controller
+from megarl.controllers.controller import make_controller
 from megarl.types import Prompt, Rollouts
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,8 +15,8 @@ from thread_ranks import as_ranks
 
 from megarl.config import Config, from_dict
 from megarl.config.recipes import RECIPES
-from megarl.controllers.controller import Controller, MetricMeans, split_mini_batches
-from megarl.controllers.lookup import load_requirements, make_controller
+from megarl.controllers.controller import Controller, load_requirements, make_controller
+from megarl.controllers.mini_batches import MetricMeans, split_mini_batches
 from megarl.types import LOCAL, Comm, ModelOutput, Prompt, Rollout, Rollouts, Status, TokenLoss, TrainBatch, Turn
 from megarl.workers.futures import Future, UpdateMetrics
 
@@ -159,7 +159,7 @@ def test_every_recipe_learns_a_table(name: str, updates: int) -> None:
     of answers of two tokens, of whose first the critic here, that sees places only, can then say nothing; and for
     Dr. GRPO's constant, which is of long answers and makes gradients as small as this optimizer's eps."""
     tree = {"algorithm": name, "run": {"num_update": updates}, "rollout": {"samples_per_prompt": 8}}
-    options = {"length_adaptive": 5.0} if name == "vapo" else {}
+    options = {"length_adaptive_alpha": 5.0} if name == "vapo" else {}
     config = from_dict(tree | {"critic": {"warmup_steps": 2}, "options": options, "loss": {"length": 2}})
     controller, flow, means = make_controller(config), TableFlow(config), []
     for _ in range(40):

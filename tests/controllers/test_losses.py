@@ -22,9 +22,13 @@ from megarl.algorithms.policy_losses import (
     ppo_policy_loss,
 )
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.choose_loss import load_policy_loss, max_response_length, needs_old_logprobs
-from megarl.controllers.controller import split_mini_batches
-from megarl.controllers.lookup import make_controller
+from megarl.controllers.controller import make_controller
+from megarl.controllers.mini_batches import (
+    load_policy_loss,
+    max_response_length,
+    needs_old_logprobs,
+    split_mini_batches,
+)
 from megarl.controllers.policy_gradient import policy_loss, policy_loss_columns
 from megarl.types import LOCAL, BatchSharding, Comm, Counts, ModelOutput, Prompt, TokenLoss, TrainBatch
 
@@ -37,8 +41,8 @@ pytestmark = pytest.mark.alone
 OPTIONS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low": 0.05, "clip_high": 0.05},
     "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},
-    "clip_cov": {"share": 0.2, "least": 0.1, "most": 100.0},
-    "kl_cov": {"share": 0.2},
+    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.1, "clip_cov_ub": 100.0},
+    "kl_cov": {"kl_cov_ratio": 0.2},
 }
 MEANS = ("token", "sequence", "constant")
 
@@ -80,8 +84,9 @@ def test_a_name_and_its_options() -> None:
         ({"options": {"clip_low": 1}}, "unknown key loss.options.clip_low"),
         ({"policy": "gspo", "options": {"clip_lo": 1}}, "did you mean loss.options.clip_low"),
         ({"policy": "gspo", "options": {"clip_low": 0}}, "loss.options.clip_low must be a number, above 0"),
-        ({"policy": "kl_cov", "options": {"share": 2}}, "loss.options.share"),
-        ({"policy": "cispo", "options": {"most": "many"}}, "loss.options.most"),
+        ({"policy": "kl_cov", "options": {"kl_cov_ratio": 2}}, "loss.options.kl_cov_ratio"),
+        ({"policy": "cispo", "options": {"max_ratio": "many"}}, "loss.options.max_ratio"),
+        ({"policy": "cispo", "options": {"most": 5}}, "did you mean loss.options.max_ratio"),
     ],
 )
 def test_what_is_wrong_is_named(loss: dict[str, Any], says: str) -> None:

@@ -12,8 +12,9 @@ import torch
 
 from megarl.algorithms.advantages import spread_to_tokens
 from megarl.config import Config, from_dict
-from megarl.controllers.controller import MetricMeans, StepResult, split_mini_batches
+from megarl.controllers.controller import StepResult
 from megarl.controllers.grpo import GRPOController
+from megarl.controllers.mini_batches import MetricMeans, split_mini_batches
 from megarl.controllers.policy_gradient import policy_loss
 from megarl.controllers.ppo import PPOController
 from megarl.controllers.sft import SFTController

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from played import Played, one  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
-from megarl.controllers.lookup import load_requirements, make_controller  # noqa: E402
+from megarl.controllers.controller import load_requirements, make_controller  # noqa: E402
 from megarl.controllers.pf_ppo import reliable_mask  # noqa: E402
 from megarl.types import LOCAL, Prompt, Rollouts  # noqa: E402
 
@@ -41,7 +41,7 @@ def test_of_the_others_the_share_is_left_out() -> None:
 
 
 def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
-    options = {"filter": 1.0, "buffer": 6}
+    options = {"drop_prob": 1.0, "buffer_size": 6}
     config = from_dict({"algorithm": "pf_ppo", "kl": {"place": "none"}, "options": options})
     controller: Any = make_controller(config)
     prompts = [Prompt("a", ()), Prompt("b", ())]
@@ -49,11 +49,11 @@ def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
 
     first = controller.step(Played(config, [generation]), prompts)
     assert first.batch.sequence_reward.tolist() == [0.0, 1.0, 3.0, 2.0]  # there is nothing older yet
-    assert first.metrics["rollout/filtered_frac"] == pytest.approx(1 / 3) and first.metrics["rollout/buffer"] == 4
+    assert first.metrics["rollout/filtered_frac"] == pytest.approx(1 / 3) and first.metrics["rollout/buffer_size"] == 4
     second = controller.step(Played(config, [generation]), prompts)
     older, fresh = second.batch.sequence_reward[:2].tolist(), second.batch.sequence_reward[2:].tolist()
     assert len(set(older) & {0.0, 1.0, 2.0, 3.0}) == 2 and fresh == [0.0, 1.0, 3.0, 2.0]
-    assert second.metrics["rollout/buffer"] == 6  # the oldest two are gone
+    assert second.metrics["rollout/buffer_size"] == 6  # the oldest two are gone
 
     written = controller.save()(tmp_path)
     assert [path.relative_to(tmp_path).parts[0] for path in written] == ["buffer"]

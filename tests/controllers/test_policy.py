@@ -14,10 +14,11 @@ import torch
 
 from megarl.config import Config, from_dict
 from megarl.config.recipes import RECIPES
-from megarl.controllers.controller import StepResult, split_mini_batches
-from megarl.controllers.evaluate import pass_at_k_metrics
-from megarl.controllers.lookup import make_controller
-from megarl.controllers.policy_gradient import apply_loss_masks, logprob_diff_metrics, select_trainable
+from megarl.controllers.controller import StepResult, make_controller
+from megarl.controllers.evaluation import pass_at_k_metrics
+from megarl.controllers.mini_batches import split_mini_batches
+from megarl.controllers.policy_gradient import apply_loss_masks, select_trainable
+from megarl.controllers.rollout_correction import logprob_diff_metrics
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn
 from megarl.workers.futures import UpdateMetrics
 
@@ -241,7 +242,7 @@ def test_log_probs_of_older_weights_are_apart_by_hand() -> None:
     # The third token of the first one is of version 4, too, but behind what version 3 wrote.
     assert found["rollout/logprob_diff_mean"] == pytest.approx(0.45)
     assert found["rollout/logprob_diff"] == pytest.approx(0.5)
-    assert found["rollout/logprob_diff_mean_carried"] == pytest.approx(0.3)
+    assert found["rollout/logprob_diff_mean_stale_prefix"] == pytest.approx(0.3)
     assert found["rollout/logprob_diff_mean_stale"] == pytest.approx(0.15)
     replayed = dataclasses.replace(batch, routing=(torch.zeros(0, 0, 0),) * 2)
     assert logprob_diff_metrics(replayed, policy) == found and len(found) == 9
@@ -253,7 +254,7 @@ def test_vapo_learns_from_what_went_well_besides() -> None:
     """The likelihood of answers with a reward above 0 is a term of the loss, by its weight, and is told."""
     found, tables = {}, {}
     for weight in (0.0, 0.1, 0.2):
-        options = {"critic_lam": 1.0, "length_adaptive": 5.0, "positive_nll": weight}
+        options = {"critic_lam": 1.0, "length_adaptive_alpha": 5.0, "positive_nll_coef": weight}
         tree = {"algorithm": "vapo", "options": options, "critic": {"warmup_steps": 0}, "loss": {"entropy_coef": 0.0}}
         config = from_dict(tree)
         flow: Any = Given(config, ROLLOUTS)
@@ -289,7 +290,7 @@ def test_a_critic_warms_up_before_the_policy_moves_and_a_resume_does_not_begin_i
 def test_vapos_lambdas_by_hand() -> None:
     """Of two actions and a reward of 1 at the end, with values of 0 and gamma 1: the policy's lambda is 1 - 1/2, by the
     answer's length, the critic's 1, and `advantage.lam` is nobody's."""
-    options = {"critic_lam": 1.0, "length_adaptive": 1.0, "positive_nll": 0.0}
+    options = {"critic_lam": 1.0, "length_adaptive_alpha": 1.0, "positive_nll_coef": 0.0}
     advantage = {"whiten": False, "gamma": 1.0, "lam": 0.9}
     config = from_dict({"algorithm": "vapo", "options": options, "critic": {"warmup_steps": 0}, "advantage": advantage})
     flow: Any = Given(config, [rollout(0, 1.0, "stop")])

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megarl.config import Config, from_dict
-from megarl.controllers.lookup import make_controller
-from megarl.controllers.mask_nonfinite import METRIC, add_metrics, mask_nonfinite
+from megarl.controllers.controller import make_controller
+from megarl.controllers.policy_gradient import METRIC, add_metrics, mask_nonfinite
 from megarl.observe.run_log import RunLog
 from megarl.parallel.ranks import Job
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
@@ -32,7 +32,7 @@ class Log:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def report_quarantined(self, step: int, rollouts: Any) -> None:
+    def report_nonfinite(self, step: int, rollouts: Any) -> None:
         self.seen.append((step, rollouts))
 
     def log(self, text: str) -> None:
@@ -153,7 +153,7 @@ def test_they_are_kept_for_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
     log = RunLog(from_dict({"run": {"dir": str(tmp_path)}, "track": {"trackers": []}}), Job(0, 1, 0))
     odd = [{"prompt": f"p{i}", "group": i, "seed": i, "not_finite": {"logprobs": 1}} for i in range(5)]
-    log.report_quarantined(3, odd)
+    log.report_nonfinite(3, odd)
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert lines == [{"step": 3, **one} for one in odd]

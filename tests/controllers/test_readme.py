@@ -15,7 +15,7 @@ from test_learning import TableFlow  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
 from megarl.config.recipes import RECIPES  # noqa: E402
-from megarl.controllers.lookup import make_controller  # noqa: E402
+from megarl.controllers.controller import make_controller  # noqa: E402
 from megarl.types import Prompt  # noqa: E402
 
 pytestmark = pytest.mark.alone

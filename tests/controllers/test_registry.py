@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict, plugins
+from megarl.controllers.controller import find_controller, load_requirements, make_controller
 from megarl.controllers.grpo import GRPOController
-from megarl.controllers.lookup import find_controller, load_requirements, make_controller
 from megarl.types.requirements import Requirements
 
 pytestmark = pytest.mark.alone

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from played import Played  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
-from megarl.controllers.lookup import load_requirements, make_controller  # noqa: E402
+from megarl.controllers.controller import load_requirements, make_controller  # noqa: E402
 from megarl.types import Prompt, Rollouts  # noqa: E402
 
 pytestmark = pytest.mark.alone

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megarl.config import from_dict
-from megarl.controllers.lookup import make_controller
+from megarl.controllers.controller import make_controller
 from megarl.controllers.reward_model import make_pair_batch
-from megarl.data.preference_data import Pair
+from megarl.data.datasets import Pair
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 from megarl.workers.futures import Future, UpdateMetrics
 

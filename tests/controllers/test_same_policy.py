@@ -15,14 +15,14 @@ from test_correction import AgedFlow, config_of, prompts  # noqa: E402
 from test_learning import TableFlow  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
-from megarl.controllers.logprob_check import (  # noqa: E402
+from megarl.controllers.controller import make_controller  # noqa: E402
+from megarl.controllers.rollout_correction import (  # noqa: E402
     CHECK_EPISODES,
     check_same_policy,
     current_policy_mask,
     describe_layers,
     logprob_diff_bound,
 )
-from megarl.controllers.lookup import make_controller  # noqa: E402
 from megarl.observe.health_bands import LOGPROB_DIFF, load_bands  # noqa: E402
 from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn  # noqa: E402
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.chat_columns import parse_chat_messages, parse_tool_names, parse_tool_schemas
+from megarl.data.columns import parse_chat_messages, parse_tool_names, parse_tool_schemas
 
 pytestmark = pytest.mark.alone
 

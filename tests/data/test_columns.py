@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.conversation_columns import check_text_only, parse_answer, parse_conversation, row_id, row_source
+from megarl.data.columns import check_text_only, parse_answer, parse_conversation, row_id, row_source
 
 pytestmark = pytest.mark.alone
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from megarl.data import packing
-from megarl.data.packing import MAX_SLOWDOWN, plan_micro_batches
-from megarl.data.partition import partition_near_home
+from megarl.data.packing import MAX_SLOWDOWN, partition_near_home, plan_micro_batches
 
 pytestmark = pytest.mark.alone
 

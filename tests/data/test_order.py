@@ -14,9 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError
-from megarl.data.curriculum import OrderKeys, check_has_keys, check_no_nan, read_key, sort_by_key
-from megarl.data.mixture import ConcatDataset
-from megarl.data.prompt_data import PromptLoader
+from megarl.data.loader import (
+    ConcatDataset,
+    OrderKeys,
+    PromptLoader,
+    check_has_keys,
+    check_no_nan,
+    read_key,
+    sort_by_key,
+)
 
 pytestmark = pytest.mark.alone
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megarl.data.partition import MAX_KARMARKAR_KARP, exchange_items, greedy, karmarkar_karp, partition
+from megarl.data.packing import MAX_KARMARKAR_KARP, exchange_items, greedy, karmarkar_karp, partition
 
 pytestmark = pytest.mark.alone
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.preference_data import PreferenceDataset, read_preferences
+from megarl.data.datasets import PreferenceDataset, read_preferences
 from megarl.types import Rollout
 
 pytestmark = pytest.mark.alone

@@ -6,7 +6,8 @@ import pyarrow.parquet
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.prompt_data import PromptLoader, read_prompts, render_prompts
+from megarl.data.datasets import read_prompts, render_prompts
+from megarl.data.loader import PromptLoader
 from megarl.types import Prompt
 
 pytestmark = pytest.mark.alone

@@ -11,10 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.data.conversation_columns import parse_conversation
-from megarl.data.preference_data import check_pair
-from megarl.data.prompt_data import read_prompts
-from megarl.data.sft_data import read_conversations
+from megarl.data.columns import parse_conversation
+from megarl.data.datasets import check_pair, read_conversations, read_prompts
 from megarl.data.table import read_rows
 
 pytestmark = pytest.mark.alone

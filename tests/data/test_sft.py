@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.sft_data import read_conversations
+from megarl.data.datasets import read_conversations
 
 pytestmark = pytest.mark.alone
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.dry_run.settings import check_data, check_drafts
 
 pytestmark = pytest.mark.alone

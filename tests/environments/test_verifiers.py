@@ -15,12 +15,12 @@ import openai_stub
 import pytest
 
 from megarl.config import ConfigError, RolloutConfig
-from megarl.data.prompt_data import read_prompts
+from megarl.data.datasets import read_prompts
 from megarl.environments import verifiers as adapter
 from megarl.environments.catalog import build_row, load_catalog
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import SessionLost
-from megarl.processes.process_limits import ProcessLimits
+from megarl.processes.children import ProcessLimits
 from megarl.types import Prompt
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]

@@ -29,7 +29,7 @@ import replay  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.losses import bradley_terry  # noqa: E402
-from megarl.controllers.lookup import load_requirements  # noqa: E402
+from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.activation_memory import micro_batches_in_flight  # noqa: E402
 from megarl.models.layout_algebra import shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402

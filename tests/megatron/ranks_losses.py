@@ -23,7 +23,7 @@ from ranks_layout import gather, shard_of_gradient, sizes  # noqa: E402
 from megarl.algorithms.losses import positive_nll  # noqa: E402
 from megarl.algorithms.policy_losses import POLICY_LOSSES  # noqa: E402
 from megarl.config import Config  # noqa: E402
-from megarl.controllers.controller import split_mini_batches  # noqa: E402
+from megarl.controllers.mini_batches import split_mini_batches  # noqa: E402
 from megarl.controllers.policy_gradient import policy_loss, policy_loss_columns  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
@@ -34,9 +34,9 @@ OPTIONS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low": 0.05, "clip_high": 0.05},
     "gspo_token": {"clip_low": 0.05, "clip_high": 0.05},
     "gmpo": {"clip_low": 0.2, "clip_high": 0.2},
-    "cispo": {"most": 1.2},
-    "clip_cov": {"share": 0.2, "least": 0.1, "most": 100.0},
-    "kl_cov": {"share": 0.2},
+    "cispo": {"max_ratio": 1.2},
+    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.1, "clip_cov_ub": 100.0},
+    "kl_cov": {"kl_cov_ratio": 0.2},
 }
 
 

@@ -759,8 +759,7 @@ def repeating() -> list[str]:
     from types import SimpleNamespace
 
     from megarl.config import from_dict
-    from megarl.controllers.controller import StepResult
-    from megarl.controllers.lookup import load_requirements
+    from megarl.controllers.controller import StepResult, load_requirements
     from megarl.flow import HybridFlow
     from megarl.observe.metrics import ZeroSpreadWarning
 

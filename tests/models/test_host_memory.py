@@ -11,7 +11,7 @@ import torch
 
 from megarl.algorithms import advantages
 from megarl.config import from_dict
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.models.host_memory import GAE_ELEMENTS, BatchSize, bytes_by_phase, column_bytes, recording_bytes, step_bytes
 from megarl.models.routing import RoutingShape
 from megarl.observe import rollout_log

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict, load_config
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.models.activation_memory import (
     activation_elements,
     logits_bytes,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.observe.guards import Guards, check_guards
 
 pytestmark = pytest.mark.alone
@@ -139,14 +139,14 @@ def test_what_was_skipped_too_often_and_whether_a_step_since_was_a_good_one() ->
     said = Said()
     look = said.guards.check
     assert look(1, {"actor/skipped": 1.0}) == {} and said.guards.skip_limited_roles == ()
-    assert look(2, {"actor/skipped": 1.0, "guards/actor_in_vain": 6.0}) == {}
+    assert look(2, {"actor/skipped": 1.0, "guards/actor_consecutive_skips": 6.0}) == {}
     assert said.guards.skip_limited_roles == ("actor",)
     said.guards.record_restore(1)
     assert said.guards.skip_limited_roles == () and said.guards.restored_step == 1
-    assert look(3, {"actor/skipped": 0.5}) == {"guards/returns": 1} and said.guards.restored_step == 1
+    assert look(3, {"actor/skipped": 0.5}) == {"guards/checkpoint_restores": 1} and said.guards.restored_step == 1
     resumed = said.resumed()
     assert resumed.guards.restored_step == 1
     resumed.guards.check(4, {"eval/nll": 1.0})  # in which nothing was updated
     assert resumed.guards.restored_step == 1
-    assert resumed.guards.check(4, {"actor/skipped": 0.0, "critic/skipped": 0.0}) == {"guards/returns": 1}
+    assert resumed.guards.check(4, {"actor/skipped": 0.0, "critic/skipped": 0.0}) == {"guards/checkpoint_restores": 1}
     assert resumed.guards.restored_step is None and not resumed.alarms

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.observe.metrics import ZeroSpreadWarning
 
 pytestmark = pytest.mark.alone

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,

@@ -16,8 +16,8 @@ import compare_corrections  # noqa: E402
 import trials  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
-from megarl.controllers.correction import check_correction  # noqa: E402
-from megarl.controllers.lookup import load_requirements  # noqa: E402
+from megarl.controllers.controller import load_requirements  # noqa: E402
+from megarl.controllers.rollout_correction import check_correction  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -41,7 +41,7 @@ def test_the_table_is_of_means_and_of_runs_that_are_done_once(
         run_dir = Path(given["run.dir"])
         run_dir.mkdir(parents=True)
         reward = 0.5 if given["run.seed"] == "1" else 0.9
-        rows = [{"step": step, "time": 0.0, "rollout/lag_mean": float(step)} for step in (1, 2)]
+        rows = [{"step": step, "time": 0.0, "rollout/staleness_mean": float(step)} for step in (1, 2)]
         rows.append({"step": 2, "time": 0.0, "eval/reward_greedy": reward, "eval/reward_sampled": 0.25})
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return SimpleNamespace(returncode=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.prompt_data import read_prompts
+from megarl.data.datasets import read_prompts
 
 pytestmark = pytest.mark.alone
 

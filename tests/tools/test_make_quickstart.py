@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.data.sft_data import read_conversations
+from megarl.data.datasets import read_conversations
 from megarl.environments.ready.calculator import calculator
 from megarl.types import Prompt
 

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.config.command_line import run_cli
-from megarl.data.prompt_data import read_prompts
+from megarl.data.datasets import read_prompts
 from megarl.rewards.by_source import by_source
 from megarl.types import Rollout, Turn
 

@@ -17,7 +17,7 @@ from thread_ranks import Thread, as_ranks
 from megarl.checkpoint import manifest
 from megarl.config import ConfigError
 from megarl.config.keys import max_pending_groups
-from megarl.data.prompt_data import PromptLoader
+from megarl.data.loader import PromptLoader
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
 from megarl.rollout import scheduler
@@ -148,8 +148,8 @@ def test_no_group_is_lost_or_comes_twice_also_on_other_engines(tmp_path: Path, b
     assert set(everything) == set(in_order(len(everything)))  # the first of the loader's, without a gap
     figures = ended[0][1]
     assert all(one == figures for _, one, _ in ended)  # on all ranks
-    assert all(0 <= one["rollout/carried"] <= max_pending_groups(NEEDED, 1.5) - NEEDED for one in figures)
-    assert any(one["rollout/lag_max"] > 0 for one in figures)
+    assert all(0 <= one["rollout/partial_groups"] <= max_pending_groups(NEEDED, 1.5) - NEEDED for one in figures)
+    assert any(one["rollout/staleness_max"] > 0 for one in figures)
 
 
 @pytest.fixture
@@ -194,8 +194,8 @@ def test_figures_by_hand() -> None:
             step - version for one in rollouts.local for version, tokens in one.version_spans for _ in range(tokens)
         ]
         figures = run.figures[-1]
-        assert figures["rollout/lag_max"] == max(lags) <= 1
-        assert figures["rollout/lag_mean"] == pytest.approx(sum(lags) / len(lags))
+        assert figures["rollout/staleness_max"] == max(lags) <= 1
+        assert figures["rollout/staleness_mean"] == pytest.approx(sum(lags) / len(lags))
         assert 0 <= figures["rollout/idle_frac"] < 1
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megarl.config import Config
-from megarl.controllers.controller import split_indices
+from megarl.controllers.mini_batches import split_indices
 from megarl.controllers.policy_gradient import policy_loss_columns
 from megarl.data import packing
 from megarl.megatron import distribution

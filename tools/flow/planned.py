@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flow.answers import QUADRATIC, Shape, config_of, groups, lengths, routing_of
-from megarl.controllers.lookup import load_requirements
+from megarl.controllers.controller import load_requirements
 from megarl.models.host_memory import FLOAT_BYTES, TOKEN_BYTES, BatchSize, bytes_by_phase, column_bytes, recording_bytes
 
 if TYPE_CHECKING:

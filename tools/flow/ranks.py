@@ -24,9 +24,8 @@ from flow import memory, messages
 from flow.answers import QUADRATIC, SIZES, Answer, Shape, answers, config_of, groups, routing_of
 from flow.parts import NOT_OURS, Parts
 from megarl.config import Config, ConfigError
-from megarl.controllers import policy_update
-from megarl.controllers.controller import Controller
-from megarl.controllers.lookup import make_controller
+from megarl.controllers import policy_gradient
+from megarl.controllers.controller import Controller, make_controller
 from megarl.megatron import trainer_model as megatron_model
 from megarl.megatron.micro_batch import MicroBatch, make_micro_batch
 from megarl.megatron.routing_replay import ReplayShard
@@ -248,7 +247,7 @@ def watch_parts(parts: Parts, how: Any, controller: Controller, log: Any) -> Non
     parts.around(MegatronModel, "forward", "numbers back")
     parts.around(TrainingWorker, "update", "checks")
     parts.around(ActorWorker, "check_finite", "checks")
-    parts.around_each(policy_update, "split_mini_batches", "mini-batches")
+    parts.around_each(policy_gradient, "split_mini_batches", "mini-batches")
     parts.around(controller, "step", "token functions")
     parts.around(sys.modules[__name__], "rollout_metrics", "metrics")
     parts.around(log, "end_step", "log")

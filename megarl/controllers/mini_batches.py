@@ -1,17 +1,21 @@
-"""The policy loss that the configuration names, and the per-mini-batch state it needs: loss weights and marked
-tokens."""
+"""Mini-batches of an update: their split, loss weights and marked tokens; the policy loss that the configuration names;
+and means of update metrics."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from megarl.algorithms.losses import constant_weights, sequence_mean_weights, token_mean_weights
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.config.strict import closest_match
-from megarl.types import Counts, TrainBatch
+from megarl.types import Counts, ModelOutput, TokenLoss, TrainBatch
+from megarl.workers.futures import UpdateMetrics, sync_metrics
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
@@ -77,3 +81,58 @@ def mark_tokens(mini: TrainBatch, config: Config, seed: int) -> TrainBatch:
     if mini.old_logprobs is None:
         raise ConfigError(f"loss.policy={config.loss.policy} chooses tokens by old_logprobs, which the batch has not")
     return mini.with_(marked=loss.mark(mini, options, seed))
+
+
+LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
+"""Loss of a role's update; `types.batch.reads` declares the columns that it reads."""
+
+
+def split_mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:
+    """Split a batch into `run.num_update` mini-batches over `run.epochs` passes, each pass in its own order. Episodes
+    are split, so that branches of one stay together.
+
+    Each mini-batch carries `loss_weights`, each token's share in the mean that `loss.mean` names over this mini-batch;
+    the `counts` that its metrics are averaged over; and the tokens `marked` by the policy loss, if it marks any.
+    Mini-batches without a trained token are left out: there may be fewer sequences than mini-batches, or their losses
+    may be masked.
+    """
+    # [N], so that every rank knows the size of a mini-batch's mean.
+    actions = batch.all_gather(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))
+    episodes = batch.episodes
+    parts = split_indices(len(episodes), config.run.num_update, config.run.epochs, seed)
+    for number, part in enumerate(map(episodes.sequence_indices, parts)):
+        mini_actions = actions[part]
+        if not bool(mini_actions.any()):
+            continue
+        mini = batch.select(part) if len(part) < batch.num_sequences else batch
+        yield mark_tokens(set_loss_weights(mini, mini_actions, config), config, seed * config.run.num_update + number)
+
+
+def split_indices(count: int, num_update: int, epochs: int, seed: int) -> Iterator[list[int]]:
+    """Split range(count) into `num_update` parts over `epochs` passes, each pass in its own order."""
+    per_epoch = num_update // epochs
+    order = list(range(count))
+    for epoch in range(epochs):
+        if per_epoch > 1:
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+        for part in range(per_epoch):
+            yield order[part::per_epoch]
+
+
+class MetricMeans:
+    """Means of metrics that are reported once per update."""
+
+    def __init__(self) -> None:
+        self._updates: list[UpdateMetrics] = []
+
+    def add(self, metrics: UpdateMetrics) -> None:
+        """Record the metrics of an update. They stay where they are until `sync`, so no rank waits for the update."""
+        self._updates.append(metrics)
+
+    def sync(self) -> dict[str, float]:
+        """Return the means on every rank. Collective where a role is on separate ranks."""
+        values: dict[str, list[float]] = {}
+        for metrics in sync_metrics(self._updates):
+            for name, value in metrics.items():
+                values.setdefault(name, []).append(value)
+        return {name: sum(series) / len(series) for name, series in values.items()}

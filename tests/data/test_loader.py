@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError
-from megarl.data.mixture import (
+from megarl.data.loader import (
     MAX_PATTERN_LENGTH,
     ConcatDataset,
+    PromptLoader,
     Stream,
     Subset,
     build_pattern,
     name_datasets,
     round_weights,
 )
-from megarl.data.prompt_data import PromptLoader
 
 pytestmark = pytest.mark.alone
 

@@ -13,10 +13,10 @@ import torch
 from thread_ranks import as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.controllers.controller import split_mini_batches
-from megarl.controllers.correction import apply_correction, check_correction, compute_old_logprobs
-from megarl.controllers.lookup import load_requirements, make_controller
+from megarl.controllers.controller import load_requirements, make_controller
+from megarl.controllers.mini_batches import split_mini_batches
 from megarl.controllers.policy_gradient import apply_loss_masks, policy_loss, policy_loss_columns
+from megarl.controllers.rollout_correction import apply_correction, check_correction, compute_old_logprobs
 from megarl.types import LOCAL, Comm, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -94,8 +94,8 @@ def test_all_learn_two_versions_behind(correction: dict[str, Any], algorithm: st
         means.append(float(result.batch.sequence_reward.mean()))
     assert means[0] < 0.4 and sum(means[-5:]) / 5 > 0.8, means
     if correction.get("proximal") != "engine":
-        assert result.metrics["rollout_corr/ratio_max_lag3"] > 0 and "rollout_corr/kl_lag2" in result.metrics
-        assert "rollout_corr/kl_lag1" not in result.metrics
+        assert result.metrics["rollout_corr/ratio_max_staleness3"] > 0 and "rollout_corr/kl_staleness2" in result.metrics
+        assert "rollout_corr/kl_staleness1" not in result.metrics
         assert 0 < result.metrics["rollout_corr/rollout_is_eff_sample_size"] <= 1
 
 

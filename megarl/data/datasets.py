@@ -1,0 +1,548 @@
+"""Read the items of a data file: prompts, conversations for SFT, preference pairs.
+
+Prompts are rendered to token ids once. Conversations and pairs are read and tokenized on access, turn by turn as in the
+rollout loop. Preference pairs have TRL's columns, `chosen` and `rejected`:
+
+    {"chosen": [user, assistant], "rejected": [user, assistant]}          whole chats, both with the prompt
+    {"prompt": [user], "chosen": [assistant], "rejected": [assistant]}    messages after the prompt's
+    {"prompt": "text", "chosen": "text", "rejected": "text"}              a user's message and two answers to it
+
+or those of Anthropic's HH, a dialogue as text in both, or LLaMA-Factory's, ShareGPT's `conversations` followed by a
+message in each. `README.md` has a row of each. `check_first_rows` finds mistakes before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, overload
+
+import numpy as np
+
+from megarl.config import Config, ConfigError, DataConfig
+from megarl.data.columns import (
+    check_text_only,
+    list_columns,
+    parse_answer,
+    parse_chat_messages,
+    parse_conversation,
+    parse_sharegpt,
+    parse_tool_names,
+    parse_tool_schemas,
+    row_id,
+    row_source,
+)
+from megarl.data.loader import NESTED_COLUMNS, OrderKeys
+from megarl.data.table import Table, read_rows
+from megarl.types import Message, Prompt, Rollout, Turn, as_token_ids
+from megarl.types.requirements import ItemKind
+
+Item = TypeVar("Item")
+
+_ALIASES = {"prompt": "messages", "ground_truth": "label"}  # names of the two columns in other data sets
+
+
+def read_prompts(
+    path: str | Path,
+    prompt_key: str = "prompt",
+    label_key: str = "ground_truth",
+    max_rows: int | None = None,
+    name: str = "",
+    order: str = "",
+) -> list[Prompt]:
+    """Read all prompts of a file, or the first `max_rows`, in file order, without token ids.
+
+    `.parquet` with verl's columns (data_source, prompt, ability, reward_model {style, ground_truth}, extra_info), or
+    `.jsonl` with {prompt | messages, ground_truth | label, tools, data_source, id, metadata | extra}; either may use
+    the other's columns. `prompt_key` names the prompt, a list of chat messages or a string that becomes one user
+    message; `label_key` the ground truth if there is no `reward_model.ground_truth`, "" if there is none at all.
+    `tools` are names or OpenAI tool schemas. Without `id`, a row's id is the file's stem and the row's index from 0.
+    Any other column goes into `extra`, together with the fields of extra_info, metadata and extra. name: of the data
+    set, if there are several; prefix of ids, and the source of rows without `data_source`. order: a column whose values
+    must be numbers or missing.
+
+    Raises ConfigError for a missing, empty or unreadable file, a missing column, a malformed row, an id used twice.
+    """
+    file = Path(path)
+    prompts: list[Prompt] = []
+    location_by_id: dict[str, str] = {}
+    keys = OrderKeys(order)
+    for location, prompt in islice(iter_prompts(file, prompt_key, label_key, name), max_rows):
+        if prompt.id in location_by_id:
+            raise ConfigError(
+                f"{location}: the id {prompt.id!r} is taken by {location_by_id[prompt.id]}; ids must be unique"
+            )
+        location_by_id[prompt.id] = location
+        keys.add(prompt.extra, location)
+        prompts.append(prompt)
+    if not prompts:
+        raise ConfigError(f"{file} holds no prompts")
+    return prompts
+
+
+def iter_prompts(
+    file: Path, prompt_key: str = "prompt", label_key: str = "ground_truth", name: str = ""
+) -> Iterator[tuple[str, Prompt]]:
+    """Yield (location, prompt) of each row, as in `read_prompts` but without the checks across rows."""
+    for index, (location, row) in enumerate(read_rows(file)):
+        yield location, _parse_prompt(row, location, f"{name or file.stem}-{index}", prompt_key, label_key, name)
+
+
+def render_prompts(
+    prompts: Sequence[Prompt], render: Callable[[Prompt], Sequence[int]], max_prompt_tokens: int
+) -> tuple[list[Prompt], int]:
+    """Return the prompts with token ids, and the number dropped for exceeding `max_prompt_tokens`.
+
+    Raises ConfigError if none is left.
+    """
+    fitting: list[Prompt] = []
+    shortest = 0
+    for prompt in prompts:
+        ids = as_token_ids(render(prompt))
+        if len(ids) <= max_prompt_tokens:
+            fitting.append(replace(prompt, token_ids=ids))
+        else:
+            shortest = min(shortest or len(ids), len(ids))
+    if not fitting:
+        raise prompts_too_long_error(len(prompts), max_prompt_tokens, shortest)
+    return fitting, len(prompts) - len(fitting)
+
+
+def prompts_too_long_error(count: int, max_prompt_tokens: int, shortest: int) -> ConfigError:
+    """Return the error for prompts that are all too long. shortest: tokens of the shortest."""
+    return ConfigError(
+        f"all {count} prompts are longer than {max_prompt_tokens} tokens, the shortest has {shortest}; raise "
+        "rollout.max_context"
+    )
+
+
+def _parse_prompt(
+    row: dict[str, Any], location: str, default_id: str, prompt_key: str, label_key: str, name: str
+) -> Prompt:
+    check_text_only(row, location)
+    rest = dict(row)
+    messages = parse_chat_messages(
+        _pop_column(rest, row, prompt_key, location, "data.prompt_key"), location, prompt_key
+    )
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(f"{location}: {prompt_key!r} ends with the assistant's words, which leaves nothing to answer")
+    reward_model = rest.get("reward_model")
+    if isinstance(reward_model, dict) and "ground_truth" in reward_model:
+        ground_truth = reward_model["ground_truth"]
+        if ground_truth is None and label_key:
+            raise ConfigError(
+                f'{location}: reward_model.ground_truth is empty; fill it in, or set data.label_key to "" if there '
+                "is none"
+            )
+        rest.pop("reward_model")
+    elif label_key:
+        ground_truth = _pop_column(rest, row, label_key, location, "data.label_key")
+    else:
+        ground_truth = None
+    identity, source = row_id(rest, location, name, default_id), row_source(rest, location, name)
+    for column in ("id", "data_source"):
+        rest.pop(column, None)
+    tools = parse_tool_names(rest.pop("tools", None), location)
+    extra: dict[str, Any] = {}
+    for column in NESTED_COLUMNS:
+        fields = rest.get(column)
+        if isinstance(fields, dict):
+            extra.update(rest.pop(column))
+    return Prompt(
+        id=identity,
+        messages=messages,
+        data_source=source,
+        ground_truth=ground_truth,
+        tools=tools,
+        extra=rest | extra,
+    )
+
+
+def _pop_column(row: dict[str, Any], original: dict[str, Any], key: str, location: str, option: str) -> Any:
+    """Remove and return a column's value. whole: the original row."""
+    for name in (key, _ALIASES.get(key)):
+        if name is not None and row.get(name) is not None:
+            return row.pop(name)
+    empty = f"; the column {key!r} is empty here" if key in row else ""
+    none = ' (or to "" if there is no ground truth)' if option == "data.label_key" else ""
+    columns = f"columns here: {list_columns(original)}"
+    raise ConfigError(f"{location}: no {key!r}{empty}; {columns}; set {option} to the right one{none}")
+
+
+def read_conversations(
+    path: str | Path,
+    tokenizer: Any,
+    max_rows: int | None = None,
+    prompt_key: str = "prompt",
+    answer_key: str = "",
+    name: str = "",
+    order: str = "",
+) -> SFTDataset:
+    """Read a .jsonl or .parquet file of conversations as Rollouts whose action turns are the assistant's messages.
+
+    A row holds `messages`, ShareGPT's `conversations`, or a prompt and its answer, as `conversation_columns` reads
+    them, and optionally `tools`, a list of OpenAI tool schemas or its JSON. An action turn ends with the tokenizer's
+    end-of-turn token; its log-probs are 0, since it was not sampled. most: maximum number of rows. name: of the data
+    set, if there are several, for ids and as the source of rows without `data_source`. order: a column of numbers.
+
+    Raises ConfigError, naming the line, for a row without a conversation.
+    """
+
+    def read(location: str, row: dict[str, Any]) -> dict[str, Any]:
+        return _normalize_row(row, location, prompt_key, answer_key, name)
+
+    keys = OrderKeys(order)
+
+    def check_row(location: str, row: dict[str, Any]) -> None:
+        keys.add(row, location)
+        read(location, row)
+
+    rows = Table.read(Path(path), check_row, max_rows)
+    if not len(rows):
+        raise ConfigError(f"{path} holds no conversation")
+    return SFTDataset(rows, tokenizer, read, keys.to_array())
+
+
+def iter_conversations(
+    file: Path, tokenizer: Any, prompt_key: str, answer_key: str, name: str
+) -> Iterator[tuple[str, dict[str, Any], Rollout]]:
+    """Yield (location, row, conversation) of each row, as in `read_conversations`."""
+    for location, row in read_rows(file):
+        yield (
+            location,
+            row,
+            tokenize_conversation(_normalize_row(row, location, prompt_key, answer_key, name), tokenizer, location),
+        )
+
+
+def conversations_too_long_error(path: str, count: int, positions: int, shortest: int) -> ConfigError:
+    """Return the error for a file whose conversations are all too long.
+
+    positions: of the model. shortest: tokens of the shortest conversation.
+    """
+    return ConfigError(
+        f"{path}: {count} of {count} conversations are longer than the model's {positions} positions, so none is left; "
+        f"the shortest has {shortest} tokens"
+    )
+
+
+@dataclass(frozen=True)
+class SFTDataset(Sequence[Rollout]):
+    """The conversations of a file, read, rendered and tokenized on access (0.6 ms); nothing is cached."""
+
+    rows: Table
+    tokenizer: Any
+    normalize: Callable[[str, dict[str, Any]], dict[str, Any]]
+    """(location, row) -> argument of `tokenize_conversation`."""
+    keys: np.ndarray | None = field(default=None, compare=False)
+    """[rows] float64: sort keys of a curriculum, NaN if unknown; None without one."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: Sequence[int]) -> SFTDataset:
+        keys = None if self.keys is None else self.keys[np.asarray(indices, np.int64)]
+        return replace(self, rows=self.rows.select(indices), keys=keys)
+
+    @overload
+    def __getitem__(self, index: int) -> Rollout: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SFTDataset: ...
+
+    def __getitem__(self, index: int | slice) -> Rollout | SFTDataset:
+        if isinstance(index, slice):
+            return self.select(range(*index.indices(len(self))))
+        location, row = self.rows[index]
+        return tokenize_conversation(self.normalize(location, row), self.tokenizer, location, group=index)
+
+
+def _normalize_row(row: dict[str, Any], location: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
+    """Return the row as `tokenize_conversation` takes it. Raises ConfigError if the last message is no assistant's."""
+    check_text_only(row, location)
+    messages = parse_conversation(row, location, prompt_key, answer_key)
+    roles = [message["role"] for message in messages]
+    if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
+        raise ConfigError(f"{location}: messages must begin with a prompt and end with the assistant's, not {roles}")
+    for number, message in enumerate(messages):
+        content_parts = [message.get(part) for part in ("content", "tool_calls", "reasoning_content")]
+        if message["role"] == "assistant" and not any(map(str.strip, map(str, filter(None, content_parts)))):
+            raise ConfigError(f"{location}: message {number} of 'messages', the assistant's, is empty; drop the row")
+    identity, source = row_id(row, location, name, location), row_source(row, location, name)
+    tools = parse_tool_schemas(row.get("tools"), location)
+    return {**row, "id": identity, "data_source": source, "messages": messages, "tools": tools}
+
+
+class _TemplateError(Exception):
+    """The chat template cannot render a conversation."""
+
+
+_PROBE_ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def tokenize_conversation(
+    row: dict[str, Any], tokenizer: Any, location: str, group: int = 0, last_only: bool = False
+) -> Rollout:
+    """Tokenize one conversation to a Rollout: prompt, action, observation, action, ..., action.
+
+    last_only: everything before the assistant's last message is the prompt.
+
+    The chat template renders successively longer prefixes of the conversation. What a prefix adds to the previous one
+    is tokenized by itself, because a turn's ids are fixed before the next turn is written.
+    """
+    try:
+        return _tokenize(row, tokenizer, location, group, last_only)
+    except _TemplateError as error:
+        reason = error
+    try:  # blames the template if it cannot render even the simplest conversation, otherwise the row
+        _tokenize(_PROBE_ROW, tokenizer, location, group, last_only)
+    except _TemplateError as error:
+        raise ConfigError(f"model.path: {error}; this is so with any conversation") from None
+    raise ConfigError(f"{location}: {reason}")
+
+
+def _tokenize(row: dict[str, Any], tokenizer: Any, location: str, group: int, last_only: bool) -> Rollout:
+    messages: tuple[Message, ...] = tuple(row["messages"])
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = answers[-1:] if last_only else answers
+    end_of_turn = tokenizer.eos_token
+    if not end_of_turn:
+        raise ConfigError("model.path: the tokenizer has no eos_token, by which the assistant's turns would end")
+    tools = row.get("tools") or None
+
+    def render(count: int, add_generation_prompt: bool) -> str:
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages[:count]), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # jinja2's errors and whatever a template raises on purpose
+            roles = ", ".join(str(message["role"]) for message in messages)
+            reason = " ".join(str(error).split())
+            raise _TemplateError(f"the chat template cannot render the roles {roles}: {reason}") from None
+        return str(text)
+
+    def new_text(text: str, known: str) -> str:
+        if not text.startswith(known):
+            raise _TemplateError("the chat template rewrites earlier turns once later ones are there")
+        return text[len(known) :]
+
+    turns: list[Turn] = []
+    known = ""
+    for index in answers:
+        observed = new_text(render(index, True), known)
+        known += observed
+        turns.append(Turn(tokenizer.encode(observed, add_special_tokens=False)))
+        response = new_text(render(index + 1, False), known)
+        if end_of_turn not in response:
+            raise _TemplateError(f"the chat template does not end the assistant's turn by {end_of_turn}")
+        response = response[: response.rindex(end_of_turn) + len(end_of_turn)]
+        known += response
+        ids = as_token_ids(tokenizer.encode(response, add_special_tokens=False))
+        turns.append(Turn(ids, np.zeros(len(ids), np.float32), is_action=True))
+    prompt = Prompt(
+        id=str(row.get("id", location)),
+        messages=messages[: answers[0]],
+        token_ids=turns[0].token_ids,
+        data_source=row.get("data_source", ""),
+        ground_truth=row.get("ground_truth"),
+        tools=tuple(tool["function"]["name"] for tool in tools or ()),
+    )
+    calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+    return Rollout(prompt, tuple(turns), messages=messages, group=group, tool_calls=calls)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two finished conversations with the same beginning; the last turns are the compared answers."""
+
+    chosen: Rollout
+    rejected: Rollout
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chosen.num_tokens + self.rejected.num_tokens
+
+
+@dataclass(frozen=True)
+class PreferenceDataset(Sequence[Pair]):
+    """The pairs of a file, read, rendered and tokenized on access (a millisecond); nothing is cached."""
+
+    rows: Table
+    tokenizer: Any
+    name: str = ""
+    """Name of the data set, if there are several."""
+    keys: np.ndarray | None = field(default=None, compare=False)
+    """[rows] float64, as in `SFTDataset`."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Pair: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PreferenceDataset: ...
+
+    def __getitem__(self, index: int | slice) -> Pair | PreferenceDataset:
+        if isinstance(index, slice):
+            keys = None if self.keys is None else self.keys[index]
+            return replace(self, rows=self.rows[index], keys=keys)
+        location, row = self.rows[index]
+        return make_pair(row, self.tokenizer, location, self.name, group=index)
+
+
+def read_preferences(
+    path: str | Path, tokenizer: Any, max_tokens: int, max_length: int, name: str = "", order: str = ""
+) -> tuple[PreferenceDataset, int]:
+    """Read the pairs of a .jsonl or .parquet file. Return those that are short enough, and the number dropped.
+
+    A pair is too long with more than `max_tokens` tokens, since both answers must fit into one micro-batch, or if one
+    conversation has more than `max_length`. The tokenizer's template renders a chat up to and including the end of the
+    last answer's turn, where a rollout would end, too. Optional columns: `tools`, a list of OpenAI tool schemas; `id`
+    and `data_source`, as for prompts. All others are ignored. name: of the data set, if there are several. order: a
+    column of numbers.
+
+    Every pair is rendered once here, so that mistakes show before training. Raises ConfigError, naming the line, for a
+    row that lacks an answer, does not end with an assistant message, has two different prompts or two equal answers;
+    and for a file without a pair, or with none that is short enough.
+    """
+    dropped = shortest = 0
+    keys = OrderKeys(order)
+
+    def fits(location: str, row: dict[str, Any]) -> bool:
+        nonlocal dropped, shortest
+        pair = make_pair(row, tokenizer, location, name)
+        longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
+        if pair.num_tokens <= max_tokens and longest <= max_length:
+            keys.add(row, location)
+            return True
+        dropped, shortest = dropped + 1, min(shortest or pair.num_tokens, pair.num_tokens)
+        return False
+
+    rows = Table.read(Path(path), fits)
+    if dropped and not len(rows):
+        raise pairs_too_long_error(str(path), dropped, max_tokens, max_length, shortest)
+    if not len(rows):
+        raise ConfigError(f"{path} holds no pair")
+    return PreferenceDataset(rows, tokenizer, name, keys.to_array()), dropped
+
+
+def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int, shortest: int) -> ConfigError:
+    """Return the error for a file whose pairs are all too long.
+
+    max_tokens, max_length: as in `read_preferences`. shortest: tokens of the shortest pair.
+    """
+    return ConfigError(
+        f"{path}: all {count} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
+        f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.token_budget"
+    )
+
+
+def check_pair(row: dict[str, Any], location: str) -> dict[str, tuple[Message, ...]]:
+    """Return the two conversations. Raises ConfigError for mistakes that show without a tokenizer."""
+    messages = {key: _parse_side(row, key, location) for key in ("chosen", "rejected")}
+    if messages["chosen"][0] != messages["rejected"][0]:
+        raise ConfigError(f"{location}: 'chosen' and 'rejected' begin differently; only answers to one prompt compare")
+    return messages
+
+
+def make_pair(row: dict[str, Any], tokenizer: Any, location: str, name: str = "", group: int = 0) -> Pair:
+    messages, tools = check_pair(row, location), parse_tool_schemas(row.get("tools"), location)
+    common_fields = {
+        "id": row_id(row, location, name, location),
+        "data_source": row_source(row, location, name),
+        "tools": tools,
+    }
+    rollouts = {
+        key: tokenize_conversation(
+            {**common_fields, "messages": value},
+            tokenizer,
+            f"{location}, {key!r}",
+            group,
+            last_only=True,
+        )
+        for key, value in messages.items()
+    }
+    if np.array_equal(rollouts["chosen"].token_ids, rollouts["rejected"].token_ids):
+        raise ConfigError(f"{location}: 'chosen' and 'rejected' are the same; there is nothing to learn from this pair")
+    return Pair(**rollouts)
+
+
+def _parse_side(row: dict[str, Any], key: str, location: str) -> tuple[Message, ...]:
+    """Return the whole conversation of one of the two columns."""
+    value, prompt, conversations = row.get(key), row.get("prompt"), row.get("conversations")
+    if value is None:
+        raise ConfigError(
+            f"{location}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {list_columns(row)}"
+        )
+    check_text_only(row, location)
+    head: tuple[Message, ...] = ()
+    if prompt is not None:
+        head = parse_chat_messages(prompt, location, "prompt")
+    elif isinstance(conversations, list) and conversations:
+        head = parse_sharegpt(conversations, location, "conversations")
+    messages = parse_answer(value, location, key)
+    if messages[0]["role"] == "assistant":
+        if not head:
+            raise ConfigError(f"{location}: {key!r} begins with the answer, and there is no 'prompt' before it")
+        messages = head + messages
+    elif messages[: len(head)] != head:
+        raise ConfigError(
+            f"{location}: {key!r} begins neither with the answer nor with the row's 'prompt'; drop that one"
+        )
+    if messages[-1]["role"] != "assistant":
+        raise ConfigError(
+            f"{location}: {key!r} must end with the assistant's answer, not with role {messages[-1]['role']}"
+        )
+    return messages
+
+
+MAX_ROWS = 1000
+"""Rows to check: takes milliseconds for a file of any size. The others are read once the ranks are up."""
+
+
+class FirstRow(NamedTuple):
+    """A row that was checked.
+
+    location: file and line, for messages. text: a prompt's messages; for other rows all columns except id and
+    data_source. extra: extra columns of a prompt.
+    """
+
+    location: str
+    text: str
+    extra: Mapping[str, Any]
+
+
+def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "") -> list[FirstRow]:
+    """Check the first rows and return them. Raises ConfigError, naming the line, for malformed rows.
+
+    order: column to sort by.
+    """
+    data = config.data
+    if item == "prompts":
+        prompts = read_prompts(path, data.prompt_key, data.label_key, MAX_ROWS, order=order)
+        return [FirstRow(f"{path}, {prompt.id}", repr(prompt.messages), prompt.extra) for prompt in prompts]
+    if item == "conversations":
+        read_conversations(path, None, MAX_ROWS, data.prompt_key, answer_key(config), order=order)
+    elif item == "pairs":
+        keys, pairs = OrderKeys(order), 0
+        for location, row in islice(read_rows(Path(path)), MAX_ROWS):
+            check_pair(row, location)
+            keys.add(row, location)
+            pairs += 1
+        if not pairs:
+            raise ConfigError(f"{path} holds no pair")
+    else:
+        return []
+    rows = islice(read_rows(Path(path)), MAX_ROWS)
+    return [
+        FirstRow(location, repr(sorted((name, row[name]) for name in row.keys() - {"id", "data_source"})), {})
+        for location, row in rows
+    ]
+
+
+def answer_key(config: Config) -> str:
+    """Return the column of the answer in prompt/answer conversations; empty if data.label_key has its default."""
+    key = config.data.label_key
+    return "" if key == DataConfig.label_key else key

@@ -1,0 +1,444 @@
+"""The order of training items: curriculum keys, mixtures of data sets, and the resumable loader.
+
+A curriculum sorts items by the numbers of a column, such as difficulty. Several data sets are concatenated, or
+interleaved by weights: a repeating pattern assigns each position of the endless stream to a data set. Among the first n
+positions each set has its share of n rounded down or up. A step therefore has each set's share to within two prompts,
+and exactly if the share is a whole number. Each set has its own epochs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+import random
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+
+from megarl.config import Config, ConfigError, DataConfig
+from megarl.data.table import is_parquet, open_parquet, to_dicts
+
+NESTED_COLUMNS = ("extra_info", "metadata", "extra")
+"""Columns whose fields count as columns."""
+
+
+class OrderKeys:
+    """Collects the numbers of a column row by row; without a column it collects nothing."""
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._values = array("d")
+
+    def add(self, row: Mapping[str, Any], location: str) -> None:
+        """Add a row. Raises ConfigError for a value that is no number; missing and null values are unknown."""
+        if self._column:
+            self._values.append(read_key(row, self._column, location))
+
+    def to_array(self) -> np.ndarray | None:
+        """Return [rows] float64, NaN if unknown; None without a column."""
+        return np.array(self._values, dtype=np.float64) if self._column else None
+
+
+def check_has_keys(keys: np.ndarray | None, column: str, files: Sequence[str]) -> None:
+    """Raise ConfigError if no row of any file has a number in the column."""
+    if keys is not None and np.isnan(keys).all():
+        raise ConfigError(
+            f"data.order={column}: no row of {', '.join(files)} has a number in that column, or in a field of "
+            f"that name in {', '.join(NESTED_COLUMNS)}; set it to one that there is, or to nothing"
+        )
+
+
+def read_key(row: Mapping[str, Any], column: str, location: str) -> float:
+    """Return the number in a column of a row, NaN if there is none. Raises ConfigError for other values."""
+    value = row.get(column)
+    for fields in (row.get(name) for name in NESTED_COLUMNS if value is None):
+        value = fields.get(column) if value is None and isinstance(fields, dict) else value
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(
+            f"{location}: {column!r} is {str(value)[:80]!r}, which is no number; data.order={column} puts rows in the "
+            "order of numbers, so write one, or null where it is unknown"
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{location}: {column!r} is beyond what a float64 holds; write a smaller number") from None
+
+
+def check_no_nan(file: Path, column: str) -> None:
+    """Raise ConfigError, naming the row, if the column holds NaN, which `read_rows` returns as null.
+
+    NaN may be a missing number or a failed division.
+    """
+    if is_parquet(file):
+        with open_parquet(file) as table:
+            names = [name for name in (column, *NESTED_COLUMNS) if name in table.schema_arrow.names]
+            rows: Iterator[Any] = (
+                (f"{file}, row {number}", row)
+                for number, row in enumerate(
+                    row for batch in table.iter_batches(columns=names, use_threads=False) for row in to_dicts(batch)
+                )
+            )
+            _check_no_nan(rows, column)
+        return
+    with file.open("rb") as lines:
+        _check_no_nan(
+            ((f"{file}:{number}", json.loads(line)) for number, line in enumerate(lines, 1) if b"NaN" in line), column
+        )
+
+
+def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> None:
+    for location, row in rows:
+        for fields in (row, *(row.get(name) for name in NESTED_COLUMNS)):
+            value = fields.get(column) if isinstance(fields, dict) else None
+            if isinstance(value, float) and math.isnan(value):
+                raise ConfigError(
+                    f"{location}: {column!r} is NaN, by which data.order={column} cannot put rows in order; write a "
+                    "number, or null where it is unknown"
+                )
+
+
+def sort_by_key(order: Sequence[int], keys: np.ndarray) -> list[int]:
+    """Sort the items with known keys among the positions that they occupy in `order`. Stable.
+
+    Items with unknown keys keep their positions.
+    """
+    result = np.asarray(order, dtype=np.int64).copy()
+    positions = np.flatnonzero(~np.isnan(keys[result]))
+    items = result[positions]
+    result[positions] = items[np.argsort(keys[items], kind="stable")]
+    order_list: list[int] = result.tolist()
+    return order_list
+
+
+Item = TypeVar("Item")
+
+MAX_PATTERN_LENGTH = 10_000
+"""Maximum length of the pattern. Weights that need a longer one are rounded to this length."""
+
+
+@dataclass(frozen=True)
+class ConcatDataset(Sequence[Item], Generic[Item]):
+    """Concatenation of several data sets."""
+
+    parts: tuple[Sequence[Item], ...]
+    names: tuple[str, ...]
+    """Unique names of the data sets; empty for a single one."""
+    keys: np.ndarray | None = None
+    """[items] float64: sort keys of a curriculum, NaN if unknown; None without one."""
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(len(part) for part in self.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        if isinstance(index, slice):
+            return self.select(range(*index.indices(len(self))))
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        for part in self.parts:
+            if index < len(part):
+                return part[index]
+            index -= len(part)
+        raise AssertionError("sizes changed")
+
+    def select(self, indices: Sequence[int]) -> Sequence[Item]:
+        """Return the items at these indices, in this order; lazily, unless all are in memory anyway."""
+        if all(isinstance(part, list) for part in self.parts):
+            return [self[index] for index in indices]
+        return Subset(self, tuple(indices))
+
+
+@dataclass(frozen=True)
+class Subset(Sequence[Item], Generic[Item]):
+    """Items selected by index, read on access."""
+
+    items: Sequence[Item]
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Subset[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | Subset[Item]:
+        if isinstance(index, slice):
+            return Subset(self.items, self.indices[index])
+        return self.items[self.indices[index]]
+
+
+def name_datasets(paths: Sequence[str]) -> tuple[str, ...]:
+    """Name each file by the shortest unique end of its path, without suffix; empty for a single file.
+
+    Raises ConfigError for a file that is named twice.
+    """
+    if len(paths) < 2:
+        return ("",) * len(paths)
+    stems = [Path(path).with_suffix("").parts for path in paths]
+    file_paths = [Path(path) for path in paths]
+    if duplicates := [path for number, path in enumerate(file_paths) if path in file_paths[:number]]:
+        raise ConfigError(f"data: {duplicates[0]} is named twice; what it should weigh more is said by data.weights")
+    for length in range(1, max(map(len, stems)) + 1):
+        names = ["/".join(parts[-length:]).lstrip("/") for parts in stems]
+        if len(set(names)) == len(names):
+            return tuple(names)
+    return tuple(path.lstrip("/") for path in paths)  # they differ in the suffix only
+
+
+def check_files(data: DataConfig) -> None:
+    """Raise ConfigError if weights do not match the files, or a file is named twice."""
+    if data.weights and len(data.weights) != len(data.train):
+        raise ConfigError(
+            f"data.weights has {len(data.weights)} numbers, but data.train names {len(data.train)} files; give one for "
+            "each"
+        )
+    round_weights(data.weights)
+    for paths in (data.train, data.eval):
+        name_datasets(paths)
+
+
+def build_pattern(weights: Sequence[float]) -> np.ndarray:
+    """Return [length] int64: the data set of each position of the repeating pattern; [0] without weights.
+
+    Among the first n positions, also of the repeated pattern, each set has `n * share` rounded down or up: a set may
+    take its next position once `n * share` exceeds its count, and of the sets that may, the one with the earliest
+    deadline does. Earliest-deadline-first meets all deadlines whenever a schedule exists, and fluid shares would meet
+    them.
+    """
+    counts = round_weights(weights)
+    total = sum(counts)
+    num_taken, pattern = [0] * len(counts), np.zeros(total, dtype=np.int64)
+    for position in range(total):
+        # Set k: its next position, number num_taken[k] + 1, must be at least floor(num_taken[k] / share) and below
+        # ceil((num_taken[k] + 1) / share), where share = counts[k] / total.
+        eligible = [k for k, count in enumerate(counts) if num_taken[k] * total < count * (position + 1)]
+        chosen = min(eligible, key=lambda k: (-(-(num_taken[k] + 1) * total // counts[k]), k))
+        pattern[position] = chosen
+        num_taken[chosen] += 1
+    return pattern
+
+
+def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the weights as the smallest integers of the same ratios.
+
+    If their sum would exceed `MAX_PATTERN_LENGTH`, that many positions are distributed by largest remainder. Raises
+    ConfigError for a weight that would then get none.
+    """
+    if not weights:
+        return (1,)
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = np.lcm.reduce([fraction.denominator for fraction in exact], dtype=object)
+    counts = [int(fraction * scale) for fraction in exact]
+    divisor = int(np.gcd.reduce(counts, dtype=object))
+    counts = [count // divisor for count in counts]
+    if sum(counts) > MAX_PATTERN_LENGTH:
+        quotas = [Fraction(count * MAX_PATTERN_LENGTH, sum(counts)) for count in counts]
+        floors = [quota.numerator // quota.denominator for quota in quotas]
+        by_remainder = sorted(range(len(quotas)), key=lambda k: (floors[k] - quotas[k], k))
+        for k in by_remainder[: MAX_PATTERN_LENGTH - sum(floors)]:
+            floors[k] += 1
+        counts = floors
+    if 0 in counts:
+        raise ConfigError(
+            f"data.weights={list(weights)}: {weights[counts.index(0)]:g} is less than one prompt in "
+            f"{MAX_PATTERN_LENGTH}; raise "
+            "it, or take that data set out"
+        )
+    return tuple(counts)
+
+
+class Stream:
+    """Maps a position to a data set and an item, as a pure function of the position, so a run can resume anywhere."""
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] = ()) -> None:
+        """sizes: items of each set. Without weights all sets count as one."""
+        self.sizes = tuple(sizes) if weights else (sum(sizes),)
+        self.offsets = np.cumsum([0, *self.sizes]).tolist()
+        self._pattern = build_pattern(weights)
+        marks = self._pattern[:, None] == np.arange(len(self.sizes))
+        self._cumulative_counts = np.concatenate(
+            [np.zeros((1, len(self.sizes)), np.int64), marks.cumsum(0)]
+        )  # [length + 1, sets]
+
+    def count_before(self, position: int) -> list[int]:
+        """Return the number of items of each set before a position."""
+        rounds, offset = divmod(position, len(self._pattern))
+        counts: list[int] = (rounds * self._cumulative_counts[-1] + self._cumulative_counts[offset]).tolist()
+        return counts
+
+    def locate(self, position: int) -> tuple[int, int, int]:
+        """Return (set, its epoch, index within the epoch) of a position."""
+        chosen = int(self._pattern[position % len(self._pattern)])
+        return chosen, *divmod(self.count_before(position)[chosen], self.sizes[chosen])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the values that a checkpoint must agree with."""
+        return {"sizes": list(self.sizes), "shares": self._cumulative_counts[-1].tolist()}
+
+
+class PromptLoader(Generic[Item]):
+    """Deals out prompts endlessly, in a shuffled order per epoch that only the seed determines.
+
+    A batch may span two epochs, so that every prompt comes once per epoch. Items may be of any type: they are only
+    indexed, and only when they are dealt out.
+
+    weights: of the data sets in a `ConcatDataset`, which then have their own epochs. order: column of their sort keys,
+    which order each set's first epoch, and without shuffling all epochs. sizes: bytes of the prompt files, as part of
+    the fingerprint.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Item],
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool = True,
+        weights: Sequence[float] = (),
+        order: str = "",
+        file_sizes: Sequence[int] = (),
+    ) -> None:
+        if not len(prompts):
+            raise ConfigError("there are no prompts to train on")
+        if prompts_per_step < 1:
+            raise ConfigError(f"data.prompts_per_step must be at least 1, not {prompts_per_step}")
+        joined = prompts if isinstance(prompts, ConcatDataset) else ConcatDataset((prompts,), ("",))
+        if weights and len(weights) != len(joined.parts):
+            raise ConfigError(f"data.weights has {len(weights)} numbers, but there are {len(joined.parts)} data sets")
+        if order and joined.keys is None:
+            raise ConfigError(
+                f"data.order={order}: this algorithm's items have no columns to order them by; leave it out"
+            )
+        self._prompts = joined
+        self._stream = Stream(joined.sizes, weights)
+        self._names = joined.names if weights else ("",)
+        self._keys = joined.keys if order else None
+        self._per_step = prompts_per_step
+        self._seed = seed
+        self._shuffle = shuffle
+        self._sizes = tuple(file_sizes)
+        self._samples = 0  # prompts dealt out since the beginning
+        self._last: Sequence[Item] = []  # the batch dealt out last
+        self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: order of the set's prompts
+
+    @staticmethod
+    def from_config(items: Sequence[Item], config: Config) -> PromptLoader[Item]:
+        """Create the loader of a configuration."""
+        data = config.data
+        sizes = [file.stat().st_size for file in map(Path, data.train) if file.is_file()]
+        seed, shuffle = config.run.seed, data.shuffle
+        return PromptLoader(items, data.prompts_per_step, seed, shuffle, data.weights, data.order, sizes)
+
+    def next_batch(self) -> Sequence[Item]:
+        """Return the next `prompts_per_step` prompts."""
+        return self.next_items(self._per_step)
+
+    def next_items(self, count: int) -> Sequence[Item]:
+        """Return the next `count` items."""
+        batch = self._items_at(self._samples, count)
+        self._samples += count
+        self._last = batch
+        return batch
+
+    def peek(self, steps: int) -> list[Sequence[Item]]:
+        """Return the batches that the next `steps` calls of `next_batch` will return."""
+        return [self._items_at(self._samples + step * self._per_step, self._per_step) for step in range(steps)]
+
+    def return_unused(self, count: int) -> None:
+        """Return the last `count` items unused: they are dealt out again next time, in the same order."""
+        if not 0 <= count <= self._samples:
+            raise ValueError(f"{self._samples} prompts were handed out, and {count} come back")
+        if count:
+            self._samples -= count
+            self._last = []
+
+    def is_last_batch(self, prompts: Sequence[Item]) -> bool:
+        """Return whether these prompts end the last batch, so that `next_items` continues after them."""
+        last = self._last[-len(prompts) :] if prompts else []
+        return bool(last) and len(last) == len(prompts) and all(map(operator.is_, prompts, last))
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """Return how often the prompts were dealt out: `data/epoch`, or `data/epoch/<set>` for each set."""
+        counts = zip(self._names, self._stream.count_before(self._samples), self._stream.sizes, strict=True)
+        return {f"data/epoch/{name}".rstrip("/"): count / size for name, count, size in counts}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position as plain values. A loader that loads them continues with the same batch."""
+        return {"samples": self._samples, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any], forced: bool = False) -> None:
+        """Restore a saved position. Raises ConfigError if it was saved with other prompts, unless forced."""
+        self.check(state, forced)
+        self._samples = int(state["samples"])
+        self._last = []
+
+    def check(self, state: dict[str, Any], forced: bool = False) -> None:
+        """Raise the error that `load_state_dict` would raise."""
+        if state.get("fingerprint") != self.fingerprint and not forced:
+            raise ConfigError(
+                "the checkpoint was written with other training prompts than these; give data.train the files it was "
+                "written with, and data.weights and data.order what they were, or start a new run.dir, or go on all "
+                "the same by run.resume=forced"
+            )
+
+    def _items_at(self, start: int, count: int) -> Sequence[Item]:
+        return self._prompts.select([self._index(position) for position in range(start, start + count)])
+
+    def _index(self, position: int) -> int:
+        """Return the index among all prompts of the prompt at a position of the stream."""
+        chosen, epoch, number = self._stream.locate(position)
+        return self._stream.offsets[chosen] + self._epoch_order(chosen, epoch)[number]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the data and their shares.
+
+        Covers the number of items, up to 1,000 evenly spaced items, as some are slow to index, and the sizes of the
+        files. A change in other rows of a larger file that keeps its size is not detected.
+        """
+        count = len(self._prompts)
+        digest = hashlib.sha256(str(count).encode())
+        for place in range(min(count, 1000)):
+            digest.update(repr(self._prompts[place * count // min(count, 1000)]).encode())
+        digest.update(repr(self._sizes).encode())
+        if len(self._stream.sizes) > 1:
+            digest.update(repr(self._stream.describe()).encode())
+        if self._keys is not None:
+            digest.update(self._keys.tobytes())
+        return digest.hexdigest()
+
+    def _epoch_order(self, chosen: int, epoch: int) -> list[int]:
+        """Return the order of a set in an epoch. The last two are cached, because a batch may span both."""
+        if (order := self._orders.get((chosen, epoch))) is None:
+            start, size = self._stream.offsets[chosen], self._stream.sizes[chosen]
+            order = list(range(size))
+            if self._shuffle:
+                set_suffix = f"/{chosen}" if len(self._stream.sizes) > 1 else ""
+                random.Random(f"{self._seed}/{epoch}{set_suffix}").shuffle(order)
+            if self._keys is not None and (epoch == 0 or not self._shuffle):
+                order = sort_by_key(order, self._keys[start : start + size])
+            for other in [key for key in self._orders if key[0] == chosen and abs(key[1] - epoch) > 1]:
+                del self._orders[other]
+            self._orders[chosen, epoch] = order
+        return order
