@@ -15,7 +15,7 @@ from megarl.config.strict import ConfigError, closest_match
 from megarl.environments.loading import ENVIRONMENTS_KEY, TOOLS_KEY, check_spec
 from megarl.environments.protocol import EnvironmentInfo
 from megarl.environments.tools import Tool
-from megarl.processes.process_limits import NO_LIMITS, ProcessLimits
+from megarl.processes.children import NO_LIMITS, ProcessLimits
 from megarl.processes.worker_process import ForkServer, WorkerUnavailable
 
 if TYPE_CHECKING:

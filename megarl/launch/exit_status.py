@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from megarl.config import ConfigError
 from megarl.config.command_line import missing_package_hint
-from megarl.processes import children, memory_files, node
+from megarl.processes import memory_files, node
 from megarl.processes.children import die_with_parent
 
 REQUEUE_EXIT_CODE = 85
@@ -264,7 +264,7 @@ def classify_error(error: BaseException) -> tuple[ExitKind, int, str]:
 def _describe_foreign_users() -> str:
     """Describe other users connected to the job's ports, who may have taken a rank's place."""
     with contextlib.suppress(OSError, ValueError):
-        if users := children.list_connected_users():
+        if users := node.list_connected_users():
             names = ", ".join(map(str, users))
             return f"; user {names} of this machine is connected to its ports (SECURITY.md, What is not closed)"
     return ""

@@ -26,7 +26,7 @@ from megarl.observe.tracker import Tracker
 from megarl.observe.trackers.adapter import make_rows
 from megarl.observe.webhook import Webhook, resolve_url
 from megarl.parallel import ranks
-from megarl.rewards.failed_rewards import summarize_unscored
+from megarl.rewards.composite import summarize_unscored
 from megarl.rollout.aborted import summarize_aborts
 from megarl.types import Rollouts, TrainBatch
 
@@ -127,7 +127,7 @@ class RunLog:
         if self._webhook is not None and (failure := self._webhook.pop_failure()):
             self.log(failure)
 
-    def report_quarantined(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+    def report_nonfinite(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """Append rollouts with non-finite values, which are not trained on, to quarantine.jsonl and raise an alarm.
 
         They are recorded with the step's other rollouts; `prompt` and `seed` identify them there.

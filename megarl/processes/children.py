@@ -1,7 +1,6 @@
-"""Child processes: list them, end them with this process, and find connections of other users.
+"""Child processes: list them, end them with this process, and limit those that run user code.
 
 `die_with_parent` and `inherit_orphans` ask the kernel to end a process with its parent and to adopt grandchildren.
-`list_connected_users` checks the ports of gloo and NCCL, which accept connections from anybody.
 """
 
 from __future__ import annotations
@@ -9,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
+import sys
 import time
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 _LOOK_S = 0.02
 
@@ -94,32 +95,49 @@ def inherit_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-_ESTABLISHED = "01"
+INHERITED_VARIABLES = (
+    *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"),
+    *("PYTHONHASHSEED", "MEGARL_SANDBOX"),
+)
+"""Variables that are inherited, in addition to all that begin with LC_. None of them is a secret."""
 
 
-def list_connected_users() -> list[int]:
-    """Return the other users whose processes on this machine have a TCP connection with this process.
+@dataclass(frozen=True)
+class ProcessLimits:
+    """Limits of a worker process.
 
-    The result is sorted numeric user ids.
+    pass_env: further variables to inherit if set. memory_mb: MiB of data that a process may have; 0 for no limit.
     """
-    connections: set[tuple[str, str]] = set()
-    users: dict[tuple[str, str], int] = {}
-    sockets = _list_sockets()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-                _, local_end, remote_end, state, *_, user, _, inode = line.split()[:10]
-                if inode in sockets and state == _ESTABLISHED:
-                    connections.add((remote_end, local_end))  # as the peer sees it
-                elif inode != "0":  # inode 0: the socket has no process and hence no user
-                    users[local_end, remote_end] = int(user)
-    return sorted({users[ends] for ends in connections & users.keys()} - {os.getuid()})
+
+    pass_env: tuple[str, ...] = ()
+    memory_mb: int = 0
 
 
-def _list_sockets() -> set[str]:
-    """Return the inodes of this process's sockets."""
-    inodes = set()
-    for link in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(link.path).removeprefix("socket:[").removesuffix("]"))
-    return inodes
+NO_LIMITS = ProcessLimits()
+
+
+def clean_environment(pass_env: Sequence[str] = (), source: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a worker process, taken from `source`, by default this process's environment."""
+    source = os.environ if source is None else source
+    names = [name for name in source if name in INHERITED_VARIABLES or name in pass_env or name.startswith("LC_")]
+    path = os.pathsep.join(filter(None, sys.path))
+    # One thread each, because there are about as many processes as cores; inherited variables override these.
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | {name: source[name] for name in names}
+
+
+def apply_limits(memory_mb: int) -> None:
+    """Limit memory and disable core dumps, for this process and separately for each that it starts.
+
+    Also makes the kernel's OOM killer prefer such a process over a rank.
+    """
+    _lower(resource.RLIMIT_CORE, 0)
+    if memory_mb:
+        _lower(resource.RLIMIT_DATA, memory_mb << 20)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
+
+
+def _lower(kind: int, limit: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(kind, (limit, limit))

@@ -28,8 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.config import plugins
-from megarl.processes.children import die_with_parent, inherit_orphans, is_tracker
-from megarl.processes.process_limits import apply_limits
+from megarl.processes.children import apply_limits, die_with_parent, inherit_orphans, is_tracker
 
 ServeFunction = Callable[[socket.socket, dict[str, Any], dict[str, Any]], None]
 MAX_OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 18, 1 << 12

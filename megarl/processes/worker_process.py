@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.processes.children import ProcessLimits, clean_environment
 from megarl.processes.messages import MAX_BYTES, encode_order, read_frame
-from megarl.processes.process_limits import ProcessLimits, clean_environment
 
 LOAD_LIMIT_S = 120.0
 """Seconds that importing the user's modules may take."""

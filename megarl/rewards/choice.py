@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megarl.rewards.ground_truths import with_prompt_check
+from megarl.rewards.functions import with_prompt_check
 from megarl.rewards.stated_answer import extract_boxed, extract_final_part, find_box
 from megarl.types import Prompt, Rollout
 

@@ -1,65 +1,28 @@
 """Combine the parts of a reward (functions, environments, a model, a service) into one number by weights.
 
-If any part failed, the rollout has no reward. `Rollout.env_reward` holds the environment's part.
+If any part failed, the rollout has no reward: it is `unscored`, and `reward.max_failed` limits how many may be.
+`Rollout.env_reward` holds the environment's part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl.config import ConfigError, RolloutConfig
-from megarl.config.strict import closest_match, short_repr
-from megarl.environments.catalog import ENVIRONMENTS_KEY, load_catalog
-from megarl.types import Episodes, RewardFailure, Rollout, Rollouts
-from megarl.types.reward_values import MAX_REWARD, RewardError, RewardResult, parse_number, sum_reward
+from megarl.config import ConfigError, RewardConfig
+from megarl.types import Episodes, Rollout, Rollouts
+from megarl.types.reward_values import RewardError, RewardFailure, RewardResult, parse_number, sum_reward
 
 PART = "environment"
 NO_REWARD = RewardFailure("its agent returned no reward, and there are no reward.functions")
 """An agent may leave the reward to the reward functions, which must then exist."""
 
 
-def has_environment_reward(config: RolloutConfig, has_other_parts: bool) -> bool:
-    """Return whether any environment has a `reward`. others: whether the reward has other parts.
-
-    Raises ConfigError for an environment without a reward if there are no other parts either.
-    """
-    environments = load_catalog(config).environments.values()
-    for environment in environments:
-        if not environment.has_reward and not has_other_parts:
-            raise ConfigError(
-                f"{ENVIRONMENTS_KEY}: {environment.spec} has no `reward`, and there are no reward.functions: "
-                "nobody says what its "
-                "conversations are worth; give it one, or set the latter"
-            )
-    return any(environment.has_reward for environment in environments)
-
-
 Weights = Mapping[str, float]
 """Weights by part; a missing part has weight 1."""
-
-
-def check_weights(weights: Any, parts: Collection[str], key: str = "reward.weights") -> dict[str, float]:
-    """Return the weights as floats. Raises ConfigError for an unknown part or a weight beyond `MAX_REWARD`."""
-    if not isinstance(weights, Mapping):
-        raise ConfigError(
-            f"{key} must be a mapping of parts to numbers, such as {{gsm8k: 0.5}}, not {short_repr(weights)}"
-        )
-    for name, weight in weights.items():
-        if name not in parts:
-            match = closest_match(str(name), parts)
-            hint = f"; did you mean {match}?" if match else ""
-            raise ConfigError(
-                f"{key}: no part of the reward is called {short_repr(name)}{hint} (it has {', '.join(parts)})"
-            )
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not abs(weight) <= MAX_REWARD:
-            raise ConfigError(
-                f"{key}.{name} must be a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, not {short_repr(weight)}"
-            )
-    return {name: float(weight) for name, weight in weights.items()}
 
 
 def combine_reward(rollout: Rollout, verdicts: Mapping[str, RewardResult], weights: Weights) -> Rollout:
@@ -129,3 +92,59 @@ def combine_episode_rewards(
 
 def _combine_turn_reward(action_index: int, successes: Mapping[str, Any], weights: Weights) -> float:
     return math.fsum(weights[name] * reward.turns[action_index] for name, reward in successes.items() if reward.turns)
+
+
+_SHOWN = 3
+
+
+NOT_SCORED = RewardFailure("it was not judged any more, as too many had failed")
+"""Verdict on a rollout that was not scored because too many others had failed."""
+
+
+def too_many(num_failed: int, total: int, config: RewardConfig) -> bool:
+    """Return whether the number of failed rollouts exceeds `reward.max_failed`."""
+    return num_failed > config.max_failed * total
+
+
+def has_failed(verdicts: Mapping[str, RewardResult]) -> bool:
+    return any(isinstance(verdict, RewardFailure) for verdict in verdicts.values())
+
+
+def mark_unscored(verdicts: Mapping[str, RewardResult], parts: Sequence[str]) -> dict[str, RewardResult]:
+    """Mark a rollout that is no longer waited for.
+
+    Its first missing part becomes `NOT_SCORED`, unless another part has failed.
+    """
+    missing = [part for part in parts if part not in verdicts]
+    return dict(verdicts) if has_failed(verdicts) or not missing else {**verdicts, missing[0]: NOT_SCORED}
+
+
+def summarize_unscored(rollouts: Rollouts) -> str:
+    """Return the failure reasons, the most frequent first; empty without failures.
+
+    Format: `12 x gsm8k: it raised ... (on the sample '7'), ...`.
+    """
+    failed = [entry for entry in rollouts.unscored_reasons if entry[1] != NOT_SCORED.reason]
+    counts = Counter((part, why) for part, why, _ in failed)
+    first_samples = {(part, why): sample for part, why, sample in reversed(failed)}
+    summaries = [
+        f"{count} x {part}: {' '.join(why.split())} (on the sample {first_samples[part, why]!r})"
+        for (part, why), count in counts.most_common(_SHOWN)
+    ]
+    return ", ".join(summaries) + (f", and {len(counts) - _SHOWN} other reasons" if len(counts) > _SHOWN else "")
+
+
+def check_unscored(rollouts: Rollouts, config: RewardConfig) -> None:
+    """Raise ConfigError if more than `reward.max_failed` of the rollouts have no reward.
+
+    Aborted rollouts do not count, and the branches of an episode count as one rollout.
+    """
+    rollouts = rollouts.merge_branches()
+    count, of = int((rollouts.unscored > 0).sum()), int((~rollouts.has_status("aborted")).sum())
+    if too_many(count, of, config):
+        dropped = sum(why == NOT_SCORED.reason for _, why, _ in rollouts.unscored_reasons)
+        suffix = f" (the other {dropped} were not judged any more)" if dropped else ""
+        raise ConfigError(
+            f"{count - dropped} of {of} rollouts have no reward, more than reward.max_failed={config.max_failed:g} "
+            f"allows{suffix}: {summarize_unscored(rollouts)}"
+        )

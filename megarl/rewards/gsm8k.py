@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from megarl.rewards.ground_truths import with_prompt_check
+from megarl.rewards.functions import with_prompt_check
 from megarl.rewards.stated_answer import (
     extract_boxed,
     extract_final_part,

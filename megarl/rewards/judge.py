@@ -22,8 +22,8 @@ import orjson
 import regex
 
 from megarl.config import ConfigError, plugins, strict
-from megarl.rewards.failed_rewards import NOT_SCORED
-from megarl.rewards.http_requests import OPTIONS_PREFIX, HttpClient, HttpOptions, HttpResponse, preview
+from megarl.rewards.composite import NOT_SCORED
+from megarl.rewards.service import OPTIONS_PREFIX, HttpClient, HttpOptions, HttpResponse, preview
 from megarl.types import Message, Rollout
 from megarl.types.reward_values import MAX_REWARD, RewardFailure, ServiceReward
 

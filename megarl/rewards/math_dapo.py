@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.rewards.ground_truths import with_prompt_check
+from megarl.rewards.functions import with_prompt_check
 from megarl.rewards.stated_answer import extract_boxed, extract_braced, has_false_equation, join_thousands, parse_number
 from megarl.types import Prompt, Rollout
 

@@ -21,7 +21,7 @@ import math_verify as library
 import sympy
 from latex2sympy2_extended.logic import And
 
-from megarl.rewards.ground_truths import with_prompt_check
+from megarl.rewards.functions import with_prompt_check
 from megarl.rewards.stated_answer import extract_boxed, extract_final_part, join_thousands
 from megarl.types import Prompt, Rollout
 

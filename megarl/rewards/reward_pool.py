@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config import ConfigError, plugins
-from megarl.processes.process_limits import NO_LIMITS, ProcessLimits
+from megarl.processes.children import NO_LIMITS, ProcessLimits
 from megarl.processes.worker_process import ForkServer, WorkerProcess, WorkerUnavailable
 from megarl.rewards.functions import RewardFunction
 from megarl.rewards.reward_process import Kind, count_actions, decode_verdict, describe_timeout, encode_call

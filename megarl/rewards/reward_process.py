@@ -34,7 +34,7 @@ from typing import Any, Literal
 from megarl.config import ConfigError, plugins
 from megarl.config.plugins import is_async
 from megarl.processes.messages import encode_frame, iter_orders, read_order
-from megarl.rewards.failed_rewards import mark_unscored
+from megarl.rewards.composite import mark_unscored
 from megarl.rewards.functions import RewardFunction, load_functions
 from megarl.types import Rollout
 from megarl.types.reward_values import Reward, RewardError, RewardFailure, RewardResult, parse_number, parse_reward

@@ -6,15 +6,17 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, RolloutConfig
+from megarl.config.strict import closest_match, short_repr
+from megarl.environments.catalog import ENVIRONMENTS_KEY, load_catalog
 from megarl.parallel.role_settings import MEGATRON, role_backends
 from megarl.rewards import composite, judge, service
-from megarl.rewards.composite import check_weights
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions
 from megarl.rewards.sequence_classifier import ClassifierOptions
 from megarl.rewards.service import Service, ServiceOptions
 from megarl.types.requirements import Requirements
+from megarl.types.reward_values import MAX_REWARD
 
 _OF_SERVICE = {"http": ServiceOptions, "judge": JudgeOptions}
 PARTS = {"http": service.PART, "judge": judge.PART}
@@ -64,7 +66,7 @@ def check_reward(config: Config, requirements: Requirements, options: dict[str, 
     if backend == "pool" and model:
         raise ConfigError(f"reward.model={model} with roles.reward.backend=pool, which has no model: leave one out")
     has_other_parts = bool(functions or model or "reward_fn" in options or service_backend)
-    has_environment = composite.has_environment_reward(config.rollout, has_other_parts)
+    has_environment = has_environment_reward(config.rollout, has_other_parts)
     if not has_other_parts and not has_environment:
         raise ConfigError(
             f"reward.functions is empty; {requirements.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, "
@@ -83,3 +85,40 @@ def check_names(functions: Collection[str], others: Collection[str]) -> None:
     for name in others:
         if name in functions:
             raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")
+
+
+def has_environment_reward(config: RolloutConfig, has_other_parts: bool) -> bool:
+    """Return whether any environment has a `reward`. others: whether the reward has other parts.
+
+    Raises ConfigError for an environment without a reward if there are no other parts either.
+    """
+    environments = load_catalog(config).environments.values()
+    for environment in environments:
+        if not environment.has_reward and not has_other_parts:
+            raise ConfigError(
+                f"{ENVIRONMENTS_KEY}: {environment.spec} has no `reward`, and there are no reward.functions: "
+                "nobody says what its "
+                "conversations are worth; give it one, or set the latter"
+            )
+    return any(environment.has_reward for environment in environments)
+
+
+def check_weights(weights: Any, parts: Collection[str], key: str = "reward.weights") -> dict[str, float]:
+    """Return the weights as floats. Raises ConfigError for an unknown part or a weight beyond `MAX_REWARD`."""
+    if not isinstance(weights, Mapping):
+        raise ConfigError(
+            f"{key} must be a mapping of parts to numbers, such as {{gsm8k: 0.5}}, not {short_repr(weights)}"
+        )
+    for name, weight in weights.items():
+        if name not in parts:
+            match = closest_match(str(name), parts)
+            hint = f"; did you mean {match}?" if match else ""
+            raise ConfigError(
+                f"{key}: no part of the reward is called {short_repr(name)}{hint} (it has {', '.join(parts)})"
+            )
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not abs(weight) <= MAX_REWARD:
+            raise ConfigError(
+                f"{key}.{name} must be a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, not {short_repr(weight)}"
+            )
+    return {name: float(weight) for name, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""Rewards from an external service over HTTP.
+"""Rewards from an external service over HTTP, and the HTTP client that judges use, too.
 
 The complete protocol: each request is a `POST` with `Content-Type: application/json` and a batch of conversations:
 
@@ -9,33 +9,314 @@ The complete protocol: each request is a `POST` with `Content-Type: application/
 `messages` is the whole conversation, `prompt` its beginning, `answer` the policy's last message, and `status` the
 reason why it ended; the other fields come from the data set's row. The response has status 200 and is a JSON list with
 one entry per conversation, in order: a number, or `{"reward": 0.5, "parts": {"style": 0.2}}`. The parts are logged but
-not added. `http_requests.py` says which failures are retried. Before the first step each URL receives a `GET`, to which
-any response will do.
+not added. Before the first step each URL receives a `GET`, to which any response will do.
 
-An entry of any other form fails its rollout. A response that is not such a list fails all rollouts of its request.
+An entry of any other form fails its rollout. A response that is not such a list fails all rollouts of its request. A
+lost connection, a timeout, and the statuses 429 and 5xx are transient: the request is retried on the next URL after an
+exponentially growing delay. Anything else is final. Redirects are not followed, and proxies from the environment are
+ignored. Loopback and private addresses are refused unless the options allow them. The check runs when a connection is
+made, on the address that it goes to, so a name that later resolves to another address is refused, too.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
+import os
+import random
 import re
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
+from urllib.parse import parse_qsl, urlsplit
 
+import aiohttp
 import orjson
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
-from megarl.config import strict
-from megarl.config.strict import PositiveInt
-from megarl.rewards.failed_rewards import NOT_SCORED
-from megarl.rewards.http_requests import HttpClient, HttpOptions, HttpResponse, preview
+from megarl.config import Config, ConfigError, Range, plugins, strict
+from megarl.config.strict import PositiveInt, Seconds
+from megarl.rewards.composite import NOT_SCORED
 from megarl.types import Rollout
 from megarl.types.reward_values import RewardError, RewardFailure, ServiceReward, parse_number
+from megarl.utils.addresses import is_known_private, is_public
+
+OPTIONS_PREFIX = "roles.reward.options."
+_MAX_PAUSE_S = 10.0
+_CHUNK = 1 << 16
+_SECRET = re.compile(r"(^|[_-])(token|key|apikey|secret|password|signature|sig|auth)s?($|[_-])", re.I)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # a compressed body has no known size
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """Options of an HTTP client, under `roles.reward.options`."""
+
+    url: tuple[str, ...] = ()
+    """URLs of the service. Requests rotate over them."""
+    concurrency: PositiveInt = 8
+    """Concurrent requests of each rank that has rollouts."""
+    timeout: Seconds = 60.0
+    """Seconds per request."""
+    tries: PositiveInt = 5
+    """Attempts per request before its rollouts fail."""
+    pause: Annotated[float, Range(0, _MAX_PAUSE_S)] = 0.5
+    """Maximum delay in seconds before the second attempt. Doubles with each further attempt, up to 10 s."""
+    private: bool = False
+    """Whether to allow addresses of this machine and of private networks."""
+    auth_env: str = ""
+    """Name of an environment variable, set on all ranks. Its value is sent as `Authorization: Bearer ..`, or unchanged
+    if it names another scheme. It never appears in a file or a log."""
+    answer_mb: Annotated[float, Range(above=0, most=1024)] = 16.0
+    """Maximum size of a response in MB."""
+
+    @classmethod
+    def read(cls, options: dict[str, Any]) -> Self:
+        """Parse options. Raises ConfigError for an unknown option, a missing URL, and a URL that is not allowed."""
+        result: Self = strict.build_dataclass(cls, options, OPTIONS_PREFIX, root=Config)
+        if not result.url:
+            raise ConfigError(
+                f"{OPTIONS_PREFIX}url is not set; it must name where to ask, such as http://judge:8000/score"
+            )
+        for url in result.url:
+            try:
+                parts = urlsplit(url)
+                is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+            except ValueError:  # an invalid port
+                is_valid = False
+            if not is_valid:
+                raise ConfigError(f"{OPTIONS_PREFIX}url: {url!r} is no address such as http://judge:8000/score")
+            if parts.username or parts.password:
+                raise ConfigError(
+                    f"{OPTIONS_PREFIX}url holds a password, which would be in every log; use {OPTIONS_PREFIX}auth_env"
+                )
+            if any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
+                raise ConfigError(
+                    f"{OPTIONS_PREFIX}url holds a key, which would be in every log; use {OPTIONS_PREFIX}auth_env"
+                )
+            if not result.private and is_known_private(parts.hostname or ""):
+                raise ConfigError(f"{OPTIONS_PREFIX}url: {url} {_remedy(parts.hostname or '')}")
+        if result.auth_env and not _NAME.fullmatch(result.auth_env):
+            raise ConfigError(
+                f"{OPTIONS_PREFIX}auth_env must be the name of an environment variable, not what it holds"
+            )
+        return result
+
+
+@dataclass(frozen=True)
+class HttpResponse:
+    """A successful response. url: the URL that responded."""
+
+    url: str
+    data: bytes
+
+
+class HttpClient:
+    """Client of one service. what: the service's name in messages."""
+
+    def __init__(self, options: HttpOptions, service_name: str) -> None:
+        self.options, self.service_name = options, service_name
+        self._random = random.Random()  # separate from the generator that a checkpoint restores
+        self._limit = int(options.answer_mb * 1e6)
+
+    def check_credentials(self) -> None:
+        """Raise ConfigError if this process lacks the `auth_env` variable."""
+        self._headers()
+
+    def check_reachable(self, path: str = "") -> None:
+        """Raise ConfigError unless each URL responds, with whatever status."""
+        asyncio.run(self._check_reachable(path))
+
+    def post_all(
+        self,
+        bodies: Sequence[bytes],
+        path: str = "",
+        should_continue: Callable[[int, HttpResponse | RewardFailure], bool] = lambda number, answer: True,
+    ) -> list[HttpResponse | RewardFailure]:
+        """Send one request per body and return the responses in order.
+
+        should_continue: called with each response as it arrives. Once it returns False, no further request is sent,
+        requests in flight are cancelled, and bodies without a response get `NOT_SCORED`. Only status 200 is a response.
+        """
+        return asyncio.run(self._post_all(bodies, path, should_continue))
+
+    def max_duration(self, requests: int) -> float:
+        """Return the maximum seconds that this many requests may take."""
+        num_rounds = -(-requests // self.options.concurrency)
+        return num_rounds * self.options.tries * (self.options.timeout + _MAX_PAUSE_S)
+
+    def to_failure(self, url: str, problem: str) -> RewardFailure:
+        """Return a one-line failure with secrets redacted."""
+        return RewardFailure(self._redact(f"the {self.service_name} {url}: {problem}"))
+
+    async def _check_reachable(self, path: str) -> None:
+        async with self._session() as session:
+            for url in self.options.url:
+                response = await self._request_with_retry(session, [url], path, None)
+                if isinstance(response, RewardFailure):
+                    raise ConfigError(response.reason)
+
+    async def _post_all(
+        self, bodies: Sequence[bytes], path: str, should_continue: Callable[[int, HttpResponse | RewardFailure], bool]
+    ) -> list[HttpResponse | RewardFailure]:
+        semaphore = asyncio.Semaphore(self.options.concurrency)
+        urls = self.options.url
+        responses: list[HttpResponse | RewardFailure] = [NOT_SCORED] * len(bodies)
+        is_stopped = asyncio.Event()
+
+        async def post(number: int, body: bytes) -> None:
+            async with semaphore:
+                start = number % len(urls)
+                responses[number] = await self._request_with_retry(session, urls[start:] + urls[:start], path, body)
+            if not should_continue(number, responses[number]):
+                is_stopped.set()
+
+        async with self._session() as session:
+            tasks = [asyncio.create_task(post(number, body)) for number, body in enumerate(bodies)]
+            stopper = asyncio.create_task(_cancel_when(is_stopped, tasks))
+            try:
+                await asyncio.gather(*tasks)
+            except asyncio.CancelledError:
+                if not is_stopped.is_set():
+                    raise
+                await asyncio.wait(tasks)
+            finally:
+                stopper.cancel()
+        return responses
+
+    def _session(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0, happy_eyeballs_delay=None, socket_factory=self._socket)
+        timeout = aiohttp.ClientTimeout(total=self.options.timeout)
+        return aiohttp.ClientSession(
+            timeout=timeout,
+            connector=connector,
+            headers=self._headers(),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def _request_with_retry(
+        self, session: aiohttp.ClientSession, urls: Sequence[str], path: str, body: bytes | None
+    ) -> HttpResponse | RewardFailure:
+        """Return the first successful response. Without a body, any response counts as success."""
+        rotation, url = itertools.cycle(urls), ""
+
+        async def attempt() -> HttpResponse:
+            nonlocal url
+            url = next(rotation)
+            return HttpResponse(url, await self._request(session, url.rstrip("/") + path if path else url, body))
+
+        tries = self.options.tries
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(tries),
+            wait=self._retry_delay,
+            retry=retry_if_exception_type(_TransientError),
+            reraise=True,
+        )
+        try:
+            return await retrying(attempt)
+        except _TransientError as error:
+            return self.to_failure(url, f"{error} ({tries} tries); see that it runs, or set {OPTIONS_PREFIX}url")
+        except _PermanentError as error:
+            return self.to_failure(url, str(error))
+
+    def _retry_delay(self, state: RetryCallState) -> float:
+        """Return the seconds before the next attempt.
+
+        The jitter keeps requests that failed together from retrying together.
+        """
+        longest: float = self.options.pause * 2.0 ** min(state.attempt_number - 1, 30)
+        return min(longest, _MAX_PAUSE_S) * self._random.uniform(0.5, 1.0)
+
+    async def _request(self, session: aiohttp.ClientSession, url: str, body: bytes | None) -> bytes:
+        method = session.get if body is None else session.post
+        try:
+            async with method(url, data=body, allow_redirects=False) as response:
+                status, data = response.status, bytearray()
+                async for chunk in response.content.iter_chunked(_CHUNK):
+                    data += chunk
+                    if len(data) > self._limit:
+                        raise _PermanentError(
+                            f"its answer has more than {self.options.answer_mb:g} MB; see {OPTIONS_PREFIX}answer_mb"
+                        )
+                location = response.headers.get("Location", "")
+        except TimeoutError:
+            raise _TransientError(f"there was no answer within {self.options.timeout:g} s") from None
+        except ValueError as error:  # an invalid host name
+            raise _PermanentError(f"{plugins.format_error(error)}; set {OPTIONS_PREFIX}url") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _TransientError(plugins.format_error(error)) from None
+        if body is None or status == 200:
+            return bytes(data)
+        if 300 <= status < 400:
+            raise _PermanentError(
+                f"it redirects to {preview(location.encode())}, which is not followed; set {OPTIONS_PREFIX}url "
+                "to where it is"
+            )
+        problem = f"it answered with status {status}: {preview(data)}"
+        raise (_TransientError if status >= 500 or status == 429 else _PermanentError)(problem)
+
+    def _socket(self, info: Any) -> socket.socket:
+        """Create the socket for a connection to this address, or refuse the address."""
+        family, kind, protocol, _, address = info
+        if not self.options.private and not is_public(str(address[0])):
+            raise _PermanentError(_remedy(str(address[0])))
+        return socket.socket(family, kind, protocol)
+
+    def _headers(self) -> dict[str, str]:
+        return _HEADERS | ({"Authorization": self._secret()} if self.options.auth_env else {})
+
+    def _secret(self) -> str:
+        secret = os.environ.get(self.options.auth_env, "").strip()
+        prefix = f"{OPTIONS_PREFIX}auth_env: the environment variable {self.options.auth_env}"
+        if not secret:
+            raise ConfigError(f"{prefix} is not set on this machine; export it before the run, on all machines")
+        if not (secret.isascii() and secret.isprintable()):
+            raise ConfigError(f"{prefix} holds characters that no header may have")
+        return secret if " " in secret else f"Bearer {secret}"
+
+    def _redact(self, text: str) -> str:
+        if not self.options.auth_env:
+            return text
+        _, _, secret = self._secret().partition(" ")
+        return text.replace(secret, "***")
+
+
+async def _cancel_when(event: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
+    await event.wait()
+    for task in tasks:
+        task.cancel()
+
+
+def preview(data: bytes | bytearray | str) -> str:
+    """Return the beginning of a response, for a message."""
+    text = data[:400] if isinstance(data, str) else data[:400].decode(errors="replace")
+    text = "".join(char if char.isprintable() else " " for char in text)
+    return " ".join(text.split())[:200] or "nothing"
+
+
+def _remedy(address: str) -> str:
+    return (
+        f"is at {address}, on this machine or in a private network: set {OPTIONS_PREFIX}private=true if it is "
+        "one of yours"
+    )
+
+
+class _PermanentError(Exception):
+    """A failure that a retry would not change."""
+
+
+class _TransientError(_PermanentError):
+    pass
+
 
 PART = "service"
 """Name of this part of the reward."""
 _MAX_PARTS = 32
-_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
+_PART_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -129,7 +410,7 @@ def _check_parts(parts: Any) -> dict[str, Any]:
     if len(parts) > _MAX_PARTS:
         raise RewardError(f"it returned {len(parts)} parts; {_MAX_PARTS} are allowed")
     for name in parts:
-        if not _NAME.fullmatch(name):
+        if not _PART_NAME.fullmatch(name):
             raise RewardError(f"it returned a part with the name {preview(strict.short_repr(name))}; letters will do")
     return parts
 

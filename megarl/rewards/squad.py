@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rewards.ground_truths import with_prompt_check
+from megarl.rewards.functions import with_prompt_check
 from megarl.rewards.stated_answer import extract_answer
 from megarl.types import Rollout
 

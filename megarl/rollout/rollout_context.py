@@ -18,7 +18,7 @@ from megarl.engine.tool_calls import ParsedResponse, ParseFunction, make_parser
 from megarl.environments.error_log import ToolCallStats
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.models.routing import RoutingShape
-from megarl.processes.process_limits import ProcessLimits
+from megarl.processes.children import ProcessLimits
 from megarl.rollout.background import GroupStream, OnBusyInterval
 from megarl.rollout.conversation import RolloutContext
 from megarl.rollout.group_queue import GroupQueue

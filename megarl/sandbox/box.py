@@ -20,8 +20,17 @@ from types import TracebackType
 from typing import Any
 
 from megarl.config import ConfigError, SandboxConfig, strict
-from megarl.sandbox import channel, probing
 from megarl.sandbox.file_transfer import check_command, check_path
+from megarl.sandbox.harness import (
+    HARNESS_COMMAND,
+    PROBE_LIMITS,
+    PROBE_SOURCE,
+    SESSION_COMMAND,
+    encode_preamble,
+    list_faults,
+    new_nonce,
+    parse_results,
+)
 from megarl.sandbox.results import HarnessResult, Limits, Output, Probe, Result
 from megarl.sandbox.runner_client import REMEDY, RunnerClient, SandboxError
 from megarl.sandbox.runner_messages import Frame
@@ -98,7 +107,7 @@ class Interpreter:
         if self._number == 0:
             self._number = self._client.next_number()
             order = {"number": self._number, "kind": "open", "session": True, "channel": True, "files": [], "fetch": []}
-            await self._client.send({**order, "command": channel.SESSION_COMMAND, "limits": self._limits}, [b"", b""])
+            await self._client.send({**order, "command": SESSION_COMMAND, "limits": self._limits}, [b"", b""])
         call = {"number": self._number, "kind": "call", "seconds": seconds or self._limits["seconds"]}
         try:
             response, blobs = await self._client.request(call, [json.dumps(code).encode() + b"\n"])
@@ -187,13 +196,13 @@ class Sandbox:
         """
         for name in files:
             check_path(name)
-        nonce = channel.new_nonce()
-        opening = channel.encode_preamble(nonce, harness)
+        nonce = new_nonce()
+        opening = encode_preamble(nonce, harness)
         if self._service is not None:
             run, channel_bytes = await self._service.run_harness(opening, nonce, files, stdin, self._limits(limits))
-            return HarnessResult(channel.parse_results(channel_bytes, nonce, count), count, run)
-        response, blobs = await self._run_in_box(channel.HARNESS_COMMAND, files, stdin, limits, (), opening)
-        return HarnessResult(channel.parse_results(blobs[2], nonce, count), count, _result(response, blobs))
+            return HarnessResult(parse_results(channel_bytes, nonce, count), count, run)
+        response, blobs = await self._run_in_box(HARNESS_COMMAND, files, stdin, limits, (), opening)
+        return HarnessResult(parse_results(blobs[2], nonce, count), count, _result(response, blobs))
 
     async def interpreter(self, limits: Limits = Limits()) -> Interpreter:  # noqa: B008
         """Create a session. It occupies one of `sandbox.processes` only during a call.
@@ -235,12 +244,12 @@ class Sandbox:
             await self._service.check()
             return Probe(backend, ("what the service does",))
         try:
-            harness_result = await self.run_harness(probing.SOURCE, 1, limits=probing.LIMITS)
+            harness_result = await self.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
         except SandboxError as error:
             raise ConfigError(f"sandbox.backend={backend} cannot hold here: {error}. Remedy: {REMEDY}") from None
         if backend == "none":
             return Probe(backend, (), (UNPROTECTED,))
-        if faults := probing.list_faults(harness_result.results.get(0), harness_result.run):
+        if faults := list_faults(harness_result.results.get(0), harness_result.run):
             raise ConfigError(f"sandbox.backend={backend} does not hold here: {', '.join(faults)}. Remedy: {REMEDY}")
         assert self._client.runner_info is not None
         return Probe(backend, tuple(self._client.runner_info["layers"]), tuple(self._client.runner_info["missing"]))

@@ -9,11 +9,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from megarl.sandbox import memory_watch
+from megarl.sandbox.box_memory import (
+    MIN_CHECK_S,
+    compute_check_delay,
+    list_descendants,
+    measure_exact,
+    measure_memory,
+    resume_processes,
+    stop_processes,
+)
 from megarl.sandbox.file_transfer import fetch_files, write_file
-from megarl.sandbox.namespace import BoxNamespace, BoxSpec, NamespaceHost
+from megarl.sandbox.namespace import BoxNamespace, BoxSpec, NamespaceHost, WarmPool
 from megarl.sandbox.spawning import CHANNEL, set_limits
-from megarl.sandbox.warm_pool import WarmPool
 
 
 class TruncatedOutput:
@@ -109,7 +116,7 @@ class Box:
         else:
             self._outputs = {number: TruncatedOutput(self._max_output) for number in self._outputs}
             self._start_clock()
-            memory_watch.resume_processes(self._namespace.init_pid)
+            resume_processes(self._namespace.init_pid)
         assert self._namespace is not None
         self._host.poller.send(self._namespace.fds[CHANNEL], data)
 
@@ -122,15 +129,15 @@ class Box:
             self.end("time")
         elif now >= self._next_check:
             files = namespace.folder if self._host.spawner.is_boxed else None
-            size = memory_watch.measure_memory(namespace.init_pid, files)
+            size = measure_memory(namespace.init_pid, files)
             if size > self._memory:
-                size = memory_watch.measure_exact(namespace.init_pid, files)
+                size = measure_exact(namespace.init_pid, files)
             if size > self._memory:
                 self.end("memory")
-            self._next_check = now + memory_watch.compute_check_delay(size, self._memory, self._host.cores)
+            self._next_check = now + compute_check_delay(size, self._memory, self._host.cores)
             if not self._host.has_nproc_per_box:  # an old kernel, where only the watchdog counts per box
-                self._next_check = now + memory_watch.MIN_CHECK_S
-                if len(memory_watch.list_descendants(namespace.init_pid)) > int(self._limits["processes"]) + 1:
+                self._next_check = now + MIN_CHECK_S
+                if len(list_descendants(namespace.init_pid)) > int(self._limits["processes"]) + 1:
                     self.end("processes")
         return min(self._deadline, self._next_check)
 
@@ -205,7 +212,7 @@ class Box:
 
     def _start_clock(self) -> None:
         self._is_running, self._began = True, time.monotonic()
-        self._deadline, self._next_check = self._began + self._seconds, self._began + memory_watch.MIN_CHECK_S
+        self._deadline, self._next_check = self._began + self._seconds, self._began + MIN_CHECK_S
 
     def _on_readable(self, number: int) -> None:
         if self._read(number):
@@ -250,7 +257,7 @@ class Box:
                 self._read(number)
         self._answer({"kind": "called"}, [line])
         self._is_running = False
-        memory_watch.stop_processes(self._namespace.init_pid)  # no watchdog until the next call
+        stop_processes(self._namespace.init_pid)  # no watchdog until the next call
         self._host.on_call_finished(self)
 
     def _answer(self, message: dict[str, Any], blobs: Sequence[bytes]) -> None:

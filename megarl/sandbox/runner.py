@@ -27,13 +27,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.sandbox import mounts
+from megarl.sandbox.box_memory import Cgroups
 from megarl.sandbox.box_process import Box
-from megarl.sandbox.cgroups import Cgroups
-from megarl.sandbox.namespace import BoxNamespace
+from megarl.sandbox.namespace import BoxNamespace, WarmPool
 from megarl.sandbox.poller import Poller
 from megarl.sandbox.runner_messages import Frame, Unpacker, pack_message
 from megarl.sandbox.spawning import BareSpawner, Spawner, has_nproc_per_box
-from megarl.sandbox.warm_pool import WarmPool
 
 
 class BoxLimit:

@@ -22,14 +22,19 @@ from megarl.config import ConfigError
 from megarl.parallel import row_exchange
 from megarl.parallel.placement import engine_ranks
 from megarl.parallel.ranks import run_on_all, with_timeout
-from megarl.processes.process_limits import ProcessLimits
+from megarl.processes.children import ProcessLimits
 from megarl.rewards import composite
-from megarl.rewards.composite import check_weights, combine_episode_rewards
-from megarl.rewards.failed_rewards import check_unscored, has_failed, mark_unscored, too_many
+from megarl.rewards.composite import (
+    check_unscored,
+    combine_episode_rewards,
+    has_failed,
+    mark_unscored,
+    too_many,
+)
 from megarl.rewards.functions import check_function, load_functions
 from megarl.rewards.reward_pool import MAX_CONCURRENT, PendingVerdicts, RewardPool, Verdicts
 from megarl.rewards.reward_process import GRACE_S, score
-from megarl.rewards.reward_settings import build_service, check_names
+from megarl.rewards.reward_settings import build_service, check_names, check_weights, has_environment_reward
 from megarl.types import Reward, RewardFailure, RewardResult, Rollout, Rollouts, Turn
 from megarl.workers.context import Context, Worker
 
@@ -100,7 +105,7 @@ class RewardWorker(Worker):
             self.functions = load_functions(config.functions)
         self._row_exchange = row_exchange.get_row_exchange()
         self._ranks_per_node = min(self.job.world, self.config.parallel.ranks_per_node)
-        self._has_env_rewards = composite.has_environment_reward(
+        self._has_env_rewards = has_environment_reward(
             self.config.rollout, bool(self.functions or self.judged_parts)
         )
         if not self.parts:
@@ -216,7 +221,7 @@ class RewardWorker(Worker):
     def metrics(self) -> dict[str, float]:
         """Return the weights, if any, and the share of rollouts whose functions had finished when `score` started."""
         weights = {f"reward/{name}_weight": self.weights.get(name, 1.0) for name in self.parts if self.weights}
-        return weights | ({} if self._pool is None else {"perf/rewards_ahead_frac": self._prefetched_frac})
+        return weights | ({} if self._pool is None else {"perf/reward_overlap_frac": self._prefetched_frac})
 
     def close(self) -> None:
         if self._pool is not None:

@@ -16,7 +16,7 @@ from megarl.config import ConfigError, RolloutConfig
 from megarl.environments.catalog import load_catalog
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost, ToolResult
-from megarl.processes.process_limits import ProcessLimits
+from megarl.processes.children import ProcessLimits
 from megarl.types import Prompt, Reward, RewardFailure
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.observe.control import Control
-from megarl.rewards.composite import check_weights
+from megarl.rewards.reward_settings import check_weights
 
 pytestmark = pytest.mark.alone
 

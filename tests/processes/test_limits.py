@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megarl.processes.process_limits import clean_environment
+from megarl.processes.children import clean_environment
 
 pytestmark = pytest.mark.alone
 

@@ -9,7 +9,7 @@ import pytest
 from other_user import needs_root, start_as_other_user
 
 from megarl.launch import exit_status
-from megarl.processes.children import list_connected_users
+from megarl.processes.node import list_connected_users
 
 pytestmark = pytest.mark.alone
 

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.rewards.arithmetic import arithmetic
 from megarl.rewards.choice import choice
-from megarl.rewards.code.scorer import extract_code
+from megarl.rewards.code.grading import extract_code
 from megarl.rewards.gsm8k import gsm8k, gsm8k_strict
 from megarl.rewards.math_dapo import math_dapo
 from megarl.rewards.math_verify import math_verify, math_verify_strict

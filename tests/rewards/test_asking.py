@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards import http_requests as module
-from megarl.rewards.http_requests import HttpClient, HttpOptions, HttpResponse, preview
+from megarl.rewards import service as module
+from megarl.rewards.service import HttpClient, HttpOptions, HttpResponse, preview
 from megarl.types.reward_values import RewardFailure
 from megarl.utils.addresses import is_public
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.composite import check_weights, clear_reward, combine_episode_rewards, combine_reward
+from megarl.rewards.composite import clear_reward, combine_episode_rewards, combine_reward
+from megarl.rewards.reward_settings import check_weights
 from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
 from megarl.types.reward_values import Reward, RewardFailure, RewardResult
 

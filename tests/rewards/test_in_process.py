@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.rewards import reward_process
-from megarl.rewards.failed_rewards import NOT_SCORED
+from megarl.rewards.composite import NOT_SCORED
 from megarl.rewards.reward_process import score
 from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward, RewardFailure

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rewards.math_verify import (
-    MAX_CHARS,
     MAX_BITS,
+    MAX_CHARS,
     is_different,
     is_safe_to_evaluate,
     is_safe_to_parse,

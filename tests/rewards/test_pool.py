@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.processes.process_limits import NO_LIMITS, ProcessLimits
+from megarl.processes.children import NO_LIMITS, ProcessLimits
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_pool import RewardPool
 from megarl.types import Prompt, Rollout, Turn

@@ -18,10 +18,10 @@ import yaml
 
 from megarl.config import Config, from_dict
 from megarl.observe.control import Control
-from megarl.rewards.composite import check_weights, combine_reward
+from megarl.rewards.composite import combine_reward
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_pool import RewardPool
-from megarl.rewards.reward_settings import check_reward
+from megarl.rewards.reward_settings import check_reward, check_weights
 from megarl.types import Prompt, Rollout, Turn
 from megarl.types.requirements import Requirements
 from megarl.types.reward_values import Reward

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.config import ConfigError
-from megarl.rewards.failed_rewards import NOT_SCORED
+from megarl.rewards.composite import NOT_SCORED
 from megarl.rewards.service import Service, ServiceOptions
 from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import RewardFailure

@@ -13,7 +13,7 @@ from megarl.config import ConfigError, from_dict
 from megarl.rewards.by_source import by_source
 from megarl.rewards.choice import choice
 from megarl.rewards.code import hidden_tests
-from megarl.rewards.ground_truths import check_truth_file, check_truths
+from megarl.rewards.functions import check_truth_file, check_truths
 from megarl.rewards.gsm8k import gsm8k
 from megarl.rewards.math_dapo import math_dapo
 from megarl.rewards.math_verify import math_verify

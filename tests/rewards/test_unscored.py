@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import ConfigError, RewardConfig
-from megarl.rewards.failed_rewards import check_unscored, summarize_unscored
+from megarl.rewards.composite import check_unscored, summarize_unscored
 from megarl.types import Prompt, Rollout, Rollouts, Turn, as_branches
 
 pytestmark = pytest.mark.alone

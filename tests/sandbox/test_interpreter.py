@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox.memory_watch import list_descendants
+from megarl.sandbox.box_memory import list_descendants
 from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox import warm_pool
-from megarl.sandbox.namespace import BoxSpec
+from megarl.sandbox import namespace as namespace_module
+from megarl.sandbox.namespace import MAX_IDLE, MAX_IDLE_PER_SPEC, BoxSpec, WarmPool
 from megarl.sandbox.results import Limits
 from megarl.sandbox.runner_client import SandboxError
-from megarl.sandbox.warm_pool import MAX_IDLE, MAX_IDLE_PER_SPEC, WarmPool
 
 sys.path.append(str(Path(__file__).parent))
 from real_boxes import Boxes, needs_boxes  # noqa: E402
@@ -248,9 +247,9 @@ class Home:
 
 @pytest.fixture()
 def pool(monkeypatch):
-    monkeypatch.setattr(warm_pool, "BoxNamespace", Made)
+    monkeypatch.setattr(namespace_module, "BoxNamespace", Made)
     now = [100.0]
-    monkeypatch.setattr(warm_pool.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(namespace_module.time, "monotonic", lambda: now[0])
     home = Home()
     found = WarmPool(home, 16)
     found.home, found.now = home, now
@@ -299,7 +298,7 @@ def test_what_nobody_asks_for_any_more_is_ended(pool):
     for _ in range(5):
         pool.asked("a")
     assert len(pool.filled()) == MAX_IDLE_PER_SPEC
-    pool.now[0] += warm_pool.IDLE_S - 1
+    pool.now[0] += namespace_module.IDLE_S - 1
     assert pool.refill(pool.now[0]) == pool.now[0] + 1 and len(pool._idle) == MAX_IDLE_PER_SPEC
     pool.now[0] += 1
     assert pool.filled() == [] and sum(not one.is_finished for one in pool.home.made) == 5
@@ -312,8 +311,8 @@ def test_one_that_is_lost_is_replaced_a_little_later(pool):
     lost = pool._idle[1]
     lost.on_exited()
     assert pool.filled() == ["a"] * 3 and lost.is_finished
-    assert pool.refill(pool.now[0]) == pool.now[0] + warm_pool.AGAIN_S
-    pool.now[0] += warm_pool.AGAIN_S
+    assert pool.refill(pool.now[0]) == pool.now[0] + namespace_module.AGAIN_S
+    pool.now[0] += namespace_module.AGAIN_S
     assert pool.filled() == ["a"] * 4
 
 
@@ -325,16 +324,16 @@ def test_what_cannot_be_made_is_not_tried_again_and_again(pool):
     assert pool.filled() == [] and len(pool.home.made) == made + 1
     for _ in range(3):
         pool.asked("a")
-    pool.now[0] += warm_pool.AGAIN_S
+    pool.now[0] += namespace_module.AGAIN_S
     pool.filled()
     pool._idle[0].init_pid = 0  # bubblewrap has never come so far
     pool._idle[0].on_exited()
-    pool.now[0] += warm_pool.AGAIN_S
+    pool.now[0] += namespace_module.AGAIN_S
     assert "a" not in pool.filled()
 
 
 def test_without_boxes_nothing_waits(monkeypatch):
-    monkeypatch.setattr(warm_pool, "BoxNamespace", Made)
+    monkeypatch.setattr(namespace_module, "BoxNamespace", Made)
     pool = WarmPool(Home(boxed=False), 16)
     for _ in range(5):
         pool.take(BoxSpec(("a",), False, 1), 64, 100)

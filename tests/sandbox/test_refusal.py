@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, SandboxConfig
-from megarl.sandbox import mounts, probing, runner_client
+from megarl.sandbox import mounts, runner_client
 from megarl.sandbox.box import Sandbox
+from megarl.sandbox.harness import PROBE_LIMITS, PROBE_SOURCE, list_faults
 from megarl.sandbox.results import Limits, Result
 
 sys.path.append(str(Path(__file__).parent))
@@ -90,8 +91,8 @@ def test_with_a_bubblewrap_that_makes_none(monkeypatch, script, why):
 
 def test_a_box_that_does_not_hold_is_none():
     run = Result(True, 0, b"", b"", 0.1)
-    assert probing.list_faults({"it is root": False, "it has a network": True}, run) == ["it has a network"]
-    assert probing.list_faults(None, Result(False, 1, b"", b"Traceback\nImportError: x\n", 0.1, "exit")) == [
+    assert list_faults({"it is root": False, "it has a network": True}, run) == ["it has a network"]
+    assert list_faults(None, Result(False, 1, b"", b"Traceback\nImportError: x\n", 0.1, "exit")) == [
         "Python does not run in a box (exit: ImportError: x)"
     ]
 
@@ -100,9 +101,9 @@ def test_a_box_that_does_not_hold_is_none():
 def test_each_look_of_the_probe_finds_what_it_is_for():
     """Outside of any box, nearly all of it is found."""
     boxes = Boxes(backend="none")
-    found = boxes.run_harness(probing.SOURCE, 1, limits=probing.LIMITS)
+    found = boxes.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
     boxes.end()
-    faults = probing.list_faults(found.results[0], found.run)
+    faults = list_faults(found.results[0], found.run)
     assert {"it sees users of this machine", "it can make network sockets", "it sees other processes"} <= set(faults)
     if os.getuid() == 0:
         assert {"it is root", "it has capabilities", "it can write outside of its own folders"} <= set(faults)
@@ -150,7 +151,7 @@ AS_NOBODY = """
 import os, socket, subprocess, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 sys.path.insert(0, sys.argv[1])
-from megarl.sandbox.channel import HARNESS_COMMAND, encode_preamble
+from megarl.sandbox.harness import HARNESS_COMMAND, encode_preamble
 from megarl.sandbox.runner_messages import Unpacker, pack_message
 a, b = socket.socketpair()
 command = [sys.executable, "-I", "-S", "-c", sys.argv[2], str(b.fileno()), str(os.getpid()), sys.argv[1]]
@@ -181,7 +182,7 @@ def test_for_a_user_who_is_not_root(tmp_path):
     subprocess.run(["cp", "-r", str(root / "megarl"), f"{copied}/"], check=True)
     try:
         done = subprocess.run(
-            ["/usr/bin/python3", "-I", "-c", AS_NOBODY, str(copied), runner_client._START, probing.SOURCE],
+            ["/usr/bin/python3", "-I", "-c", AS_NOBODY, str(copied), runner_client._START, PROBE_SOURCE],
             capture_output=True,
             text=True,
             timeout=100,

@@ -1,4 +1,6 @@
-"""Count the hidden tests that an answer passes. The verdict is computed outside the sandbox, on values from its boxes.
+"""Reward function for code: extract the code from an answer and count the hidden tests that it passes.
+
+The verdict is computed outside the sandbox, on values from its boxes.
 
 Program and call tests run in one box, which receives the inputs but not the expected values. Assertion tests use two
 boxes: the answer's, where its functions run, and the test's, where the test's text runs; requests between the two pass
@@ -14,20 +16,24 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache, cached_property
+from pathlib import Path
 from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from megarl.config import ConfigError
-from megarl.rewards.code import boxed
 from megarl.rewards.code.answering import WALL_CLOCK_FACTOR
-from megarl.rewards.code.compare import is_correct, matches_output
-from megarl.rewards.code.plain import DecodeError, decode, encode
-from megarl.rewards.code.problems import AssertionTest, CallTest, Problem, ProgramTest
+from megarl.rewards.code.plain import DecodeError, Opaque, decode, encode
+from megarl.rewards.code.problems import AssertionTest, CallTest, Problem, ProgramTest, parse_problem
+from megarl.rewards.stated_answer import extract_answer
 from megarl.sandbox.box import Interpreter, Sandbox
 from megarl.sandbox.results import Limits
+from megarl.types import Prompt, Rollout
+from megarl.types.reward_values import Reward
 
 _RESULT_BYTES_RANGE = (1 << 16, 1 << 22)
 _MAX_OUTPUT_BYTES = 1 << 26
@@ -141,8 +147,8 @@ async def _run_tests(
         "max_bytes": result_bytes,
         "tests": [{"number": index, **_request(test)} for index, test in enumerate(tests)],
     }
-    harness = boxed.embed_modules("plain", "answering")
-    harness += f"{boxed.embed_module_ref('answering')}.main(send, json.load(sys.stdin.buffer))"
+    harness = embed_modules("plain", "answering")
+    harness += f"{embed_module_ref('answering')}.main(send, json.load(sys.stdin.buffer))"
     input_bytes = max(
         len(test.stdin.encode(errors="replace")) if isinstance(test, ProgramTest) else 0 for test in tests
     )
@@ -227,19 +233,19 @@ class _AssertionSession:
             (self.answer_interpreter, ("plain", "answering")),
         ):
             prepared = await interpreter.run(
-                boxed.embed_modules(*names), _STARTING_S + WALL_CLOCK_FACTOR * self.grading.seconds
+                embed_modules(*names), _STARTING_S + WALL_CLOCK_FACTOR * self.grading.seconds
             )
             if not prepared.ok:
                 raise RuntimeError(f"an interpreter of the sandbox does not run: {prepared.stderr or prepared.reason}")
-        setup_data = boxed.embed_data({"sources": [""], "setup": problem.setup, "post_setup": ""})
+        setup_data = embed_data({"sources": [""], "setup": problem.setup, "post_setup": ""})
         prepared = await self.answer_interpreter.run(
-            f"{boxed.embed_module_ref('answering')}.load(**{setup_data})", WALL_CLOCK_FACTOR * self.grading.seconds
+            f"{embed_module_ref('answering')}.load(**{setup_data})", WALL_CLOCK_FACTOR * self.grading.seconds
         )
         if not prepared.ok:
             raise ValueError(f"the setup of its tests does not run in the sandbox: {prepared.stderr[-300:]}")
-        answer_data = boxed.embed_data({"sources": sources, "setup": problem.setup, "post_setup": problem.post_setup})
+        answer_data = embed_data({"sources": sources, "setup": problem.setup, "post_setup": problem.post_setup})
         loaded = await self.answer_interpreter.run(
-            f"_megarl = {boxed.embed_module_ref('answering')}.load(**{answer_data})",
+            f"_megarl = {embed_module_ref('answering')}.load(**{answer_data})",
             WALL_CLOCK_FACTOR * self.grading.seconds,
         )
         self.remaining_seconds -= loaded.seconds
@@ -248,7 +254,7 @@ class _AssertionSession:
     async def run_test(self, problem: Problem, test: AssertionTest) -> bool | None:
         """Run a test. Returns whether it passed, or None if no further test can run."""
         allow_nan = _NAN.search(problem.assertion_setup + test.source) is not None
-        test_data = boxed.embed_data(
+        test_data = embed_data(
             {
                 "setup": problem.assertion_setup,
                 "source": test.source,
@@ -256,17 +262,15 @@ class _AssertionSession:
                 "allow_nan": allow_nan,
             }
         )
-        message = await self._evaluate(
-            self.test_interpreter, f"{boxed.embed_module_ref('judging')}.begin(**{test_data})"
-        )
+        message = await self._evaluate(self.test_interpreter, f"{embed_module_ref('judging')}.begin(**{test_data})")
         while message is not None and "passed" not in message:
             call = {name: message[name] for name in ("name", "args", "kwargs")}
             outcome = await self._evaluate(
                 self.answer_interpreter,
-                f"{boxed.embed_module_ref('answering')}.reply(_megarl, {boxed.embed_data(call)})",
+                f"{embed_module_ref('answering')}.reply(_megarl, {embed_data(call)})",
             )
-            reply = boxed.embed_data({"lost": True} if outcome is None else outcome)
-            message = await self._evaluate(self.test_interpreter, f"{boxed.embed_module_ref('judging')}.step({reply})")
+            reply = embed_data({"lost": True} if outcome is None else outcome)
+            message = await self._evaluate(self.test_interpreter, f"{embed_module_ref('judging')}.step({reply})")
             if outcome is None:
                 return None
         if message is not None and message.get("wrong"):
@@ -286,3 +290,219 @@ class _AssertionSession:
         except (ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
+
+
+_HERE = __name__.rpartition(".")[0]
+
+
+@cache
+def embed_modules(*names: str) -> str:
+    """Return Python source that makes these modules of this folder importable under their full names."""
+    parts = ["import json, sys, types"]
+    for name in names:
+        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        full = f"{_HERE}.{name}"
+        parts += [
+            f"module = sys.modules[{full!r}] = types.ModuleType({full!r})",
+            f"exec(compile({source!r}, {full!r}, 'exec'), module.__dict__)",
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def embed_module_ref(name: str) -> str:
+    """Return an expression for the module that still works if the answer has rebound names."""
+    return f"__import__('sys').modules[{f'{_HERE}.{name}'!r}]"
+
+
+def embed_data(value: Mapping[str, Any]) -> str:
+    """Return an expression for a value: JSON in a Python string literal, ASCII only."""
+    return f"__import__('json').loads({json.dumps(value)!r})"
+
+
+TOLERANCE = 1e-6
+"""Tolerance for an expected float: relative to its magnitude, absolute below 1."""
+_NUMBER = re.compile(r"[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+
+
+def is_correct(test: CallTest, value: Any) -> bool:
+    """Return whether a value from `decode` is the expected one. NaN never is."""
+    try:
+        if isinstance(value, Opaque):
+            return False
+        if test.comparison == "json":
+            return matches_json(test.expected, value)
+        if test.comparison == "packed":
+            return matches_json(test.expected, value) or matches_json(test.expected[0], value)
+        if test.comparison == "is":
+            return type(value) is type(test.expected) and bool(value == test.expected)
+        if test.comparison == "equal":
+            return bool(value == test.expected)
+        return not hasattr(value, "__next__") and bool(value) is (test.comparison == "true")
+    except (TypeError, ValueError, RecursionError, OverflowError):  # an opaque value inside a container
+        return False
+
+
+def matches_json(expected: Any, value: Any) -> bool:
+    """Compare as JSON would serialize the value: tuples are lists, keys are strings.
+
+    Expected floats have a tolerance.
+    """
+    if isinstance(expected, float) and not isinstance(value, bool) and isinstance(value, int | float):
+        return is_close(expected, value)
+    if isinstance(expected, list):
+        if not isinstance(value, list | tuple) or len(value) != len(expected):
+            return False
+        return all(matches_json(one, other) for one, other in zip(expected, value, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(value, dict) or len(value) != len(expected):
+            return False
+        named = {_key(key): item for key, item in value.items()}
+        return named.keys() == expected.keys() and all(matches_json(one, named[key]) for key, one in expected.items())
+    return bool(value == expected)
+
+
+def _key(key: Any) -> Any:
+    """Return a dict key as JSON writes it."""
+    if key is None or isinstance(key, bool):
+        return {None: "null", True: "true", False: "false"}[key]
+    if isinstance(key, int) and key.bit_length() < 10_000:
+        return str(key)
+    return repr(key) if isinstance(key, float) else key
+
+
+def is_close(expected: float, value: float) -> bool:
+    """Compare within `TOLERANCE`. Infinities only equal each other; NaN equals nothing."""
+    try:
+        return math.isclose(expected, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # an integer too large for a float
+        return False
+
+
+def matches_output(expected: str, printed: str) -> bool:
+    """Compare line by line, ignoring trailing spaces and trailing empty lines, else word by word.
+
+    Numbers with a point compare by value: with a tolerance if one is expected, exactly against an expected integer.
+    """
+    ours, theirs = _lines(expected), _lines(printed)
+    if ours == theirs:
+        return True
+    if len(ours) != len(theirs):
+        return False
+    return all(
+        _same_line(expected_line, printed_line) for expected_line, printed_line in zip(ours, theirs, strict=True)
+    )
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _same_line(expected: str, printed: str) -> bool:
+    if expected == printed:
+        return True
+    ours, theirs = expected.split(), printed.split()
+    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+
+
+def _same_word(expected: str, printed: str) -> bool:
+    if expected == printed:
+        return True
+    if not _NUMBER.fullmatch(printed) or _INTEGER.fullmatch(printed) and _INTEGER.fullmatch(expected):
+        return False
+    if _INTEGER.fullmatch(expected):
+        return Decimal(expected) == Decimal(printed)
+    return bool(_NUMBER.fullmatch(expected)) and is_close(float(expected), float(printed))
+
+
+MAX_CODE_CHARS = 200_000
+"""Maximum characters of code."""
+_FENCE = "```"
+_TAG = re.compile(r"[ \t]*([\w+#.-]{0,20})[ \t]*(?:\{[^}\n]{0,80}\})?[ \t]*\r?", re.ASCII)
+_MAX_TAG_CHARS = 120
+_END = re.compile(r"^[ \t]{0,12}```", re.MULTILINE)
+_PYTHON = ("python", "py", "python3")
+
+
+def extract_code(answer: str) -> str:
+    """Return the code of an answer, dedented; empty if there is none or it exceeds MAX_CODE_CHARS characters.
+
+    Prefers the last fenced block marked as Python, then the last unmarked block, then the last block; without blocks,
+    the content of the `<answer>` tags, or the whole answer. An unclosed block extends to the end. Text before
+    `</think>` is ignored.
+    """
+    text = answer.rpartition("</think>")[2]
+    blocks = _blocks(text)
+    code = extract_answer(text) if "</answer>" in text else text
+    for tags in (_PYTHON, ("",), tuple(tag for tag, _ in blocks)):
+        if matching := [block for tag, block in blocks if tag in tags]:
+            code = matching[-1]
+            break
+    code = code.strip("\n\r")
+    return textwrap.dedent(code) if 0 < len(code) <= MAX_CODE_CHARS and not code.isspace() else ""
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Return (lower-case language tag, content) of each fenced block.
+
+    A block ends at the next fence that begins a line, or without one at the next fence.
+    """
+    blocks, position = [], 0
+    closing_fences: Iterator[int] = (match.end() for match in _END.finditer(text))
+    end = next(closing_fences, -1)
+    while (start := text.find(_FENCE, position)) >= 0:
+        line = text.find("\n", start, start + _MAX_TAG_CHARS)
+        tag = _TAG.fullmatch(text, start + len(_FENCE), line) if line >= 0 else None
+        if tag is None:  # inside a line
+            position = start + len(_FENCE)
+            continue
+        while 0 <= end <= line:
+            end = next(closing_fences, -1)
+        stop = end - len(_FENCE) if end >= 0 else text.find(_FENCE, line)
+        blocks.append((tag[1].lower(), text[line + 1 :] if stop < 0 else text[line + 1 : stop]))
+        if stop < 0:
+            break
+        position = stop + len(_FENCE)
+    return blocks
+
+
+class HiddenTests:
+    """Reward function with configurable grading:
+
+        mine = HiddenTests(Grading(max_tests=20, seconds=2), partial_credit=True)      # name it as my_module:mine
+
+    partial_credit: the reward is the fraction of tests passed; otherwise 1.0 if all pass, else 0.0.
+    """
+
+    sandboxed = True
+
+    def __init__(self, grading: Grading = Grading(), partial_credit: bool = False) -> None:  # noqa: B008
+        self.grading, self.partial_credit = grading, partial_credit
+
+    async def __call__(self, rollout: Rollout) -> Reward:
+        """Score a rollout. The sub-part `passed` is the fraction of tests passed.
+
+        Raises ValueError for a ground truth without tests or with invalid ones, and ConfigError or RuntimeError if
+        there is no working sandbox.
+        """
+        problem = parse_problem(rollout.prompt.ground_truth)
+        result = await grade(extract_code(rollout.answer), problem, self._box, self.grading)
+        reward = result.pass_rate if self.partial_credit else float(result.passed == result.tests)
+        return Reward(reward, parts={"passed": result.pass_rate})
+
+    @staticmethod
+    def check(prompt: Prompt) -> None:
+        """Raise ValueError if the prompt's ground truth holds no tests."""
+        parse_problem(prompt.ground_truth)
+
+    @cached_property
+    def _box(self) -> Sandbox:
+        """Sandbox with the settings of this process's run, which are known only when it is called."""
+        return Sandbox.from_environment()
+
+
+hidden_tests = HiddenTests()
+"""Return 1.0 if the answer's code passes all hidden tests of `prompt.ground_truth`, else 0.0."""

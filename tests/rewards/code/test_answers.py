@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.code.scorer import MAX_CODE_CHARS, extract_code
+from megarl.rewards.code.grading import MAX_CODE_CHARS, extract_code
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from said import HOSTILE  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.code.compare import is_close, is_correct, matches_json, matches_output
+from megarl.rewards.code.grading import is_close, is_correct, matches_json, matches_output
 from megarl.rewards.code.plain import Opaque
 from megarl.rewards.code.problems import CallTest
 

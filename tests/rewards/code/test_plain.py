@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.code.compare import is_correct
+from megarl.rewards.code.grading import is_correct
 from megarl.rewards.code.plain import DEPTH, DecodeError, Opaque, decode, encode
 from megarl.rewards.code.problems import CallTest
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megarl.sandbox.channel import encode_preamble, parse_results
+from megarl.sandbox.harness import encode_preamble, parse_results
 
 pytestmark = pytest.mark.alone
 
