@@ -15,62 +15,35 @@ from megarl.types import Comm, Rollouts, TrainBatch
 from megarl.types.requirements import ITEM_KINDS, ItemKind, Requirements
 
 if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
+    from megarl.batch_items import ItemReader
+    from megarl.data.loader import PromptLoader
+    from megarl.observe.run_log import RunLog
+    from megarl.workers.actor import ActorWorker
+    from megarl.workers.critic import CriticWorker
+    from megarl.workers.reference import ReferenceWorker
+    from megarl.workers.reward import RewardWorker
+    from megarl.workers.reward_training import RewardModelWorker
+    from megarl.workers.rollout import RolloutWorker
 
 
-def find_controller(name: str) -> type[Controller]:
-    """Return the class that `algorithm` names. Raises ConfigError if it does not exist or is no complete controller."""
-    controller = find_recipe(name).controller
-    return _check_controller(
-        plugins.load(controller, f"algorithm={name}") if isinstance(controller, str) else controller, name
-    )
+class Flow(Protocol):
+    """What a controller uses of the flow that runs it, which is a `megarl.flow.HybridFlow`."""
 
+    config: Config
+    step: int
+    data: ItemReader
+    loader: PromptLoader[Any]
+    log: RunLog
+    rollout: RolloutWorker
+    actor: ActorWorker
+    reference: ReferenceWorker
+    critic: CriticWorker
+    reward: RewardWorker
+    reward_model: RewardModelWorker
 
-def load_requirements(config: Config) -> Requirements:
-    """Return the requirements of the configured algorithm. Raises ConfigError if it does not exist or contradicts
-    itself."""
-    cls, key = find_controller(config.algorithm), f"algorithm={config.algorithm}"
-    cls.read_options(config)
-    try:
-        requirements = cls.declare_requirements(config)
-    except Exception as error:  # of third-party code
-        raise ConfigError(f"{key}: {cls.__name__}.roles(config) raised {plugins.format_error(error)}") from error
-    if not requirements.roles or not all(isinstance(role, str) and role.isidentifier() for role in requirements.roles):
-        raise ConfigError(
-            f"{key}: {cls.__name__}.roles(config) gives {requirements.roles!r}, not a tuple of names of roles"
-        )
-    if duplicates := {role for role in requirements.roles if requirements.roles.count(role) > 1}:
-        raise ConfigError(f"{key}: {cls.__name__}.roles(config) lists {min(duplicates)} twice; once will do")
-    if missing := [role for role in requirements.trained_roles if role not in requirements.roles]:
-        name_and_reason = f"{missing[0]}, which its roles do not list"
-        raise ConfigError(
-            f"{key}: {cls.__name__}.trained_roles names {name_and_reason} (they are {', '.join(requirements.roles)})"
-        )
-    if not requirements.trained_roles and not requirements.has_rollout:
-        raise ConfigError(
-            f"{key}: {cls.__name__} trains nothing, and generates nothing: name a role in `trained_roles`"
-        )
-    if requirements.trained_roles and requirements.has_rollout and "actor" not in requirements.roles:
-        raise ConfigError(f"{key}: {cls.__name__} lists the role rollout, whose weights are the actor's, but no actor")
-    return requirements
-
-
-def make_controller(config: Config) -> Controller:
-    return find_controller(config.algorithm)(config)
-
-
-def _check_controller(cls: Any, name: str) -> type[Controller]:
-    key = f"algorithm={name}"
-    if not isinstance(cls, type) or not issubclass(cls, Controller):
-        kind = "another class" if isinstance(cls, type) else f"a {type(cls).__name__}"
-        raise ConfigError(
-            f"{key} is {kind}, and no Controller: derive it from megarl.controllers.controller.Controller"
-        )
-    if missing := sorted(cls.__abstractmethods__):
-        raise ConfigError(f"{key}: {cls.__name__} lacks {', '.join(missing)}, which every controller has")
-    if getattr(cls, "item", None) not in ITEM_KINDS:
-        raise ConfigError(f"{key}: {cls.__name__}.item must be one of {', '.join(ITEM_KINDS)}: what its items are")
-    return cls
+    def __getattr__(self, name: str) -> Any:
+        """Return the worker of any other role that the controller lists."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -161,27 +134,27 @@ class Controller(ABC):
         )
 
     @abstractmethod
-    def load_items(self, flow: HybridFlow) -> Sequence[Any]:
+    def load_items(self, flow: Flow) -> Sequence[Any]:
         """Return the items that the loader deals out to steps: prompts, or finished conversations for SFT. Called
         before the workers start, so that a mistake in the data fails before models are loaded."""
 
     @abstractmethod
-    def step(self, flow: HybridFlow, items: Sequence[Any]) -> StepResult:
+    def step(self, flow: Flow, items: Sequence[Any]) -> StepResult:
         """Run one step of the training loop."""
 
     def num_updates(self, role: str) -> int:
         """Return the role's number of optimizer steps in the whole run, which its learning-rate schedule spans."""
         return self.config.run.num_rollout * self.config.run.num_update
 
-    def load_eval_items(self, flow: HybridFlow) -> Sequence[Any]:
+    def load_eval_items(self, flow: Flow) -> Sequence[Any]:
         """Return the items of `data.eval` for `evaluate`; empty if the algorithm does not evaluate."""
         return ()
 
-    def evaluate(self, flow: HybridFlow, items: Sequence[Any]) -> dict[str, float]:
+    def evaluate(self, flow: Flow, items: Sequence[Any]) -> dict[str, float]:
         """Return metrics of the current model, under eval/."""
         return {}
 
-    def begin_evaluation(self, flow: HybridFlow, items: Sequence[Any]) -> Evaluation | None:
+    def begin_evaluation(self, flow: Flow, items: Sequence[Any]) -> Evaluation | None:
         """Start an evaluation that continues during the next steps, where generation has its own ranks. Returns None if
         the algorithm only has the synchronous `evaluate`."""
         return None
@@ -201,3 +174,50 @@ class Controller(ABC):
     def restore(self, folder: Path, comm: Comm) -> None:
         """Restore what `save` wrote, also on another number of ranks. Collective."""
         return None
+
+
+def find_controller(name: str) -> type[Controller]:
+    """Return the class that `algorithm` names. Raises ConfigError if it does not exist or is no complete controller."""
+    key, cls = f"algorithm={name}", find_recipe(name).controller
+    if isinstance(cls, str):
+        cls = plugins.load(cls, key)
+    if not isinstance(cls, type) or not issubclass(cls, Controller):
+        kind = "another class" if isinstance(cls, type) else f"a {type(cls).__name__}"
+        raise ConfigError(
+            f"{key} is {kind}, and no Controller: derive it from megarl.controllers.controller.Controller"
+        )
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(f"{key}: {cls.__name__} lacks {', '.join(missing)}, which every controller has")
+    if getattr(cls, "item", None) not in ITEM_KINDS:
+        raise ConfigError(f"{key}: {cls.__name__}.item must be one of {', '.join(ITEM_KINDS)}: what its items are")
+    return cls
+
+
+def make_controller(config: Config) -> Controller:
+    return find_controller(config.algorithm)(config)
+
+
+def load_requirements(config: Config) -> Requirements:
+    """Return the requirements of the configured algorithm. Raises ConfigError if it does not exist or contradicts
+    itself."""
+    cls = find_controller(config.algorithm)
+    key = f"algorithm={config.algorithm}: {cls.__name__}"
+    cls.read_options(config)
+    try:
+        requirements = cls.declare_requirements(config)
+    except Exception as error:  # of third-party code
+        raise ConfigError(f"{key}.roles(config) raised {plugins.format_error(error)}") from error
+    if not requirements.roles or not all(isinstance(role, str) and role.isidentifier() for role in requirements.roles):
+        raise ConfigError(f"{key}.roles(config) gives {requirements.roles!r}, not a tuple of names of roles")
+    if duplicates := {role for role in requirements.roles if requirements.roles.count(role) > 1}:
+        raise ConfigError(f"{key}.roles(config) lists {min(duplicates)} twice; once will do")
+    if missing := [role for role in requirements.trained_roles if role not in requirements.roles]:
+        raise ConfigError(
+            f"{key}.trained_roles names {missing[0]}, which its roles do not list (they are "
+            f"{', '.join(requirements.roles)})"
+        )
+    if not requirements.trained_roles and not requirements.has_rollout:
+        raise ConfigError(f"{key} trains nothing, and generates nothing: name a role in `trained_roles`")
+    if requirements.trained_roles and requirements.has_rollout and "actor" not in requirements.roles:
+        raise ConfigError(f"{key} lists the role rollout, whose weights are the actor's, but no actor")
+    return requirements

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 
 from megarl.algorithms.advantages import overlong_penalty
 from megarl.config import ConfigError, Range
 from megarl.config.strict import Share
+from megarl.controllers.controller import Flow
 from megarl.controllers.grpo import GRPOController
 from megarl.controllers.mini_batches import max_response_length
 from megarl.controllers.policy_gradient import Experience, select_trainable
 from megarl.types import Prompt, Rollouts
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class DAPOController(GRPOController):
     Options = DAPOOptions
     has_dynamic_sampling = True
 
-    def collect_experience(self, flow: HybridFlow, items: Sequence[Prompt]) -> Experience:
+    def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
         """Sample until there are as many groups with differing rewards as prompts were asked for, and keep the first of
         these, in the order of the prompts. If no group differs, keep all samples of the step."""
         wanted, offered = len(items), 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.token_stats import token_mean
 from megarl.config import Config, ConfigError, Weight
 from megarl.config.strict import PositiveFloat
-from megarl.controllers.controller import StepResult
+from megarl.controllers.controller import Flow, StepResult
 from megarl.controllers.mini_batches import MetricMeans, split_mini_batches
 from megarl.controllers.policy_gradient import (
     PolicyController,
@@ -37,9 +37,6 @@ from megarl.controllers.policy_gradient import (
 from megarl.controllers.rollout_correction import apply_correction, compute_old_logprobs
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
 from megarl.types.requirements import Requirements
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 
 @dataclass(frozen=True)
@@ -92,11 +89,11 @@ class DistillController(PolicyController):
         """Whether rollouts get a reward, to learn from or only to log."""
         return "reward" in self.roles(self.config)
 
-    def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+    def load_eval_items(self, flow: Flow) -> Sequence[Prompt]:
         """Return the held-out prompts; empty without a reward to rate answers."""
         return super().load_eval_items(flow) if self.has_reward else ()
 
-    def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
+    def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
 
         # 1. Experience: rollouts, and log-probs of policy and teacher.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megarl.config import Config, ConfigError
-from megarl.controllers.controller import Controller, Evaluation
+from megarl.controllers.controller import Controller, Evaluation, Flow
 from megarl.observe.clock import Clock
 from megarl.observe.eval_metrics import CORRECT_REWARD, pass_at_k
 from megarl.observe.metrics import mask_by_source, rollout_metrics
@@ -22,9 +22,6 @@ from megarl.rewards.composite import summarize_unscored
 from megarl.rollout.aborted import check_abort_limit
 from megarl.types import Rollouts
 from megarl.workers.async_rollout import PendingGeneration, newest_version
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 
 class SamplingMode(NamedTuple):
@@ -39,7 +36,7 @@ def sampling_modes(config: Config) -> tuple[SamplingMode, ...]:
     return SamplingMode("greedy", True, 1), SamplingMode("sampled", False, config.run.eval_samples)
 
 
-def compute_eval_metrics(flow: HybridFlow, generated: Iterable[tuple[SamplingMode, Rollouts]]) -> dict[str, float]:
+def compute_eval_metrics(flow: Flow, generated: Iterable[tuple[SamplingMode, Rollouts]]) -> dict[str, float]:
     """Score the rollouts of each mode and return metrics, see `PolicyController.evaluate`. Each mode is scored before
     the next is generated."""
     metrics = {}
@@ -66,7 +63,7 @@ class AsyncEvaluation:
     sync. `eval/weight_version` is the version at the start, `eval/weight_version_last` the newest that sampled a token.
     """
 
-    def __init__(self, flow: HybridFlow, pending: Sequence[tuple[SamplingMode, PendingGeneration]]) -> None:
+    def __init__(self, flow: Flow, pending: Sequence[tuple[SamplingMode, PendingGeneration]]) -> None:
         self._flow, self._pending = flow, pending
 
     def is_done(self) -> bool:
@@ -113,7 +110,7 @@ class Evaluator:
     def __init__(
         self,
         controller: Controller,
-        flow: Any,
+        flow: Flow,
         items: Sequence[Any],
         every: int,
         is_async: bool,

@@ -12,15 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megarl.config import Config
-from megarl.controllers.controller import StepResult
+from megarl.controllers.controller import Flow, StepResult
 from megarl.controllers.policy_gradient import PolicyController
 from megarl.types import Prompt
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 
 @dataclass(frozen=True)
@@ -43,15 +39,15 @@ class GenerateController(PolicyController):
     def roles(cls, config: Config) -> tuple[str, ...]:
         return ("rollout", "reward") if cls.read_options(config).scored else ("rollout",)
 
-    def load_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+    def load_items(self, flow: Flow) -> Sequence[Prompt]:
         self._prompts = flow.data.load_prompts(self.config.data.train, self.options.full_dataset)
         return self._prompts
 
-    def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+    def load_eval_items(self, flow: Flow) -> Sequence[Prompt]:
         """Return the held-out prompts; empty without a reward to rate answers."""
         return super().load_eval_items(flow) if self.options.scored else ()
 
-    def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
+    def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
         items = self._prompts if self.options.full_dataset else items
         rollouts = flow.rollout.generate(
             items, self.config.rollout.samples_per_prompt, held_out=self.options.full_dataset

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,15 +22,12 @@ from megarl.algorithms.advantages import (
 )
 from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config
-from megarl.controllers.controller import StepResult
+from megarl.controllers.controller import Flow, StepResult
 from megarl.controllers.mini_batches import needs_old_logprobs
 from megarl.controllers.policy_gradient import Experience as Experience
 from megarl.controllers.policy_gradient import PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 from megarl.types.requirements import Requirements
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 
 class GRPOController(PolicyUpdateController):
@@ -51,7 +47,7 @@ class GRPOController(PolicyUpdateController):
             requirements, is_group_relative=requirements.is_group_relative and config.advantage.kind != "reinforce"
         )
 
-    def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
+    def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
 
         # 1. Experience: scored rollouts; log-probs of policy and reference.

@@ -12,20 +12,18 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megarl.checkpoint.manifest import Entry, Write, hash_file, sync, write_nothing
 from megarl.config import Config, ConfigError
 from megarl.config.strict import PositiveInt, Share
+from megarl.controllers.controller import Flow
 from megarl.controllers.policy_gradient import Experience
 from megarl.controllers.ppo import PPOController, PPOOptions
 from megarl.observe.rollout_log import part_file, read_records, step_folder, write_part
 from megarl.types import Comm, Prompt, Rollouts
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 FOLDER = "buffer"
 """Folder in a checkpoint, in the format of recorded rollouts: one file per rank that has rollouts."""
@@ -125,7 +123,7 @@ class PFPPOController(PPOController):
             )
         return super().read_options(config)
 
-    def collect_experience(self, flow: HybridFlow, items: Sequence[Prompt]) -> Experience:
+    def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
         """Filter the step's rollouts, and fill up with older ones from the buffer."""
         experience = super().collect_experience(flow, items)
         rollouts = experience.trained_rollouts

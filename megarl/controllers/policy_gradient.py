@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,15 +17,11 @@ from megarl.algorithms.kl import AdaptiveKL, kl_estimate
 from megarl.algorithms.policy_losses import Clip, PolicyLossInput
 from megarl.algorithms.token_stats import sequence_sums, token_mean
 from megarl.config import Config
-from megarl.controllers.controller import Controller, Evaluation, StepResult
+from megarl.controllers.controller import Controller, Evaluation, Flow, StepResult
 from megarl.controllers.evaluation import AsyncEvaluation, compute_eval_metrics, sampling_modes
 from megarl.controllers.mini_batches import LossFn, MetricMeans, load_policy_loss, split_mini_batches
 from megarl.controllers.rollout_correction import apply_correction, behavior_logprobs, compute_old_logprobs
 from megarl.types import ModelOutput, Prompt, Rollouts, Status, TokenLoss, TrainBatch
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
-
 
 TRUNCATED: tuple[Status, ...] = ("length", "max_turns")
 """Statuses of rollouts that a length limit or the turn limit ended."""
@@ -38,14 +34,14 @@ class PolicyController(Controller):
     item = "prompts"
     is_off_policy = True
 
-    def load_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+    def load_items(self, flow: Flow) -> Sequence[Prompt]:
         """Return the rendered training prompts; those that leave no room for a response are dropped and counted."""
         return flow.data.load_prompts(self.config.data.train)
 
-    def load_eval_items(self, flow: HybridFlow) -> Sequence[Prompt]:
+    def load_eval_items(self, flow: Flow) -> Sequence[Prompt]:
         return () if self.config.rollout.replay else flow.data.load_prompts(self.config.data.eval)
 
-    def evaluate(self, flow: HybridFlow, items: Sequence[Prompt]) -> dict[str, float]:
+    def evaluate(self, flow: Flow, items: Sequence[Prompt]) -> dict[str, float]:
         """Return the reward on held-out prompts, in total and by source: of one greedy answer each, and of
         `run.eval_samples` samples each, drawn as in training unless `rollout.eval_temperature` and `rollout.eval_top_p`
         are set.
@@ -58,7 +54,7 @@ class PolicyController(Controller):
             flow, ((mode, generate(items, mode.samples, mode.greedy, held_out=True)) for mode in modes)
         )
 
-    def begin_evaluation(self, flow: HybridFlow, items: Sequence[Prompt]) -> Evaluation | None:
+    def begin_evaluation(self, flow: Flow, items: Sequence[Prompt]) -> Evaluation | None:
         modes = sampling_modes(self.config)
         return AsyncEvaluation(
             flow,
@@ -162,7 +158,7 @@ class PolicyUpdateController(PolicyController):
         self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon, max_coef=kl.most, max_kl=config.guards.kl)
         self.steps = 0
 
-    def collect_experience(self, flow: HybridFlow, items: Sequence[Prompt]) -> Experience:
+    def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
         """Sample the prompts and score the rollouts."""
         rollouts = flow.reward.score(flow.rollout.generate(items, self.config.rollout.samples_per_prompt))
         return Experience(rollouts, select_trainable(rollouts, self.config))
@@ -171,7 +167,7 @@ class PolicyUpdateController(PolicyController):
         """Return whether the policy's log-probs must be computed before the step's updates."""
         return True
 
-    def run_models(self, flow: HybridFlow, experience: Experience) -> tuple[TrainBatch, ModelOutput, dict[str, float]]:
+    def run_models(self, flow: Flow, experience: Experience) -> tuple[TrainBatch, ModelOutput, dict[str, float]]:
         """Run the models over the rollouts and mask sequences with non-finite values. Returns the batch with
         `old_logprobs`, `ref_logprobs`, `values` and correction weights, as far as the algorithm uses them; the policy's
         output before the updates; and metrics."""
@@ -200,14 +196,14 @@ class PolicyUpdateController(PolicyController):
         return kl, token_mean(kl, batch.loss_mask, batch.all_reduce)
 
     def mask_again(
-        self, flow: HybridFlow, experience: Experience, batch: TrainBatch, metrics: dict[str, float]
+        self, flow: Flow, experience: Experience, batch: TrainBatch, metrics: dict[str, float]
     ) -> tuple[TrainBatch, dict[str, float]]:
         """Mask sequences whose advantages are not finite, and count them in `metrics`."""
         batch, _, masked = mask_nonfinite(flow, experience.trained_rollouts, batch)
         return batch, add_metrics(metrics, masked)
 
     def update_models(
-        self, flow: HybridFlow, experience: Experience, batch: TrainBatch, losses: Mapping[str, LossFn]
+        self, flow: Flow, experience: Experience, batch: TrainBatch, losses: Mapping[str, LossFn]
     ) -> MetricMeans:
         """Update each role by its loss, mini-batch by mini-batch; then give the engines the policy's weights."""
         means = MetricMeans()
@@ -241,7 +237,7 @@ METRIC = "rollout/masked_nonfinite"
 
 
 def mask_nonfinite(
-    flow: HybridFlow, rollouts: Rollouts, batch: TrainBatch, *outputs: ModelOutput
+    flow: Flow, rollouts: Rollouts, batch: TrainBatch, *outputs: ModelOutput
 ) -> tuple[TrainBatch, list[ModelOutput], dict[str, float]]:
     """Return the batch and model outputs with all episodes masked that have a non-finite value on an action token.
     Their `loss_mask` is False and all their values are 0, so they enter no mean. Values computed from their rewards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 
@@ -12,12 +12,9 @@ from megarl.algorithms.advantages import decoupled_gae, gae, length_adaptive_lam
 from megarl.algorithms.losses import explained_variance, positive_nll, value_loss
 from megarl.config import Config, Range, Weight
 from megarl.config.strict import Share
-from megarl.controllers.controller import StepResult
+from megarl.controllers.controller import Flow, StepResult
 from megarl.controllers.policy_gradient import PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class PPOController(PolicyUpdateController):
         run, warmup = self.config.run, self.config.critic.warmup_steps
         return (run.num_rollout - warmup if role == "actor" else run.num_rollout) * run.num_update
 
-    def step(self, flow: HybridFlow, items: Sequence[Prompt]) -> StepResult:
+    def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
 
         # 1. Experience: scored rollouts; log-probs of policy and reference, values of the critic.

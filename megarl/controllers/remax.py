@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.controllers.controller import Flow
 from megarl.controllers.grpo import GRPOController
 from megarl.controllers.policy_gradient import Experience
 from megarl.types import Prompt
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 
 class ReMaxController(GRPOController):
     is_group_relative = False  # one sample per prompt is enough
     has_fixed_prompts = True
 
-    def collect_experience(self, flow: HybridFlow, items: Sequence[Prompt]) -> Experience:
+    def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
         """Generate twice: the samples, and one greedy answer to each prompt, which is not trained on."""
         experience = super().collect_experience(flow, items)
         greedy = flow.reward.score(flow.rollout.generate(items, 1, greedy=True))

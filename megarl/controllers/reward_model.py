@@ -6,21 +6,17 @@ Bradley-Terry on pairs (arXiv:2203.02155, section 3.5). Other runs use the expor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from megarl.algorithms.losses import bradley_terry, pair_mean_weights
 from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config
-from megarl.controllers.controller import Controller, StepResult
+from megarl.controllers.controller import Controller, Flow, StepResult
 from megarl.controllers.mini_batches import MetricMeans, split_indices
 from megarl.data.datasets import Pair
 from megarl.observe.metrics import SourceMeans
 from megarl.types import ModelOutput, Rollouts, TokenLoss, TrainBatch, reads
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 
 class RewardModelController(Controller):
@@ -32,10 +28,10 @@ class RewardModelController(Controller):
     def roles(cls, config: Config) -> tuple[str, ...]:
         return ("reward_model",)
 
-    def load_items(self, flow: HybridFlow) -> Sequence[Pair]:
+    def load_items(self, flow: Flow) -> Sequence[Pair]:
         return flow.data.load_preferences(self.config.data.train)
 
-    def step(self, flow: HybridFlow, items: Sequence[Pair]) -> StepResult:
+    def step(self, flow: Flow, items: Sequence[Pair]) -> StepResult:
         @reads()
         def loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             assert output.scores is not None
@@ -46,10 +42,10 @@ class RewardModelController(Controller):
             means.add(flow.reward_model.update(make_pair_batch(flow, [items[i] for i in part]), loss))
         return StepResult(means.sync())
 
-    def load_eval_items(self, flow: HybridFlow) -> Sequence[Pair]:
+    def load_eval_items(self, flow: Flow) -> Sequence[Pair]:
         return flow.data.load_preferences(self.config.data.eval)
 
-    def evaluate(self, flow: HybridFlow, items: Sequence[Pair]) -> dict[str, float]:
+    def evaluate(self, flow: Flow, items: Sequence[Pair]) -> dict[str, float]:
         """Return loss, accuracy and margin on the held-out pairs, under eval/: in total and by source."""
         means, batch_size = SourceMeans(), self.config.data.prompts_per_step
         for start in range(0, len(items), batch_size):
@@ -64,13 +60,13 @@ class RewardModelController(Controller):
         return means.result()
 
 
-def make_pair_batch(flow: HybridFlow, pairs: Sequence[Pair]) -> TrainBatch:
+def make_pair_batch(flow: Flow, pairs: Sequence[Pair]) -> TrainBatch:
     """Return a batch in which sequences 2k and 2k + 1 are the chosen and the rejected one of pair k; the weights make
     the loss a mean over pairs."""
     return shard_pairs(flow, pairs)[1]
 
 
-def shard_pairs(flow: HybridFlow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch]:
+def shard_pairs(flow: Flow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch]:
     """Return the two conversations of each pair, and their batch as `make_pair_batch` returns it."""
     rollouts = flow.data.shard([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], group_size=2)
     batch = TrainBatch.from_rollouts(rollouts)

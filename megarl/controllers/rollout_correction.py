@@ -19,21 +19,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from megarl.algorithms.corrections import compute_correction, correction_metrics, log_ratios
 from megarl.algorithms.token_stats import diff_stats
 from megarl.config import Config, ConfigError
+from megarl.controllers.controller import Flow
 from megarl.observe.health_bands import LOGPROB_DIFF
 from megarl.types import ModelOutput, TrainBatch
 from megarl.types.requirements import Requirements
 from megarl.workers.futures import Future
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
-
 
 MAX_LOGPROB_DIFF = {"float32": 0.01, "bfloat16": 0.3}
 """Mean |log p_trainer - log p_engine| above which a run stops, by `model.dtype`. In fp32 it is about 1e-6, unless
@@ -62,7 +58,7 @@ def current_policy_mask(batch: TrainBatch) -> torch.Tensor:
     return batch.loss_mask & (num_stale_before == 0)
 
 
-def check_same_policy(flow: HybridFlow, batch: TrainBatch, policy: ModelOutput | None = None) -> None:
+def check_same_policy(flow: Flow, batch: TrainBatch, policy: ModelOutput | None = None) -> None:
     """Compare engine and trainer log-probs if `rollout.should_check_logprobs` is set. Collective.
 
     policy: the trainer's output for the batch before its update; if None or without log-probs, it is computed for the
@@ -94,7 +90,7 @@ def check_same_policy(flow: HybridFlow, batch: TrainBatch, policy: ModelOutput |
     )
 
 
-def describe_mismatch(flow: HybridFlow) -> str:
+def describe_mismatch(flow: Flow) -> str:
     """Return a sentence on whether the engines' tensors hold the trainer's bits."""
     names = flow.rollout.find_mismatches(flow.actor)
     if names is None:
@@ -119,7 +115,7 @@ def describe_layers(names: Sequence[str]) -> str:
     return " and ".join(part for part in (text, outside) if part)
 
 
-def compute_old_logprobs(flow: HybridFlow, batch: TrainBatch, needed: bool = True) -> Future[ModelOutput]:
+def compute_old_logprobs(flow: Flow, batch: TrainBatch, needed: bool = True) -> Future[ModelOutput]:
     """Start computing the policy's log-probs before the step's updates. With `correction.proximal: engine` the ratio of
     the loss is to the engine's log-probs, which are returned without a forward pass.
 
@@ -135,7 +131,7 @@ def compute_old_logprobs(flow: HybridFlow, batch: TrainBatch, needed: bool = Tru
 
 
 def apply_correction(
-    flow: HybridFlow, batch: TrainBatch, policy: ModelOutput, steps: int
+    flow: Flow, batch: TrainBatch, policy: ModelOutput, steps: int
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Return the batch with `old_logprobs`, the denominator of the loss ratio, with `importance` weights if a
     correction weighs or rejects tokens, and with the trainer's log-probs for the record; and metrics of the distance
@@ -213,8 +209,8 @@ def logprob_diff_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "
     as in training.
 
     Tokens sampled by older weights also differ by what the policy has learned since; their metrics are `..._stale`.
-    Tokens of the current weights behind such a token are reported as `..._stale_prefix`: the engine has kept the keys and
-    values before them, or recomputed them.
+    Tokens of the current weights behind such a token are reported as `..._stale_prefix`: the engine has kept the keys
+    and values before them, or recomputed them.
     """
     if policy.logprobs is None:
         return {}
@@ -232,7 +228,7 @@ def logprob_diff_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "
 
 
 def add_trainer_logprobs(
-    flow: HybridFlow, batch: TrainBatch, policy: ModelOutput, steps: int
+    flow: Flow, batch: TrainBatch, policy: ModelOutput, steps: int
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Return the batch with the trainer's log-probs, for the record, and their `logprob_diff_metrics`.
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config
-from megarl.controllers.controller import Controller, StepResult
+from megarl.controllers.controller import Controller, Flow, StepResult
 from megarl.controllers.mini_batches import MetricMeans, split_mini_batches
 from megarl.observe.metrics import SourceMeans
 from megarl.types import ModelOutput, Rollout, TokenLoss, TrainBatch, reads
-
-if TYPE_CHECKING:
-    from megarl.flow import HybridFlow
 
 
 class SFTController(Controller):
@@ -25,10 +21,10 @@ class SFTController(Controller):
     def roles(cls, config: Config) -> tuple[str, ...]:
         return ("actor",)
 
-    def load_items(self, flow: HybridFlow) -> Sequence[Rollout]:
+    def load_items(self, flow: Flow) -> Sequence[Rollout]:
         return flow.data.load_conversations(self.config.data.train)
 
-    def step(self, flow: HybridFlow, items: Sequence[Rollout]) -> StepResult:
+    def step(self, flow: Flow, items: Sequence[Rollout]) -> StepResult:
         batch = TrainBatch.from_rollouts(flow.data.shard(items))
 
         @reads()
@@ -41,10 +37,10 @@ class SFTController(Controller):
             means.add(flow.actor.update(mini, negative_logprob))
         return StepResult(means.sync())
 
-    def load_eval_items(self, flow: HybridFlow) -> Sequence[Rollout]:
+    def load_eval_items(self, flow: Flow) -> Sequence[Rollout]:
         return flow.data.load_conversations(self.config.data.eval)
 
-    def evaluate(self, flow: HybridFlow, items: Sequence[Rollout]) -> dict[str, float]:
+    def evaluate(self, flow: Flow, items: Sequence[Rollout]) -> dict[str, float]:
         """Return the mean negative log-probability of the assistant's tokens in held-out conversations: in total and by
         source."""
         means, batch_size = SourceMeans(), self.config.data.prompts_per_step

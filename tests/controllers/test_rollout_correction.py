@@ -94,7 +94,8 @@ def test_all_learn_two_versions_behind(correction: dict[str, Any], algorithm: st
         means.append(float(result.batch.sequence_reward.mean()))
     assert means[0] < 0.4 and sum(means[-5:]) / 5 > 0.8, means
     if correction.get("proximal") != "engine":
-        assert result.metrics["rollout_corr/ratio_max_staleness3"] > 0 and "rollout_corr/kl_staleness2" in result.metrics
+        assert result.metrics["rollout_corr/ratio_max_staleness3"] > 0
+        assert "rollout_corr/kl_staleness2" in result.metrics
         assert "rollout_corr/kl_staleness1" not in result.metrics
         assert 0 < result.metrics["rollout_corr/rollout_is_eff_sample_size"] <= 1
 
