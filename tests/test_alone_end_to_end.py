@@ -61,7 +61,7 @@ def test_training_without_an_engine_needs_no_sglang(trained: Path) -> None:
     rows = [row for row in metrics_of(trained) if "rollout/reward_mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:  # both kinds of records are used
-        assert row["rollout/support_mean"] == recorded_run.CHOICES and "rollout/logprob_diff" in row
+        assert row["rollout/sampling_mask_size_mean"] == recorded_run.CHOICES and "rollout/logprob_diff" in row
     assert "rollout/logprob_diff_mean_unreplayed" in rows[0]
 
 
@@ -74,10 +74,10 @@ def test_its_mismatch_is_taken_apart(trained: Path) -> None:
         assert done.returncode == 0, done.stderr[-4000:]
         found, row = json.loads(done.stdout), rows[step]
         causes = {cause["name"]: cause for cause in found["causes"]}
-        assert set(causes) == ({"routing"} if step == 1 else set()) | {"cut-off sampling", "all"}
+        assert set(causes) == ({"routing"} if step == 1 else set()) | {"truncated sampling", "all"}
         assert len({cause["tokens"] for cause in causes.values()}) == 1 and found["not_finite"] == 0
-        assert causes["cut-off sampling"]["largest"] == pytest.approx(row["rollout/logprob_diff"], rel=1e-5)
-        assert causes["cut-off sampling"]["mean"] == pytest.approx(row["rollout/logprob_diff_mean"], rel=1e-5)
+        assert causes["truncated sampling"]["largest"] == pytest.approx(row["rollout/logprob_diff"], rel=1e-5)
+        assert causes["truncated sampling"]["mean"] == pytest.approx(row["rollout/logprob_diff_mean"], rel=1e-5)
         whole = row["rollout/logprob_diff_mean" + ("_unreplayed" if step == 1 else "")]
         assert causes["all"]["mean"] == pytest.approx(whole, rel=1e-5)
         assert found["worst"][0]["choices"] == recorded_run.CHOICES and found["worst"][0]["text"]
@@ -103,7 +103,7 @@ def test_in_another_world_and_from_a_later_step(folder: Path, recorded: Path, tr
     train(folder, tmp_path / "run", *PLAIN, *RECORDS, "run.num_rollout=2", f"rollout.replay={recorded}@2")
     of_one = {row["step"]: row for row in metrics_of(trained) if "rollout/reward_mean" in row}
     for row in metrics_of(tmp_path / "run"):
-        for name in ("rollout/reward_mean", "rollout/response_length_mean", "rollout/support_mean"):
+        for name in ("rollout/reward_mean", "rollout/response_length_mean", "rollout/sampling_mask_size_mean"):
             assert row[name] == of_one[row["step"] + 1][name]
 
 

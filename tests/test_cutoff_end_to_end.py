@@ -37,7 +37,7 @@ def assert_of_what_was_drawn_from(run_dir: Path, steps: list[int]) -> None:
     assert "rollout/logprob_diff" in rows[0]  # in a later step all tokens may be of older weights
     for row in rows:
         assert row.get("rollout/logprob_diff", 0.0) <= 1e-5, row
-        assert 1 < row["rollout/support_mean"] < 19
+        assert 1 < row["rollout/sampling_mask_size_mean"] < 19
         assert 0 < row["actor/entropy"] <= math.log(20) and abs(row["actor/ppo_kl"]) < 0.1
 
 
@@ -51,8 +51,8 @@ def oversampled(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactor
 
 def test_log_probs_are_the_engines_while_answers_go_on_from_step_to_step(oversampled: Path) -> None:
     assert_of_what_was_drawn_from(oversampled, [1, 2, 3])
-    rows = [row for row in metrics_of(oversampled) if "rollout/carried" in row]
-    assert rows[-1]["rollout/carried"] > 0 and any(row["rollout/lag_max"] > 0 for row in rows)
+    rows = [row for row in metrics_of(oversampled) if "rollout/partial_groups" in row]
+    assert rows[-1]["rollout/partial_groups"] > 0 and any(row["rollout/staleness_max"] > 0 for row in rows)
 
 
 def test_what_could_have_been_drawn_is_in_the_checkpoint(
@@ -89,4 +89,4 @@ def test_an_evaluation_is_sampled_by_its_own_keys(folder: Path, tmp_path: Path, 
     for name in ("reward", "response_length_mean", "turns_mean"):
         assert rows[0][f"eval/{name}_sampled"] == rows[0][f"eval/{name}_greedy"]
     (step,) = [row for row in metrics_of(tmp_path / "run") if "rollout/reward_mean" in row]
-    assert step["rollout/logprob_diff_mean"] <= 1e-5 and "rollout/support_mean" not in step
+    assert step["rollout/logprob_diff_mean"] <= 1e-5 and "rollout/sampling_mask_size_mean" not in step

@@ -26,7 +26,11 @@ def test_the_policy_comes_nearer_to_its_teacher(folder: Path, tmp_path: Path, ho
     given += ["run.num_rollout=12", "run.num_update=2", "run.epochs=1", "run.save_every=0", "run.export=false"]
     given += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "rollout.samples_per_prompt=16"]
     given += ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "kl.place=none"]
-    given += ["options={bound: 5, centre: true}", "actor_optimizer.lr=0.001", "actor_optimizer.schedule=constant"]
+    given += [
+        "options={advantage_clip: 5, center_advantages: true}",
+        "actor_optimizer.lr=0.001",
+        "actor_optimizer.schedule=constant",
+    ]
     train(folder, tmp_path / "run", *given, host=host)
     rows = metrics_of(tmp_path / "run")
     found = [row["distill/reverse_kl"] for row in rows]

@@ -122,7 +122,7 @@ def test_three_steps_of_ppo(ppo_run: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["rollout/logprob_diff_p95"] <= 1e-4  # not the largest: a tie of two experts may fall either way
-        names = ["critic/grad_norm", "critic/vf_loss", "time/generate", "time/push_weights"]
+        names = ["critic/grad_norm", "critic/vf_loss", "time/generate", "time/weight_sync"]
         if row["step"] > 1:  # in the first only the critic is updated
             names += ["actor/grad_norm", "actor/entropy", "time/actor_update"]
             assert "actor/ppo_kl" in row and "actor/pg_clipfrac" in row
@@ -262,9 +262,9 @@ def oversampled(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_what_is_not_done_when_enough_is_goes_on_in_the_next_step(oversampled: Path) -> None:
-    rows = [row for row in metrics_of(oversampled) if "rollout/lag_mean" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["rollout/carried"] == 0
-    assert all(1 <= row["rollout/carried"] <= 2 and row["rollout/begun_anew"] == 0 for row in rows[1:])
+    rows = [row for row in metrics_of(oversampled) if "rollout/staleness_mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["rollout/partial_groups"] == 0
+    assert all(1 <= row["rollout/partial_groups"] <= 2 and row["rollout/restarted_rollouts"] == 0 for row in rows[1:])
     seen: dict[str, int] = {}
     for step, row in enumerate(rows, 1):
         rollouts = read_rollouts(oversampled, step)
@@ -277,13 +277,14 @@ def test_what_is_not_done_when_enough_is_goes_on_in_the_next_step(oversampled: P
             for version, tokens in rollout.version_spans
             for _ in range(tokens)
         ]
-        assert row["rollout/lag_max"] == max(ages) and row["rollout/lag_mean"] == pytest.approx(sum(ages) / len(ages))
+        assert row["rollout/staleness_max"] == max(ages)
+        assert row["rollout/staleness_mean"] == pytest.approx(sum(ages) / len(ages))
         assert ("rollout/logprob_diff_stale" in row) == (max(ages) > 0)
         assert row["rollout/logprob_diff_p95"] <= 1e-4 and 0 < row["rollout/idle_frac"] < 1
-        lags = {min(age, 3) for age in ages} if max(ages) else set()
-        assert {int(name[-1]) for name in row if name.startswith("rollout_corr/kl_lag")} == lags
+        buckets = {min(age, 3) for age in ages} if max(ages) else set()
+        assert {int(name[-1]) for name in row if name.startswith("rollout_corr/kl_staleness")} == buckets
         assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.2) and "actor/pg_clipfrac" in row
-        assert lags or abs(row["rollout_corr/kl"]) < 1e-4
+        assert buckets or abs(row["rollout_corr/kl"]) < 1e-4
     assert len(seen) == 12
     assert "does not correct" not in (oversampled / "log.txt").read_text()  # PPO's ratio is to who chose the token
 
@@ -296,8 +297,8 @@ def test_one_engine_goes_on_with_what_two_have_left(oversampled: Path, folder: P
     held = [group for file in files for group in read_groups(file)]
     alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"]
     train(folder, tmp_path, *OVERSAMPLED, *alone, "run.resume=auto", host=host)
-    (row,) = [row for row in metrics_of(tmp_path) if "rollout/lag_mean" in row]
-    assert len(files) == 2 and row["step"] == 3 and row["rollout/carried"] == len(held) > 0
+    (row,) = [row for row in metrics_of(tmp_path) if "rollout/staleness_mean" in row]
+    assert len(files) == 2 and row["step"] == 3 and row["rollout/partial_groups"] == len(held) > 0
     before = {rollout.prompt.id for step in (1, 2) for rollout in read_rollouts(oversampled, step)}
     after = read_rollouts(tmp_path, 3)
     assert [rollout.group for rollout in after] == [group for group in range(4) for _ in range(4)]
@@ -329,7 +330,7 @@ def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
     ]
     train(folder, tmp_path / "run", *overrides, host=host)
     rows = metrics_of(tmp_path / "run")
-    assert rows[0]["rollout/draft_accepted"] < 0.02 and rows[4]["rollout/draft_accepted"] > 0.06
+    assert rows[0]["rollout/spec_accept_rate"] < 0.02 and rows[4]["rollout/spec_accept_rate"] > 0.06
     assert rows[4]["actor/mtp_loss"] < rows[0]["actor/mtp_loss"] - 1.0
     assert max(row["rollout/logprob_diff_p95"] for row in rows) <= 1e-4
     before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run" / "export"))

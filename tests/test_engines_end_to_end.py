@@ -97,7 +97,7 @@ def test_one_that_is_killed_beside_training_is_back_in_the_next_step(
     for row in rows:
         found = read_rollouts(tmp_path / "run", int(row["step"]))
         assert len(found) == 16 and [one for one in found if one.status == "aborted"] == []
-        assert row["rollout/lag_max"] <= 1
+        assert row["rollout/staleness_max"] <= 1
 
 
 def test_the_process_that_engines_are_started_from_is_killed_then_stopped(

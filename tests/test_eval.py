@@ -205,7 +205,7 @@ def test_the_report_of_recorded_answers(
     out = tmp_path / "out"
     arguments = [str(model), "--data", str(tmp_path / "rows.jsonl"), "--k", "2,1", "--samples", "4", "--out", str(out)]
     assert program.main([*arguments, "run.seed=7"]) == 0
-    assert seen[0].rollout.samples_per_prompt == 4 and seen[0].options == {"whole": True}
+    assert seen[0].rollout.samples_per_prompt == 4 and seen[0].options == {"full_dataset": True}
     tree = json.loads((out / "eval.json").read_text())
     assert (tree["k"], tree["samples"], tree["prompts"], tree["rollouts"]) == ([1, 2], 4, 3, 12)
     sources = tree["sources"]

@@ -27,4 +27,4 @@ def test_two_steps_of_every_recipe(host: str, tmp_path: Path) -> None:
         assert ("critic/grad_norm" in row) == (name in ("ppo", "vapo", "pf_ppo")), name
         looked = row["rollout/logprob_diff_mean"] if "rollout/logprob_diff_mean" in row else None
         assert looked is not None and looked < 1e-5, name  # of the engine's log-probs: each push has arrived
-    assert {name: rows[2 * i]["rollout/generations"] for i, name in enumerate(names()) if name == "dapo"}
+    assert {name: rows[2 * i]["rollout/num_gen_batches"] for i, name in enumerate(names()) if name == "dapo"}

@@ -106,7 +106,7 @@ def assert_answers_wait_for_no_training(run_dir: Path, steps: int) -> None:
         found = [span for span in json.loads(text + "]") if span.get("name") == name]
         return sorted(found, key=lambda span: float(span["ts"]))
 
-    trained, stopped = spans(0, "actor_update"), spans(1, "generate_rest")
+    trained, stopped = spans(0, "actor_update"), spans(1, "drain_generation")
     assert len(trained) == 2 * steps and len(stopped) == steps
     for step in range(steps):
         last = trained[2 * step + 1]
@@ -131,7 +131,7 @@ def test_generation_beside_training_is_as_synchronous_at_lag_0(
     rows = steps_of(run_dir)
     for step, row in enumerate(rows, 1):
         assert asked(run_dir, step) == asked(split_run, step) and versions(run_dir, step) == {step - 1}
-        assert row["rollout/lag_max"] == 0 and row["rollout/logprob_diff_p95"] <= 1e-4
+        assert row["rollout/staleness_max"] == 0 and row["rollout/logprob_diff_p95"] <= 1e-4
     logged = [(row["step"], "eval/reward_greedy" in row) for row in metrics_of(run_dir)]
     assert [step for step, evaluates in logged if evaluates] == [0, 3]
     assert logged.index((1, False)) < logged.index((0, True))  # the first step did not wait for it
@@ -162,9 +162,9 @@ def test_answers_go_on_through_pushes(folder: Path, host: str, tmp_path: Path, h
         differences = [row[name] for name in row if name.startswith("rollout/logprob_diff_p95") and "un" not in name]
         assert differences and max(differences) <= 1e-4
         assert len({group for _, group, _ in asked(run_dir, step)}) == 4 and len(asked(run_dir, step)) == 16
-    assert max(row["rollout/lag_max"] for row in rows) in (1.0, 2.0)
-    assert rows[0]["rollout/lag_max"] == 0 and all(
-        row["rollout/age_max"] >= row["rollout/age_mean"] > 0 for row in rows
+    assert max(row["rollout/staleness_max"] for row in rows) in (1.0, 2.0)
+    assert rows[0]["rollout/staleness_max"] == 0 and all(
+        row["rollout/group_age_s_max"] >= row["rollout/group_age_s_mean"] > 0 for row in rows
     )
     assert_answers_wait_for_no_training(run_dir, steps=5)
     mixed = [

@@ -45,8 +45,8 @@ def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goe
     train(folder, run_dir, *GRPO, *updates, host=host)
     steps: list[dict[str, Any]] = metrics_of(run_dir)
     assert [step["actor/skipped"] for step in steps] == [0, 0, 1, 1, 0, 0]
-    assert [step.get("guards/actor_in_vain") for step in steps] == [None, None, None, 4, None, None]
-    assert [step.get("guards/returns") for step in steps] == [None] * 4 + [1, 1]
+    assert [step.get("guards/actor_consecutive_skips") for step in steps] == [None, None, None, 4, None, None]
+    assert [step.get("guards/checkpoint_restores") for step in steps] == [None] * 4 + [1, 1]
     (alarm,) = lines_of(run_dir, "ALARM")
     assert "step 4: 4 updates of the actor in a row were skipped, from step 3 on" in alarm
     assert f"those of {run_dir}/checkpoints/step_000002 again" in alarm

@@ -72,7 +72,7 @@ def timed(options: argparse.Namespace, kind: str, host: str) -> dict[str, float]
     result = {"step": statistics.median(row["time/step"] for row in rows)}
     result["generate"] = statistics.median(row["time/generate"] for row in rows)
     result["train"] = statistics.median(sum(row[f"time/{name}"] for name in TRAINING) for row in rows)
-    for name in ("lag_mean", "age_mean", "idle_frac", "logprob_diff_p95", "logprob_diff_p95_stale"):
+    for name in ("staleness_mean", "group_age_s_mean", "idle_frac", "logprob_diff_p95", "logprob_diff_p95_stale"):
         values = [row[f"rollout/{name}"] for row in rows if f"rollout/{name}" in row]
         result[name] = statistics.fmean(values) if values else float("nan")
     return result
@@ -98,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         host.close()
     names = list(rounds[0]["synchronous"])
-    print(f"{'':24}" + "".join(f"{name.removeprefix('logprob_'):>16}" for name in (*names, "times as fast")))
+    print(f"{'':24}" + "".join(f"{name.removeprefix('logprob_'):>18}" for name in (*names, "times as fast")))
     for kind in KINDS:
         values = [statistics.fmean(results[kind][name] for results in rounds) for name in names]
         ratio = statistics.median(results["synchronous"]["step"] / results[kind]["step"] for results in rounds)
-        print(f"{kind:24}" + "".join(f"{value:16.3g}" for value in (*values, ratio)))
+        print(f"{kind:24}" + "".join(f"{value:18.3g}" for value in (*values, ratio)))
     return 0
 
 

@@ -189,7 +189,7 @@ def measure(lengths: list[int], budget: int) -> None:
 
 def outside_of_phases(folder: Path) -> float:
     """Return the mean share of a run's steps that is in no phase, or in one other than model, optimizer and engine."""
-    phases = ("generate", "actor_", "critic_", "reference_", "reward_model_", "push_weights", "sleep")
+    phases = ("generate", "actor_", "critic_", "reference_", "reward_model_", "weight_sync", "sleep")
     counted = tuple(f"time/{phase}" for phase in phases)
     shares = []
     try:

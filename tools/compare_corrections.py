@@ -1,18 +1,18 @@
 """Compare off-policy corrections for stale tokens on the quickstart's task, against a run without one.
 
-    .venv/bin/python tools/compare_corrections.py FOLDER [--lags 2 4] [--seeds 1] [--only tis,icepop] [--steps 40]
+    .venv/bin/python tools/compare_corrections.py FOLDER [--staleness 2 4] [--seeds 1] [--only tis,icepop] [--steps 40]
                                                   [section.key=value ...]
 
 FOLDER is that of launch/quickstart.sh, runs/quickstart: prompts, and the model after its warm-up in sft/export. All
 runs are asynchronous GRPO, configs/quickstart_async.yaml with the actor on one rank and the engine on another, from the
 same warm-up, with the same seeds. Run folders stay in FOLDER/corrections, and finished runs are not repeated. Overrides
-apply to all runs. For each correction and lag, the table shows means over the seeds of
+apply to all runs. For each correction and maximum staleness, the table shows means over the seeds of
 
     greedy, sampled   held-out reward after the last step
-    lag               staleness: versions by which a token is older than the weights that learn from it
+    staleness         versions by which a token is older than the weights that learn from it
     difference        between the trainer's log-prob of such a token and its behavior log-prob
     ratio p95, ess    of the trainer's probability of a token to the engine's; effective sample size of the sequences
-    weight, masked    mean weight of a token's loss, share of tokens that it leaves out
+    weight, masked    mean weight of a token's loss, share of tokens that it masks
     KL                of an update's policy to the one that the ratio is clipped to
 """
 
@@ -42,7 +42,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "reject": ("correction.kind=reject",),
 }
 FIGURES = {
-    "lag": "rollout/lag_mean",
+    "staleness": "rollout/staleness_mean",
     "difference": "rollout/logprob_diff_mean_stale",
     "ratio p95": "rollout_corr/ratio_p95",
     "ess": "rollout_corr/rollout_is_eff_sample_size",
@@ -53,7 +53,7 @@ FIGURES = {
 """Metrics by title; each is a mean over a run's steps."""
 
 
-def settings(options: argparse.Namespace, name: str, lag: int, seed: int) -> list[str]:
+def settings(options: argparse.Namespace, name: str, staleness: int, seed: int) -> list[str]:
     return [
         *("algorithm=grpo", "kl.place=none", "placement={actor: 0, rollout: 1}"),
         *("parallel.world_size=2", "parallel.ranks_per_node=2"),
@@ -61,7 +61,7 @@ def settings(options: argparse.Namespace, name: str, lag: int, seed: int) -> lis
         *(f"run.num_rollout={options.steps}", f"run.eval_every={options.steps}", "run.export=false"),
         *("track.trackers=[]", "track.rollouts=false"),
         *options.overrides,
-        *(f"run.seed={seed}", f"rollout.max_lag={lag}", *CORRECTIONS[name]),
+        *(f"run.seed={seed}", f"rollout.max_lag={staleness}", *CORRECTIONS[name]),
     ]
 
 
@@ -75,17 +75,17 @@ def figures(rows: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     return means
 
 
-def ran(options: argparse.Namespace, name: str, lag: int, seed: int, host: str) -> dict[str, float]:
+def ran(options: argparse.Namespace, name: str, staleness: int, seed: int, host: str) -> dict[str, float]:
     """Return the metrics of a run; start it unless it has already finished."""
-    run_dir = options.folder / "corrections" / f"{name}_lag{lag}_seed{seed}"
-    return figures(trials.run(CONFIG, settings(options, name, lag, seed), run_dir, host))
+    run_dir = options.folder / "corrections" / f"{name}_staleness{staleness}_seed{seed}"
+    return figures(trials.run(CONFIG, settings(options, name, staleness, seed), run_dir, host))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of launch/quickstart.sh")
     parser.add_argument(
-        "--lags", type=int_in_range(0, 1000), nargs="+", default=[2, 4], help="values of rollout.max_lag"
+        "--staleness", type=int_in_range(0, 1000), nargs="+", default=[2, 4], help="values of rollout.max_lag"
     )
     parser.add_argument("--seeds", type=int_in_range(), default=1, help="runs of each kind, with seeds 1, 2, ...")
     parser.add_argument("--only", default=",".join(CORRECTIONS), help=f"some of {','.join(CORRECTIONS)}")
@@ -95,16 +95,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.folder = options.folder.resolve()
     names = options.only.split(",")
     if unknown := [name for name in names if name not in CORRECTIONS]:
-        raise ConfigError(f"--only {unknown[0]}: no correction of that name; there are {', '.join(CORRECTIONS)}")
+        raise ConfigError(f"--only {unknown[0]}: unknown correction; the corrections are {', '.join(CORRECTIONS)}")
     titles = ["greedy", "sampled", *FIGURES]
     host = start_host(load_config(trials.ROOT / CONFIG, settings(options, names[0], 0, 1)), threads=1)
     try:
         print(f"{'':22}" + "".join(f"{title:>12}" for title in titles), flush=True)
-        for lag in options.lags:
+        for staleness in options.staleness:
             for name in names:
-                results = [ran(options, name, lag, seed, host.path) for seed in range(1, options.seeds + 1)]
+                results = [ran(options, name, staleness, seed, host.path) for seed in range(1, options.seeds + 1)]
                 values = [statistics.fmean(result[title] for result in results) for title in titles]
-                print(f"{f'{name}, max_lag {lag}':22}" + "".join(f"{value:12.3g}" for value in values), flush=True)
+                title = f"{name}, staleness {staleness}"
+                print(f"{title:22}" + "".join(f"{value:12.3g}" for value in values), flush=True)
     finally:
         host.close()
     return 0

@@ -1,6 +1,6 @@
 """Attribute the log-prob differences of engine and trainer to their causes.
 
-Causes are staleness, carried prefixes, routing, truncated sampling, kernels, and the engine's cache.
+Causes are staleness, stale prefixes, routing, truncated sampling, kernels, and the engine's cache.
 
     .venv/bin/python tools/mismatch.py RUN_DIR [--step N] [--worst N] [--json]
 
@@ -118,7 +118,7 @@ def table(found: dict[str, Any]) -> list[str]:
         rows.append(
             f"\nrollout {row['rollout']}, prompt {shown(row['prompt'])}, token {row['token']}: gap {row['gap']:+.3e}, "
             f"engine {row['engine']:.4f}, trainer {row['trainer']:.4f}: {row['cause']}"
-            + (f", {row['lag']} versions behind" if row["lag"] else "")
+            + (f", {row['staleness']} versions behind" if row["staleness"] else "")
             + (f", one of {row['choices']} words" if row["choices"] else "")
             + (f", {row['cached']} tokens cached" if row["cached"] > 0 else "")
         )

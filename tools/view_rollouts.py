@@ -8,8 +8,8 @@ text that it was only given, and that is not trained on, is dimmed. `--html` wri
 tools/view.py writes one of all steps. `--where` filters by columns with <, <=, >, >=, = or != (for text also ~,
 "contains"), and, or, not and parentheses. `--sort reward` starts with the lowest, `--sort reward:down` with the
 highest. Columns: step, number, group, prompt, source, status, reward, advantage, logprob, length, actions (the policy's
-tokens), turns, tool_calls, tool_errors, lag. `--tokens` prints a line per token: its position, id, log-prob, advantage,
-weight version and text.
+tokens), turns, tool_calls, tool_errors, staleness. `--tokens` prints a line per token: its position, id, log-prob,
+advantage, weight version and text.
 
 For statistics over all of them, a step is a folder of parquet files with a row per rollout:
 
@@ -86,7 +86,7 @@ def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
         "turns": len(written),
         "tool_calls": rollout.tool_calls,
         "tool_errors": rollout.tool_errors,
-        "lag": newest - oldest,
+        "staleness": newest - oldest,
     }
     return values
 

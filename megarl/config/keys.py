@@ -311,9 +311,9 @@ class RolloutConfig:
     max_lag: Annotated[int, Range(0, 1000)] = 1
     """Maximum staleness: versions by which a rollout's first token may be older than the weights in training.
     `rollout.asynchronous` starts no prompt earlier: 0 is on policy, 1 overlaps a step's generation with the previous
-    step's training. With `rollout.oversample`, rollouts that would exceed it start over. `rollout/lag_mean` and others
-    report the staleness, `rollout/logprob_diff_stale` compares the log-probs of stale tokens, which are those of the
-    weights that sampled them, and `rollout/logprob_diff_carried` those of newer tokens after them."""
+    step's training. With `rollout.oversample`, rollouts that would exceed it start over. `rollout/staleness_mean` and
+    others report the staleness, `rollout/logprob_diff_stale` compares the log-probs of stale tokens, which are those of
+    the weights that sampled them, and `rollout/logprob_diff_stale_prefix` those of newer tokens after them."""
     request_timeout: Seconds = 600.0
     """Seconds that one response may take once the engine has started on it; then the conversation is aborted."""
     step_timeout: Seconds = 7200.0

@@ -42,7 +42,7 @@ RECIPES: dict[str, Recipe] = {
         PPO,
         {
             **_NO_KL,
-            "options": {"critic_lam": 1.0, "length_adaptive": 0.05, "positive_nll": 0.1},
+            "options": {"critic_lam": 1.0, "length_adaptive_alpha": 0.05, "positive_nll_coef": 0.1},
             "loss.clip": 0.2,
             "loss.clip_high": 0.28,
             "loss.mean": "token",

@@ -206,7 +206,8 @@ def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = 
 
     where: prefix of its keys in messages. root: the dataclass of all keys, searched for keys in the wrong section.
     default: instance with the values of keys that `tree` lacks, if not `cls()`, since a section may have defaults of
-    its own. Raises ConfigError for anything unknown, of the wrong type or out of range.
+    its own. `cls.synonyms`, if any, maps other names of keys, such as former ones, to keys that errors suggest. Raises
+    ConfigError for anything unknown, of the wrong type or out of range.
     """
     if not isinstance(tree, dict):
         raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {short_repr(tree)}")
@@ -216,7 +217,7 @@ def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = 
     values = {}
     for key, value in tree.items():
         if key not in cls_fields:
-            raise ConfigError(_unknown_key_message(key, where, list(cls_fields), root))
+            raise ConfigError(_unknown_key_message(key, where, cls, root))
         if dataclasses.is_dataclass(hints[key]):
             section_tree = {} if value is None else value
             values[key] = build_dataclass(hints[key], section_tree, f"{where}{key}.", root, getattr(default, key))
@@ -225,14 +226,16 @@ def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = 
     return dataclasses.replace(default, **values)
 
 
-def _unknown_key_message(key: Any, where: str, known: list[str], root: type) -> str:
+def _unknown_key_message(key: Any, where: str, cls: Any, root: type) -> str:
+    known = [item.name for item in dataclasses.fields(cls)]
     everywhere = [name for name, _ in list_keys(root())]
     if (full_key := f"{where}{key}") in everywhere:
         section, _, leaf = full_key.rpartition(".")
         return (
             f"unknown key {full_key!r}: a dot is for the command line; in a file it is {leaf} in the section {section}"
         )
-    match = closest_match(str(key), known)
+    synonym = "" if cls is root else getattr(cls, "synonyms", {}).get(str(key).lower(), "")
+    match = synonym or closest_match(str(key), known)
     elsewhere = [name for name in everywhere if name.split(".")[-1] == key]
     elsewhere += [name for name in [getattr(root, "synonyms", {}).get(str(key).lower())] if name]
     suggestion = f"{where}{match}" if match else elsewhere[0] if elsewhere else ""

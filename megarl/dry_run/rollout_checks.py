@@ -65,7 +65,7 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
         warnings.append(
             f"rollout.oversample={rollout.oversample:g} with rollout.max_lag={rollout.max_lag}: tokens may be of "
             f"weights that many versions old, for which the loss of algorithm={config.algorithm} does not correct; "
-            "watch rollout/lag_mean and rollout/logprob_diff_mean_stale"
+            "watch rollout/staleness_mean and rollout/logprob_diff_mean_stale"
         )
 
 

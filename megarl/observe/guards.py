@@ -18,7 +18,7 @@ MAX_CONSECUTIVE_ROLLBACKS = 3
 OOM_SUFFIX = "_out_of_memory"
 """Suffix of the metric that counts how often a model ran out of memory: guards/<role>_out_of_memory."""
 
-SKIPPED, SKIP_LIMIT_SUFFIX = "/skipped", "_in_vain"
+SKIPPED, SKIP_LIMIT_SUFFIX = "/skipped", "_consecutive_skips"
 """Suffixes of the metrics for skipped updates of a role, and for exceeding `run.max_skipped` of them in a row."""
 
 
@@ -69,7 +69,7 @@ class Guards:
         if skipped and not any(skipped):
             self.restored_step = None
         if self._num_restores:
-            guard_metrics["guards/returns"] = self._num_restores
+            guard_metrics["guards/checkpoint_restores"] = self._num_restores
         if self._settings.ppo_kl is not None:
             guard_metrics["guards/rollbacks"] = self._check_rollback(step, metrics)
         if self._settings.kl is not None:

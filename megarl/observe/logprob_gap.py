@@ -5,7 +5,7 @@ trainer's log-prob before the updates (`rollout_table`). With `train.replay_rout
 the experts that the engine chose, one through the experts that it chooses itself. So the gap is a sum:
 
     log p_trainer - log p_engine  =  (own experts - replayed experts)  +  (replayed experts - log p_engine)
-                                      routing                              staleness, a carried prefix ..., or the rest
+                                      routing                              staleness, a stale prefix ..., or the rest
 
 *Routing* is measured as the difference of two passes with the same weights and kernels. Training with replay is free of
 it. Without replay there is only one pass, and routing is part of the remainder. Each token's remainder is attributed to
@@ -43,7 +43,7 @@ from megarl.observe.rollout_table import Record
 from megarl.types import Rollout
 
 REMAINDER_CAUSES = (
-    *("staleness", "carried prefix", "cut-off sampling", "kernels, nothing cached", "cache, and kernels"),
+    *("staleness", "stale prefix", "truncated sampling", "kernels, nothing cached", "cache, and kernels"),
     *("kernels and cache, first turn", "kernels and cache, later turns"),
 )
 """Causes of the remainder (the gap without routing), indexed by `LogprobGaps.cause_ids`."""
@@ -202,7 +202,7 @@ def find_worst(gaps: LogprobGaps, count: int) -> list[dict[str, Any]]:
                 "engine": float(gaps.engine[i]),
                 "trainer": float(gaps.trainer[i]),
                 "routing": routing,
-                "lag": int(gaps.staleness[i]),
+                "staleness": int(gaps.staleness[i]),
                 "choices": int(gaps.mask_sizes[i]),
                 "cached": int(gaps.cached_tokens[i]),
                 "cause": ROUTING if abs(routing) > abs(gaps.remainder[i]) else REMAINDER_CAUSES[gaps.cause_ids[i]],

@@ -70,8 +70,9 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     - `tool_errors` is a total.
     - `zero_spread_frac` is the fraction of prompts whose samples all have the same reward, from which group-relative
       methods learn nothing; absent if every prompt was sampled once.
-    - `draft_accepted` is the fraction of drafted tokens that were accepted, present if there were drafts.
-    - `support_mean` is the mean number of tokens that the policy could sample from, present for truncated sampling.
+    - `spec_accept_rate` is the fraction of drafted tokens that were accepted, present if there were drafts.
+    - `sampling_mask_size_mean` is the mean number of tokens that the policy could sample from, present for truncated
+      sampling.
     - `reward_mean/<source>`, `response_length_mean/<source>` and `count/<source>` (rollouts) are present for 2 to
       `MAX_SOURCES` data sources.
     - `aborted_frac` is the fraction of aborted rollouts. All other metrics exclude these, so it is the only one if all
@@ -157,9 +158,9 @@ def _compute_length_metrics(rollouts: Rollouts) -> dict[str, float]:
         "rollout/max_turns_frac": _mean(rollouts.has_status("max_turns")),
     }
     if num_drafted := int(rollouts.drafted.sum()):
-        metrics["rollout/draft_accepted"] = int(rollouts.accepted.sum()) / num_drafted
+        metrics["rollout/spec_accept_rate"] = int(rollouts.accepted.sum()) / num_drafted
     if support_total := int(rollouts.sampling_mask_sizes.sum()):
-        metrics["rollout/support_mean"] = support_total / int(rollouts.actions.sum())
+        metrics["rollout/sampling_mask_size_mean"] = support_total / int(rollouts.actions.sum())
     for source, mask in mask_by_source(rollouts.source, rollouts.sources).items():
         metrics[f"rollout/response_length_mean/{source}"] = _mean(rollouts.actions[mask])
         metrics[f"rollout/count/{source}"] = float(mask.sum())

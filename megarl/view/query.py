@@ -36,7 +36,7 @@ COLUMNS: dict[str, str] = {
     "turns": "turns of the policy",
     "tool_calls": "",
     "tool_errors": "calls that failed",
-    "lag": "versions that its oldest token is behind the newest of its step",
+    "staleness": "versions by which its oldest token is behind the newest of its step",
 }
 """Columns of the rollout index, with their descriptions."""
 TEXT_COLUMNS = ("prompt", "source", "status")
@@ -57,7 +57,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 def check_column(name: str, option: str) -> str:
     """Return `name` if it is a column. Raises ConfigError, which lists the columns, otherwise."""
     if name not in COLUMNS:
-        raise ConfigError(f"{option}: there is no column {name[:40]!r}; there are {', '.join(COLUMNS)}")
+        raise ConfigError(f"{option}: unknown column {name[:40]!r}; the columns are {', '.join(COLUMNS)}")
     return name
 
 

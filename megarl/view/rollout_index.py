@@ -45,7 +45,7 @@ _INT_COLUMNS: tuple[str, ...] = (
     "turns",
     "tool_calls",
     "tool_errors",
-    "lag",
+    "staleness",
 )
 _INT_COLUMNS += ("status", "prompt", "source")
 _FLOAT_COLUMNS = ("reward", "advantage", "logprob")
@@ -143,13 +143,13 @@ def _index_step(run_dir: Path, step: int, texts: dict[str, _TextTable], notes: N
             try:
                 groups.append(_index_group(table, texts))
             except READ_ERRORS as error:
-                problem = f"{table.num_rows} rollouts make no sense and are left out: {format_error(error)}"
+                problem = f"{table.num_rows} rollouts are inconsistent and are excluded: {format_error(error)}"
                 notes.add(f"{part.path}: {problem}")
     if not groups:
         return {}
     joined = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
-    newest, oldest = joined.pop("newest"), joined["lag"]
-    joined["lag"] = np.where(oldest >= 0, newest.max() - oldest, 0)
+    newest, oldest = joined.pop("newest"), joined["staleness"]
+    joined["staleness"] = np.where(oldest >= 0, newest.max() - oldest, 0)
     joined["step"] = np.full(len(newest), step, np.int64)
     order = np.argsort(joined["number"], kind="stable")
     return {name: column[order] for name, column in joined.items()}
@@ -158,7 +158,7 @@ def _index_step(run_dir: Path, step: int, texts: dict[str, _TextTable], notes: N
 def _index_group(table: pa.Table, texts: dict[str, _TextTable]) -> dict[str, np.ndarray]:
     """Return [n] columns of a row group, without `step`.
 
-    Here `lag` and `newest` are the oldest and newest weight versions that sampled a token, -1 if none did.
+    Here `staleness` and `newest` are the oldest and newest weight versions that sampled a token, -1 if none did.
     """
     size = table.num_rows
     lengths, ends = flatten_lists(table, "turn_lengths")
@@ -169,13 +169,13 @@ def _index_group(table: pa.Table, texts: dict[str, _TextTable]) -> dict[str, np.
         "length": sums(lengths, ends),
         "actions": sums(lengths * is_action, ends),
         "turns": sums(is_action, ends),
-        "lag": np.full(size, -1, np.int64),
+        "staleness": np.full(size, -1, np.int64),
         "newest": np.full(size, -1, np.int64),
     }
     if "turn_weight_version" in table.column_names:
         versions, version_ends = flatten_lists(table, "turn_weight_version")
         if np.array_equal(ends, version_ends):
-            result["lag"], result["newest"] = _version_range(table, versions, is_action.astype(bool), ends)
+            result["staleness"], result["newest"] = _version_range(table, versions, is_action.astype(bool), ends)
     for name in ("number", "group", "tool_calls", "tool_errors"):
         result[name] = _numbers(table, name, np.int64)
     for name in _FLOAT_COLUMNS:

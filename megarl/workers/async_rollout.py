@@ -173,8 +173,8 @@ class RolloutStream:
         offered, busy, age_sum, oldest, groups, interrupted, restarted = table.T
         self.lost_counts = int(interrupted.sum()), int(restarted.sum())
         self.metrics = staleness_metrics(rollouts) | {
-            "rollout/age_mean": float(age_sum.sum()) / max(1.0, float(groups.sum())),
-            "rollout/age_max": max(oldest.tolist(), default=0.0),
+            "rollout/group_age_s_mean": float(age_sum.sum()) / max(1.0, float(groups.sum())),
+            "rollout/group_age_s_max": max(oldest.tolist(), default=0.0),
         }
         if total := float(offered.sum()):
             self.metrics["rollout/idle_frac"] = 1 - float(busy.sum()) / total

@@ -118,7 +118,7 @@ class EngineRecovery:
             return {}
         return {
             "rollout/engine_restarts": float(self.restarts),
-            "time/engine_unnoticed": self.detection_s,
+            "time/engine_detection": self.detection_s,
             "time/engine_restart": self.restart_s,
         }
 

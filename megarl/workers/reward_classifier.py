@@ -98,4 +98,5 @@ class ClassifierRewardWorker(RewardWorker):
 
     def metrics(self) -> dict[str, float]:
         """Add the share of the step's conversations that lost their beginning to truncation."""
-        return super().metrics() | ({"reward/truncated_frac": self._truncated_frac} if self.options.longer == "cut" else {})
+        own = {"reward/truncated_frac": self._truncated_frac} if self.options.longer == "cut" else {}
+        return super().metrics() | own

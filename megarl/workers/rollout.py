@@ -362,7 +362,7 @@ class RolloutWorker(Worker):
         """
         self.engines.offload_models(actor)
         takes_part = self.engines.engine_index is not None or actor.model is not None
-        with self.clock.phase("push_weights", "push" if takes_part else REMOTE):
+        with self.clock.phase("weight_sync", "weight_sync" if takes_part else REMOTE):
             self.version = self.step
             if self.config.rollout.replay:
                 return
@@ -389,7 +389,7 @@ class RolloutWorker(Worker):
         with self.clock.span("training", WAIT):
             ranks.barrier()  # engine ranks have nothing to train, and would get here before there are new weights
         with (
-            self.clock.phase("generate_rest", WAIT),
+            self.clock.phase("drain_generation", WAIT),
             self.engines.with_timeout(config.step_timeout + config.start_timeout),
         ):
             run_if_present(self._runner, lambda talks: talks.pause(mode))

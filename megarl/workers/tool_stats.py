@@ -25,8 +25,8 @@ SESSION_COUNTERS = (
     "forks",
     "branches",
     "drift",
-    "turns_over",
-    "observations_cut",
+    "over_max_turns",
+    "observations_truncated",
 )
 
 
@@ -55,7 +55,7 @@ class AgentMetrics:
         self._last_counts = counts
         drift, branches = new_counts.pop("drift"), new_counts["branches"]
         self.metrics = {f"agents/{name}": float(count) for name, count in new_counts.items()}
-        self.metrics["agents/drift_frac"] = drift / max(1, branches)
+        self.metrics["agents/retokenization_drift_frac"] = drift / max(1, branches)
 
 
 MIN_CALLS = 16

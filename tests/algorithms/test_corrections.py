@@ -162,9 +162,11 @@ def test_figures_by_hand() -> None:
     assert figure("rollout_is_ratio_fraction_high") == figure("rollout_is_ratio_fraction_low") == pytest.approx(1 / 3)
     assert figure("rollout_rs_masked_fraction") == pytest.approx(2 / 3)
     assert figure("rollout_rs_seq_masked_fraction") == 0.5
-    # The first sequence is of lag 1, its oldest token's; the other of 3 and more.
-    assert (figure("ratio_max_staleness0"), figure("ratio_p5_staleness1"), figure("ratio_p50_staleness3")) == pytest.approx((0.25, 2, 3))
-    assert figure("rollout_rs_seq_masked_fraction_staleness3") == 1.0 and figure("rollout_rs_seq_masked_fraction_staleness1") == 0.0
+    # The first sequence is of staleness 1, its oldest token's; the other of 3 and more.
+    stale = figure("ratio_max_staleness0"), figure("ratio_p5_staleness1"), figure("ratio_p50_staleness3")
+    assert stale == pytest.approx((0.25, 2, 3))
+    assert figure("rollout_rs_seq_masked_fraction_staleness3") == 1.0
+    assert figure("rollout_rs_seq_masked_fraction_staleness1") == 0.0
     assert not any(name.endswith("_staleness2") for name in found)
     assert "rollout_corr/rollout_is_eff_sample_size_staleness0" not in found and len(found) == 4 * 12 - 2
     without = correction_metrics(LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "none", "token", 0.5, 2.5))

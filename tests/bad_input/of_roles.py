@@ -101,7 +101,7 @@ CASES = [
     taught("other words", "has another tokenizer than model.path", "the teacher reads", prepare=other_words),
     taught("fewer words", "has a vocabulary of 512", "at least as many words", prepare=fewer_words),
     taught("beside a reference", "kl.place=loss with algorithm=distill", "none", given=("kl.place=loss",)),
-    taught("a bound of nothing", "options.bound", given=("options={bound: 0}",)),
+    taught("a bound of nothing", "options.advantage_clip", given=("options={advantage_clip: 0}",)),
     Case("a worker that is not there", ("no_such_lab",), ("roles={reward: {worker: 'no_such_lab:Judge'}}",)),
     Case("a role of nobody", ("roles.jugde", "has no such role"), ("roles={jugde: {}}",)),
     Case("roles that are a list", ("roles must be a mapping",), ("roles=[1]",)),

@@ -115,8 +115,8 @@ CASES = [
     Case("an option of a loss that has none", ("unknown key loss.options.clip_low",), ("loss.options.clip_low=1",)),
     Case(
         "a share of nothing",
-        ("loss.options.share must be a number, above 0 and at most 1, not 0",),
-        ("loss.policy=kl_cov", "loss.options.share=0"),
+        ("loss.options.kl_cov_ratio must be a number, above 0 and at most 1, not 0",),
+        ("loss.policy=kl_cov", "loss.options.kl_cov_ratio=0"),
     ),
     Case(
         "a policy loss that is text",

@@ -124,17 +124,17 @@ def test_a_part_that_is_weighed_is_said_beside_the_reward() -> None:
 
 def test_share_of_drafts_that_were_accepted() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
-    assert "rollout/draft_accepted" not in rollout_metrics(Rollouts.gather([plain]))
+    assert "rollout/spec_accept_rate" not in rollout_metrics(Rollouts.gather([plain]))
     drafted = [replace(plain, drafted=6, accepted=2), replace(plain, drafted=2, accepted=2), plain]
-    assert rollout_metrics(Rollouts.gather(drafted))["rollout/draft_accepted"] == 0.5
+    assert rollout_metrics(Rollouts.gather(drafted))["rollout/spec_accept_rate"] == 0.5
 
 
 def test_among_how_many_tokens_the_policy_could_choose() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
-    assert "rollout/support_mean" not in rollout_metrics(Rollouts.gather([plain]))
+    assert "rollout/sampling_mask_size_mean" not in rollout_metrics(Rollouts.gather([plain]))
     chosen = plain.num_actions
     cut = replace(plain, sampling_mask=SamplingMask.from_rows([[1, 2, 3]] * chosen))
-    assert rollout_metrics(Rollouts.gather([cut, cut]))["rollout/support_mean"] == 3
+    assert rollout_metrics(Rollouts.gather([cut, cut]))["rollout/sampling_mask_size_mean"] == 3
 
 
 def test_nothing_to_measure() -> None:

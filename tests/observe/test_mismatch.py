@@ -81,7 +81,7 @@ def test_older_weights_and_what_stands_behind_their_tokens() -> None:
             "engine": -1.0,
             "trainer": -1.5,
             "routing": 0.0,
-            "lag": 2,
+            "staleness": 2,
             "choices": 0,
             "cached": -1,
             "cause": STALE,

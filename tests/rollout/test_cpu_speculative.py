@@ -201,7 +201,7 @@ def test_conversations_count_their_drafts(drafting: Running) -> None:
     assert all(1 <= rollout.num_actions <= 24 for rollout in rollouts)
     drafted, accepted = (sum(getattr(rollout, name) for rollout in rollouts) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
-    assert rollout_metrics(Rollouts.gather(rollouts))["rollout/draft_accepted"] == accepted / drafted
+    assert rollout_metrics(Rollouts.gather(rollouts))["rollout/spec_accept_rate"] == accepted / drafted
 
 
 def test_orders_reach_the_policy_and_its_draft_model(

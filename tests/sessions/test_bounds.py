@@ -31,7 +31,7 @@ def test_behind_the_last_turn_a_client_hears_nothing_and_its_branch_says_why() -
         assert {one.index: one.finish_reason for chunk in chunks for one in chunk.choices} == {0: "length", 1: "length"}
         (branch,) = served.recording.collect_branches()
         assert (branch.status, branch.num_turns) == ("max_turns", 2)
-        assert (served.recording.metrics.turns_over, served.recording.metrics.requests) == (4, 2)
+        assert (served.recording.metrics.over_max_turns, served.recording.metrics.requests) == (4, 2)
         answer = (await served.create([{"role": "user", "content": "anew"}])).choices[0]
         assert answer.message.content == "three"  # another branch has turns of its own
         assert [one.status for one in served.recording.collect_branches()] == ["max_turns", "stop"]
@@ -64,13 +64,13 @@ def test_results_are_cut_by_tokens_head_and_tail_kept() -> None:
         shown, also = (texts[2] for texts in served.texts())
         assert shown == also and "tokens cut) ..." in shown and "begin" in shown and "end\n</tool_response>" in shown
         assert len(ids(shown)) < 90
-        assert served.recording.metrics.observations_cut == 1
+        assert served.recording.metrics.observations_truncated == 1
         branch = served.recording.collect_branches()[0]
         assert branch.messages[2]["content"] in shown and branch.messages[2]["content"] != flood
         assert branch.status == "stop"
         await served.create([{"role": "system", "content": "s"}, *messages], tools=TOOLS)
         assert "tokens cut) ..." in served.texts()[-1][0]  # also where all is rendered anew
-        assert served.recording.metrics.observations_cut == 2
+        assert served.recording.metrics.observations_truncated == 2
 
     run(test, policy, config=replace(CONFIG, max_observation=40))
 
@@ -111,6 +111,6 @@ def test_results_are_cut_to_the_room_there_is() -> None:
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "1+2 " * 400}
         assert (await served.create([*ASK, message, result], tools=TOOLS)).choices[0].message.content == "Done"
         (branch,) = served.recording.collect_branches()
-        assert branch.num_tokens < 500 and served.recording.metrics.observations_cut == 1
+        assert branch.num_tokens < 500 and served.recording.metrics.observations_truncated == 1
 
     run(test, Numbered(call("1+2"), "Done"), config=replace(CONFIG, max_context=500))

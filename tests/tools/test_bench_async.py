@@ -29,13 +29,13 @@ def test_the_ratio_is_of_steps_in_the_same_round(
 
     def timed(options: Any, kind: str, host: str) -> dict[str, float]:
         assert host == "socket"
-        return {"step": next(seconds), "generate": 1.0, "train": 1.0, "lag_mean": 0.5}
+        return {"step": next(seconds), "generate": 1.0, "train": 1.0, "staleness_mean": 0.5}
 
     monkeypatch.setattr(bench_async, "start_host", lambda config, threads: Host())
     monkeypatch.setattr(bench_async, "timed", timed)
     assert bench_async.main([str(tmp_path), "--rounds", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "generate", "train", "lag_mean", "times", "as", "fast"]
+    assert lines[0].split() == ["step", "generate", "train", "staleness_mean", "times", "as", "fast"]
     assert [line.split()[-1] for line in lines[1:]] == ["1", "2", "3"]
 
 

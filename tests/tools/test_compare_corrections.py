@@ -49,7 +49,7 @@ def test_the_table_is_of_means_and_of_runs_that_are_done_once(
     host = SimpleNamespace(path="socket", close=lambda: None)
     monkeypatch.setattr(compare_corrections, "start_host", lambda config, threads: host)
     monkeypatch.setattr(trials.subprocess, "run", run)
-    arguments = [str(folder), "--only", "drawn,tis", "--steps", "2", "--seeds", "2", "--lags", "3"]
+    arguments = [str(folder), "--only", "drawn,tis", "--steps", "2", "--seeds", "2", "--staleness", "3"]
     tables = []
     for _ in range(2):
         assert compare_corrections.main(arguments) == 0
@@ -70,7 +70,7 @@ def test_all_pass_the_checks(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [(["/nowhere"], "call launch/quickstart.sh first"), (["--only", "vtrace"], "no correction of that name")],
+    [(["/nowhere"], "call launch/quickstart.sh first"), (["--only", "vtrace"], "unknown correction")],
 )
 def test_what_is_asked_for_is_there(folder: Path, arguments: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):

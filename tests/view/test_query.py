@@ -35,7 +35,7 @@ ROW |= {"source": ""}
         ("prompt='gsm8k/7' and source=\"\"", True),
         ("advantage<1", False),
         ("advantage!=1", True),
-        ("reward<=1e-1 or lag==-0", True),
+        ("reward<=1e-1 or staleness==-0", True),
     ],
 )
 def test_conditions(text: str, fits: bool) -> None:

@@ -52,7 +52,7 @@ def test_the_index_has_a_row_for_each_rollout(run_dir: Path) -> None:
     assert columns["step"].tolist() == [1] * 4 + [2] * 4 + [3] * 4 and columns["number"].tolist() == [0, 1, 2, 3] * 3
     assert columns["reward"].tolist() == [0, 1, 2, 3] * 3 and columns["group"].tolist() == [0, 0, 1, 1] * 3
     assert columns["length"].tolist() == [5] * 12 and columns["actions"].tolist() == [3] * 12
-    assert columns["turns"].tolist() == [1] * 12 and columns["lag"].tolist() == [0] * 12
+    assert columns["turns"].tolist() == [1] * 12 and columns["staleness"].tolist() == [0] * 12
     assert [index.texts["prompt"][place] for place in columns["prompt"]] == ["p0", "p0", "p1", "p1"] * 3
     assert columns["advantage"].tolist() == [0.5] * 12
 

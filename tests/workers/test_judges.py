@@ -197,7 +197,7 @@ def test_the_policys_own_ids_are_scored_beside_a_function(found: dict[str, Any])
     result = of_all(found, "own")
     assert result["parts"]["model"] == pytest.approx(expected, abs=1e-5)
     (ahead,) = result["figures"].items()  # a function may have been quicker than who counts
-    assert ahead[0] == "perf/rewards_ahead_frac" and 0.0 <= ahead[1] <= 1.0
+    assert ahead[0] == "perf/reward_overlap_frac" and 0.0 <= ahead[1] <= 1.0
     lengths = [len(about["ids"]) for about in found["conversations"]]
     lengths[4] = 0
     assert result["parts"]["length"] == lengths
@@ -218,7 +218,7 @@ def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
     (said,) = {rank["short"] for rank in found["ranks"]}
     assert said.startswith("the sample '2' is 10 tokens for reward.model=") and "whose context is 9: lower" in said
     result = of_all(found, "cut")
-    assert result["figures"] == {"reward/cut_frac": pytest.approx(2 / 6)}
+    assert result["figures"] == {"reward/truncated_frac": pytest.approx(2 / 6)}
     assert result["reward"] == pytest.approx(scores(found, "short", last=9), abs=1e-5)
 
 

@@ -87,7 +87,7 @@ def test_all_ranks_know_who_is_away_and_who_is_back(monkeypatch: pytest.MonkeyPa
         return own.metrics()
 
     *figures, said = ranks_of(monkeypatch, work)
-    expected = {"rollout/engine_restarts": 2.0, "time/engine_unnoticed": 1.5, "time/engine_restart": 2.0}
+    expected = {"rollout/engine_restarts": 2.0, "time/engine_detection": 1.5, "time/engine_restart": 2.0}
     assert figures == [expected] * 3
     assert [line.partition("(")[0].strip() for line in said] == [
         "engine 1 died and is started again",

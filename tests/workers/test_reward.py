@@ -68,7 +68,7 @@ def test_functions_of_the_pool_by_weights_and_turns(found: dict[str, dict[str, A
     assert pool["parts"] == {"later": [0.75, 0.75, 0, 0.75], "later/turns": [1, 1, 0, 1], "length": [3, 3, 0, 3]}
     assert pool["turns"] == [[0.0, 0.25], [0.0, 0.25], [0.0, 0.0], [0.0, 0.25]]
     assert pool["figures"] == pytest.approx(
-        {"reward/length_weight": 0.5, "reward/later_weight": 1.0, "perf/rewards_ahead_frac": 2 / 3}
+        {"reward/length_weight": 0.5, "reward/later_weight": 1.0, "perf/reward_overlap_frac": 2 / 3}
     )
 
 
@@ -88,7 +88,7 @@ def test_weights_that_change(found: dict[str, dict[str, Any]]) -> None:
     assert changed["figures"] == {
         "reward/length_weight": 1.0,
         "reward/later_weight": 2.0,
-        "perf/rewards_ahead_frac": 0.0,
+        "perf/reward_overlap_frac": 0.0,
     }
 
 

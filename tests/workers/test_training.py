@@ -16,7 +16,7 @@ def test_the_schedule_is_over_the_updates_of_the_role(units: dict[str, Any]) -> 
 
 def test_skipped_updates_in_a_row_are_reported_with_the_reason(units: dict[str, Any]) -> None:
     before, metrics, (first, said), after, again, still = units["training"]["in_vain"]
-    assert before is None and metrics["guards/actor_in_vain"] == 2 and metrics["actor/skipped"] == 1
+    assert before is None and metrics["guards/actor_consecutive_skips"] == 2 and metrics["actor/skipped"] == 1
     assert first == 3  # the step of the first of them
     assert said.startswith("2 updates of the actor in a row were skipped, from step 3 on, for its gradient is not")
     for part in (
@@ -30,7 +30,7 @@ def test_skipped_updates_in_a_row_are_reported_with_the_reason(units: dict[str, 
         assert part in said
     assert "\n" not in said
     # Once the model went back the count begins anew.
-    assert after is None and "guards/actor_in_vain" not in again and still is None
+    assert after is None and "guards/actor_consecutive_skips" not in again and still is None
 
 
 def test_what_a_loss_is_given_is_finite_where_it_counts(units: dict[str, Any]) -> None:

@@ -70,13 +70,13 @@ def _log_probs(shop: Workshop) -> Seen:
         ended = job.ended()
     findings.add(ended.status == 0, "the run went on", f"the run ended: {ended.why}")
     rows = {row["step"]: row for row in job.metrics()}
-    counted = {name: value for name, value in rows.get(2, {}).items() if "quarantin" in name and value}
+    counted = {name: value for name, value in rows.get(2, {}).items() if "nonfinite" in name and value}
     findings.add(bool(counted), f"counted: {', '.join(counted)}", "no metric counts it")
     lost = None
     if 2 in rows:
         (harmed,) = [record for record in read_records(job.run_dir, 2) if record.number == 0]  # the rank's first sample
         left_out = harmed.advantages is None or not harmed.advantages.any()
-        lost = int(rows[2].get("rollout/quarantined", 0))
+        lost = int(rows[2].get("rollout/masked_nonfinite", 0))
         findings.add(left_out and lost == 1, "nothing was learned from it, and no other", f"left out: {lost}")
     good = all(math.isfinite(row.get("actor/loss", math.nan)) for row in rows.values()) and len(rows) == STEPS
     findings.add(good, "losses are numbers", "there are no losses of all steps")

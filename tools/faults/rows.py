@@ -46,7 +46,7 @@ ROWS: dict[int, Row] = {
     18: Row("SIGUSR1 mid-rollout; a second one while saving", SAVES, "generating"),
     19: Row("SIGTERM mid-rollout; a second one while saving", SAVES, "generating"),
     20: Row("NaN/Inf gradient on one rank", "all ranks skip together; N in a row aborts", "numbers"),
-    21: Row("NaN log-prob or advantage", "sample quarantined and counted", "numbers"),
+    21: Row("NaN log-prob or advantage", "sample masked and counted", "numbers"),
     22: Row("hung tool", "killed at its deadline; the turn gets a timeout observation", "generating"),
     23: Row("reward service answers 500", "back-off, then the sample is masked: never a silent 0", "rewarding", True),
     24: Row("reward service slow or hanging", "deadline; the step finishes", "rewarding", True),

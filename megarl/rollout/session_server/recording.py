@@ -51,8 +51,8 @@ class SessionMetrics:
         forks: as in `TokenTree`
         branches: conversations that the sessions produced
         drift: branches whose prompt would have had other ids if their messages had been rendered and tokenized afresh
-        turns_over: requests beyond `rollout.max_turns`
-        observations_cut: tool results that were truncated for the policy
+        over_max_turns: requests beyond `rollout.max_turns`
+        observations_truncated: tool results that were truncated for the policy
         ignored: count of each request field that was ignored
     """
 
@@ -63,8 +63,8 @@ class SessionMetrics:
     forks: int = 0
     branches: int = 0
     drift: int = 0
-    turns_over: int = 0
-    observations_cut: int = 0
+    over_max_turns: int = 0
+    observations_truncated: int = 0
     ignored: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: SessionMetrics) -> None:
@@ -235,7 +235,7 @@ class AgentSession:
         if node is None:
             parent, rendered = self._render_context(answer, messages, count, asked.schemas)
             node = tree.add_context(parent, answer, digests[-1], rendered.ids, rendered.messages, asked.schemas)
-            self.metrics.observations_cut += rendered.num_truncated
+            self.metrics.observations_truncated += rendered.num_truncated
         self.metrics.requests += 1
         self.metrics.forks = tree.num_forks
         return TreePosition(node, digests[-1], node.tokens, node.num_routed)
@@ -322,8 +322,8 @@ class AgentSession:
     def _locate_past_limit(self, found: Node, history: Digest) -> TreePosition:
         """Handle a request that follows the policy's last allowed answer."""
         found.end_reason = "max_turns"
-        self.metrics.turns_over += 1
-        if self.metrics.turns_over > _MAX_EXTRA_REQUESTS:
+        self.metrics.over_max_turns += 1
+        if self.metrics.over_max_turns > _MAX_EXTRA_REQUESTS:
             max_turns = self._context.config.max_turns
             raise RequestRefused(
                 f"the policy has had its {max_turns} turns (rollout.max_turns)", "messages", "max_turns_exceeded"

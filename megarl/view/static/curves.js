@@ -2,8 +2,8 @@
 // Charts of metrics by step, all runs in each, with bands, smoothed lines over raw ones, and alarms.
 {
   const FIRST = ["rollout/reward_mean", "eval/reward_greedy", "eval/reward_sampled", "rollout/response_length_mean", "actor/entropy",
-    "actor/grad_norm", "actor/ppo_kl", "actor/kl_to_reference", "rollout/reward_variance", "actor/advantage_variance", "actor/policy_loss",
-    "critic/value_loss", "rollout/zero_spread_frac", "rollout/truncated_frac", "rollout/tool_errors", "time/step", "perf/tokens_per_second_per_rank"];
+    "actor/grad_norm", "actor/ppo_kl", "actor/kl_to_reference", "rollout/reward_variance", "actor/advantage_variance", "actor/pg_loss",
+    "critic/vf_loss", "rollout/zero_spread_frac", "rollout/truncated_frac", "rollout/tool_errors", "time/step", "perf/tokens_per_second_per_rank"];
   const state = { smooth: 0.6, filter: "", charts: [], shown: 12, opened: new Map() };
 
   // Debiased exponential moving average: `weight` is the decay of past values.

@@ -49,8 +49,8 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
 };
 
 {
-  const COLUMNS = ["step", "number", "prompt", "status", "reward", "advantage", "logprob", "length", "actions", "turns", "tool_calls", "tool_errors", "lag", "source"];
-  const TITLES = { number: "no.", tool_calls: "calls", tool_errors: "errors", actions: "own", logprob: "logp", advantage: "adv." };
+  const COLUMNS = ["step", "number", "prompt", "status", "reward", "advantage", "logprob", "length", "actions", "turns", "tool_calls", "tool_errors", "staleness", "source"];
+  const TITLES = { number: "no.", tool_calls: "calls", tool_errors: "errors", actions: "own", logprob: "logp", advantage: "adv.", staleness: "stale" };
   const state = { where: "", sort: "step", down: true, run: -1 };
   megarl.where = (text) => { state.where = text; state.run = -1; };
 
@@ -124,7 +124,7 @@ megarl.grid = ({ columns, size, cell, open, height }) => {
         oninput: () => { clearTimeout(state.timer); state.timer = setTimeout(() => { state.where = field.value; update(); }, 250); } });
       const quick = (text, label) => el("button", { onclick: () => { field.value = state.where = text; update(); } }, label);
       const newest = table.columns.step[table.size - 1];
-      root.replaceChildren(el("div", { class: "bar" }, field, quick(`step=${newest}`, "last step"), quick("tool_errors>0", "tool errors"), quick("lag>0", "lagging"),
+      root.replaceChildren(el("div", { class: "bar" }, field, quick(`step=${newest}`, "last step"), quick("tool_errors>0", "tool errors"), quick("staleness>0", "stale"),
         quick("status=aborted", "aborted"), quick("", "all"), count), el("div", { class: "split" }, grid.made, detail));
       update();
     },
