@@ -17,8 +17,8 @@ FILES = {
 # Lowest layer first. A module may import its own package and packages of lower layers, nothing else.
 LAYERS = (
     {"config", "utils"},
-    {"processes", "sandbox", "types"},
-    {"algorithms", "data", "parallel"},
+    {"processes", "types"},
+    {"algorithms", "data", "parallel", "sandbox"},
     {"cpu", "environments", "launch", "models"},
     {"chat_format", "checkpoint", "reshard", "rewards", "torchrun", "__main__"},
     {"batch_items", "engine", "megatron"},

@@ -90,6 +90,12 @@ def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) 
         os._exit(1)
 
 
+def ignore_signals(*numbers: signal.Signals) -> None:
+    """Ignore signals with a handler, which programs that this process starts do not inherit, unlike SIG_IGN."""
+    for number in numbers:
+        signal.signal(number, lambda number, frame: None)
+
+
 def inherit_orphans() -> None:
     """Adopt all orphaned descendants (subreaper)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

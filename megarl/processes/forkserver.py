@@ -28,7 +28,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.config import plugins
-from megarl.processes.children import apply_limits, die_with_parent, inherit_orphans, is_tracker
+from megarl.processes.children import (
+    apply_limits,
+    die_with_parent,
+    ignore_signals,
+    inherit_orphans,
+    is_tracker,
+    list_children,
+)
 
 ServeFunction = Callable[[socket.socket, dict[str, Any], dict[str, Any]], None]
 MAX_OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 18, 1 << 12
@@ -40,7 +47,7 @@ _TRACKER_GRACE_S = 2.0
 
 def main(orders: socket.socket, parent: int, serve: ServeFunction, shared_args: dict[str, Any]) -> None:
     inherit_orphans()
-    signal.signal(signal.SIGTERM, _ignore_signal)  # Slurm sends it to all processes; the rank decides when to stop
+    ignore_signals(signal.SIGTERM)  # Slurm sends it to all processes; the rank decides when to stop
     children: dict[int, int] = {}  # worker numbers by pid
     poll = select.poll()
     poll.register(orders, select.POLLIN)
@@ -61,7 +68,7 @@ def main(orders: socket.socket, parent: int, serve: ServeFunction, shared_args: 
             children[pid] = message["number"]
         for pid, status in _reap():
             if pid in children:
-                _kill(_drop_trackers(set(_list_children()) - children.keys()))  # orphans of a killed supervisor
+                _kill(_drop_trackers(set(list_children()) - children.keys()))  # orphans of a killed supervisor
                 with contextlib.suppress(OSError):
                     orders.send(json.dumps({"number": children.pop(pid), "status": status}).encode())
     _end_all(_END_LIMIT_S)
@@ -163,15 +170,6 @@ def _run_worker(
         os._exit(code)
 
 
-def _ignore_signal(number: int, frame: object) -> None:
-    """Ignore a signal. Unlike SIG_IGN, a handler is not inherited by programs that the code starts."""
-
-
-def _list_children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as listing:
-        return [int(pid) for pid in listing.read().split()]
-
-
 def _reap() -> list[tuple[int, int]]:
     """Return (pid, exit status) of ended children; the status is 128 plus the number for a signal."""
     ended = []
@@ -198,7 +196,7 @@ def _end_all(seconds: float) -> None:
     Resource trackers are killed only after a grace period, in which they clean up shared memory and exit by themselves.
     """
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and (pids := set(_list_children())):
+    while time.monotonic() < deadline and (pids := set(list_children())):
         _kill(pids if time.monotonic() > deadline - seconds + _TRACKER_GRACE_S else _drop_trackers(pids))
         _reap()
         time.sleep(0.002)

@@ -1,57 +1,98 @@
-"""Wire format between a rank and a worker process: a length of four bytes, then the content.
+"""Wire format between a process of a run and the processes that it starts: frames of JSON and binary blobs.
 
-An order is a number, which identifies its response, and a payload agreed on by the two sides. Responses are JSON, and
-so are the initial frames: {"loading": what} any number of times, then {"ready": ...} or {"error": why}. A rank never
-unpickles a response.
+Worker processes of rewards, tools, and environments use it, and so does the process that starts boxes. A frame is the
+byte lengths of its two parts, the JSON object `message`, in which `sizes` lists the sizes of the blobs, and the blobs.
+
+An order has a `number`, which identifies its response, and one blob, whose content the two sides agree on. Responses of
+workers are JSON alone, and so are their initial frames: {"loading": what} any number of times, then {"ready": ...} or
+{"error": why}. A rank never unpickles what it receives.
+
+Uses only the standard library, because the process that starts boxes has no packages.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import struct
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # importing it takes longer than starting a box
+    import asyncio
 
 MAX_BYTES = 1 << 24
-"""Maximum bytes of a response."""
-_LENGTH = struct.Struct(">I")
-_NUMBER = struct.Struct(">q")
+"""Maximum bytes of a worker's response."""
+_HEAD = struct.Struct(">II")
+Frame = tuple[dict[str, Any], list[bytes]]
 
 
-def encode_frame(said: Mapping[str, Any]) -> bytes:
-    """Encode a JSON frame. Raises TypeError, ValueError, or RecursionError for a value that JSON cannot hold."""
-    content = json.dumps(said).encode()
-    return _LENGTH.pack(len(content)) + content
+def encode_frame(message: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
+    """Encode a frame. Raises TypeError, ValueError, or RecursionError for a value that JSON cannot hold."""
+    text = json.dumps({**message, "sizes": [len(blob) for blob in blobs]}).encode()
+    return b"".join([_HEAD.pack(len(text), sum(map(len, blobs))), text, *blobs])
 
 
 def encode_order(number: int, content: bytes) -> bytes:
-    return _LENGTH.pack(_NUMBER.size + len(content)) + _NUMBER.pack(number) + content
+    return encode_frame({"number": number}, [content])
 
 
-async def read_frame(reader: asyncio.StreamReader, most: int | None = None) -> bytes:
+class FrameDecoder:
+    """Reassembles whole frames from pieces of a stream."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Return the frames that are complete now. Raises ValueError for an invalid one."""
+        self._buffer += data
+        frames: list[Frame] = []
+        while len(self._buffer) >= _HEAD.size:
+            text_size, blobs_size = _HEAD.unpack_from(self._buffer)
+            end = _HEAD.size + text_size + blobs_size
+            if len(self._buffer) < end:
+                break
+            frames.append(_decode(bytes(self._buffer[_HEAD.size : end]), text_size))
+            del self._buffer[:end]
+        return frames
+
+
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int | None = None) -> Frame:
     """Read one frame.
 
-    Raises IncompleteReadError at the end of the stream, ValueError for a frame of more than `most` bytes.
+    Raises IncompleteReadError at the end of the stream, ValueError for an invalid frame or one of more than `max_bytes`
+    bytes, of which nothing is read.
     """
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if most is not None and length > most:
-        raise ValueError(f"a frame of {length} bytes")
-    return await reader.readexactly(length)
+    text_size, blobs_size = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    if max_bytes is not None and text_size + blobs_size > max_bytes:
+        raise ValueError(f"a frame of {text_size + blobs_size} bytes")
+    return _decode(await reader.readexactly(text_size + blobs_size), text_size)
 
 
-async def read_order(reader: asyncio.StreamReader) -> tuple[int, memoryview]:
+async def read_order(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     """Read an order's number and content. Raises as `read_frame` does."""
-    return _split_order(await read_frame(reader))
+    message, (content,) = await read_frame(reader)
+    return message["number"], content
 
 
-def iter_orders(wire: socket.socket) -> Iterator[tuple[int, memoryview]]:
+def iter_orders(wire: socket.socket) -> Iterator[tuple[int, bytes]]:
     """Iterate over (number, content) of orders until the other end closes."""
     stream = wire.makefile("rb")
-    while header := stream.read(_LENGTH.size):
-        yield _split_order(stream.read(*_LENGTH.unpack(header)))
+    while head := stream.read(_HEAD.size):
+        text_size, blobs_size = _HEAD.unpack(head)
+        message, (content,) = _decode(stream.read(text_size + blobs_size), text_size)
+        yield message["number"], content
 
 
-def _split_order(content: bytes) -> tuple[int, memoryview]:
-    return _NUMBER.unpack_from(content)[0], memoryview(content)[_NUMBER.size :]
+def _decode(body: bytes, text_size: int) -> Frame:
+    message = json.loads(body[:text_size])
+    sizes = message.pop("sizes", None) if isinstance(message, dict) else None
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError("a frame without the sizes of its blobs")
+    if text_size + sum(sizes) != len(body):
+        raise ValueError("a frame whose blobs have other sizes than it says")
+    blobs, start = [], text_size
+    for size in sizes:
+        blobs.append(body[start : start + size])
+        start += size
+    return message, blobs

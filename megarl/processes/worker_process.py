@@ -144,7 +144,7 @@ class WorkerProcess:
             async with asyncio.timeout(LOAD_LIMIT_S):
                 while "loading" in message:
                     loading = str(message["loading"])
-                    message = dict(json.loads(await read_frame(self._reader, MAX_BYTES)))
+                    message, _ = await read_frame(self._reader, MAX_BYTES)
         except TimeoutError:
             self.end()
             problem = f"was not loaded in another process after {LOAD_LIMIT_S:g} s"
@@ -201,7 +201,7 @@ class WorkerProcess:
     async def _listen(self) -> None:
         try:
             while True:
-                message = json.loads(await read_frame(self._reader, MAX_BYTES))
+                message, _ = await read_frame(self._reader, MAX_BYTES)
                 if (response := self._pending.get(message["number"])) is not None and not response.done():
                     response.set_result(message)
         except (asyncio.IncompleteReadError, OSError, ValueError, LookupError, TypeError):

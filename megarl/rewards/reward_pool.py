@@ -8,6 +8,7 @@ again in each process, break when a process dies, and leak what it has started.
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from megarl.config import ConfigError, plugins
 from megarl.processes.children import NO_LIMITS, ProcessLimits
 from megarl.processes.worker_process import ForkServer, WorkerProcess, WorkerUnavailable
 from megarl.rewards.functions import RewardFunction
-from megarl.rewards.reward_process import Kind, count_actions, decode_verdict, describe_timeout, encode_call
+from megarl.rewards.reward_process import Kind, count_actions, decode_verdict, describe_timeout
 from megarl.types import Rollout
 from megarl.types.reward_values import RewardFailure, RewardResult
 
@@ -212,7 +213,7 @@ class RewardPool:
         """Run one call. Returns None if the process died with other calls in flight, any of which may be the cause."""
         limit = self._limit if self._kinds[call.function] == "sync" else self._limit + GRACE_S
         try:
-            order = encode_call(call.function, call.rollout)
+            order = pickle.dumps((call.function, call.rollout), 5)
         except Exception as error:  # pickling of objects from a data set or a tool
             return RewardFailure(f"the conversation cannot be sent to its process: {plugins.format_error(error)}")
         try:

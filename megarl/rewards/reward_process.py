@@ -1,7 +1,7 @@
 """Call reward functions: in worker processes with a timeout, or in the rank for functions that cannot leave it.
 
-A forked worker process runs `serve`. A request holds a function's index and the rollout; a response is either
-{"number", "reward", "parts", "turns"} or {"number", "failed": why}.
+A forked worker process runs `serve`. A request is the pickle of a function's index and the rollout; a response is
+either {"number", "reward", "parts", "turns"} or {"number", "failed": why}.
 
 `Deadline` limits a call in the main thread. Functions may use `signal.alarm`, which works only there, so they run
 there, and a watchdog thread sends an otherwise unused signal whose handler raises. Where that has no effect, as in C
@@ -19,7 +19,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -119,8 +118,6 @@ def _exit_with_error(line: str) -> None:
 Kind = Literal["sync", "async"]
 """Functions that a process calls one at a time, or coroutine functions that it awaits concurrently."""
 
-_FUNCTION = struct.Struct(">i")
-
 
 def describe_timeout(limit: float) -> str:
     """Return the failure reason for a call that took longer than `limit` seconds."""
@@ -185,7 +182,7 @@ def serve(wire: socket.socket, shared_args: dict[str, Any], order: dict[str, Any
         asyncio.run(_serve_async(wire, functions, shared_args["limit"]))
         return
     for number, content in iter_orders(wire):
-        function, rollout = _decode_call(content)
+        function, rollout = pickle.loads(content)
         wire.sendall(encode_frame({"number": number, **_encode_verdict(call(functions[function], rollout))}))
 
 
@@ -203,18 +200,9 @@ async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction],
             number, content = await read_order(reader)
         except asyncio.IncompleteReadError:
             return
-        task = asyncio.create_task(answer_call(number, *_decode_call(content)))
+        task = asyncio.create_task(answer_call(number, *pickle.loads(content)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-
-
-def encode_call(function: int, rollout: Rollout) -> bytes:
-    """Encode a request. Raises whatever pickling the rollout raises."""
-    return _FUNCTION.pack(function) + pickle.dumps(rollout, 5)
-
-
-def _decode_call(content: memoryview) -> tuple[int, Rollout]:
-    return _FUNCTION.unpack_from(content)[0], pickle.loads(content[_FUNCTION.size :])
 
 
 def _encode_verdict(verdict: RewardResult) -> dict[str, Any]:

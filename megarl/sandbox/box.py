@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.config import ConfigError, SandboxConfig, strict
+from megarl.processes.messages import Frame
 from megarl.sandbox.file_transfer import check_command, check_path
 from megarl.sandbox.harness import (
     HARNESS_COMMAND,
@@ -33,7 +34,6 @@ from megarl.sandbox.harness import (
 )
 from megarl.sandbox.results import HarnessResult, Limits, Output, Probe, Result
 from megarl.sandbox.runner_client import REMEDY, RunnerClient, SandboxError
-from megarl.sandbox.runner_messages import Frame
 from megarl.sandbox.sandbox_fusion import SandboxFusion
 
 VARIABLE = "MEGARL_SANDBOX"

@@ -20,7 +20,7 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE =
 _MNT_DETACH = 2
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 _PR_SET_PDEATHSIG = 1
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 _NOBODY = 65534
 _FIRST_RUNNER_UID = 0x70000000
 """Each process that starts boxes has its own user id from here on, so that none can reach another's."""
@@ -39,11 +39,6 @@ def make_private_folder(path: str) -> None:
         info = os.lstat(path)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
             raise PermissionError(f"{path} is there, and is not a folder of this user's alone; remove it") from None
-
-
-def inherit_orphans() -> None:
-    """Adopt all orphaned descendants, so that they are reaped."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def enter_namespaces(

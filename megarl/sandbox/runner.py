@@ -26,12 +26,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megarl.processes.children import ignore_signals, inherit_orphans
+from megarl.processes.messages import Frame, FrameDecoder, encode_frame
 from megarl.sandbox import mounts
 from megarl.sandbox.box_memory import Cgroups
 from megarl.sandbox.box_process import Box
 from megarl.sandbox.namespace import BoxNamespace, WarmPool
 from megarl.sandbox.poller import Poller
-from megarl.sandbox.runner_messages import Frame, Unpacker, pack_message
 from megarl.sandbox.spawning import BareSpawner, Spawner, has_nproc_per_box
 
 
@@ -78,7 +79,7 @@ _PIECE = 1 << 20
 class Runner:
     """All boxes of one process."""
 
-    def __init__(self, wire: socket.socket, unpacker: Unpacker, setup: dict[str, Any]) -> None:
+    def __init__(self, wire: socket.socket, decoder: FrameDecoder, setup: dict[str, Any]) -> None:
         self.poller = Poller()
         self.cores = os.cpu_count() or 1
         self.has_nproc_per_box = has_nproc_per_box() and not setup["old"]
@@ -87,7 +88,7 @@ class Runner:
         self.missing: list[str] = []
         self.pid = os.getpid()
         """As seen from outside its namespaces."""
-        self._unpacker = unpacker
+        self._decoder = decoder
         self._boxes: dict[int, Box] = {}
         self._slots: dict[Box, int] = {}
         self._by_bwrap_pid: dict[int, BoxNamespace] = {}
@@ -148,7 +149,7 @@ class Runner:
             self.poller.wait(wake_time - time.monotonic())
 
     def send(self, message: dict[str, Any], blobs: Sequence[bytes]) -> None:
-        self.poller.send(self._wire, pack_message(message, blobs))
+        self.poller.send(self._wire, encode_frame(message, blobs))
 
     def on_call_finished(self, box: Box) -> None:
         """Release the slot of a session whose call has finished."""
@@ -175,7 +176,7 @@ class Runner:
             piece = b""
         if not piece:
             self.shut_down()
-        for order, blobs in self._unpacker.feed(piece):
+        for order, blobs in self._decoder.feed(piece):
             self.handle_order(order, blobs)
 
     def handle_order(self, order: dict[str, Any], blobs: list[bytes]) -> None:
@@ -236,34 +237,29 @@ class Runner:
 
 def main(wire: socket.socket, parent: int) -> None:
     """Serve until the other end of the wire closes or the parent ends."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, _ignore_signal)  # our parent decides when to stop
+    ignore_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)  # our parent decides when to stop
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     wire.set_inheritable(False)
-    mounts.inherit_orphans()
+    inherit_orphans()
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (hard_limit, hard_limit)
     )  # a session uses five, and there may be hundreds
-    unpacker = Unpacker()
+    decoder = FrameDecoder()
     frames: list[Frame] = []
     while not frames:
         piece = wire.recv(_PIECE)
         if not piece:
             return
-        frames = unpacker.feed(piece)
+        frames = decoder.feed(piece)
     parent_fd = os.pidfd_open(parent)
     try:
-        runner = Runner(wire, unpacker, frames[0][0])
+        runner = Runner(wire, decoder, frames[0][0])
     except OSError as error:
-        wire.sendall(pack_message({"kind": "refused", "why": str(error)}))
+        wire.sendall(encode_frame({"kind": "refused", "why": str(error)}))
         return
     runner.poller.listen(parent_fd, runner.shut_down)
     runner.send({"kind": "ready", "pid": runner.pid, "layers": runner.layers, "missing": runner.missing}, ())
     for order, blobs in frames[1:]:
         runner.handle_order(order, blobs)
     runner.run()
-
-
-def _ignore_signal(number: int, frame: object) -> None:
-    """Ignore a signal. Unlike SIG_IGN, a handler is not inherited by programs in the boxes."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, SandboxConfig
-from megarl.sandbox.runner_messages import Frame, Unpacker, pack_message
+from megarl.processes.messages import Frame, FrameDecoder, encode_frame
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START = """
@@ -55,7 +55,7 @@ class RunnerClient:
         self._owner = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sending: asyncio.Lock | None = None
-        self._unpacker = Unpacker()
+        self._decoder = FrameDecoder()
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Frame]] = {}
         self._greeting_future: asyncio.Future[Frame] | None = None
@@ -109,7 +109,7 @@ class RunnerClient:
             if self._wire is None:
                 raise SandboxError("the sandbox was closed")
             try:
-                await self._loop.sock_sendall(self._wire, pack_message(dict(order), blobs))
+                await self._loop.sock_sendall(self._wire, encode_frame(dict(order), blobs))
             except OSError as error:
                 self._on_lost()
                 raise SandboxError(f"the process that starts boxes has ended: {error}") from None
@@ -170,10 +170,10 @@ class RunnerClient:
             "cgroups": self.has_cgroups,
             "old": self.is_old_kernel,
         }
-        client_socket.sendall(pack_message(setup))
+        client_socket.sendall(encode_frame(setup))
         client_socket.setblocking(False)
         self._wire, self._owner, self._loop, self.runner_info = client_socket, os.getpid(), None, None
-        self._unpacker, self._pending, self._greeting = Unpacker(), {}, None
+        self._decoder, self._pending, self._greeting = FrameDecoder(), {}, None
 
     def _on_readable(self) -> None:
         assert self._wire is not None
@@ -186,7 +186,7 @@ class RunnerClient:
         if not piece:
             self._on_lost()
             return
-        for message, blobs in self._unpacker.feed(piece):
+        for message, blobs in self._decoder.feed(piece):
             if "number" not in message:
                 self._greeting = message
             future = self._pending.pop(message.get("number", 0), None)

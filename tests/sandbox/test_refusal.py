@@ -152,20 +152,20 @@ import os, socket, subprocess, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 sys.path.insert(0, sys.argv[1])
 from megarl.sandbox.harness import HARNESS_COMMAND, encode_preamble
-from megarl.sandbox.runner_messages import Unpacker, pack_message
+from megarl.processes.messages import FrameDecoder, encode_frame
 a, b = socket.socketpair()
 command = [sys.executable, "-I", "-S", "-c", sys.argv[2], str(b.fileno()), str(os.getpid()), sys.argv[1]]
 subprocess.Popen(command, env={}, pass_fds=[b.fileno()])
 b.close()
 setup = {"place": "/tmp/megarl-sandbox-65534", "processes": 2, "bwrap": "/usr/bin/bwrap", "python": "/usr"}
-a.sendall(pack_message({**setup, "packages": [], "cgroups": True, "old": False}))
+a.sendall(encode_frame({**setup, "packages": [], "cgroups": True, "old": False}))
 limits = {"seconds": 30, "memory_mb": 256, "disk_mb": 16, "files": 100, "processes": 8, "open_files": 64}
 order = {"number": 1, "kind": "run", "session": False, "channel": True, "command": HARNESS_COMMAND}
 order |= {"files": [], "fetch": [], "limits": {**limits, "output_bytes": 65536}}
-a.sendall(pack_message(order, [b"", encode_preamble("n", sys.argv[3])]))
-unpacker, said = Unpacker(), []
+a.sendall(encode_frame(order, [b"", encode_preamble("n", sys.argv[3])]))
+decoder, said = FrameDecoder(), []
 while len(said) < 2 and (piece := a.recv(65536)):
-    said += unpacker.feed(piece)
+    said += decoder.feed(piece)
 print(said)
 """
 
