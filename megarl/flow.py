@@ -7,9 +7,10 @@ receives the value. So an algorithm is written as if there were one process. `wo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,112 +128,36 @@ class HybridFlow:
         Call once per process. Raises ConfigError for a user's mistake, `GracefulExit` after a requested stop that has
         saved a checkpoint, and `SignalExit` if a signal ends the run; `exit_status.classify_error` tells them apart.
         """
-        exit_status.catch_signals()
-        self.config = expand_config_paths(self.config)  # a Config built in Python may have unexpanded paths
-        run = self.config.run
-        run = dataclasses.replace(
-            run,
-            num_rollout=run.num_rollout if num_rollout is None else num_rollout,
-            num_update=run.num_update if num_update is None else num_update,
-            resume="auto" if exit_status.get_restart_count() and not run.resumes else run.resume,
-        )
-        exit_status.register_run(
-            run_dir=run.dir, save_every=run.save_every, max_restarts=run.max_restarts, timeout_s=run.timeout_s
-        )
-        self.config = dataclasses.replace(self.config, run=run)
-        self.last_step = until or run.num_rollout
-        report = validate(self.config, registered=self.registered, until=self.last_step)
-        report.raise_errors()
-        self.requirements = load_requirements(self.config)
-        self.controller = make_controller(self.config)
-        self.workers: dict[str, Worker] = {}
-        self._read_chat()
-        self.job = ranks.join(self.config.parallel.world_size, run.timeout_s)
-        self.layouts = create_role_layouts(self.config, self.requirements.roles)
-        self.worker_factories = load_workers(self.config, self.requirements, self.registered)
-        with ranks.with_timeout(run.storage_timeout_s):
-            self._read_data()
-        records = self.config.track.rollouts and self.requirements.has_rollout
-        vocabulary = vocabulary_hash(self.config.model.path) if records else ""
-        self.log = RunLog(self.config, self.job, vocabulary, trains=bool(self.requirements.trained_roles))
-        self.spread = ZeroSpreadWarning(self.requirements)
-        finished = False
-        try:
-            for warning in report.warnings:
-                self.log.log(f"warning: {warning}")
-            with ranks.with_timeout(run.storage_timeout_s):
-                self._start()
-            gc.freeze()  # models and modules are permanent; otherwise each collection would scan them
-            metrics = self._loop()
-            finished = True
-            if self.requirements.trained_roles:
-                self.log.log(f"done: {self.step} steps in {run.dir}")
-                if command := format_command("tools/report.py", run.dir):
-                    self.log.log(command)
-            return metrics
-        except BaseException as error:
-            exit_status.begin_exit()
-            if isinstance(error, Exception):
-                if self.checkpointer is not None:
-                    self.checkpointer.finish_on_error(error)
-            self.log.record_failed_step(self.step, self._step_rollouts())
-            if self.watchdog is not None:
-                self.watchdog.drain()
-            cause = last_words.exchange_root_cause(error, exit_status.classify_error(error)[0])
-            self.log.log_end(error, isinstance(error, exit_status.ORDERLY_EXITS), cause)
-            raise
-        finally:
-            gc.unfreeze()  # libraries report objects that are still frozen at exit as leaks
-            if self.checkpointer is not None:
-                self.checkpointer.cancel()
-            for worker in reversed(self.workers.values()):
-                worker.close()
-            if self.watchdog is not None:
-                self.watchdog.close()
-            if self.gpu is not None:
-                self.gpu.close()
-            if hasattr(self, "clock"):
-                wait_listeners.set_wait_listener(None)
-                wait_listeners.set_progress_listener(None)
-                self.profile.close()
-                self.log.write_spans(self.clock.drain_spans())
-            self.log.close()
-            if finished:
-                row_exchange.close_row_exchange()
-                ranks.shutdown()
-
-    # --- the loop ---------------------------------------------------------------------------------------------
-
-    def _loop(self) -> dict[str, float]:
-        run, checkpointer, evaluator = self.config.run, self.checkpointer, self.evaluator
-        assert checkpointer is not None
-        metrics: dict[str, float] = {}
-        if run.save_every:
-            exit_status.save_on_sigterm()
-        while self.step < self.last_step:
-            if evaluator.is_due(self.step):
-                evaluator.run(self.step)
-            items = self.loader.next_batch()
-            self._start_step(self.step + 1)
-            # Do not bind the result: it would keep this step's tensors alive during the next step.
-            metrics = self._finish_step(self.controller.step(self, items))
-            should_roll_back = bool(self.log.guards.skip_limited_roles)
-            evaluator.poll(wait=should_roll_back)
-            if should_roll_back:
-                checkpointer.rollback(self.step)
-            if checkpointer.save_if_due(self.step):
-                evaluator.drop()
-                raise exit_status.GracefulExit(
-                    f"asked to stop: saved step {self.step}, start again with run.resume=auto"
-                )
-        if evaluator.is_due(self.step, is_last=True):
-            metrics |= evaluator.run(self.step)
-        metrics |= evaluator.poll(wait=True)
-        if run.export and self.requirements.trained_roles:
-            checkpointer.export()
-        if checkpointer.save_error is not None:
-            raise checkpointer.save_error  # no later checkpoint follows; the export was tried first
+        warnings = self._prepare(num_rollout, num_update, until)
+        with self._running(warnings) as checkpointer:
+            run, evaluator = self.config.run, self.evaluator
+            metrics: dict[str, float] = {}
+            while self.step < self.last_step:
+                if evaluator.is_due(self.step):
+                    evaluator.run(self.step)
+                items = self.loader.next_batch()
+                self._start_step(self.step + 1)
+                # Do not bind the result: it would keep this step's tensors alive during the next step.
+                metrics = self._finish_step(self.controller.step(self, items))
+                should_roll_back = bool(self.log.guards.skip_limited_roles)
+                evaluator.poll(wait=should_roll_back)
+                if should_roll_back:
+                    checkpointer.rollback(self.step)
+                if checkpointer.save_if_due(self.step):
+                    evaluator.drop()
+                    raise exit_status.GracefulExit(
+                        f"asked to stop: saved step {self.step}, start again with run.resume=auto"
+                    )
+            if evaluator.is_due(self.step, is_last=True):
+                metrics |= evaluator.run(self.step)
+            metrics |= evaluator.poll(wait=True)
+            if run.export and self.requirements.trained_roles:
+                checkpointer.export()
+            if checkpointer.save_error is not None:
+                raise checkpointer.save_error  # no later checkpoint follows; the export was tried first
         return metrics
+
+    # --- a step ------------------------------------------------------------------------------------------------
 
     def _start_step(self, step: int) -> None:
         self.step = step
@@ -284,24 +209,99 @@ class HybridFlow:
         scored = {id(original): rewarded for original, rewarded in pairs}
         return [scored.get(id(rollouts), rollouts) for rollouts in sampled]
 
-    # --- start ----------------------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------------------
 
-    def _read_chat(self) -> None:
-        """Load tokenizer, chat template and tools, before anything starts."""
-        config = self.config
+    def _prepare(self, num_rollout: int | None, num_update: int | None, until: int) -> Sequence[str]:
+        """Check the configuration, join the job and load the data. Return the warnings of the checks.
+
+        The data come before models and run folder, so that a broken line costs neither.
+        """
+        exit_status.catch_signals()
+        self.config = expand_config_paths(self.config)  # a Config built in Python may have unexpanded paths
+        run = self.config.run
+        run = dataclasses.replace(
+            run,
+            num_rollout=run.num_rollout if num_rollout is None else num_rollout,
+            num_update=run.num_update if num_update is None else num_update,
+            resume="auto" if exit_status.get_restart_count() and not run.resumes else run.resume,
+        )
+        exit_status.register_run(
+            run_dir=run.dir, save_every=run.save_every, max_restarts=run.max_restarts, timeout_s=run.timeout_s
+        )
+        self.config = config = dataclasses.replace(self.config, run=run)
+        self.last_step = until or run.num_rollout
+        report = validate(config, registered=self.registered, until=self.last_step)
+        report.raise_errors()
+        self.requirements = load_requirements(config)
+        self.controller = make_controller(config)
+        self.workers: dict[str, Worker] = {}
         self.hf_config = load_hf_config(config.model.path)
         self.chat = read_chat(self.hf_config, config, self.requirements)
+        self.job = ranks.join(config.parallel.world_size, run.timeout_s)
+        self.layouts = create_role_layouts(config, self.requirements.roles)
+        self.worker_factories = load_workers(config, self.requirements, self.registered)
+        with ranks.with_timeout(run.storage_timeout_s):
+            self.data = ItemReader(config, self.hf_config, self.chat, self.job)
+            items = self.controller.load_items(self)
+            check_enough_prompts(len(items), config)
+            self.loader = PromptLoader.from_config(items, config)
+            self.eval_items = self.controller.load_eval_items(self) if config.data.eval and run.eval_every else ()
+            if should_check_offered(config, self.requirements):
+                check_offered((item for items in (items, self.eval_items) for item in items), self.chat.catalog)
+        records = config.track.rollouts and self.requirements.has_rollout
+        vocabulary = vocabulary_hash(config.model.path) if records else ""
+        self.log = RunLog(config, self.job, vocabulary, trains=bool(self.requirements.trained_roles))
+        self.spread = ZeroSpreadWarning(self.requirements)
+        return report.warnings
 
-    def _read_data(self) -> None:
-        """Load the data before models are loaded and the run folder is created, so that a broken line costs neither."""
-        config, run = self.config, self.config.run
-        self.data = ItemReader(config, self.hf_config, self.chat, self.job)
-        items = self.controller.load_items(self)
-        check_enough_prompts(len(items), config)
-        self.loader = PromptLoader.from_config(items, config)
-        self.eval_items = self.controller.load_eval_items(self) if config.data.eval and run.eval_every else ()
-        if should_check_offered(config, self.requirements):
-            check_offered((item for items in (items, self.eval_items) for item in items), self.chat.catalog)
+    @contextlib.contextmanager
+    def _running(self, warnings: Sequence[str]) -> Iterator[Checkpointer]:
+        """Start the workers; close everything when the run ends, and record why it ended."""
+        is_finished = False
+        try:
+            for warning in warnings:
+                self.log.log(f"warning: {warning}")
+            with ranks.with_timeout(self.config.run.storage_timeout_s):
+                self._start()
+            gc.freeze()  # models and modules are permanent; otherwise each collection would scan them
+            if self.config.run.save_every:
+                exit_status.save_on_sigterm()
+            assert self.checkpointer is not None
+            yield self.checkpointer
+            is_finished = True
+            if self.requirements.trained_roles:
+                self.log.log(f"done: {self.step} steps in {self.config.run.dir}")
+                if command := format_command("tools/report.py", self.config.run.dir):
+                    self.log.log(command)
+        except BaseException as error:
+            exit_status.begin_exit()
+            if isinstance(error, Exception) and self.checkpointer is not None:
+                self.checkpointer.finish_on_error(error)
+            self.log.record_failed_step(self.step, self._step_rollouts())
+            if self.watchdog is not None:
+                self.watchdog.drain()
+            cause = last_words.exchange_root_cause(error, exit_status.classify_error(error)[0])
+            self.log.log_end(error, isinstance(error, exit_status.ORDERLY_EXITS), cause)
+            raise
+        finally:
+            gc.unfreeze()  # libraries report objects that are still frozen at exit as leaks
+            if self.checkpointer is not None:
+                self.checkpointer.cancel()
+            for worker in reversed(self.workers.values()):
+                worker.close()
+            if self.watchdog is not None:
+                self.watchdog.close()
+            if self.gpu is not None:
+                self.gpu.close()
+            if hasattr(self, "clock"):
+                wait_listeners.set_wait_listener(None)
+                wait_listeners.set_progress_listener(None)
+                self.profile.close()
+                self.log.write_spans(self.clock.drain_spans())
+            self.log.close()
+            if is_finished:
+                row_exchange.close_row_exchange()
+                ranks.shutdown()
 
     def _start(self) -> None:
         config = self.config
@@ -325,7 +325,14 @@ class HybridFlow:
             self.hf_config, load_hf_config(critic_path) if critic_path else None, config, self.requirements
         )
         self.checkpointer = Checkpointer(
-            *(config, self.requirements, self.job, self.clock, self.log, self.loader, self.controller, self.workers),
+            config,
+            self.requirements,
+            self.job,
+            self.clock,
+            self.log,
+            self.loader,
+            self.controller,
+            self.workers,
             needs,
             self.last_step,
             self._sync_weights,
