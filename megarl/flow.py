@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megarl.batch_items import ItemReader
+from megarl.item_reader import ItemReader
 from megarl.checkpoint import disk_space
 from megarl.checkpointing import Checkpointer
 from megarl.config import Config, ConfigError, load_config
@@ -107,15 +107,15 @@ class HybridFlow:
         """Raise an error that says how to make a missing role available."""
         declared = vars(self).get("requirements")
         if declared is None and name in {*HybridFlow.__annotations__, *vars(self).get("registered", ())}:
-            raise RoleUnavailable(f"flow.{name} is not there before flow.run(...): the workers start in it")
+            raise RoleUnavailable(f"flow.{name} is not available before flow.run(...), which starts the workers")
         if name.startswith("_") or declared is None:
             raise AttributeError(f"a HybridFlow has no {name!r}")
         if name in declared.roles:
             raise RoleUnavailable(
-                f"flow.{name} is not there yet: the workers start after `load_items`, which reads the data"
+                f"flow.{name} is not available yet: workers start after `load_items`, which reads the data"
             )
         roles = f"`roles()` of {declared.name} lists {', '.join(declared.roles)}"
-        raise RoleUnavailable(f"flow.{name} is not there: {roles}; add it to them")
+        raise RoleUnavailable(f"flow.{name} is not available: {roles}; add it there")
 
     def set_placement(self, placement: Mapping[str, str | int]) -> None:
         """Place the roles on ranks, as the key `placement` does."""
@@ -146,7 +146,7 @@ class HybridFlow:
                 if checkpointer.save_if_due(self.step):
                     evaluator.drop()
                     raise exit_status.GracefulExit(
-                        f"asked to stop: saved step {self.step}, start again with run.resume=auto"
+                        f"stopped on request: saved step {self.step}, resume with run.resume=auto"
                     )
             if evaluator.is_due(self.step, is_last=True):
                 metrics |= evaluator.run(self.step)

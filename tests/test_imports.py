@@ -21,7 +21,7 @@ LAYERS = (
     {"algorithms", "data", "parallel", "sandbox"},
     {"cpu", "environments", "launch", "models"},
     {"chat_format", "checkpoint", "reshard", "rewards", "torchrun", "__main__"},
-    {"batch_items", "engine", "megatron"},
+    {"item_reader", "engine", "megatron"},
     {"rollout"},
     {"observe"},
     {"view", "workers"},

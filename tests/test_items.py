@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.batch_items import ItemReader, _format_passes
+from megarl.item_reader import ItemReader, _format_passes
 from megarl.config import ConfigError, from_dict
 from megarl.data.loader import PromptLoader
 from megarl.models.registry import load_hf_config
@@ -70,7 +70,7 @@ def test_one_file_is_as_ever(reader: Any) -> None:
     assert [prompt.id for prompt in found] == ["a-0", "a-1", "7"] and found[0].data_source == ""
     assert flow.load_prompts(file) == found and found.keys is None
     assert flow.notes[:2] == [
-        "a.jsonl: 1 of 4 prompts are longer than rollout.max_context: left out",
+        "a.jsonl: 1 of 4 prompts are longer than rollout.max_context and are excluded",
         "data.train: 3 rows, 213.33 passes in 10 steps of 64",
     ]
 
@@ -136,7 +136,7 @@ def test_conversations_of_several_files_in_several_forms(reader: Any) -> None:
     assert [talk.prompt.id for talk in found] == ["a.jsonl:1", "a-z", "b.jsonl:1"]
     assert ["".join(map(chr, talk.token_ids)) for talk in found] == ["(u:hi;(a:yes;"] * 3
     assert np.array_equal(found.keys, [2, np.nan, 1], equal_nan=True)
-    assert "a.jsonl: 1 of 3 conversations are longer than the model's 32768 positions: left out" in flow.notes
+    assert "a.jsonl: 1 of 3 conversations are longer than the model's 32768 positions and are excluded" in flow.notes
 
 
 def test_pairs_of_several_files(reader: Any) -> None:

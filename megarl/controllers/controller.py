@@ -15,7 +15,7 @@ from megarl.types import Comm, Rollouts, TrainBatch
 from megarl.types.requirements import ITEM_KINDS, ItemKind, Requirements
 
 if TYPE_CHECKING:
-    from megarl.batch_items import ItemReader
+    from megarl.item_reader import ItemReader
     from megarl.data.loader import PromptLoader
     from megarl.observe.run_log import RunLog
     from megarl.workers.actor import ActorWorker
@@ -184,12 +184,12 @@ def find_controller(name: str) -> type[Controller]:
     if not isinstance(cls, type) or not issubclass(cls, Controller):
         kind = "another class" if isinstance(cls, type) else f"a {type(cls).__name__}"
         raise ConfigError(
-            f"{key} is {kind}, and no Controller: derive it from megarl.controllers.controller.Controller"
+            f"{key} is {kind}, not a Controller: derive it from megarl.controllers.controller.Controller"
         )
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"{key}: {cls.__name__} lacks {', '.join(missing)}, which every controller has")
     if getattr(cls, "item", None) not in ITEM_KINDS:
-        raise ConfigError(f"{key}: {cls.__name__}.item must be one of {', '.join(ITEM_KINDS)}: what its items are")
+        raise ConfigError(f"{key}: {cls.__name__}.item must be one of {', '.join(ITEM_KINDS)}, the kind of its items")
     return cls
 
 
@@ -210,7 +210,7 @@ def load_requirements(config: Config) -> Requirements:
     if not requirements.roles or not all(isinstance(role, str) and role.isidentifier() for role in requirements.roles):
         raise ConfigError(f"{key}.roles(config) gives {requirements.roles!r}, not a tuple of names of roles")
     if duplicates := {role for role in requirements.roles if requirements.roles.count(role) > 1}:
-        raise ConfigError(f"{key}.roles(config) lists {min(duplicates)} twice; once will do")
+        raise ConfigError(f"{key}.roles(config) lists {min(duplicates)} twice; name it once")
     if missing := [role for role in requirements.trained_roles if role not in requirements.roles]:
         raise ConfigError(
             f"{key}.trained_roles names {missing[0]}, which its roles do not list (they are "

@@ -54,7 +54,7 @@ class ItemReader:
             fitting, dropped = render_prompts(prompts, self.chat.encode_prompt, longest)
             if dropped:
                 self.notes.append(
-                    f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context: left out"
+                    f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context and are excluded"
                 )
             keys = [read_key(prompt.extra, order, prompt.id) for prompt in fitting] if order else None
             return fitting, None if keys is None else np.array(keys)
@@ -76,7 +76,7 @@ class ItemReader:
             if dropped:
                 self.notes.append(
                     f"{path}: {dropped} of {len(conversations)} conversations are longer than the model's {longest} "
-                    "positions: left out"
+                    "positions and are excluded"
                 )
             self._note_slow(conversations.rows)
             conversations = conversations.select(fitting)
@@ -93,8 +93,8 @@ class ItemReader:
             pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest, name, order)
             if dropped:
                 self.notes.append(
-                    f"{path}: {dropped} of {len(pairs) + dropped} pairs are left out: together longer than "
-                    f"the {budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
+                    f"{path}: {dropped} of {len(pairs) + dropped} pairs are excluded: together longer than the "
+                    f"{budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
                 )
             self._note_slow(pairs.rows)
             return pairs, pairs.keys
