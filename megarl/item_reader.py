@@ -11,8 +11,7 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
 from megarl.data.datasets import (
     Pair,
-    PreferenceDataset,
-    SFTDataset,
+    TableDataset,
     answer_key,
     conversations_too_long_error,
     read_conversations,
@@ -65,7 +64,7 @@ class ItemReader:
         """Read conversations for SFT. Those longer than the model's positions are dropped and counted in a note."""
         data, longest = self.config.data, self._max_positions()
 
-        def load(path: str, name: str, order: str) -> tuple[SFTDataset, np.ndarray | None]:
+        def load(path: str, name: str, order: str) -> tuple[TableDataset[Rollout], np.ndarray | None]:
             answers = answer_key(self.config)
             conversations = read_conversations(path, self.chat.tokenizer, None, data.prompt_key, answers, name, order)
             lengths = ranks.split_work(len(conversations), lambda index: conversations[index].num_tokens)
@@ -89,7 +88,7 @@ class ItemReader:
         budget = self.config.train.token_budget * self.config.parallel.cp
         longest = self._max_positions()
 
-        def load(path: str, name: str, order: str) -> tuple[PreferenceDataset, np.ndarray | None]:
+        def load(path: str, name: str, order: str) -> tuple[TableDataset[Pair], np.ndarray | None]:
             pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest, name, order)
             if dropped:
                 self.notes.append(

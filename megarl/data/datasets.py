@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from megarl.data.columns import (
     row_source,
 )
 from megarl.data.loader import NESTED_COLUMNS, OrderKeys
-from megarl.data.table import Table, read_rows
+from megarl.data.table import LazySequence, Table, read_rows
 from megarl.types import Message, Prompt, Rollout, Turn, as_token_ids
 from megarl.types.requirements import ItemKind
 
@@ -110,7 +110,7 @@ def render_prompts(
 
 
 def prompts_too_long_error(count: int, max_prompt_tokens: int, shortest: int) -> ConfigError:
-    """Return the error for prompts that are all too long. shortest: tokens of the shortest."""
+    """Return the error for prompts that are all too long."""
     return ConfigError(
         f"all {count} prompts are longer than {max_prompt_tokens} tokens, the shortest has {shortest}; raise "
         "rollout.max_context"
@@ -126,7 +126,7 @@ def _parse_prompt(
         _pop_column(rest, row, prompt_key, location, "data.prompt_key"), location, prompt_key
     )
     if messages[-1]["role"] == "assistant":
-        raise ConfigError(f"{location}: {prompt_key!r} ends with the assistant's words, which leaves nothing to answer")
+        raise ConfigError(f"{location}: {prompt_key!r} ends with the assistant's words, so there is nothing to answer")
     reward_model = rest.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:
         ground_truth = reward_model["ground_truth"]
@@ -170,6 +170,27 @@ def _pop_column(row: dict[str, Any], original: dict[str, Any], key: str, locatio
     raise ConfigError(f"{location}: no {key!r}{empty}; {columns}; set {option} to the right one{none}")
 
 
+@dataclass(frozen=True)
+class TableDataset(LazySequence[Item]):
+    """The items of a file, read and tokenized on access (about a millisecond); nothing is cached."""
+
+    rows: Table
+    make_item: Callable[[str, dict[str, Any], int], Item]
+    """(location, row, index) -> item."""
+    keys: np.ndarray | None = field(default=None, compare=False)
+    """[rows] float64: sort keys of a curriculum, NaN if unknown; None without one."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def get(self, index: int) -> Item:
+        return self.make_item(*self.rows[index], index)
+
+    def select(self, indices: Sequence[int]) -> TableDataset[Item]:
+        keys = None if self.keys is None else self.keys[np.asarray(indices, np.int64)]
+        return replace(self, rows=self.rows.select(indices), keys=keys)
+
+
 def read_conversations(
     path: str | Path,
     tokenizer: Any,
@@ -178,30 +199,30 @@ def read_conversations(
     answer_key: str = "",
     name: str = "",
     order: str = "",
-) -> SFTDataset:
+) -> TableDataset[Rollout]:
     """Read a .jsonl or .parquet file of conversations as Rollouts whose action turns are the assistant's messages.
 
-    A row holds `messages`, ShareGPT's `conversations`, or a prompt and its answer, as `conversation_columns` reads
-    them, and optionally `tools`, a list of OpenAI tool schemas or its JSON. An action turn ends with the tokenizer's
-    end-of-turn token; its log-probs are 0, since it was not sampled. most: maximum number of rows. name: of the data
-    set, if there are several, for ids and as the source of rows without `data_source`. order: a column of numbers.
+    A row holds `messages`, ShareGPT's `conversations`, or a prompt and its answer, as `parse_conversation` reads them,
+    and optionally `tools`, a list of OpenAI tool schemas or its JSON. An action turn ends with the tokenizer's
+    end-of-turn token; its log-probs are 0, since it was not sampled. name: of the data set, if there are several, for
+    ids and as the source of rows without `data_source`. order: a column of numbers.
 
     Raises ConfigError, naming the line, for a row without a conversation.
     """
-
-    def read(location: str, row: dict[str, Any]) -> dict[str, Any]:
-        return _normalize_row(row, location, prompt_key, answer_key, name)
-
     keys = OrderKeys(order)
 
     def check_row(location: str, row: dict[str, Any]) -> None:
         keys.add(row, location)
-        read(location, row)
+        normalize_row(row, location, prompt_key, answer_key, name)
+
+    def make_item(location: str, row: dict[str, Any], index: int) -> Rollout:
+        row = normalize_row(row, location, prompt_key, answer_key, name)
+        return tokenize_conversation(row, tokenizer, location, index)
 
     rows = Table.read(Path(path), check_row, max_rows)
     if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
-    return SFTDataset(rows, tokenizer, read, keys.to_array())
+    return TableDataset(rows, make_item, keys.to_array())
 
 
 def iter_conversations(
@@ -209,56 +230,19 @@ def iter_conversations(
 ) -> Iterator[tuple[str, dict[str, Any], Rollout]]:
     """Yield (location, row, conversation) of each row, as in `read_conversations`."""
     for location, row in read_rows(file):
-        yield (
-            location,
-            row,
-            tokenize_conversation(_normalize_row(row, location, prompt_key, answer_key, name), tokenizer, location),
-        )
+        normalized = normalize_row(row, location, prompt_key, answer_key, name)
+        yield location, row, tokenize_conversation(normalized, tokenizer, location)
 
 
 def conversations_too_long_error(path: str, count: int, positions: int, shortest: int) -> ConfigError:
-    """Return the error for a file whose conversations are all too long.
-
-    positions: of the model. shortest: tokens of the shortest conversation.
-    """
+    """Return the error for a file whose conversations all exceed the model's `positions`."""
     return ConfigError(
         f"{path}: {count} of {count} conversations are longer than the model's {positions} positions, so none is left; "
         f"the shortest has {shortest} tokens"
     )
 
 
-@dataclass(frozen=True)
-class SFTDataset(Sequence[Rollout]):
-    """The conversations of a file, read, rendered and tokenized on access (0.6 ms); nothing is cached."""
-
-    rows: Table
-    tokenizer: Any
-    normalize: Callable[[str, dict[str, Any]], dict[str, Any]]
-    """(location, row) -> argument of `tokenize_conversation`."""
-    keys: np.ndarray | None = field(default=None, compare=False)
-    """[rows] float64: sort keys of a curriculum, NaN if unknown; None without one."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def select(self, indices: Sequence[int]) -> SFTDataset:
-        keys = None if self.keys is None else self.keys[np.asarray(indices, np.int64)]
-        return replace(self, rows=self.rows.select(indices), keys=keys)
-
-    @overload
-    def __getitem__(self, index: int) -> Rollout: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> SFTDataset: ...
-
-    def __getitem__(self, index: int | slice) -> Rollout | SFTDataset:
-        if isinstance(index, slice):
-            return self.select(range(*index.indices(len(self))))
-        location, row = self.rows[index]
-        return tokenize_conversation(self.normalize(location, row), self.tokenizer, location, group=index)
-
-
-def _normalize_row(row: dict[str, Any], location: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
+def normalize_row(row: dict[str, Any], location: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
     """Return the row as `tokenize_conversation` takes it. Raises ConfigError if the last message is no assistant's."""
     check_text_only(row, location)
     messages = parse_conversation(row, location, prompt_key, answer_key)
@@ -364,37 +348,9 @@ class Pair:
         return self.chosen.num_tokens + self.rejected.num_tokens
 
 
-@dataclass(frozen=True)
-class PreferenceDataset(Sequence[Pair]):
-    """The pairs of a file, read, rendered and tokenized on access (a millisecond); nothing is cached."""
-
-    rows: Table
-    tokenizer: Any
-    name: str = ""
-    """Name of the data set, if there are several."""
-    keys: np.ndarray | None = field(default=None, compare=False)
-    """[rows] float64, as in `SFTDataset`."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Pair: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> PreferenceDataset: ...
-
-    def __getitem__(self, index: int | slice) -> Pair | PreferenceDataset:
-        if isinstance(index, slice):
-            keys = None if self.keys is None else self.keys[index]
-            return replace(self, rows=self.rows[index], keys=keys)
-        location, row = self.rows[index]
-        return make_pair(row, self.tokenizer, location, self.name, group=index)
-
-
 def read_preferences(
     path: str | Path, tokenizer: Any, max_tokens: int, max_length: int, name: str = "", order: str = ""
-) -> tuple[PreferenceDataset, int]:
+) -> tuple[TableDataset[Pair], int]:
     """Read the pairs of a .jsonl or .parquet file. Return those that are short enough, and the number dropped.
 
     A pair is too long with more than `max_tokens` tokens, since both answers must fit into one micro-batch, or if one
@@ -425,14 +381,15 @@ def read_preferences(
         raise pairs_too_long_error(str(path), dropped, max_tokens, max_length, shortest)
     if not len(rows):
         raise ConfigError(f"{path} holds no pair")
-    return PreferenceDataset(rows, tokenizer, name, keys.to_array()), dropped
+
+    def make_item(location: str, row: dict[str, Any], index: int) -> Pair:
+        return make_pair(row, tokenizer, location, name, index)
+
+    return TableDataset(rows, make_item, keys.to_array()), dropped
 
 
 def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int, shortest: int) -> ConfigError:
-    """Return the error for a file whose pairs are all too long.
-
-    max_tokens, max_length: as in `read_preferences`. shortest: tokens of the shortest pair.
-    """
+    """Return the error for a file whose pairs are all too long. Limits as in `read_preferences`."""
     return ConfigError(
         f"{path}: all {count} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
         f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.token_budget"
@@ -449,18 +406,11 @@ def check_pair(row: dict[str, Any], location: str) -> dict[str, tuple[Message, .
 
 def make_pair(row: dict[str, Any], tokenizer: Any, location: str, name: str = "", group: int = 0) -> Pair:
     messages, tools = check_pair(row, location), parse_tool_schemas(row.get("tools"), location)
-    common_fields = {
-        "id": row_id(row, location, name, location),
-        "data_source": row_source(row, location, name),
-        "tools": tools,
-    }
+    identity, source = row_id(row, location, name, location), row_source(row, location, name)
+    common_fields = {"id": identity, "data_source": source, "tools": tools}
     rollouts = {
         key: tokenize_conversation(
-            {**common_fields, "messages": value},
-            tokenizer,
-            f"{location}, {key!r}",
-            group,
-            last_only=True,
+            {**common_fields, "messages": value}, tokenizer, f"{location}, {key!r}", group, last_only=True
         )
         for key, value in messages.items()
     }

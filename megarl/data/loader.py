@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from megarl.config import Config, ConfigError, DataConfig
-from megarl.data.table import is_parquet, open_parquet, to_dicts
+from megarl.data.table import LazySequence, is_parquet, open_parquet, to_dicts
 
 NESTED_COLUMNS = ("extra_info", "metadata", "extra")
 """Columns whose fields count as columns."""
@@ -64,13 +64,13 @@ def read_key(row: Mapping[str, Any], column: str, location: str) -> float:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(
-            f"{location}: {column!r} is {str(value)[:80]!r}, which is no number; data.order={column} puts rows in the "
-            "order of numbers, so write one, or null where it is unknown"
+            f"{location}: {column!r} is {str(value)[:80]!r}, which is not a number; data.order={column} sorts rows by "
+            f"number, so write one, or null where it is unknown"
         )
     try:
         return float(value)
     except OverflowError:
-        raise ConfigError(f"{location}: {column!r} is beyond what a float64 holds; write a smaller number") from None
+        raise ConfigError(f"{location}: {column!r} overflows float64; write a smaller number") from None
 
 
 def check_no_nan(file: Path, column: str) -> None:
@@ -101,7 +101,7 @@ def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> No
             value = fields.get(column) if isinstance(fields, dict) else None
             if isinstance(value, float) and math.isnan(value):
                 raise ConfigError(
-                    f"{location}: {column!r} is NaN, by which data.order={column} cannot put rows in order; write a "
+                    f"{location}: {column!r} is NaN, by which data.order={column} cannot sort rows; write a "
                     "number, or null where it is unknown"
                 )
 
@@ -126,7 +126,7 @@ MAX_PATTERN_LENGTH = 10_000
 
 
 @dataclass(frozen=True)
-class ConcatDataset(Sequence[Item], Generic[Item]):
+class ConcatDataset(LazySequence[Item]):
     """Concatenation of several data sets."""
 
     parts: tuple[Sequence[Item], ...]
@@ -142,15 +142,7 @@ class ConcatDataset(Sequence[Item], Generic[Item]):
     def sizes(self) -> tuple[int, ...]:
         return tuple(len(part) for part in self.parts)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        if isinstance(index, slice):
-            return self.select(range(*index.indices(len(self))))
+    def get(self, index: int) -> Item:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
@@ -168,7 +160,7 @@ class ConcatDataset(Sequence[Item], Generic[Item]):
 
 
 @dataclass(frozen=True)
-class Subset(Sequence[Item], Generic[Item]):
+class Subset(LazySequence[Item]):
     """Items selected by index, read on access."""
 
     items: Sequence[Item]
@@ -177,16 +169,11 @@ class Subset(Sequence[Item], Generic[Item]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Subset[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | Subset[Item]:
-        if isinstance(index, slice):
-            return Subset(self.items, self.indices[index])
+    def get(self, index: int) -> Item:
         return self.items[self.indices[index]]
+
+    def select(self, indices: Sequence[int]) -> Subset[Item]:
+        return Subset(self.items, tuple(self.indices[index] for index in indices))
 
 
 def name_datasets(paths: Sequence[str]) -> tuple[str, ...]:
@@ -199,7 +186,7 @@ def name_datasets(paths: Sequence[str]) -> tuple[str, ...]:
     stems = [Path(path).with_suffix("").parts for path in paths]
     file_paths = [Path(path) for path in paths]
     if duplicates := [path for number, path in enumerate(file_paths) if path in file_paths[:number]]:
-        raise ConfigError(f"data: {duplicates[0]} is named twice; what it should weigh more is said by data.weights")
+        raise ConfigError(f"data: {duplicates[0]} is named twice; use data.weights to sample it more often")
     for length in range(1, max(map(len, stems)) + 1):
         names = ["/".join(parts[-length:]).lstrip("/") for parts in stems]
         if len(set(names)) == len(names):
@@ -263,8 +250,7 @@ def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
     if 0 in counts:
         raise ConfigError(
             f"data.weights={list(weights)}: {weights[counts.index(0)]:g} is less than one prompt in "
-            f"{MAX_PATTERN_LENGTH}; raise "
-            "it, or take that data set out"
+            f"{MAX_PATTERN_LENGTH}; raise it, or remove that data set"
         )
     return tuple(counts)
 
@@ -327,9 +313,7 @@ class PromptLoader(Generic[Item]):
         if weights and len(weights) != len(joined.parts):
             raise ConfigError(f"data.weights has {len(weights)} numbers, but there are {len(joined.parts)} data sets")
         if order and joined.keys is None:
-            raise ConfigError(
-                f"data.order={order}: this algorithm's items have no columns to order them by; leave it out"
-            )
+            raise ConfigError(f"data.order={order}: this algorithm's items have no columns to sort by; remove it")
         self._prompts = joined
         self._stream = Stream(joined.sizes, weights)
         self._names = joined.names if weights else ("",)
@@ -368,7 +352,7 @@ class PromptLoader(Generic[Item]):
     def return_unused(self, count: int) -> None:
         """Return the last `count` items unused: they are dealt out again next time, in the same order."""
         if not 0 <= count <= self._samples:
-            raise ValueError(f"{self._samples} prompts were handed out, and {count} come back")
+            raise ValueError(f"{self._samples} prompts were drawn, but {count} are returned")
         if count:
             self._samples -= count
             self._last = []
@@ -397,9 +381,8 @@ class PromptLoader(Generic[Item]):
         """Raise the error that `load_state_dict` would raise."""
         if state.get("fingerprint") != self.fingerprint and not forced:
             raise ConfigError(
-                "the checkpoint was written with other training prompts than these; give data.train the files it was "
-                "written with, and data.weights and data.order what they were, or start a new run.dir, or go on all "
-                "the same by run.resume=forced"
+                "the checkpoint was written with other training prompts than these; restore data.train, data.weights "
+                "and data.order, or start a new run.dir, or continue anyway with run.resume=forced"
             )
 
     def _items_at(self, start: int, count: int) -> Sequence[Item]:

@@ -14,12 +14,13 @@ import decimal
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import pyarrow
@@ -27,6 +28,8 @@ import pyarrow.parquet
 
 from megarl.config import ConfigError
 from megarl.config.strict import LFS_HEADER, LFS_REMEDY, describe_lfs_pointer
+
+Item = TypeVar("Item")
 
 MAX_LINE_BYTES = 64 << 20
 """Maximum bytes of a line. A longer one is no conversation, but a file of another form, or a device."""
@@ -89,7 +92,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
                         if line.removeprefix(_UTF8_BOM).startswith(magic):
                             raise ConfigError(f"{file} {problem}")
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(f"{location}: more than {MAX_LINE_BYTES >> 20} MiB; a line is to hold one row")
+                    raise ConfigError(f"{location}: more than {MAX_LINE_BYTES >> 20} MiB; a line must hold one row")
                 if line.removeprefix(_UTF8_BOM if number == 1 else b"").strip():
                     yield offset, location, parse_line(line, location, first=number == 1)
     except OSError as error:
@@ -107,11 +110,11 @@ def parse_line(line: bytes, location: str, first: bool) -> dict[str, Any]:
             "it is in"
         ) from None
     except RecursionError:
-        raise ConfigError(f"{location}: nested too deeply; {MAX_DEPTH} levels are the most") from None
+        raise ConfigError(f"{location}: nested too deeply; {MAX_DEPTH} levels are the maximum") from None
     except json.JSONDecodeError as error:
         problem = "a NUL byte" if b"\0" in line else error.msg
         raise ConfigError(
-            f"{location}: not JSON: {problem} (column {error.pos + 1}); a line is to hold one whole object"
+            f"{location}: not JSON: {problem} (column {error.pos + 1}); a line must hold one complete object"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{location}: {str(error).split(';')[0]}") from None  # a number with thousands of digits
@@ -184,7 +187,7 @@ def _to_json_value(value: Any, location: str, depth: int = 0) -> Any:
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, dict | list) and depth == MAX_DEPTH:
-        raise ConfigError(f"{location}: nested too deeply; {MAX_DEPTH} levels are the most")
+        raise ConfigError(f"{location}: nested too deeply; {MAX_DEPTH} levels are the maximum")
     if isinstance(value, dict):
         return {
             _to_json_value(name, location): _to_json_value(item, location, depth + 1) for name, item in value.items()
@@ -215,7 +218,28 @@ Row = tuple[str, dict[str, Any]]
 """(location, row): file and line for messages, and the columns."""
 
 
-class Table(Sequence[Row]):
+class LazySequence(Sequence[Item]):
+    """A sequence that makes items on access; its slices do so, too."""
+
+    @abstractmethod
+    def get(self, index: int) -> Item:
+        """Return one item. Raises IndexError beyond the end."""
+
+    @abstractmethod
+    def select(self, indices: Sequence[int]) -> Sequence[Item]:
+        """Return the items at these indices, in this order."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        return self.select(range(*index.indices(len(self)))) if isinstance(index, slice) else self.get(index)
+
+
+class Table(LazySequence[Row]):
     """Rows of a .jsonl or .parquet file by index; those of a parquet file are read with their row group.
 
     `Table.read` reads the whole file once. Raises ConfigError, also on later access if the file has changed.
@@ -223,7 +247,7 @@ class Table(Sequence[Row]):
 
     def __init__(self, source: _Source, positions: np.ndarray) -> None:
         self._source = source
-        self._places = positions  # [rows, 2] int64: position, and the line or row number for messages
+        self._positions = positions  # [rows, 2] int64: position, and the line or row number for messages
 
     @staticmethod
     def read(file: Path, accept: Callable[[str, dict[str, Any]], bool | None], max_rows: int | None = None) -> Table:
@@ -243,21 +267,13 @@ class Table(Sequence[Row]):
         return Table(source, np.array(positions, dtype=np.int64).reshape(-1, 2))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Table:
-        return Table(self._source, self._places[np.asarray(indices, dtype=np.int64)])
+        return Table(self._source, self._positions[np.asarray(indices, dtype=np.int64)])
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Table: ...
-
-    def __getitem__(self, index: int | slice) -> Row | Table:
-        if isinstance(index, slice):
-            return Table(self._source, self._places[index])
-        place, number = self._places[index].tolist()
+    def get(self, index: int) -> Row:
+        place, number = self._positions[index].tolist()
         self._source.check()
         return self._source.row(place, number)
 
@@ -267,7 +283,7 @@ class Table(Sequence[Row]):
         return self._source.slow_read_warning()
 
 
-class _Source:
+class _Source(ABC):
     """A file in the version that was read first."""
 
     def __init__(self, file: Path, stamp: tuple[int, int]) -> None:
@@ -280,10 +296,11 @@ class _Source:
         except OSError as error:
             raise ConfigError(f"{self.file} cannot be read any more: {error.strerror}") from None
         if not is_unchanged:
-            raise ConfigError(f"{self.file} was changed while the run reads it; start again, with a copy of its own")
+            raise ConfigError(f"{self.file} was modified during the run; restart with a private copy")
 
+    @abstractmethod
     def row(self, position: int, number: int) -> Row:
-        raise NotImplementedError
+        """Read the row at a position. number: its line or row number, for messages."""
 
     def slow_read_warning(self) -> str:
         return ""
@@ -334,8 +351,8 @@ class _ParquetSource(_Source):
         if sum(self._sizes) <= CACHE_BYTES or max(self._sizes) <= LARGE_ROW_GROUP_BYTES:
             return ""
         return (
-            f"{self.file} has row groups of up to {max(self._sizes) >> 20} MiB, one of which is read for each row that "
-            "is dealt out; write it anew with row_group_size=1000"
+            f"{self.file} has row groups of up to {max(self._sizes) >> 20} MiB, one of which is read for each row; "
+            f"rewrite it with row_group_size=1000"
         )
 
 

@@ -94,7 +94,7 @@ def test_any_lengths_and_homes(seed):
     home = rng.integers(-1, max(1, int(rng.integers(0, dp + 1))), number)
     together = rng.integers(0, 50, number) if seed % 3 == 0 else None
     quadratic = (0.0, 0.01)[seed % 2]
-    settings = dict(token_budget=budget, quadratic=quadratic, multiple=multiple, together=together)
+    settings = dict(token_budget=budget, quadratic=quadratic, multiple=multiple, group=together)
     free = plan_micro_batches(lengths, dp, **settings)
     plan = plan_micro_batches(lengths, dp, **settings, owner_rank=home)
     assert flat(plan) == list(range(number)) and {len(rank) for rank in plan} == {len(free[0])}

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.datasets import PreferenceDataset, read_preferences
+from megarl.data.datasets import Pair, TableDataset, read_preferences
 from megarl.types import Rollout
 
 pytestmark = pytest.mark.alone
@@ -54,7 +54,7 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def read(path: Path, max_tokens: int = 1000, max_length: int = 1000) -> tuple[PreferenceDataset, int]:
+def read(path: Path, max_tokens: int = 1000, max_length: int = 1000) -> tuple[TableDataset[Pair], int]:
     return read_preferences(path, Letters(), max_tokens, max_length)
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.data.columns import parse_conversation
-from megarl.data.datasets import check_pair, read_conversations, read_prompts
+from megarl.data.datasets import check_pair, normalize_row, read_conversations, read_prompts
 from megarl.data.table import read_rows
 
 pytestmark = pytest.mark.alone
@@ -62,8 +62,8 @@ def test_conversations(number: int, suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("number", range(2))
 def test_calls(number: int, suffix: str, tmp_path: Path) -> None:
-    talks = read_conversations(write(ROWS["calls"][number], tmp_path / f"a.{suffix}"), None)
-    row = talks.normalize(*talks.rows[0])
+    ((where, row),) = read_rows(write(ROWS["calls"][number], tmp_path / f"a.{suffix}"))
+    row = normalize_row(row, where, "prompt", "", "")
     question, called, observed, answer = row["messages"]
     (call,) = called["tool_calls"]
     assert question == QUESTION and call["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}

@@ -61,7 +61,7 @@ def test_rows_that_are_not_used_are_not_there(write: Any, tmp_path: Path) -> Non
         seen.append(where)
         return bool(row["n"] % 2 == 0)
 
-    table = Table.read(path, even, most=10)
+    table = Table.read(path, even, max_rows=10)
     assert [row["n"] for _, row in table] == [0, 2, 4, 6, 8] and len(seen) == 10
     assert [where for where, _ in table] == seen[::2]
 
