@@ -55,7 +55,7 @@ class Target:
         if self.checkpoint is None or self.run is None:
             return self
         if out.exists() or out.is_symlink():
-            raise ConfigError(f"{out} exists, where the checkpoint would be converted to; name another --out")
+            raise ConfigError(f"{out} exists, but the checkpoint would be converted into it; name another --out")
         source = Path(self.run.model.path)
         folder_config(str(source), "model.path of the run, which has its tokenizer,")
         hf = load_hf_config(source)
@@ -95,8 +95,8 @@ def _export_target(argument: str, run: Path) -> Target:
     """Return the exported model of a run that has no checkpoint."""
     if not (run / "export/config.json").is_file():
         raise ConfigError(
-            f"TARGET {argument} is a run without a checkpoint and without an export: it was neither run.save_every nor "
-            "run.export, or is not that far; name another"
+            f"TARGET {argument} is a run without a checkpoint and without an export: run.save_every and run.export are "
+            f"off, or it is not that far; name another"
         )
     folder_config(str(run / "export"), "TARGET")
     return Target(argument, str(run / "export"), settings=_read_settings(run / "config.yaml"))
@@ -106,7 +106,7 @@ def _checkpoint_target(argument: str, folder: Path) -> Target:
     file = folder.parent.parent / "config.yaml"
     if not file.is_file():
         raise ConfigError(
-            f"there is no {file}, which has the configuration of the run that {folder} is of; leave the checkpoint in "
+            f"there is no {file}, the configuration of the run of {folder}; leave the checkpoint in "
             "its run folder, or convert it by tools/checkpoints.py and name the result"
         )
     run = load_config(file)
@@ -130,10 +130,10 @@ def _read_settings(file: Path) -> dict[str, Any]:
     """Return the parts of a run's configuration that apply to its policy without a trainer."""
     tree = plain_yaml.read(file)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file} holds no mapping of sections")
+        raise ConfigError(f"{file} is not a mapping of sections")
     sections = {name: dict(tree[name]) for name in POLICY_SECTIONS if isinstance(tree.get(name), dict)}
     sections["model"] = {name: value for name, value in sections.get("model", {}).items() if name in ("dtype",)}
-    for name in ("asynchronous", "oversample", "max_lag", "replay", "samples_per_prompt", "on_push"):
+    for name in ("asynchronous", "oversample", "max_staleness", "replay", "samples_per_prompt", "on_weight_sync"):
         sections.get("rollout", {}).pop(name, None)
     data = {name: value for name, value in (tree.get("data") or {}).items() if name in ("prompt_key", "label_key")}
     roles = {name: value for name, value in (tree.get("roles") or {}).items() if name == "reward"}
@@ -143,7 +143,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 RESERVED_KEYS = {
     "algorithm": "nothing is trained",
     "options": "nothing is trained",
-    "model.path": "TARGET says it",
+    "model.path": "use TARGET",
     "rollout.replay": "engines generate",
 }
 """Keys that a user cannot set here, with the reason."""

@@ -248,7 +248,7 @@ def test_replayed_routing_closes_the_gap_of_bf16(
 
 
 OVERSAMPLED = [
-    *("algorithm=grpo", "rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_lag=2"),
+    *("algorithm=grpo", "rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_staleness=2"),
     *("run.export=false", "kl.place=none", "correction.kind=icepop"),
 ]
 
@@ -418,7 +418,8 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
 
     done = run("broken", "rollout.tools=[broken_tools:calculator]", "rollout.samples_per_prompt=16", "run.eval_every=0")
     said = (
-        r"error: (\d+) of \1 calls of the tool calculator failed, more than rollout.max_failed_tools=0.99 allows: no "
+        r"error: (\d+) of \1 calls of the tool calculator failed, more than "
+        r"rollout.max_tool_failed_frac=0.99 allows: no "
     )
     assert done.returncode == 2 and re.match(said + r"licence \(OSError at ", done.stderr), done.stderr
     log = (tmp_path / "broken" / "log.txt").read_text()
@@ -430,7 +431,8 @@ def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path,
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
     said = (
-        "error: 16 of 16 rollouts have no reward, more than reward.max_failed=0.1 allows: 16 x broken: it raised Zero"
+        "error: 16 of 16 rollouts have no reward, more than reward.max_failed_frac=0.1 allows: 16 "
+        "x broken: it raised Zero"
     )
     assert line.startswith(said) and "sum_reward.py:" in line
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
@@ -444,7 +446,10 @@ def test_rewards_that_are_all_too_slow_end_the_run_once_too_many_have_failed(
     done = start(folder, tmp_path / "run", *slow, f"rollout.replay={ppo_run}")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
-    said = r"error: (\d+) of 16 rollouts have no reward, more than reward.max_failed=0.1 allows \(the other (\d+) were "
+    said = (
+        r"error: (\d+) of 16 rollouts have no reward, more than reward.max_failed_frac=0.1 allows "
+        r"\(the other (\d+) were "
+    )
     match = re.match(said + r"not judged any more\): \1 x hanging: it took longer than reward.timeout=4 s", line)
     assert match and int(match[1]) in (2, 3, 4) and int(match[1]) + int(match[2]) == 16, line
 
@@ -487,7 +492,7 @@ def test_an_engine_that_is_another_policy_stops_the_run_and_the_layer_is_named(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
     assert "the engines and the trainer are two policies: on the same tokens" in done.stderr
-    named = "Layer 1: the engines hold other bits there than the trainer (model.layers.1.self_attn.o_proj.weight)"
+    named = "Layer 1: the engines' weights differ from the trainer's (model.layers.1.self_attn.o_proj.weight)"
     assert named in done.stderr
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
 
@@ -516,7 +521,7 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
             "rollout.tp=2",
             "rollout.max_new_tokens=8",
             "rollout.max_turns=2",
-            "rollout.verify_every=2",
+            "rollout.verify_weights_every=2",
             "lora.rank=4",
             "actor_optimizer.lr=0.01",
             "loss.entropy_coef=0.1",

@@ -87,7 +87,7 @@ def test_one_that_is_killed_beside_training_is_back_in_the_next_step(
     folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {1: ["kill", 0], 2: ["push", 0]}
-    beside = ["rollout.asynchronous=true", "rollout.max_lag=1"]
+    beside = ["rollout.asynchronous=true", "rollout.max_staleness=1"]
     done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE, *beside)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = steps_of(tmp_path / "run")
@@ -113,6 +113,6 @@ def test_the_process_that_engines_are_started_from_is_killed_then_stopped(
         found = read_rollouts(tmp_path / "run", step)
         assert len(found) == 16 and [one for one in found if one.status == "aborted"] == []
         assert versions(tmp_path / "run", step) == {step - 1}
-    assert "engines are started from ended (SIGKILL), and is started again" in done.stderr
-    assert "engines are started from was stopped (SIGSTOP), and is continued" in done.stderr
+    assert "the engine host process ended (SIGKILL) and is restarted" in done.stderr
+    assert "the engine host process was stopped (SIGSTOP) and was sent SIGCONT" in done.stderr
     assert list(tmp_path.glob("megarl-*")) == []

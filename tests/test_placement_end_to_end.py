@@ -127,7 +127,7 @@ def test_generation_beside_training_is_as_synchronous_at_lag_0(
     """The same prompts, groups and seeds, none by older weights; and one rank, which never heard of it, makes the same
     of these rollouts, bit for bit."""
     run_dir = tmp_path / "beside"
-    train(folder, run_dir, *SPLIT, *BESIDE, "rollout.max_lag=0", "run.eval_every=3", host=host)
+    train(folder, run_dir, *SPLIT, *BESIDE, "rollout.max_staleness=0", "run.eval_every=3", host=host)
     rows = steps_of(run_dir)
     for step, row in enumerate(rows, 1):
         assert asked(run_dir, step) == asked(split_run, step) and versions(run_dir, step) == {step - 1}
@@ -152,7 +152,7 @@ def test_answers_go_on_through_pushes(folder: Path, host: str, tmp_path: Path, h
     run_dir = tmp_path / how
     long = ["rollout.max_new_tokens=150", "rollout.max_context=300", "run.num_rollout=5"]
     long += ["train.replay_routing=true", "rollout.max_turns=1"] if how == "in_place" else []
-    same = ["actor_optimizer.lr=0", "rollout.max_lag=2", f"rollout.on_push={how}"]
+    same = ["actor_optimizer.lr=0", "rollout.max_staleness=2", f"rollout.on_weight_sync={how}"]
     train(folder, run_dir, *TWO, *BESIDE, *long, *same, host=host)
     rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]

@@ -147,7 +147,7 @@ def test_a_critic_that_is_killed_in_a_step_is_named(whole: Path, folder: Path, t
     run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "run.epochs=2000", "run.num_update=2000")
     run.wait_for(run.seen.exists)
     os.kill(run.rank(1), signal.SIGKILL)
-    line = "error: rank 1 (critic) was killed by SIGKILL (the kernel does that when memory is short)"
+    line = "error: rank 1 (critic) was killed by SIGKILL (the kernel does that when memory runs out)"
     assert run.ended() == (137, [line])
     assert run.saved() == []
 
@@ -169,7 +169,7 @@ def test_a_reward_that_is_no_number_is_named(whole: Path, folder: Path, tmp_path
     run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "reward.functions=[watched:odd]")
     code, (line,) = run.ended()
     assert code == 2 and line.startswith("error: ")
-    assert "rollouts have no reward, more than reward.max_failed=0.1 allows: " in line
+    assert "rollouts have no reward, more than reward.max_failed_frac=0.1 allows: " in line
     assert " x odd: it returned nan; it must return a finite number (on the sample 'train-" in line
     assert run.saved() == ["step_000001"]
 

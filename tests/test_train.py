@@ -107,12 +107,12 @@ def test_a_dry_run_of_a_whole_configuration_starts_nothing(
     ]
     assert main([QUICKSTART, "--dry-run", *given, "run.eval_every=0"]) == 0
     said = capsys.readouterr().out
-    assert "the configuration fits together" in said and "would be refused" not in said
+    assert "the configuration is valid" in said and "would be rejected" not in said
     assert not run_dir.exists()
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").touch()  # of another run
     assert main([QUICKSTART, "--dry-run", *given, "run.eval_every=0"]) == 0
-    assert f"a run would be refused: run folder {run_dir}" in capsys.readouterr().out
+    assert f"the run would be rejected: run folder {run_dir}" in capsys.readouterr().out
 
 
 def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_keys_are_listed_by_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--keys", "reward"]) == 0
     names = [line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert "reward.max_failed" in names and names == [name for name in names if "reward" in name]
+    assert "reward.max_failed_frac" in names and names == [name for name in names if "reward" in name]
     assert main(["--keys", "max_turns", "run.seed"]) == 0
     names = [line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["run.seed", "rollout.max_turns"]

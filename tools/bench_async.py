@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WARM = 2
 KINDS = {
     "synchronous": ["rollout.asynchronous=false"],
-    "asynchronous, retract": ["rollout.asynchronous=true", "rollout.on_push=retract"],
-    "asynchronous, in_place": ["rollout.asynchronous=true", "rollout.on_push=in_place"],
+    "asynchronous, retract": ["rollout.asynchronous=true", "rollout.on_weight_sync=retract"],
+    "asynchronous, in_place": ["rollout.asynchronous=true", "rollout.on_weight_sync=in_place"],
 }
 TRAINING = ("actor_logprobs", "actor_update")
 

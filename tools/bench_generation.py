@@ -118,7 +118,7 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
         max_new_tokens=10**6,
         max_context=10**8,
         concurrency=options.concurrency,
-        max_lag=options.max_lag,
+        max_staleness=options.max_staleness,
     )
     engines = [Played(options) for _ in range(options.engines)]
     carried: list[list[Group]] = [[] for _ in engines]
@@ -167,7 +167,7 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
 def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int, int, int]]:
     parser = Parser(__doc__)
     whole: dict[str, int] = {"engines": 4, "steps": 6, "prompts": 32, "samples": 4, "concurrency": 16, "turns": 1}
-    for name, value in (whole | {"max-lag": 4, "tokens": 400}).items():
+    for name, value in (whole | {"max-staleness": 4, "tokens": 400}).items():
         parser.add_argument(f"--{name}", type=int_in_range(), default=value)
     for name, number in {"sigma": 1.0, "token-s": 0.001, "tool-s": 0.0, "oversample": 1.5}.items():
         parser.add_argument(f"--{name}", type=float, default=number)

@@ -34,7 +34,7 @@ CONFIG = "configs/quickstart_async.yaml"
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "uncorrected": ("correction.proximal=trainer",),
     "drawn": (),
-    "bypass": ("correction.proximal=engine", "rollout.verify_every=1"),  # so that the ratio is still measured
+    "bypass": ("correction.proximal=engine", "rollout.verify_weights_every=1"),  # so that the ratio is still measured
     "tis": ("correction.kind=tis",),
     "decoupled": ("correction.kind=tis", "correction.high=1e9"),
     "icepop": ("correction.kind=icepop",),
@@ -61,7 +61,7 @@ def settings(options: argparse.Namespace, name: str, staleness: int, seed: int) 
         *(f"run.num_rollout={options.steps}", f"run.eval_every={options.steps}", "run.export=false"),
         *("track.trackers=[]", "track.rollouts=false"),
         *options.overrides,
-        *(f"run.seed={seed}", f"rollout.max_lag={staleness}", *CORRECTIONS[name]),
+        *(f"run.seed={seed}", f"rollout.max_staleness={staleness}", *CORRECTIONS[name]),
     ]
 
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of launch/quickstart.sh")
     parser.add_argument(
-        "--staleness", type=int_in_range(0, 1000), nargs="+", default=[2, 4], help="values of rollout.max_lag"
+        "--staleness", type=int_in_range(0, 1000), nargs="+", default=[2, 4], help="values of rollout.max_staleness"
     )
     parser.add_argument("--seeds", type=int_in_range(), default=1, help="runs of each kind, with seeds 1, 2, ...")
     parser.add_argument("--only", default=",".join(CORRECTIONS), help=f"some of {','.join(CORRECTIONS)}")

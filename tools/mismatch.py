@@ -4,8 +4,8 @@ Causes are staleness, stale prefixes, routing, truncated sampling, kernels, and 
 
     .venv/bin/python tools/mismatch.py RUN_DIR [--step N] [--worst N] [--json]
 
-Analyses one step, by default the last one with log-probs of the trainer: `rollout.verify_every` sets how often it
-computes them if its loss does not need them. The table has a row per cause: tokens, |gap| in nats as mean, 99th
+Analyses one step, by default the last one with log-probs of the trainer: `rollout.verify_weights_every` sets how often
+it computes them if its loss does not need them. The table has a row per cause: tokens, |gap| in nats as mean, 99th
 percentile and largest, and the share of the total gap. Below it is the gap between the engine's own log-probs of the
 same token after the same tokens, with and without cached tokens; then the worst tokens, with the text before them.
 megarl/observe/logprob_gap.py explains how causes are told apart, and which cannot be.
@@ -32,8 +32,8 @@ from megarl.observe.rollout_table import Record
 BEFORE = 12
 """Number of tokens to show before one of the worst."""
 REMEDY = (
-    "the trainer looks every rollout.verify_every steps, and in every step where its loss needs it (run.num_update "
-    "above 1, correction.kind); set rollout.verify_every=1 to have it of all"
+    "the trainer looks every rollout.verify_weights_every steps, and in every step where its loss needs it "
+    "(run.num_update above 1, correction.kind); set rollout.verify_weights_every=1 to have it of all"
 )
 
 
@@ -148,7 +148,7 @@ def take_apart(options: argparse.Namespace) -> int:
     if not result["routing_measured"]:
         print(
             "routing was not measured apart, which is done with train.replay_routing in the first step and each "
-            "rollout.verify_every-th after it: with replay it is in none of these, without it is within them"
+            "rollout.verify_weights_every-th after it: with replay it is in none of these, without it is within them"
         )
     if gaps.num_nonfinite:
         print(f"{gaps.num_nonfinite} tokens are left out: a log-prob of theirs is not finite")

@@ -54,7 +54,7 @@ def base_config(options: argparse.Namespace, world: int, engine: dict[str, int])
             "rollout": {
                 **engine,
                 "max_context": options.context or options.tokens,
-                "push_bucket_mb": options.bucket_mb,
+                "weight_sync_bucket_mb": options.bucket_mb,
                 "sglang": {"max_total_tokens": options.kv_tokens},
             },
             "train": {"token_budget": options.tokens, "logits_at_once": options.logits_at_once},

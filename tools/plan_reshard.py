@@ -132,7 +132,7 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
                 "ep": engine["ep"],
                 "sglang": sglang,
                 "draft_tokens": int(drafts),
-                "push_bucket_mb": options.bucket_mb,
+                "weight_sync_bucket_mb": options.bucket_mb,
                 "max_context": 1024,  # has no effect here
             },
             "train": {"mtp": float(drafts)},
@@ -162,7 +162,7 @@ def sglang_settings(engine: Mapping[str, int]) -> dict[str, Any]:
 
 
 def stage_settings(options: argparse.Namespace, layers: int, pp: int, vpp: int) -> dict[str, int]:
-    """Return the `model.megatron` settings of the layers per stage, as requested, or as even as a run makes them."""
+    """Return the `model.megatron` settings of the layers per stage, as requested, or as even as a run creates them."""
     if not options.pp_layers:
         return split_layers(layers, pp, vpp) or {}
     try:

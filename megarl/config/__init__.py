@@ -142,11 +142,23 @@ SYNONYMS = {
     "lora_alpha": "lora.alpha",
 }
 """Names of keys in other projects, for suggestions in errors about unknown keys."""
+RENAMED_KEYS = {
+    "rollout.max_lag": "rollout.max_staleness",
+    "rollout.on_push": "rollout.on_weight_sync",
+    "rollout.push_bucket_mb": "rollout.weight_sync_bucket_mb",
+    "rollout.verify_every": "rollout.verify_weights_every",
+    "rollout.max_aborted": "rollout.max_aborted_frac",
+    "rollout.max_failed_tools": "rollout.max_tool_failed_frac",
+    "reward.max_failed": "reward.max_failed_frac",
+}
+"""Keys of MegaRL 0.1 and their names today."""
+RENAMED_VALUES: dict[str, dict[str, str]] = {}
+"""Values of MegaRL 0.1 by key, and their names today."""
 
 
 @dataclass(frozen=True)
 class Config:
-    synonyms = SYNONYMS
+    synonyms, renamed_keys, renamed_values = SYNONYMS, RENAMED_KEYS, RENAMED_VALUES
     algorithm: str = "ppo"
     """Algorithm of `recipes.py`, such as ppo, grpo, sft or reward_model, or a fork's, as `module:name` or by the name
     of its entry point in the group megarl.controllers. The recipe sets the algorithm's defaults; keys set here override
@@ -203,7 +215,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         raise ConfigError(f"there is no configuration file {path}")
     if any(text.startswith("track.webhook=") and "://" in text for text in overrides):
         raise ConfigError(
-            "track.webhook=URL on the command line is read by everybody on this machine: put it into the file, or the "
+            "track.webhook=URL on the command line is visible to everybody on this machine: put it into the file, or "
+            "the "
             "URL into an environment variable and track.webhook=env:NAME"
         )
     from megarl.config import plain_yaml  # imports yaml; if that is missing, the error is one line

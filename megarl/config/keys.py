@@ -179,8 +179,8 @@ class TrainConfig:
     weighted by the trainer's own router (R3, arXiv:2510.11370). Matters in bf16. A rank that leads an engine stores one
     byte (two with more than 256 experts) per token of its conversations, MoE layer and selected expert, and as much
     again while a model computes; each rank then also stores that of its replica's tokens and its stage's layers. Not
-    available for conversations that newer weights continue (`rollout.oversample`, `rollout.on_push=retract`), since
-    these prefill their beginning again."""
+    available for conversations that newer weights continue (`rollout.oversample`, `rollout.on_weight_sync=retract`),
+    since these prefill their beginning again."""
     mtp: Weight = 0.0
     """Loss weight of the policy's multi-token prediction layers, which then learn to predict the policy's tokens,
     without a gradient into the rest of the model (arXiv:2412.19437 section 2.2; it uses 0.3 and later 0.1, section
@@ -274,7 +274,7 @@ class RolloutConfig:
     tool_timeout: Seconds = 30.0
     """Seconds that a tool may take before it is killed; the policy then sees the timeout as its observation. Also
     applies to an environment's methods unless its class has a `timeout`; their timeout aborts the conversation."""
-    max_failed_tools: Share = 0.99
+    max_tool_failed_frac: Share = 0.99
     """Share of a tool's calls that may fail inside the tool: it raises, dies, or exceeds `rollout.tool_timeout`.
     Evaluated over 16 calls or more; above it the run stops. Malformed calls, or calls with arguments that the schema
     does not allow, are the policy's mistakes: they reach no tool and do not count."""
@@ -298,9 +298,9 @@ class RolloutConfig:
     has one process per conversation."""
     asynchronous: bool = False
     """Engines on separate ranks (`placement.rollout`) keep generating while the others train: a step's prompts start up
-    to `rollout.max_lag` steps early, and responses continue across weight syncs. For tokens that older weights sampled,
-    the importance ratio is to the engine's log-probs at that time."""
-    on_push: OnWeightSync = "retract"
+    to `rollout.max_staleness` steps early, and responses continue across weight syncs. For tokens that older weights
+    sampled, the importance ratio is to the engine's log-probs at that time."""
+    on_weight_sync: OnWeightSync = "retract"
     """How running responses are handled when `rollout.asynchronous` engines get new weights: `retract` interrupts them
     and continues from their tokens with a recomputed KV cache; `in_place` continues with the KV cache of the old
     weights, at no cost and with a small bias; `wait` lets them finish first, so that each response comes from one
@@ -308,7 +308,7 @@ class RolloutConfig:
     oversample: Annotated[float, Range(1, 100)] = 1.0
     """Ratio of prompts in flight to the prompts that a step needs, `data.prompts_per_step`. Once enough are done, the
     others are paused, and continued in the next step. 1 disables it: a step waits for its longest response."""
-    max_lag: Annotated[int, Range(0, 1000)] = 1
+    max_staleness: Annotated[int, Range(0, 1000)] = 1
     """Maximum staleness: versions by which a rollout's first token may be older than the weights in training.
     `rollout.asynchronous` starts no prompt earlier: 0 is on policy, 1 overlaps a step's generation with the previous
     step's training. With `rollout.oversample`, rollouts that would exceed it start over. `rollout/staleness_mean` and
@@ -321,14 +321,14 @@ class RolloutConfig:
     hang_timeout: Seconds = 120.0
     """Seconds without progress of an engine that has requests, or is writing a bucket of weights, before it is
     restarted. Kernel compilation at the first request counts."""
-    max_aborted: Share = 0.1
+    max_aborted_frac: Share = 0.1
     """Share of a step's rollouts that may be aborted by a failure or a timeout; above it the run stops without waiting
     for the others. Aborted rollouts are recorded, but enter no loss and no statistic."""
     start_timeout: Seconds = 600.0
     """Seconds that an engine may take to start, and to execute a command: wake, sleep, receive weights."""
-    push_bucket_mb: BatchSize = 1024
+    weight_sync_bucket_mb: BatchSize = 1024
     """MiB that each rank may stage for sending weights to engines, and as much for receiving them."""
-    verify_every: PositiveInt = 20
+    verify_weights_every: PositiveInt = 20
     """Engine weights are verified bit by bit on the first and every N-th weight sync; the other syncs verify a 1/N
     sample."""
     replay: PathStr = ""
@@ -525,7 +525,7 @@ class RewardConfig:
     """Seconds that one call of a reward function may take; after that the rollout has no reward."""
     processes: NonNegativeInt = 0
     """Processes per machine for reward functions; 0 is half of its cores, at most 64."""
-    max_failed: Share = 0.1
+    max_failed_frac: Share = 0.1
     """Share of a step's rollouts that may lack a reward because a part of it failed: they are not trained on and enter
     no mean. Above it the run stops immediately, without waiting for the others, and reports the reason."""
 

@@ -72,7 +72,7 @@ PathStr = Annotated[str, PathMarker()]
 
 LFS_HEADER = b"version https://git-lfs"
 """First bytes of a Git LFS pointer file."""
-LFS_REMEDY = "is a pointer of Git LFS, not the file itself: run git lfs pull in its folder, or copy the file there"
+LFS_REMEDY = "is a pointer of Git LFS, not the file itself: run git lfs pull in its folder, or copy the file into it"
 _MAX_PATH_LENGTH, _MAX_NAME_LENGTH = 4000, 255  # of a path and of each component; any string may be used as a path
 _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _REPR = reprlib.Repr()
@@ -178,7 +178,7 @@ def check_value(value: Any, kind: Any, name: str) -> None:
             hint = f"; did you mean {match}?" if match else ""
         if base is str and isinstance(value, str):
             has_bad_characters = any(c < " " for c in value) or not _is_text(value, whole=False)
-            fault = "without control characters and halves of characters" if has_bad_characters else "that is a name"
+            fault = "without control characters and lone surrogates" if has_bad_characters else "of a valid length"
             why = "" if has_bad_characters else ", which is too long; choose another"
             raise ConfigError(f"{name} must be text {fault}, not {short_repr(value)}{why}")
         if base is str and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
@@ -206,8 +206,9 @@ def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = 
 
     where: prefix of its keys in messages. root: the dataclass of all keys, searched for keys in the wrong section.
     default: instance with the values of keys that `tree` lacks, if not `cls()`, since a section may have defaults of
-    its own. `cls.synonyms`, if any, maps other names of keys, such as former ones, to keys that errors suggest. Raises
-    ConfigError for anything unknown, of the wrong type or out of range.
+    its own. `cls.synonyms`, if any, maps other names of keys to keys that errors suggest; `root.renamed_keys` and
+    `root.renamed_values` map former keys and values to the present ones. Raises ConfigError for anything unknown, of
+    the wrong type or out of range.
     """
     if not isinstance(tree, dict):
         raise ConfigError(f"{where.rstrip('.')} must be a section of keys, not {short_repr(tree)}")
@@ -222,14 +223,24 @@ def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = 
             section_tree = {} if value is None else value
             values[key] = build_dataclass(hints[key], section_tree, f"{where}{key}.", root, getattr(default, key))
         else:
+            _reject_renamed_value(value, f"{where}{key}", root)
             values[key] = _convert(value, hints[key], f"{where}{key}")
     return dataclasses.replace(default, **values)
+
+
+def _reject_renamed_value(value: Any, name: str, root: type) -> None:
+    renamed = getattr(root, "renamed_values", {}).get(name, {})
+    if isinstance(value, str) and value in renamed:
+        raise ConfigError(f"{name}={value}: MegaRL 0.2 renamed this value to {renamed[value]}")
 
 
 def _unknown_key_message(key: Any, where: str, cls: Any, root: type) -> str:
     known = [item.name for item in dataclasses.fields(cls)]
     everywhere = [name for name, _ in list_keys(root())]
-    if (full_key := f"{where}{key}") in everywhere:
+    full_key = f"{where}{key}"
+    if renamed := getattr(root, "renamed_keys", {}).get(full_key):
+        return f"unknown key {full_key}: MegaRL 0.2 renamed it to {renamed}"
+    if full_key in everywhere:
         section, _, leaf = full_key.rpartition(".")
         return (
             f"unknown key {full_key!r}: a dot is for the command line; in a file it is {leaf} in the section {section}"

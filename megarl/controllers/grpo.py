@@ -94,8 +94,8 @@ class GRPOController(PolicyUpdateController):
 
     def needs_policy_logprobs(self) -> bool:
         """Return whether to compute the policy's log-probs before the updates. A single update computes them itself, so
-        only a KL in the reward, a loss that needs them, or the comparison with the engine every `rollout.verify_every`
-        steps asks for them."""
+        only a KL in the reward, a loss that needs them, or the comparison with the engine every
+        `rollout.verify_weights_every` steps asks for them."""
         config = self.config
         is_needed = config.kl.place == "reward" or needs_old_logprobs(config)
-        return is_needed or self.steps % config.rollout.verify_every == 0
+        return is_needed or self.steps % config.rollout.verify_weights_every == 0

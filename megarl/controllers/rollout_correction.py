@@ -84,9 +84,9 @@ def check_same_policy(flow: Flow, batch: TrainBatch, policy: ModelOutput | None 
         flow.rollout.should_check_logprobs = False
         return
     raise ConfigError(
-        f"the engines and the trainer are two policies: on the same tokens with the same version of the weights their "
-        f"log-probs differ by {stats.mean:.3g} in the mean (95th percentile {stats.p95:.3g}), above {bound:g}, the "
-        f"most for model.dtype={flow.config.model.dtype} (guards.bands.{LOGPROB_DIFF}). {describe_mismatch(flow)}"
+        f"engines and trainer compute different policies: on the same tokens with the same weight version, their "
+        f"log-probs differ by {stats.mean:.3g} on average (95th percentile {stats.p95:.3g}), above {bound:g}, the "
+        f"limit for model.dtype={flow.config.model.dtype} (guards.bands.{LOGPROB_DIFF}). {describe_mismatch(flow)}"
     )
 
 
@@ -95,23 +95,23 @@ def describe_mismatch(flow: Flow) -> str:
     names = flow.rollout.find_mismatches(flow.actor)
     if names is None:
         return (
-            "The engines have freed their weights since, so no layer can be named: see rollout.sglang, and "
-            "`tools/mismatch.py` for what of it is routing"
+            "The engines have since freed their weights, so no layer can be named: see rollout.sglang, and "
+            "`tools/mismatch.py` for the share due to routing"
         )
     if names:
-        return f"{describe_layers(names)}: the engines hold other bits there than the trainer ({', '.join(names[:3])})"
+        return f"{describe_layers(names)}: the engines' weights differ from the trainer's ({', '.join(names[:3])})"
     return (
-        "All tensors of the engines hold the trainer's bits, so it is what computes with them: see rollout.sglang, "
-        "train.replay_routing, and `tools/mismatch.py` for what of it is routing"
+        "All tensors of the engines equal the trainer's, so the computation differs: see rollout.sglang, "
+        "train.replay_routing, and `tools/mismatch.py` for the share due to routing"
     )
 
 
 def describe_layers(names: Sequence[str]) -> str:
-    """Return `Layers 1, 3 and what is in no layer` for names of an engine's tensors."""
+    """Return `Layers 1, 3 and tensors outside the layers` for names of an engine's tensors."""
     matches = [re.search(r"\blayers\.(\d+)\.", name) for name in names]
     numbers = sorted({int(match[1]) for match in matches if match})
     text = f"Layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else ""
-    outside = "what is in no layer" if not all(matches) else ""
+    outside = "tensors outside the layers" if not all(matches) else ""
     return " and ".join(part for part in (text, outside) if part)
 
 
@@ -138,7 +138,7 @@ def apply_correction(
     between the behavior policy and the trained one.
 
     policy: from `compute_old_logprobs`. steps: steps taken so far. With `correction.proximal: engine`, the trainer's
-    log-probs are computed for metrics only every `rollout.verify_every` steps.
+    log-probs are computed for metrics only every `rollout.verify_weights_every` steps.
     """
     config, settings = flow.config, flow.config.correction
     if policy.logprobs is None:
@@ -147,7 +147,7 @@ def apply_correction(
     old = policy.logprobs if settings.resolved_proximal != "drawn" else behavior_logprobs(batch, policy)
     batch = batch.with_(old_logprobs=old)
     if settings.resolved_proximal == "engine":
-        if steps % config.rollout.verify_every:
+        if steps % config.rollout.verify_weights_every:
             check_same_policy(flow, batch)
             return batch, {}
         policy = flow.actor.forward(batch).wait()
@@ -171,11 +171,11 @@ def check_correction(config: Config, requirements: Requirements) -> None:
     if kind == "none" and proximal == "drawn":
         return
     if not requirements.has_rollout or not requirements.is_off_policy:
-        why = "its loss has no ratio to who sampled" if requirements.has_rollout else "it has no engine that samples"
-        raise ConfigError(f"{key} with algorithm={requirements.name}: {why}; leave the section correction out")
+        why = "its loss has no ratio to the sampling policy" if requirements.has_rollout else "it does not generate"
+        raise ConfigError(f"{key} with algorithm={requirements.name}: {why}; remove the section correction")
     if not low <= 1 <= high:
         raise ConfigError(
-            f"correction.low={low:g} and correction.high={high:g} must have 1 between them, the ratio of equal policies"
+            f"correction.low={low:g} and correction.high={high:g} must enclose 1, the ratio of equal policies"
         )
     if (kind == "icepop" and level != "token") or (kind == "mis" and level == "token"):
         other = "mis" if kind == "icepop" else "icepop"
@@ -183,11 +183,11 @@ def check_correction(config: Config, requirements: Requirements) -> None:
     if settings.has_weights and proximal != "trainer":
         raise ConfigError(
             f"{key} weights by the ratio of the trainer's log-probs to the engine's, which with "
-            f"correction.proximal={proximal} is in the ratio of the loss as well; leave the latter out"
+            f"correction.proximal={proximal} is also in the ratio of the loss; remove the latter"
         )
     if kind == "reject" and proximal == "engine":
         raise ConfigError(
-            f"{key} needs the trainer's log-probs, which correction.proximal=engine does without; set it to drawn"
+            f"{key} needs the trainer's log-probs, which correction.proximal=engine does not compute; set it to drawn"
         )
 
 
@@ -232,12 +232,12 @@ def add_trainer_logprobs(
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Return the batch with the trainer's log-probs, for the record, and their `logprob_diff_metrics`.
 
-    With replayed routing, the first step and every `rollout.verify_every`-th add log-probs and metrics with the experts
-    that the trainer's own router chooses, which costs another forward pass. steps: steps taken so far.
+    With replayed routing, the first step and every `rollout.verify_weights_every`-th add log-probs and metrics with the
+    experts that the trainer's own router chooses, which costs another forward pass. steps: steps taken so far.
     """
     metrics = logprob_diff_metrics(batch, policy)
     recorded = batch.with_(trainer_logprobs=policy.logprobs)
-    if batch.routing is None or steps % flow.config.rollout.verify_every:
+    if batch.routing is None or steps % flow.config.rollout.verify_weights_every:
         return recorded, metrics
     unreplayed = flow.actor.forward(batch.with_(routing=None)).wait()
     return recorded.with_(unreplayed_logprobs=unreplayed.logprobs), metrics | logprob_diff_metrics(

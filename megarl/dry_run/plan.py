@@ -90,7 +90,7 @@ def check_sandbox(config: Config, declared: Requirements, warnings: list[str]) -
         with ThreadPoolExecutor(1) as thread:  # an event loop may be running in this thread
             backend_description = thread.submit(probe, config.sandbox).result()
     except ConfigError as error:
-        raise ConfigError(f"{sandboxed[0]} runs what the policy writes: {error}") from None
+        raise ConfigError(f"{sandboxed[0]} runs code that the policy writes: {error}") from None
     if config.sandbox.backend == "none":
         warnings.append(str(backend_description))
 
@@ -120,7 +120,7 @@ def parse_expectations(config: Config) -> dict[str, Expectation]:
     for metric, tree in config.expect.items():
         expectation: Expectation = strict.build_dataclass(Expectation, tree, f"expect.{metric}.", root=Config)
         if expectation.least is None and expectation.most is None:
-            raise ConfigError(f"expect.{metric} expects nothing: give it `least`, `most` or both")
+            raise ConfigError(f"expect.{metric} has no bounds: set `least`, `most` or both")
         if expectation.step is not None and expectation.step > config.run.num_rollout:
             raise ConfigError(
                 f"expect.{metric}.step={expectation.step} is beyond run.num_rollout={config.run.num_rollout}"
@@ -276,7 +276,7 @@ def validate(
             try:
                 check_installed()
             except ConfigError as error:  # plans are also made on other machines
-                warnings.append(f"a run would be refused: {error}")
+                warnings.append(f"the run would be rejected: {error}")
         else:
             passes(check_platform, config)
         does_divide = does_divide and passes(engine_layout, config)
@@ -389,7 +389,7 @@ def _facts(
     updates = [
         ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
         ("mini-batch", f"{sequences / per_epoch:g} {unit} over dp {checks.data_parallel_size(config, declared)}"),
-        ("updates in all", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
+        ("updates in total", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]
     batch += updates if declared.trained_roles else [("steps", f"{run.num_rollout}")]
     if "critic" in roles and (warmup := config.critic.warmup_steps):
@@ -408,7 +408,7 @@ def _facts(
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
         if rollout.draft_tokens:
-            draft_weights = "pushed with the policy" if engine_layout(config).draft else "as it is in the checkpoint"
+            draft_weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
             facts["engines"].append(
                 ("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {draft_weights}")
             )
@@ -428,7 +428,7 @@ def _describe_weight_sync(hf: HFConfig, config: Config, here: int) -> list[tuple
     return [
         ("weights are sent as", WIRE_FORMATS[plan.assignment.wire]),
         (f"{receiver} receives", f"{_bytes(int(received))} on average{network}"),
-        ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.push_bucket_mb} MiB"),
+        ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.weight_sync_bucket_mb} MiB"),
     ]
 
 
@@ -441,7 +441,7 @@ def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, 
     num_leads = max(1, ranks_per_node // config.rollout.tp)
     rows = [
         (
-            "a step on a machine",
+            "a step on a node",
             f"at most {_bytes(total_bytes)}, where each answer has {config.rollout.max_context} tokens",
         )
     ]
@@ -486,7 +486,7 @@ def render(report: Report) -> str:
             parts += [f"on {label}", memory_table(stages)] if label else [memory_table(stages)]
         parts.append(summarize_peak(max(stage.peak for stages in plans.values() for stage in stages)))
     parts += [f"warning: {line}" for line in report.warnings]
-    parts += ["the configuration fits together"] if report.ok else []
+    parts += ["the configuration is valid"] if report.ok else []
     console = Console(soft_wrap=False)
     with console.capture() as capture:
         for part in parts:

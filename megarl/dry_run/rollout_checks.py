@@ -15,57 +15,57 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
         return
     key, placement = "rollout.asynchronous", placement_of(config)
     if not declared.trained_roles:
-        raise ConfigError(f"{key} with algorithm={declared.name}: nothing is trained beside; set the first to false")
+        raise ConfigError(f"{key} with algorithm={declared.name}: nothing trains concurrently; set the first to false")
     if rollout.replay:
-        raise ConfigError(f"{key} with rollout.replay: recorded rollouts are there at once; set the first to false")
+        raise ConfigError(f"{key} with rollout.replay: recorded rollouts need no generation; set the first to false")
     if rollout.oversample > 1:
         raise ConfigError(
-            f"{key} with rollout.oversample={rollout.oversample:g}: set one of them only; rollout.max_lag says of how "
-            "many steps the first has prompts under way"
+            f"{key} with rollout.oversample={rollout.oversample:g}: set only one of them; with the first, "
+            f"rollout.max_staleness sets how many steps ahead prompts are started"
         )
     if declared.has_dynamic_sampling:
         raise ConfigError(
-            f"{key} with algorithm={declared.name}, which takes further prompts as it needs them, while those of the "
-            "next steps are under way: set the first to false"
+            f"{key} with algorithm={declared.name}, which draws extra prompts on demand, while those of the next steps "
+            f"are already running: set the first to false"
         )
     for role in declared.roles:
         if role != "rollout" and (shared := set(placement.ranks_of(role)) & set(placement.ranks_of("rollout"))):
             raise ConfigError(
-                f"{key} needs engines on ranks of their own, but rank {min(shared)} is the {role}'s, too: set "
-                "placement.rollout to other ranks than those of the models"
+                f"{key} needs engines on ranks of their own, but rank {min(shared)} also runs the {role}: set "
+                f"placement.rollout to ranks without models"
             )
-    if rollout.max_lag and not declared.is_off_policy:
+    if rollout.max_staleness and not declared.is_off_policy:
         warnings.append(
-            f"{key} with rollout.max_lag={rollout.max_lag}: tokens may be of an older policy, for which the loss of "
-            f"algorithm={config.algorithm} does not correct"
+            f"{key} with rollout.max_staleness={rollout.max_staleness}: tokens may come from an older policy, for "
+            f"which the loss of algorithm={config.algorithm} does not correct"
         )
 
 
 def check_oversampling(config: Config, declared: Requirements, warnings: list[str]) -> None:
-    """Check that `rollout.oversample` and `rollout.max_lag` suit the algorithm."""
+    """Check that `rollout.oversample` and `rollout.max_staleness` suit the algorithm."""
     rollout = config.rollout
     if not declared.has_rollout or rollout.oversample == 1:
         return
     if rollout.replay:
         raise ConfigError(
-            f"rollout.oversample={rollout.oversample:g} with rollout.replay: a step is given the rollouts that were "
-            "recorded of it, and begins no others; set the first to 1"
+            f"rollout.oversample={rollout.oversample:g} with rollout.replay: a step gets exactly its recorded "
+            f"rollouts; set the first to 1"
         )
     if declared.has_fixed_prompts:
         raise ConfigError(
-            f"rollout.oversample={rollout.oversample:g} with algorithm={declared.name}, which needs the samples of the "
-            "very prompts that a step is given; set the first to 1"
+            f"rollout.oversample={rollout.oversample:g} with algorithm={declared.name}, which needs samples of exactly "
+            f"the step's prompts; set the first to 1"
         )
-    if rollout.max_lag == 0:
+    if rollout.max_staleness == 0:
         warnings.append(
-            f"rollout.oversample={rollout.oversample:g} with rollout.max_lag=0: what a step leaves is begun anew "
-            "in the next, so that answers that take longer than a step are never trained on; raise the second"
+            f"rollout.oversample={rollout.oversample:g} with rollout.max_staleness=0: partial rollouts are restarted "
+            "in the next step, so answers that take longer than a step are never trained on; raise the second"
         )
     elif not declared.is_off_policy:
         warnings.append(
-            f"rollout.oversample={rollout.oversample:g} with rollout.max_lag={rollout.max_lag}: tokens may be of "
-            f"weights that many versions old, for which the loss of algorithm={config.algorithm} does not correct; "
-            "watch rollout/staleness_mean and rollout/logprob_diff_mean_stale"
+            f"rollout.oversample={rollout.oversample:g} with rollout.max_staleness={rollout.max_staleness}: tokens may "
+            f"come from weights that many versions old, for which the loss of algorithm={config.algorithm} does not "
+            "correct; watch rollout/staleness_mean and rollout/logprob_diff_mean_stale"
         )
 
 
@@ -77,21 +77,28 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
     record, and score later tokens with other keys and values than the engine had.
     """
     rollout = config.rollout
-    if not config.train.replay_routing or not declared.trained_roles or not declared.has_rollout or not rollout.max_lag:
+    if (
+        not config.train.replay_routing
+        or not declared.trained_roles
+        or not declared.has_rollout
+        or not rollout.max_staleness
+    ):
         return
     has_several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
     if rollout.oversample > 1:
         key, remedy = f"rollout.oversample={rollout.oversample:g}", "rollout.oversample to 1"
-    elif rollout.asynchronous and rollout.on_push == "retract":
-        key = "rollout.asynchronous and rollout.on_push=retract"
-        remedy = "rollout.on_push to wait or in_place" + (", rollout.max_turns to 1" if has_several_turns else "")
+    elif rollout.asynchronous and rollout.on_weight_sync == "retract":
+        key = "rollout.asynchronous and rollout.on_weight_sync=retract"
+        remedy = "rollout.on_weight_sync to wait or in_place" + (
+            ", rollout.max_turns to 1" if has_several_turns else ""
+        )
     elif rollout.asynchronous and has_several_turns:
         key, remedy = f"rollout.asynchronous and rollout.max_turns={rollout.max_turns}", "rollout.max_turns to 1"
     else:
         return
     raise ConfigError(
-        f"train.replay_routing with {key}: newer weights read the beginning of a conversation again, by other experts "
-        f"than are replayed; set the first to false, {remedy}, or rollout.max_lag to 0"
+        f"train.replay_routing with {key}: newer weights prefill a conversation's beginning again, through other "
+        f"experts than are replayed; set the first to false, {remedy}, or rollout.max_staleness to 0"
     )
 
 
@@ -100,8 +107,8 @@ def check_enough_prompts(count: int, config: Config) -> None:
     needed, oversample = config.data.prompts_per_step, config.rollout.oversample
     if oversample > 1 and count < (most := max_pending_groups(needed, oversample)):
         raise ConfigError(
-            f"rollout.oversample={oversample:g} with data.prompts_per_step={needed} has {most} prompts "
-            f"under way, but data.train has {count}; lower one of the first two"
+            f"rollout.oversample={oversample:g} with data.prompts_per_step={needed} has {most} prompts in flight, but "
+            f"data.train has {count}; lower one of the first two"
         )
 
 
@@ -125,7 +132,8 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
     if rollout.request_timeout > rollout.step_timeout:
         raise ConfigError(
             f"rollout.request_timeout={rollout.request_timeout:g} is beyond rollout.step_timeout="
-            f"{rollout.step_timeout:g}: one answer cannot take longer than all; lower the first or raise the second"
+            f"{rollout.step_timeout:g}: one answer cannot take longer than the step; lower the first or raise the "
+            f"second"
         )
     max_tokens = rollout.sglang.get("max_total_tokens")
     max_tokens = max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else 0
@@ -136,7 +144,7 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
     if max_tokens:
         concurrency = max(1, min(concurrency, max_tokens // rollout.max_context))
     engines = len(engine_ranks(config))
-    steps = 1 + rollout.max_lag if rollout.asynchronous else 1  # whose conversations share an engine
+    steps = 1 + rollout.max_staleness if rollout.asynchronous else 1  # whose conversations share an engine
     conversations = -(-config.data.prompts_per_step * steps // engines) * rollout.samples_per_prompt
     num_waves, scope = -(-conversations // concurrency), "under way" if steps > 1 else "of a step"
     tokens_per_rollout = min(rollout.max_context, rollout.max_turns * rollout.max_new_tokens)
@@ -168,5 +176,5 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
             warnings.append(
                 f"rollout.{key}={limit:g} s may be too short: {subject} would take {tokens / SLOW_TOKENS_PER_S:.0f} "
                 f"s at {SLOW_TOKENS_PER_S:g} "
-                f"tokens per second each; what is late is aborted; {remedy}"
+                f"tokens per second each; late ones are aborted; {remedy}"
             )

@@ -50,7 +50,7 @@ def column_bytes(config: Config, declared: Requirements) -> int:
     """
     num_columns = 3 + ("reference" in declared.roles) + (3 if "critic" in declared.roles else 0)
     rollout = config.rollout
-    num_columns += rollout.max_lag > 0 and (rollout.asynchronous or rollout.oversample > 1)
+    num_columns += rollout.max_staleness > 0 and (rollout.asynchronous or rollout.oversample > 1)
     num_columns += config.correction.kind != "none"
     return TOKEN_BYTES + FLAG_BYTES + FLOAT_BYTES * num_columns
 
@@ -142,8 +142,8 @@ def bytes_by_phase(
             base_parts["records of sampling"] = (
                 machine_tokens * choice * (2 if columns else 1)
             )  # the batch holds masks of all tokens in addition
-        if config.rollout.asynchronous and config.rollout.max_lag:
-            pending = config.rollout.max_lag * machine_tokens * (TOKEN_BYTES + FLOAT_BYTES + record + choice)
+        if config.rollout.asynchronous and config.rollout.max_staleness:
+            pending = config.rollout.max_staleness * machine_tokens * (TOKEN_BYTES + FLOAT_BYTES + record + choice)
             base_parts["rollouts of later steps"] = pending
         return base_parts | {"columns of the batch": machine_tokens * columns} | parts
 

@@ -178,7 +178,7 @@ def plan_memory(
             training["logits"] = max(training["logits"], fullest.logits)
         if declared.has_rollout and declared.trained_roles:
             weights, engine_weights = states.get("actor weights", 0), engine.get("engine weights", 0)
-            if staged := sync_staging_bytes(rollout.push_bucket_mb << 20, weights, engine_weights):
+            if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
                 push.update({"engine weights": engine_weights, "reshard staging": staged})
             if weights and "reference" in declared.roles and not config.lora.rank:
                 host["reference weights"] = weights

@@ -1,6 +1,6 @@
 """Combine the parts of a reward (functions, environments, a model, a service) into one number by weights.
 
-If any part failed, the rollout has no reward: it is `unscored`, and `reward.max_failed` limits how many may be.
+If any part failed, the rollout has no reward: it is `unscored`, and `reward.max_failed_frac` limits how many may be.
 `Rollout.env_reward` holds the environment's part.
 """
 
@@ -75,35 +75,25 @@ def combine_episode_rewards(
         clear_reward(rollout) if rollout.status == "aborted" else combine_reward(rollout, next(next_verdict), weights)
         for rollout in (rollouts.local[number] for number in episodes.last.tolist())
     ]
-    return [
-        last_branches[number]
-        if is_last
-        else replace(
-            clear_reward(rollout),
-            reward=last_branches[number].reward,
-            reward_parts=last_branches[number].reward_parts,
-            unscored=last_branches[number].unscored,
-        )
-        for rollout, number, is_last in zip(
-            rollouts.local, episodes.episode_ids.tolist(), episodes.is_last.tolist(), strict=True
-        )
-    ]
-
-
-def _combine_turn_reward(action_index: int, successes: Mapping[str, Any], weights: Weights) -> float:
-    return math.fsum(weights[name] * reward.turns[action_index] for name, reward in successes.items() if reward.turns)
+    result = []
+    for index, (number, is_last) in enumerate(zip(episodes.episode_ids.tolist(), episodes.is_last.tolist(), strict=True)):
+        last = last_branches[number]
+        if is_last:
+            result.append(last)
+            continue
+        rewards = {"reward": last.reward, "reward_parts": last.reward_parts, "unscored": last.unscored}
+        result.append(replace(clear_reward(rollouts.local[index]), **rewards))
+    return result
 
 
 _SHOWN = 3
-
-
-NOT_SCORED = RewardFailure("it was not judged any more, as too many had failed")
+NOT_SCORED = RewardFailure("it was not graded, because too many had failed")
 """Verdict on a rollout that was not scored because too many others had failed."""
 
 
 def too_many(num_failed: int, total: int, config: RewardConfig) -> bool:
-    """Return whether the number of failed rollouts exceeds `reward.max_failed`."""
-    return num_failed > config.max_failed * total
+    """Return whether the number of failed rollouts exceeds `reward.max_failed_frac`."""
+    return num_failed > config.max_failed_frac * total
 
 
 def has_failed(verdicts: Mapping[str, RewardResult]) -> bool:
@@ -135,7 +125,7 @@ def summarize_unscored(rollouts: Rollouts) -> str:
 
 
 def check_unscored(rollouts: Rollouts, config: RewardConfig) -> None:
-    """Raise ConfigError if more than `reward.max_failed` of the rollouts have no reward.
+    """Raise ConfigError if more than `reward.max_failed_frac` of the rollouts have no reward.
 
     Aborted rollouts do not count, and the branches of an episode count as one rollout.
     """
@@ -143,8 +133,8 @@ def check_unscored(rollouts: Rollouts, config: RewardConfig) -> None:
     count, of = int((rollouts.unscored > 0).sum()), int((~rollouts.has_status("aborted")).sum())
     if too_many(count, of, config):
         dropped = sum(why == NOT_SCORED.reason for _, why, _ in rollouts.unscored_reasons)
-        suffix = f" (the other {dropped} were not judged any more)" if dropped else ""
+        suffix = f" (the other {dropped} were not graded)" if dropped else ""
         raise ConfigError(
-            f"{count - dropped} of {of} rollouts have no reward, more than reward.max_failed={config.max_failed:g} "
-            f"allows{suffix}: {summarize_unscored(rollouts)}"
+            f"{count - dropped} of {of} rollouts have no reward, more than "
+            f"reward.max_failed_frac={config.max_failed_frac:g} allows{suffix}: {summarize_unscored(rollouts)}"
         )

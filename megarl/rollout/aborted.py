@@ -12,7 +12,7 @@ _MAX_REASONS = 3
 
 
 class TooManyAborted(RuntimeError):
-    """Too many rollouts are aborted to satisfy `rollout.max_aborted`, while others are still running.
+    """Too many rollouts are aborted to satisfy `rollout.max_aborted_frac`, while others are still running.
 
     `failures` holds the reasons of one engine's aborted rollouts.
     """
@@ -23,7 +23,7 @@ class TooManyAborted(RuntimeError):
 
 
 def summarize_aborts(rollouts: Rollouts) -> str:
-    """Return `12 x it was not done within rollout.step_timeout, ...`, most frequent first; empty if none is aborted."""
+    """Return `12 x it did not finish within rollout.step_timeout, ...`, most frequent first; empty if none is aborted."""
     return _summarize_reasons(rollouts.failures)
 
 
@@ -35,12 +35,12 @@ def _summarize_reasons(failures: Iterable[str]) -> str:
 
 
 def is_over_abort_limit(count: int, of: int, config: RolloutConfig) -> bool:
-    """Return whether `count` aborted rollouts exceed the share `rollout.max_aborted` of `of`."""
-    return count > config.max_aborted * of
+    """Return whether `count` aborted rollouts exceed the share `rollout.max_aborted_frac` of `of`."""
+    return count > config.max_aborted_frac * of
 
 
 def check_abort_limit(rollouts: Rollouts, config: Config) -> None:
-    """Raise ConfigError if more than `rollout.max_aborted` of the episodes are aborted."""
+    """Raise ConfigError if more than `rollout.max_aborted_frac` of the episodes are aborted."""
     rollouts = rollouts.merge_branches()
     count = int(rollouts.has_status("aborted").sum())
     if is_over_abort_limit(count, len(rollouts), config.rollout):
@@ -50,8 +50,8 @@ def check_abort_limit(rollouts: Rollouts, config: Config) -> None:
 def format_abort_error(count: int, of: int, failures: Iterable[str], config: Config) -> str:
     """Format the error for too many aborted rollouts."""
     return (
-        f"{count} of {of} rollouts were aborted, more than rollout.max_aborted="
-        f"{config.rollout.max_aborted:g} allows: {_summarize_reasons(failures)}. What the engines say is in "
-        f"{config.run.dir}/logs; where answers are only late, raise rollout.request_timeout or "
+        f"{count} of {of} rollouts were aborted, more than rollout.max_aborted_frac="
+        f"{config.rollout.max_aborted_frac:g} allows: {_summarize_reasons(failures)}. See the engines' logs in "
+        f"{config.run.dir}/logs; if answers are only late, raise rollout.request_timeout or "
         "rollout.step_timeout, or lower rollout.max_new_tokens or rollout.concurrency"
     )

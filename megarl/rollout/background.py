@@ -1,8 +1,8 @@
 """Continuous generation during training: one engine's share of the groups of this step and of later ones.
 
-Groups are numbered across all steps. They are admitted step by step, as far ahead as `rollout.max_lag` lets them start
-with the current weights. An engine starts the next group whenever it has room, and a step collects its groups once they
-are complete.
+Groups are numbered across all steps. They are admitted step by step, as far ahead as `rollout.max_staleness` lets them
+start with the current weights. An engine starts the next group whenever it has room, and a step collects its groups
+once they are complete.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class GroupStream:
             self._pending_groups[returned.number] = returned
         elif not self._pending_groups:
             number = await asyncio.to_thread(self._queue.claim)
-            assert number is not None, "the tickets of a stream have no end"
+            assert number is not None, "a stream's queue is unbounded"
             self._pending_groups[number] = ReturnedGroup(number, None)
 
     async def _run_group(self, number: int, seats: dict[int, RequestSlot]) -> None:

@@ -167,9 +167,11 @@ async def gather_rollouts(
             replaces the prompt's number. Groups completed later become partials, which count immediately in a later
             step.
         carried: partials to continue before any new group starts; requires `needed`
-        version: version of the policy's weights. A conversation with a token from weights more than `config.max_lag`
+        version: version of the policy's weights. A conversation with a token from weights more than
+        `config.max_staleness`
             versions older is restarted.
-        of: rollouts of the generation over all engines. If more than `config.max_aborted` of these are aborted while
+        of: rollouts of the generation over all engines. If more than `config.max_aborted_frac` of these are aborted
+        while
             others are running, `TooManyAborted` is raised. Without it, and after the deadline, all conversations are
             awaited.
         deadline: event-loop time at which unfinished conversations are aborted, including those that never started
@@ -177,7 +179,7 @@ async def gather_rollouts(
         opened: receives the request gate, because a weight sync closes it first
     """
     if carried and needed is None:
-        raise ValueError("conversations are gone on with only where it is said how many groups are needed")
+        raise ValueError("partial rollouts can be continued only if the number of groups needed is given")
 
     around.halt.clear()
     start = time.monotonic()
@@ -198,7 +200,7 @@ async def gather_rollouts(
         if remaining_carried:
             group = remaining_carried.popleft()
             stale_flags = [
-                partial.oldest_version is not None and version - partial.oldest_version > around.config.max_lag
+                partial.oldest_version is not None and version - partial.oldest_version > around.config.max_staleness
                 for partial in group
             ]
             num_stale += sum(stale_flags)

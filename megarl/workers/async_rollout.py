@@ -90,7 +90,7 @@ NextPrompts = Callable[[int], Sequence[Sequence[Prompt]]]
 
 
 class RolloutStream:
-    """The continuous generation of `rollout.asynchronous`: admits prompts up to `rollout.max_lag` steps early.
+    """The continuous generation of `rollout.asynchronous`: admits prompts up to `rollout.max_staleness` steps early.
 
     talks: runner of this rank's engine, if it leads one. board: store shared by all lead ranks. seed_of: returns a
     step's seed.
@@ -120,16 +120,16 @@ class RolloutStream:
 
     def request_groups(self, prompts: Sequence[Prompt], samples: int, step: int) -> None:
         """Request the groups of a step. The first request starts the stream."""
-        max_staleness = self._config.rollout.max_lag
+        max_staleness = self._config.rollout.max_staleness
         if self._samples not in (0, samples):
             raise ConfigError(
-                f"step {step} wants {samples} samples of each prompt, of which {self._samples} were begun before it; "
-                "with rollout.asynchronous an algorithm has to ask for as many in each step"
+                f"step {step} wants {samples} samples of each prompt, but {self._samples} were already started; with "
+                f"rollout.asynchronous an algorithm must ask for the same number in each step"
             )
         if self._samples and step != self._last_step + 1:
             raise ConfigError(
-                f"step {step} takes the answers that were begun for it, but step {self._last_step + 1} took none: with "
-                "rollout.asynchronous an algorithm has to begin each step by generating for the prompts it is given"
+                f"step {step} takes answers that were started for it, but step {self._last_step + 1} took none: with "
+                f"rollout.asynchronous an algorithm must begin each step by generating for its prompts"
             )
         self._last_step = step
         if not self._samples:
@@ -146,7 +146,7 @@ class RolloutStream:
         if self._runner is not None:
             self._runner.resume()
         if self._samples:
-            self._admit_until(step, step + 1 + self._config.rollout.max_lag)
+            self._admit_until(step, step + 1 + self._config.rollout.max_staleness)
 
     def _admit_until(self, now: int, last: int) -> None:
         """Admit prompts up to step `last`. now: the last step whose prompts the loader has returned."""

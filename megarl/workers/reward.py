@@ -32,8 +32,8 @@ from megarl.rewards.composite import (
     too_many,
 )
 from megarl.rewards.functions import check_function, load_functions
-from megarl.rewards.reward_pool import MAX_CONCURRENT, PendingVerdicts, RewardPool, Verdicts
-from megarl.rewards.reward_process import GRACE_S, score
+from megarl.rewards.reward_pool import PendingVerdicts, RewardPool, Verdicts
+from megarl.rewards.reward_process import GRACE_S, MAX_CONCURRENT, score
 from megarl.rewards.reward_settings import build_service, check_names, check_weights, has_environment_reward
 from megarl.types import Reward, RewardFailure, RewardResult, Rollout, Rollouts, Turn
 from megarl.workers.context import Context, Worker
@@ -105,9 +105,7 @@ class RewardWorker(Worker):
             self.functions = load_functions(config.functions)
         self._row_exchange = row_exchange.get_row_exchange()
         self._ranks_per_node = min(self.job.world, self.config.parallel.ranks_per_node)
-        self._has_env_rewards = has_environment_reward(
-            self.config.rollout, bool(self.functions or self.judged_parts)
-        )
+        self._has_env_rewards = has_environment_reward(self.config.rollout, bool(self.functions or self.judged_parts))
         if not self.parts:
             raise ConfigError(
                 "there is no reward: set reward.functions to a list of module:name, or reward.model, or pass "
@@ -160,8 +158,8 @@ class RewardWorker(Worker):
 
         An episode is scored by its last branch, and all branches get the result. Aborted rollouts are not scored.
         Earlier rewards, such as those that another run recorded, are ignored. If a part fails, the rollout has no
-        reward: it is `unscored`. Raises ConfigError on all ranks as soon as more than `reward.max_failed` have failed,
-        without waiting for the others.
+        reward: it is `unscored`. Raises ConfigError on all ranks as soon as more than `reward.max_failed_frac` have
+        failed, without waiting for the others.
         """
         to_score = rollouts.select(rollouts.episodes.is_last & ~rollouts.has_status("aborted"))
         with self.clock.phase("reward", "reward"), with_timeout(self._max_seconds(to_score)):
@@ -205,7 +203,7 @@ class RewardWorker(Worker):
         results: list[RewardResult] = []
 
         def ask_service() -> None:
-            for result in service.score(whole.local, self.config.reward.max_failed * len(whole)):
+            for result in service.score(whole.local, self.config.reward.max_failed_frac * len(whole)):
                 results.append(result if isinstance(result, RewardFailure) else Reward(*result))
 
         with with_timeout(max(self.config.run.timeout_s, service.max_duration(max_local))):
@@ -259,7 +257,7 @@ class RewardWorker(Worker):
         return [verdicts.result() for verdicts, _ in pending]
 
     def _has_too_many_failures(self, failed: int, whole: Rollouts) -> bool:
-        """True if `reward.max_failed` is exceeded. failed: local rollouts without a reward. Collective."""
+        """True if `reward.max_failed_frac` is exceeded. failed: local rollouts without a reward. Collective."""
         return too_many(int(whole.comm.all_reduce(torch.tensor([failed])).item()), len(whole), self.config.reward)
 
     # --- in this process
@@ -287,7 +285,7 @@ class RewardWorker(Worker):
             ]
         replies: dict[int, list[tuple[int, dict[str, RewardResult]]]] = {}
         for rank, batch in self._row_exchange.exchange_objects(outgoing).items():
-            max_failed = self.config.reward.max_failed * len(whole)
+            max_failed = self.config.reward.max_failed_frac * len(whole)
             results = score([rollout for _, rollout in batch], self.functions, self.config.reward.timeout, max_failed)
             replies[rank] = [(index, verdicts) for (index, _), verdicts in zip(batch, results, strict=True)]
         returned = self._row_exchange.exchange_objects(replies)

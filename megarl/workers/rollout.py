@@ -149,8 +149,8 @@ class RolloutWorker(Worker):
         completion. These may come from an earlier step; unfinished groups are kept for later steps.
 
         Rollouts cut off by a failure or a timeout have status `aborted`. Raises ConfigError on all ranks if more than
-        `rollout.max_aborted` are, or if an engine is lost by the same fault twice in a row. Other engines regenerate
-        the conversations of a lost engine.
+        `rollout.max_aborted_frac` are, or if an engine is lost by the same fault twice in a row. Other engines
+        regenerate the conversations of a lost engine.
         """
         config = self.config
         self.engines.offload_models()
@@ -182,8 +182,8 @@ class RolloutWorker(Worker):
     ) -> PendingGeneration:
         """Like `generate`, without waiting: with `rollout.asynchronous` it continues during the following steps.
 
-        After a weight sync it continues with the new weights, as configured by `rollout.on_push`; each token records
-        its version.
+        After a weight sync it continues with the new weights, as configured by `rollout.on_weight_sync`; each token
+        records its version.
         """
         self.engines.recovery.exchange_losses(look=True)
         self.engines.wait_for_engine(self._resume_stream)
@@ -378,14 +378,14 @@ class RolloutWorker(Worker):
         return self.engines.find_mismatches(actor)
 
     def _pause_generation(self) -> None:
-        """Pause running responses before a weight sync, as configured by `rollout.on_push`."""
+        """Pause running responses before a weight sync, as configured by `rollout.on_weight_sync`."""
         if not self.config.rollout.asynchronous:
             return
         config = self.config.rollout
         engine = self.engines.engine
         is_same_version = engine is not None and engine.weight_version == self.version
         # If the engine has used this version before, its KV cache, which is salted by the version, must not be reused.
-        mode = "retract" if is_same_version and config.on_push == "in_place" else config.on_push
+        mode = "retract" if is_same_version and config.on_weight_sync == "in_place" else config.on_weight_sync
         with self.clock.span("training", WAIT):
             ranks.barrier()  # engine ranks have nothing to train, and would get here before there are new weights
         with (
@@ -444,7 +444,7 @@ class RolloutWorker(Worker):
         step = source.recorded_step(self.step)
         where = f"rollout.replay={self.config.rollout.replay}, step {step}"
         if greedy:
-            raise ConfigError(f"{where}: only what is sampled is recorded, and this algorithm generates greedily, too")
+            raise ConfigError(f"{where}: only sampled rollouts are recorded, but this algorithm also generates greedily")
         recorded = read_records(source.folder, step, self.job.rank, self.job.world, needs_trainer_columns(self.config))
         local_records = [record for record in recorded if record.rollout.group in groups]
         # Order by recorded number, since the mapping of files to ranks may differ.
@@ -456,8 +456,8 @@ class RolloutWorker(Worker):
         )
         if groups and not len(rollouts):
             raise ConfigError(
-                f"{where} has nothing of the groups {groups.start} to {groups.stop - 1}: of a step that generates "
-                "several times only what StepResult.rollouts has is recorded"
+                f"{where} has no rollouts of the groups {groups.start} to {groups.stop - 1}: of a step that generates "
+                f"several times, only StepResult.rollouts is recorded"
             )
         return rollouts
 

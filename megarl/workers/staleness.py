@@ -171,13 +171,15 @@ class Oversampling:
         # Asynchronous generation starts the next prompts only, and those of partial groups have been started before.
         if self._num_partial_groups and self._config.asynchronous:
             raise ConfigError(
-                f"{folder} has {self._num_partial_groups} groups of conversations under way (rollout.oversample), with "
-                "which rollout.asynchronous=true does not go on: set it to false until a checkpoint has none, which "
-                "rollout.oversample=1 brings about"
+                f"{folder} has {self._num_partial_groups} groups of partial rollouts (rollout.oversample), which "
+                f"rollout.asynchronous=true cannot continue: set it to false until a checkpoint has none, which "
+                f"rollout.oversample=1 achieves"
             )
-        if self._num_partial_groups and self._replays_routing and self._config.max_lag:  # see check_replayed_prefixes
+        if (
+            self._num_partial_groups and self._replays_routing and self._config.max_staleness
+        ):  # see check_replayed_prefixes
             raise ConfigError(
-                f"{folder} has {self._num_partial_groups} groups of conversations under way (rollout.oversample), "
+                f"{folder} has {self._num_partial_groups} groups of partial rollouts (rollout.oversample), "
                 "whose routing train.replay_routing=true cannot replay: set it to false until a checkpoint has none, "
-                "or rollout.max_lag to 0, which begins them anew"
+                "or rollout.max_staleness to 0, which restarts them"
             )

@@ -69,13 +69,13 @@ class _ToolState:
     step_calls: ToolCallStats
     """Calls of the current step."""
     unchecked_calls: ToolCallStats
-    """Calls not yet checked against `rollout.max_failed_tools`."""
+    """Calls not yet checked against `rollout.max_tool_failed_frac`."""
     is_logged: bool = False
     is_alarmed: bool = False
 
 
 class ToolMonitor:
-    """Tracks failing tool calls, and enforces `rollout.max_failed_tools`.
+    """Tracks failing tool calls, and enforces `rollout.max_tool_failed_frac`.
 
     wanted: whether the run has tools or environments. talks: runner of this rank's engine, if any. say, alarm: log a
     line and raise an alarm.
@@ -92,7 +92,7 @@ class ToolMonitor:
     ) -> None:
         self._is_enabled, self._max_failed_share, self._comm, self._runner = (
             wanted,
-            config.max_failed_tools,
+            config.max_tool_failed_frac,
             everyone,
             talks,
         )
@@ -107,7 +107,7 @@ class ToolMonitor:
     def update(self, step: int) -> None:
         """Check the calls since the last call of this method. Collective.
 
-        Raises ConfigError on all ranks if more than `rollout.max_failed_tools` of a tool's calls failed.
+        Raises ConfigError on all ranks if more than `rollout.max_tool_failed_frac` of a tool's calls failed.
         """
         if not self._is_enabled:
             return
@@ -127,7 +127,7 @@ class ToolMonitor:
         if calls.num_failed and not tool.is_logged:
             tool.is_logged = True
             self._log(
-                f"step {step}: {_describe_failures(name, calls)}: {calls.first_error}; logs/tools_*.log has others"
+                f"step {step}: {_describe_failures(name, calls)}: {calls.first_error}; logs/tools_*.log has more"
             )
         if tool.unchecked_calls.num_calls < MIN_CALLS:
             return
@@ -138,8 +138,9 @@ class ToolMonitor:
         tool.is_alarmed = is_bad
         if checked.num_failed > self._max_failed_share * checked.num_calls:
             raise ConfigError(
-                f"{_describe_failures(name, checked)}, more than rollout.max_failed_tools={self._max_failed_share:g} "
-                f"allows: {checked.first_error}; mend the tool, or raise that key"
+                f"{_describe_failures(name, checked)}, more than "
+                f"rollout.max_tool_failed_frac={self._max_failed_share:g} allows: {checked.first_error}; fix the tool, "
+                f"or raise that key"
             )
 
     @property

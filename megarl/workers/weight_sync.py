@@ -83,7 +83,7 @@ class WeightSync:
         """
         if not self.is_member:
             return
-        where = "the engines as they have started"
+        where = "the engines at their start"
         self._raise_if_any(self._run_on_engine(lambda engine: engine.begin_update()), where)
         errors = self._check_tensors(self._make_sender())
         errors += self._gather_problems(self._run_on_engine(lambda engine: engine.end_update(None if errors else 0)))
@@ -104,7 +104,7 @@ class WeightSync:
         self.num_syncs += 1
         if not self.is_member:
             return True
-        where = f"the push of version {version}"
+        where = f"the weight sync of version {version}"
         self._has_lost_engine = False
         problems = find_shard_problems(local, self.params, self.plan.train, self.job.rank, self.num_experts)
         self._raise_if_any(problems, where)
@@ -136,7 +136,7 @@ class WeightSync:
         self, local: Mapping[str, torch.Tensor], hand_over: WeightSender, version: int, compares: bool = False
     ) -> None:
         if self.executor is None:
-            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_every, allocate)
+            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_weights_every, allocate)
 
         def share(buckets: Sequence[torch.Tensor]) -> None:
             hand_over.open(buckets, self.plan.engine.draft)
@@ -156,7 +156,7 @@ class WeightSync:
     @property
     def is_verified(self) -> bool:
         """True if the last weight sync was fully verified."""
-        return is_fully_verified(self.num_syncs, self.config.rollout.verify_every)
+        return is_fully_verified(self.num_syncs, self.config.rollout.verify_weights_every)
 
     def find_mismatches(self, local: Mapping[str, torch.Tensor], version: int) -> list[str]:
         """Return the names of engine tensors that differ bitwise from the shards `local`, synced as `version`.

@@ -178,7 +178,9 @@ MISMATCH = [
     mismatch("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=run()),
     mismatch("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=run()),
     mismatch("fewer than none", ("--worst", "from 0"), "FOLDER/r", "--worst", "-1", prepare=run()),
-    mismatch("a trainer that has not looked", ("no log-probs", "rollout.verify_every=1"), "FOLDER/r", prepare=run()),
+    mismatch(
+        "a trainer that has not looked", ("no log-probs", "rollout.verify_weights_every=1"), "FOLDER/r", prepare=run()
+    ),
     mismatch("binary", ("parquet is not a file of",), "FOLDER/r", prepare=run(rollouts=bytes(range(256)))),
     mismatch(
         "log-probs of other tokens",

@@ -35,10 +35,10 @@ RANGES: dict[str, tuple[str, ...]] = {
     "rollout.request_timeout": ("0",),
     "rollout.step_timeout": (".nan",),
     "rollout.start_timeout": ("-.inf",),
-    "rollout.max_failed_tools": ("1.1", ".nan", "-0.1"),
-    "rollout.max_aborted": ("1.1", ".nan", "-0.1"),
+    "rollout.max_tool_failed_frac": ("1.1", ".nan", "-0.1"),
+    "rollout.max_aborted_frac": ("1.1", ".nan", "-0.1"),
     "rollout.concurrency": ("0", "10000000000"),
-    "rollout.push_bucket_mb": ("-1",),
+    "rollout.weight_sync_bucket_mb": ("-1",),
     "rollout.samples_per_prompt": ("1e12",),
     "rollout.draft_tokens": ("-1",),
     "rollout.tools": ("3", "{a: b}"),
@@ -76,7 +76,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "guards.kl": ("-1",),
     "guards.memory": ("yes",),
     "reward.processes": ("-1", "1.5", "many"),
-    "reward.max_failed": ("1.5", ".nan", "-0.1"),
+    "reward.max_failed_frac": ("1.5", ".nan", "-0.1"),
     "algorithm": ("ppoo", "null", "[ppo]"),
 }
 PLAIN = {

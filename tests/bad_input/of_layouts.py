@@ -26,7 +26,7 @@ CASES = [
     placed("a role of another algorithm", ("grpo has no such role",), "{critic: 0-3}", EIGHT, "algorithm=grpo"),
     placed("a reference elsewhere", ("placement.reference=4-7", "leave"), "{actor: 0-3, reference: 4-7}"),
     placed("an actor without ranks", ("placement.actor=cpu", "name some"), "{actor: cpu}"),
-    placed("a model without ranks", ("reward.model is computed",), "{reward: cpu}", EIGHT, "reward.model=FOLDER/model"),
+    placed("a model without ranks", ("reward.model runs",), "{reward: cpu}", EIGHT, "reward.model=FOLDER/model"),
     placed("roles that share some ranks", ("0-4", "4-7", "the same ranks"), "{actor: 0-4, critic: 4-7}"),
     placed("engines on some of the actor's", ("0-3", "0-5", "rollout may"), "{actor: 0-3, rollout: 0-5}"),
     placed("a layout of other ranks", ("placement.actor=0-2", "2 and 4"), "{actor: 0-2}", EIGHT, "parallel.tp=2"),
@@ -52,9 +52,15 @@ CASES = [
     ),
     placed("a step ahead, replayed", ("rollout.replay", "set the first to false"), APART, EIGHT, AHEAD, REPLAYED),
     placed("a step ahead and more prompts", ("oversample=1.5", "one of them only"), APART, EIGHT, AHEAD, MORE),
-    placed("ahead of oneself", ("rollout.max_lag", "at least 0"), APART, EIGHT, AHEAD, "rollout.max_lag=-1"),
     placed(
-        "a push of another kind", ("rollout.on_push", "retract, in_place, wait"), APART, EIGHT, "rollout.on_push=drop"
+        "ahead of oneself", ("rollout.max_staleness", "at least 0"), APART, EIGHT, AHEAD, "rollout.max_staleness=-1"
+    ),
+    placed(
+        "a push of another kind",
+        ("rollout.on_weight_sync", "retract, in_place, wait"),
+        APART,
+        EIGHT,
+        "rollout.on_weight_sync=drop",
     ),
     Case("a placement that is a text", ("placement must be a mapping", "not"), ("placement=0-3",)),
     Case("a number for all roles", ("placement must be a mapping",), ("placement=3",)),

@@ -48,7 +48,7 @@ def test_both_halves_say_what_is_said_at_once() -> None:
 
 
 def test_too_many_aborted_answers_are_an_error_of_the_evaluation() -> None:
-    config = replace(CONFIG, rollout=replace(CONFIG.rollout, max_aborted=0.1))
+    config = replace(CONFIG, rollout=replace(CONFIG.rollout, max_aborted_frac=0.1))
     flow = Later(config, [[[1.0, None], [0.0, 0.0]]], [[[1.0], [0.0]]])
     under_way = make_controller(config).begin_evaluation(flow, PROMPTS)
     assert under_way is not None

@@ -237,7 +237,7 @@ def test_where_all_are_rejected_nothing_is_learned() -> None:
 
 
 def test_a_bypass_asks_the_trainer_each_so_many_steps_only() -> None:
-    tree = {"correction": {"proximal": "engine"}, "rollout": {"verify_every": 3, "samples_per_prompt": 8}}
+    tree = {"correction": {"proximal": "engine"}, "rollout": {"verify_weights_every": 3, "samples_per_prompt": 8}}
     config = from_dict(tree | {"algorithm": "grpo", "kl": {"place": "none"}})
     flow: Any = AgedFlow(config)
     controller = make_controller(config)
@@ -275,7 +275,7 @@ def test_what_each_kind_is_by_default() -> None:
         ({"kind": "tis", "proximal": "drawn"}, "grpo", "which with correction.proximal=drawn is in the ratio of the"),
         ({"kind": "tis", "proximal": "engine"}, "grpo", "with correction.proximal=engine is in the ratio of the loss"),
         ({"kind": "reject", "proximal": "engine"}, "grpo", "set it to drawn"),
-        ({"kind": "tis"}, "sft", "correction.kind=tis with algorithm=sft: it has no engine that samples"),
+        ({"kind": "tis"}, "sft", "correction.kind=tis with algorithm=sft: it does not generate"),
         ({"proximal": "engine"}, "reward_model", "correction.kind=none with algorithm=reward_model: it has no engine"),
     ],
 )

@@ -69,7 +69,11 @@ class Engines(TableFlow):
 
 def single(**more: Any) -> Any:
     """GRPO with one update, which asks for no log-probs before it."""
-    tree = {"algorithm": "grpo", "kl": {"place": "none"}, "rollout": {"samples_per_prompt": 8, "verify_every": 3}}
+    tree = {
+        "algorithm": "grpo",
+        "kl": {"place": "none"},
+        "rollout": {"samples_per_prompt": 8, "verify_weights_every": 3},
+    }
     return from_dict(tree | {"model": {"dtype": "float32"}} | more)
 
 
@@ -83,7 +87,7 @@ def test_a_step_of_two_policies_is_not_trained_on_and_names_the_layer() -> None:
     with pytest.raises(ConfigError) as caught:
         controller.step(flow, prompts())
     assert "differ by 0.02 in the mean" in str(caught.value) and "above 0.01" in str(caught.value)
-    assert "Layer 1: the engines hold other bits there than the trainer (model.layers.1.mlp" in str(caught.value)
+    assert "Layer 1: the engines' weights differ from the trainer's (model.layers.1.mlp" in str(caught.value)
     assert torch.equal(flow.policy.table.detach(), before) and "\n" not in str(caught.value)
 
 
@@ -147,4 +151,4 @@ def test_the_bound_is_by_the_type_or_the_users_own() -> None:
 
 def test_layers_by_the_names_of_tensors() -> None:
     assert describe_layers(["model.layers.12.a", "model.layers.3.b", "model.layers.3.c"]) == "Layers 3, 12"
-    assert describe_layers(["model.norm.weight", "model.layers.0.a"]) == "Layer 0 and what is in no layer"
+    assert describe_layers(["model.norm.weight", "model.layers.0.a"]) == "Layer 0 and tensors outside the layers"

@@ -339,7 +339,7 @@ def test_context_parallelism_shares_a_long_sequence_and_the_optimizer() -> None:
 def test_reshard_staging() -> None:
     assert sync_staging_bytes(1 << 30, 10**10, 10**10) == 2 << 30
     assert sync_staging_bytes(1 << 30, 1000, 500) == 3000  # no more than there is
-    grpo = planned(QWEN2, config_of(algorithm="grpo", rollout={"push_bucket_mb": 1}))[0]
+    grpo = planned(QWEN2, config_of(algorithm="grpo", rollout={"weight_sync_bucket_mb": 1}))[0]
     assert grpo.push["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
     states, engine, cache = sum(grpo.states.values()), grpo.push["engine weights"], grpo.generation["engine KV cache"]
     assert grpo.generation == {"engine weights": engine, "engine KV cache": cache} and engine > 0 and cache > 0

@@ -23,10 +23,10 @@ def test_the_run_ends_above_the_share_with_the_most_frequent_reason_first() -> N
     assert rollouts.unscored.tolist() == [1, 1, 0, 1] + [0] * 8
     reasons = "2 x a: it took longer (on the sample 'p1'), 1 x b: it raised (on the sample 'p0')"
     assert summarize_unscored(rollouts) == reasons
-    check_unscored(rollouts, RewardConfig(max_failed=3 / 8))
+    check_unscored(rollouts, RewardConfig(max_failed_frac=3 / 8))
     with pytest.raises(ConfigError) as error:
-        check_unscored(rollouts, RewardConfig(max_failed=0.37))
-    expected = f"3 of 8 rollouts have no reward, more than reward.max_failed=0.37 allows: {reasons}"
+        check_unscored(rollouts, RewardConfig(max_failed_frac=0.37))
+    expected = f"3 of 8 rollouts have no reward, more than reward.max_failed_frac=0.37 allows: {reasons}"
     assert str(error.value) == expected
     kinds = Rollouts.gather([rollout(i, {"a": f"reason {i % 5}"}) for i in range(8)])
     assert summarize_unscored(kinds).endswith("2 x a: reason 2 (on the sample 'p2'), and 2 other reasons")
@@ -34,13 +34,13 @@ def test_the_run_ends_above_the_share_with_the_most_frequent_reason_first() -> N
 
 def test_nothing_to_complain_of() -> None:
     for rollouts in (Rollouts.gather([]), Rollouts.gather([rollout(0, {}, aborted=True)])):
-        check_unscored(rollouts, RewardConfig(max_failed=0.0))
+        check_unscored(rollouts, RewardConfig(max_failed_frac=0.0))
         assert summarize_unscored(rollouts) == ""
 
 
 def test_an_episode_is_one_however_many_its_branches() -> None:
     failed = as_branches([rollout(0, {"a": "it raised"})] * 5, 0)
     rollouts = Rollouts.gather([*failed, rollout(1, {}), *as_branches([rollout(2, {})] * 4, 1)])
-    check_unscored(rollouts, RewardConfig(max_failed=1 / 3))
+    check_unscored(rollouts, RewardConfig(max_failed_frac=1 / 3))
     with pytest.raises(ConfigError, match="^1 of 3 rollouts have no reward.* allows: 1 x a: it raised"):
-        check_unscored(rollouts, RewardConfig(max_failed=0.33))
+        check_unscored(rollouts, RewardConfig(max_failed_frac=0.33))

@@ -16,7 +16,7 @@ def aborted(failure: str) -> Rollout:
 
 
 def config(share: float) -> Config:
-    return from_dict({"run": {"dir": "runs/x"}, "rollout": {"max_aborted": share}})
+    return from_dict({"run": {"dir": "runs/x"}, "rollout": {"max_aborted_frac": share}})
 
 
 def test_the_most_frequent_reasons_come_first() -> None:
@@ -32,7 +32,7 @@ def test_the_share_is_the_last_that_is_allowed() -> None:
     with pytest.raises(ConfigError) as failure:
         check_abort_limit(Rollouts.gather([WHOLE] * 7 + [aborted("late")] * 2), config(0.1))
     text = str(failure.value)
-    assert text.startswith("2 of 9 rollouts were aborted, more than rollout.max_aborted=0.1 allows: 2 x late. ")
+    assert text.startswith("2 of 9 rollouts were aborted, more than rollout.max_aborted_frac=0.1 allows: 2 x late. ")
     assert "runs/x/logs" in text and "raise rollout.request_timeout" in text and "\n" not in text
 
 

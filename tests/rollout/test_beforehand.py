@@ -31,9 +31,12 @@ def oversampled(**rollout: Any) -> Config:
     ("rollout", "said"),
     [
         ({}, ""),
-        ({"max_lag": 0}, ""),
-        ({"oversample": 1.5, "max_lag": 0}, "rollout.max_lag=0: .* longer than a step are never trained on"),
-        ({"oversample": 1.5, "max_lag": 3}, "rollout.max_lag=3: .* algorithm=grpo does not correct"),
+        ({"max_staleness": 0}, ""),
+        (
+            {"oversample": 1.5, "max_staleness": 0},
+            "rollout.max_staleness=0: .* longer than a step are never trained on",
+        ),
+        ({"oversample": 1.5, "max_staleness": 3}, "rollout.max_staleness=3: .* algorithm=grpo does not correct"),
     ],
 )
 def test_what_over_sampling_does_to_the_data_is_said(rollout: dict[str, Any], said: str) -> None:
@@ -58,7 +61,7 @@ def test_a_replayed_run_has_nothing_to_over_sample() -> None:
 def test_no_prompt_is_under_way_twice() -> None:
     check_enough_prompts(6, oversampled(oversample=1.5))
     check_enough_prompts(3, oversampled())
-    with pytest.raises(ConfigError, match="prompts_per_step=4 has 6 prompts under way, but data.train has 5; lower"):
+    with pytest.raises(ConfigError, match="prompts_per_step=4 has 6 prompts in flight, but data.train has 5; lower"):
         check_enough_prompts(5, oversampled(oversample=1.5))
 
 
@@ -70,7 +73,7 @@ def test_generation_beside_training_needs_ranks_of_its_own_and_is_warned_of_wher
     assert warnings == []
     check_asynchronous(config, uncorrected(config), warnings)
     assert len(warnings) == 1 and "algorithm=grpo does not correct" in warnings[0]
-    on_policy = replace(config, rollout=replace(config.rollout, max_lag=0))
+    on_policy = replace(config, rollout=replace(config.rollout, max_staleness=0))
     check_asynchronous(on_policy, uncorrected(on_policy), warnings)
     assert len(warnings) == 1
     with pytest.raises(ConfigError, match="rank 0 is the actor's, too"):
@@ -91,13 +94,19 @@ TOOLS = {"tools": ["a:b"], "max_turns": 2}
             {"oversample": 1.5},
             "rollout.oversample=1.5: .* set the first to false, rollout.oversample to 1, or rollout.ma",
         ),
-        ({"oversample": 1.5, "max_lag": 0}, ""),  # which begins anew what a step leaves
-        ({"asynchronous": True}, "rollout.on_push=retract: .* rollout.on_push to wait or in_place, or rollout.max_lag"),
-        ({"asynchronous": True, **TOOLS}, "to wait or in_place, rollout.max_turns to 1, or rollout.max_lag to 0"),
-        ({"asynchronous": True, "max_lag": 0, **TOOLS}, ""),  # no conversation goes on through a push
-        *(({"asynchronous": True, "on_push": how}, "") for how in ("wait", "in_place")),
+        ({"oversample": 1.5, "max_staleness": 0}, ""),  # which begins anew what a step leaves
+        (
+            {"asynchronous": True},
+            "rollout.on_weight_sync=retract: .* rollout.on_weight_sync to wait or in_place, or rollout.max_staleness",
+        ),
+        ({"asynchronous": True, **TOOLS}, "to wait or in_place, rollout.max_turns to 1, or rollout.max_staleness to 0"),
+        ({"asynchronous": True, "max_staleness": 0, **TOOLS}, ""),  # no conversation goes on through a push
+        *(({"asynchronous": True, "on_weight_sync": how}, "") for how in ("wait", "in_place")),
         *(
-            ({"asynchronous": True, "on_push": how, **turns}, "rollout.max_turns=2: .* rollout.max_turns to 1, or")
+            (
+                {"asynchronous": True, "on_weight_sync": how, **turns},
+                "rollout.max_turns=2: .* rollout.max_turns to 1, or",
+            )
             for how in ("wait", "in_place")  # the next turn reads those before it by the weights of then
             for turns in (TOOLS, {"environments": ["a:B"], "max_turns": 2})
         ),

@@ -289,7 +289,7 @@ def test_where_engines_share_more_than_is_needed_a_lost_ones_groups_go_on_elsewh
         wanted = min(needed, held + len(fresh))
         tickets = shared(len(fresh), 2, held)
         writers = [Writer(step, 0.001, lasts=lasts if step in (0, 2) else -1), Writer(step, 0.003)]
-        outcomes = to_the_end(writers, fresh, tickets, wanted, carried, max_lag=100)
+        outcomes = to_the_end(writers, fresh, tickets, wanted, carried, max_staleness=100)
         left = left[tickets[0].count_claimed() :]
         rollouts = one_by_one(outcomes)
         assert sorted({one.group for one in rollouts}) == list(range(wanted)) and len(rollouts) == 2 * wanted
@@ -372,7 +372,7 @@ def test_when_enough_groups_are_complete_the_rest_is_stopped_and_gone_on_with() 
         wanted = min(needed, held + len(fresh))
         tickets = shared(len(fresh), engines, held)
         writers = [Writer(step, pause=0.003) for _ in range(engines)]
-        outcomes = no_failure(together(writers, fresh, tickets, wanted, carried, max_lag=100))
+        outcomes = no_failure(together(writers, fresh, tickets, wanted, carried, max_staleness=100))
         left = left[tickets[0].count_claimed() :]
         rollouts = [rollout for out in outcomes for rollout in out.rollouts]
         # As many groups as are needed, numbered in the order in which they were complete.
@@ -399,7 +399,7 @@ def halted(version: int, text: str = "12") -> PartialRollout:
 @pytest.mark.parametrize(("lag", "anew"), [(0, 2), (1, 1), (2, 0)])
 def test_what_would_be_too_old_when_it_is_done_is_begun_anew(lag: int, anew: int) -> None:
     group = halted(2), halted(1)
-    out = no_failure(together([Writer(version=3)], [], [GroupQueue(0, carried=1)], 1, [[group]], max_lag=lag))[0]
+    out = no_failure(together([Writer(version=3)], [], [GroupQueue(0, carried=1)], 1, [[group]], max_staleness=lag))[0]
     assert out.num_stale == anew and [rollout.seed for rollout in out.rollouts] == [5, 5]
     oldest = [int(min(rollout.turns[1].token_versions)) for rollout in out.rollouts]
     assert oldest == [2 if lag >= 1 else 3, 1 if lag >= 2 else 3]

@@ -37,7 +37,7 @@ def test_the_table_is_of_means_and_of_runs_that_are_done_once(
 
     def run(command: list[str], **_: Any) -> Any:
         given = dict(text.split("=", 1) for text in command if "=" in text and not text.startswith("-"))
-        asked.append((given["run.seed"], given["rollout.max_lag"], given.get("correction.kind", "")))
+        asked.append((given["run.seed"], given["rollout.max_staleness"], given.get("correction.kind", "")))
         run_dir = Path(given["run.dir"])
         run_dir.mkdir(parents=True)
         reward = 0.5 if given["run.seed"] == "1" else 0.9
@@ -65,7 +65,11 @@ def test_all_pass_the_checks(folder: Path, name: str) -> None:
     given = compare_corrections.settings(options, name, 4, 7)  # type: ignore[arg-type]
     config = compare_corrections.load_config(trials.ROOT / compare_corrections.CONFIG, given)
     check_correction(config, load_requirements(config))
-    assert config.rollout.asynchronous and (config.rollout.max_lag, config.run.seed, config.run.num_update) == (4, 7, 4)
+    assert config.rollout.asynchronous and (config.rollout.max_staleness, config.run.seed, config.run.num_update) == (
+        4,
+        7,
+        4,
+    )
 
 
 @pytest.mark.parametrize(

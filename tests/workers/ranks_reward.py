@@ -89,13 +89,13 @@ def tried(
 
 
 def main() -> None:
-    half = {"max_failed": 0.5}
+    half = {"max_failed_frac": 0.5}
     lab, dies = ("lab_rewards:length", "lab_rewards:later"), ("lab_rewards:dies",)
     found = {
         "slow": tried(RewardConfig(timeout=30.0), slow),
         "hangs": tried(RewardConfig(timeout=0.3), hangs),
         "one hangs": tried(RewardConfig(timeout=0.3, **half), hangs),
-        "leaves": tried(RewardConfig(timeout=30.0, max_failed=0.99), leaves),
+        "leaves": tried(RewardConfig(timeout=30.0, max_failed_frac=0.99), leaves),
         "pool": tried(RewardConfig(lab, weights={"length": 0.5}), told=1),
         "changed": tried(RewardConfig(lab, processes=4), weights={"later": 2}),
         "branches": tried(RewardConfig(lab), given=branched()),
@@ -109,7 +109,7 @@ def main() -> None:
         ),
         "beside": of_environment(RewardConfig(("lab_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]),
         "failed": of_environment(
-            RewardConfig(max_failed=0.5), [Reward(1.0)] * 3 + [RewardFailure("Guess: reward raised")]
+            RewardConfig(max_failed_frac=0.5), [Reward(1.0)] * 3 + [RewardFailure("Guess: reward raised")]
         ),
         "recorded": of_environment(RewardConfig(), None),
         "nobody": of_environment(RewardConfig(), [None] * 4, "odd_worlds:Plain"),

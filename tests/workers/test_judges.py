@@ -232,7 +232,8 @@ def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
         ("headless", "headless: score.weight is missing; it is not a whole classifier"),
         (
             "nan",
-            "6 of 6 rollouts have no reward, more than reward.max_failed=0.1 allows: 6 x model: the model returned",
+            "6 of 6 rollouts have no reward, more than reward.max_failed_frac=0.1 allows: 6 x model: "
+            "the model returned",
         ),
         ("too good", "/v1: its score 7 is not from 0 to 5"),
         ("gone", "(2 tries); see that it runs, or set roles.reward.options.url"),

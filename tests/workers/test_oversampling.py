@@ -57,13 +57,13 @@ class Run:
     world: int
     counts: LocalKVStore
     oversample: float = 1.5
-    max_lag: int = 100
+    max_staleness: int = 100
     pause: float = 0.002
     figures: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.loader = PromptLoader(PROMPTS, NEEDED, seed=3)
-        self.config = replace(CONFIG, oversample=self.oversample, max_lag=self.max_lag, max_turns=4)
+        self.config = replace(CONFIG, oversample=self.oversample, max_staleness=self.max_staleness, max_turns=4)
         self.ahead = Oversampling(self.config, self.loader, self.rank, self.rank.rank, self.world)
 
     def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> Rollouts:
@@ -169,16 +169,16 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("exact")
 def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path: Path) -> None:
     """Token by token, with their log-probs, versions and routing, and in the same order."""
-    whole = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_lag=2)
+    whole = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
     expected = whole.steps(1, 9)
     assert any(turn.versions for step in expected for one in step for turn in one.turns)
     for stop in (2, 5):
         folder = tmp_path / str(stop)
         folder.mkdir()
-        before = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_lag=2)
+        before = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
         found = before.steps(1, stop)
         state = before.save(folder)
-        after = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_lag=2)
+        after = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
         after.resume(folder, state)
         found += after.steps(stop, 9)
         assert found == expected
@@ -187,7 +187,7 @@ def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path: Path) -> N
 
 
 def test_figures_by_hand() -> None:
-    run = Run(LOCAL, 1, LocalKVStore(), max_lag=1)
+    run = Run(LOCAL, 1, LocalKVStore(), max_staleness=1)
     for step in range(1, 6):
         rollouts = run.generate(run.loader.next_batch(), step)
         lags = [
@@ -253,7 +253,7 @@ def test_what_was_kept_is_not_gone_on_with_where_routing_is_replayed(tmp_path: P
     after.ahead._replays_routing = True
     with pytest.raises(ConfigError, match="groups of conversations under way .* train.replay_routing=true cannot"):
         after.resume(tmp_path, state)
-    anew = Run(LOCAL, 1, LocalKVStore(), oversample=1.0, max_lag=0)
+    anew = Run(LOCAL, 1, LocalKVStore(), oversample=1.0, max_staleness=0)
     anew.ahead._replays_routing = True
     anew.resume(tmp_path, state)
 

@@ -35,7 +35,8 @@ def test_slow_ones_are_waited_for(found: dict[str, dict[str, Any]]) -> None:
 def test_one_that_fails_is_no_zero_and_too_many_end_the_run(
     found: dict[str, dict[str, Any]], job: str, part: str, why: str
 ) -> None:
-    said = f"1 of 3 rollouts have no reward, more than reward.max_failed=0.1 allows: 1 x {part}: {why} (on the sample "
+    allowed = "more than reward.max_failed_frac=0.1 allows"
+    said = f"1 of 3 rollouts have no reward, {allowed}: 1 x {part}: {why} (on the sample "
     assert found[job] == f"{said}'p3')"
     goes_on = found[f"one {job}"]
     assert goes_on["unscored"] == [0, 0, 0, 1] and goes_on["reward"] == [1.0, 1.0, 0.0, 0.0]
@@ -47,7 +48,7 @@ def test_rewards_that_are_all_too_slow_end_the_run_when_the_limit_is_passed(foun
     one more may have failed on the other rank."""
     said, is_soon = found["all too slow"]
     match = re.fullmatch(
-        r"(\d+) of 40 rollouts have no reward, more than reward.max_failed=0.1 allows \(the other (\d+) were not "
+        r"(\d+) of 40 rollouts have no reward, more than reward.max_failed_frac=0.1 allows \(the other (\d+) were not "
         rf"judged any more\): \1 x sleeps: {re.escape(LATE.replace('0.3', '1.5'))} \(on the sample 'p0'\)",
         said,
     )

@@ -40,7 +40,7 @@ def of(step: int) -> list[Prompt]:
 def streaming(lag: int) -> tuple[RolloutStream, Talks, list[int]]:
     """now: the last step whose prompts were handed out."""
     talks, now = Talks(), [1]
-    config = from_dict({"rollout": {"asynchronous": True, "max_lag": lag}})
+    config = from_dict({"rollout": {"asynchronous": True, "max_staleness": lag}})
 
     def upcoming(steps: int) -> list[list[Prompt]]:
         return [of(step) for step in range(now[0] + 1, min(LAST, now[0] + steps) + 1)]

@@ -39,8 +39,8 @@ def test_a_tool_that_fails_on_every_call_ends_the_run() -> None:
     with pytest.raises(ConfigError) as error:
         watched.step(1, f=ToolCallStats(32, 32, "no licence (OSError at f.py:3)"), g=ToolCallStats(5, 0))
     assert str(error.value) == (
-        "32 of 32 calls of the tool f failed, more than rollout.max_failed_tools=0.99 allows: no licence (OSError at "
-        "f.py:3); mend the tool, or raise that key"
+        "32 of 32 calls of the tool f failed, more than rollout.max_tool_failed_frac=0.99 allows: no licence (OSError "
+        "at f.py:3); mend the tool, or raise that key"
     )
     assert watched.said == [
         "step 1: 32 of 32 calls of the tool f failed: no licence (OSError at f.py:3); logs/tools_*.log has others"
@@ -69,10 +69,12 @@ def test_each_tool_is_said_once_and_few_calls_are_judged_together() -> None:
 
 
 def test_an_alarm_again_after_better_ones_and_another_limit() -> None:
-    watched = Watched(max_failed_tools=1.0)
+    watched = Watched(max_tool_failed_frac=1.0)
     for step, failed in enumerate((16, 16, 2, 9), 1):
         watched.step(step, f=ToolCallStats(16, failed, "odd"))
     assert [line.partition(":")[0] for line in watched.alarms] == ["step 1", "step 4"]
-    strict = Watched(max_failed_tools=0.1)
-    with pytest.raises(ConfigError, match="2 of 16 calls of the tool f failed, more than rollout.max_failed_tools=0.1"):
+    strict = Watched(max_tool_failed_frac=0.1)
+    with pytest.raises(
+        ConfigError, match="2 of 16 calls of the tool f failed, more than rollout.max_tool_failed_frac=0.1"
+    ):
         strict.step(1, f=ToolCallStats(16, 2, "odd"))

@@ -37,4 +37,6 @@ def test_the_only_engine_is_waited_for_and_does_it_itself(found: dict[str, Any])
 
 def test_all_ranks_count_the_aborted_of_all_engines(found: dict[str, Any]) -> None:
     assert found["allowed"] == [0, 0, 0, 0]
-    assert found["too many"].startswith("6 of 8 rollouts were aborted, more than rollout.max_aborted=0.5 allows: 4 x l")
+    assert found["too many"].startswith(
+        "6 of 8 rollouts were aborted, more than rollout.max_aborted_frac=0.5 allows: 4 x l"
+    )

@@ -64,7 +64,7 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
             run__export=False,
             reward__functions=["faults.judging:judge"],
             reward__timeout=TIMEOUT_S,
-            reward__max_failed=0.9,
+            reward__max_failed_frac=0.9,
             roles={"reward": {"backend": "http", "options": options}},
         ) as job:
             ended = job.ended()

@@ -148,7 +148,7 @@ class Workshop:
             **{"parallel.world_size": 2, "parallel.ranks_per_node": 2, "run.export": False},
             **{"rollout.tools": ["faults.tooling:calculator"], "rollout.tool_call_parser": "qwen25"},
             **{"rollout.max_turns": 3, "rollout.max_new_tokens": 40, "rollout.temperature": 1.0},
-            **{"rollout.concurrency": 2, "rollout.pass_env": [NOTES], "rollout.verify_every": 1},
+            **{"rollout.concurrency": 2, "rollout.pass_env": [NOTES], "rollout.verify_weights_every": 1},
             **{"rollout.request_timeout": 60, "rollout.step_timeout": 240, "run.timeout_s": 120},
             **{"reward.functions": ["faults.tooling:counted"], "loss.entropy_coef": 0.01},
             **{"actor_optimizer.lr": 5e-4, "actor_optimizer.schedule": "constant"},

@@ -33,7 +33,7 @@ def _trained(folder: Path, rollouts: int, warm: bool) -> Found:
         model = folder / "sft/export"
     if not fault:
         run_overrides = [f"run.dir={folder}/run", f"model.path={model}", f"run.num_rollout={rollouts}", *overrides]
-        every = [] if warm else ["rollout.verify_every=1"]
+        every = [] if warm else ["rollout.verify_weights_every=1"]
         fault = _run("-m", "megarl.train", "configs/quickstart.yaml", *run_overrides, *SHARED, *every)
     if fault:
         return Found("failed", fault)

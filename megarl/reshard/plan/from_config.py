@@ -110,9 +110,9 @@ def engine_layout(config: Config) -> EngineLayout:
     engine_settings.check(settings)
     attention = int(settings.get("attn_dp_size") or settings.get("dp_size") or 1)
     if attention > 1 and not (settings.get("attn_dp_size") or settings.get("enable_dp_attention")):
-        raise ConfigError("rollout.sglang.dp_size: more engines come by themselves; set rollout.tp, or attn_dp_size")
+        raise ConfigError("rollout.sglang.dp_size: the number of engines follows from the ranks; set rollout.tp, or attn_dp_size")
     if settings.get("enable_dp_lm_head") and attention == 1:
-        raise ConfigError("rollout.sglang.enable_dp_lm_head needs replicas of the attention: set attn_dp_size, too")
+        raise ConfigError("rollout.sglang.enable_dp_lm_head needs replicas of the attention: also set attn_dp_size")
     dense = settings.get("moe_dense_tp_size")
     if dense not in (None, 1, tp):
         raise ConfigError(f"rollout.sglang.moe_dense_tp_size={dense}: SGLang knows 1 and rollout.tp={tp} only")
@@ -140,11 +140,11 @@ def _check_a2a(config: Config) -> None:
         )
     if rollout.draft_tokens:
         raise ConfigError(
-            f"{where} with rollout.draft_tokens={rollout.draft_tokens}: how a draft model has its shared experts "
-            "then nobody has looked; set one of them only"
+            f"{where} with rollout.draft_tokens={rollout.draft_tokens}: not reviewed for the shared experts of a draft "
+            f"model; set only one of them"
         )
     if settings.get("enforce_shared_experts_fusion"):
-        raise ConfigError(f"{where} with enforce_shared_experts_fusion: never tried; leave the second out")
+        raise ConfigError(f"{where} with enforce_shared_experts_fusion: not tested; remove the second")
 
 
 def build_plan(
@@ -165,25 +165,25 @@ def build_plan(
             invalid = next(rank for rank in ranks if not 0 <= rank < world)
             raise ConfigError(f"the ranks of the {side} name rank {invalid}: the job has ranks 0 to {world - 1}")
         if ranks is not None and not ranks:
-            raise ConfigError(f"the {side}'s ranks: none are given; name some of the job's {world}")
+            raise ConfigError(f"the {side}'s ranks: none given; name some of the job's {world}")
     wire = WIRE_BY_DTYPE.get(config.model.dtype)
     if wire is None:
-        raise ConfigError(f"model.dtype={config.model.dtype}: weights can be pushed in {' or '.join(WIRE_BY_DTYPE)}")
+        raise ConfigError(f"model.dtype={config.model.dtype}: weights can be synced in {' or '.join(WIRE_BY_DTYPE)}")
     if is_fp8(hf):
         if wire != "bf16":
             raise ConfigError(
-                f"model.dtype={config.model.dtype}: the engine of an FP8 checkpoint has what is not FP8 in bfloat16; "
-                "set model.dtype=bfloat16"
+                f"model.dtype={config.model.dtype}: the engine of an FP8 checkpoint keeps the rest in bfloat16; set "
+                f"model.dtype=bfloat16"
             )
         wire = "fp8"
-    ranks_per_node, bucket_bytes = config.parallel.ranks_per_node, config.rollout.push_bucket_mb << 20
+    ranks_per_node, bucket_bytes = config.parallel.ranks_per_node, config.rollout.weight_sync_bucket_mb << 20
     try:
         train = train_layout(hf, config, train_ranks)
         if train_ranks is not None or engine_ranks is not None:
             engine = replace(engine, ranks=tuple(range(world) if engine_ranks is None else engine_ranks))
         return ReshardPlan(hf, train, engine, ranks_per_node, bucket_bytes, wire)
     except ConfigError as error:
-        raise ConfigError(f"the weights cannot be pushed to the engines: {error}") from None
+        raise ConfigError(f"the weights cannot be synced to the engines: {error}") from None
 
 
 def plan_from_config(hf: HFConfig, config: Config) -> ReshardPlan:

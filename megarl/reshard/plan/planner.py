@@ -169,8 +169,8 @@ class ReshardPlan:
             room = capacity - cut
             if room.min() <= 0:
                 raise ConfigError(
-                    f"a bucket of {self.bucket_bytes} bytes (rollout.push_bucket_mb) is too small to move this model "
-                    f"in rounds: at least {2 * int(cut.max()) + 2 * ALIGN} are needed"
+                    f"a bucket of {self.bucket_bytes} bytes (rollout.weight_sync_bucket_mb) is too small to move this "
+                    f"model in rounds: at least {2 * int(cut.max()) + 2 * ALIGN} are needed"
                 )
             parts = int(np.ceil(size / room).max())
             blocks.append(RoundBlock(parts, parts + int(any(forwards[group] for group in index)), tuple(present)))
