@@ -70,7 +70,7 @@ class ForkServer:
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
         except OSError as error:
-            raise WorkerUnavailable(f"no process could be started for it: {error}") from None
+            raise WorkerUnavailable(f"could not start a process for it: {error}") from None
         process = WorkerProcess(reader, writer, exit_status)
         await process.load()
         return process
@@ -147,7 +147,7 @@ class WorkerProcess:
                     message, _ = await read_frame(self._reader, MAX_BYTES)
         except TimeoutError:
             self.end()
-            problem = f"was not loaded in another process after {LOAD_LIMIT_S:g} s"
+            problem = f"did not load in another process within {LOAD_LIMIT_S:g} s"
             raise WorkerUnavailable(f"{loading or 'its module'} {problem}", loading) from None
         except (asyncio.IncompleteReadError, OSError, ValueError, TypeError):
             self.end()
@@ -195,7 +195,7 @@ class WorkerProcess:
             return "its process ended"
         if status > 128 and status - 128 in signal.valid_signals():
             name = signal.Signals(status - 128).name
-            return f"its process was ended by {name}" + (", maybe for want of memory" if name == "SIGKILL" else "")
+            return f"its process was killed by {name}" + (", perhaps out of memory" if name == "SIGKILL" else "")
         return f"its process ended with exit status {status}"
 
     async def _listen(self) -> None:

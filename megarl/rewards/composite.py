@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from megarl.config import ConfigError, RewardConfig
 from megarl.types import Episodes, Rollout, Rollouts
@@ -44,15 +43,12 @@ def combine_reward(rollout: Rollout, verdicts: Mapping[str, RewardResult], weigh
         unscored["sum"] = str(error)
     turns = rollout.turns
     if any(turn.reward for turn in turns) or any(verdict.turns for verdict in successes.values()):
-        action_indices = iter(range(sum(turn.is_action for turn in turns)))
-        turns = tuple(
-            replace(
-                turn, reward=0.0 if unscored else _combine_turn_reward(next(action_indices), successes, applied_weights)
-            )
-            if turn.is_action
-            else turn
-            for turn in turns
+        terms = [(applied_weights[name], verdict.turns) for name, verdict in successes.items() if verdict.turns]
+        turn_rewards = iter(
+            0.0 if unscored else math.fsum(weight * rewards[index] for weight, rewards in terms)
+            for index in range(sum(turn.is_action for turn in turns))
         )
+        turns = tuple(replace(turn, reward=next(turn_rewards)) if turn.is_action else turn for turn in turns)
     reward = 0.0 if unscored else total
     return replace(rollout, turns=turns, reward=reward, reward_parts=parts, unscored=unscored)
 
@@ -76,7 +72,9 @@ def combine_episode_rewards(
         for rollout in (rollouts.local[number] for number in episodes.last.tolist())
     ]
     result = []
-    for index, (number, is_last) in enumerate(zip(episodes.episode_ids.tolist(), episodes.is_last.tolist(), strict=True)):
+    for index, (number, is_last) in enumerate(
+        zip(episodes.episode_ids.tolist(), episodes.is_last.tolist(), strict=True)
+    ):
         last = last_branches[number]
         if is_last:
             result.append(last)

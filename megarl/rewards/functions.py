@@ -39,7 +39,7 @@ def check_function(function: Any, what: str) -> RewardFunction:
     if not callable(function):
         raise ConfigError(f"{what} is a {type(function).__name__}, not a function of a Rollout")
     if isinstance(function, type):
-        raise ConfigError(f"{what} is a class, and calling it gives an object, not a number; name a function")
+        raise ConfigError(f"{what} is a class, whose call returns an object, not a number; name a function")
     if plugins.is_generator(function):
         raise ConfigError(f"{what} is a generator; it must return a number when it is called")
     try:
@@ -104,7 +104,7 @@ def check_truths(
                     rejected[name].append(f"{where}: {' '.join(str(error).split())[:300]}")
         num_checked += 1
         if time.monotonic() >= deadline:
-            messages.append(f"{path}: the first {num_checked} rows' ground truths were looked at, in {seconds:g} s")
+            messages.append(f"{path}: the first {num_checked} rows' ground truths were checked in {seconds:g} s")
             break
     for name, examples in rejected.items():
         if examples:

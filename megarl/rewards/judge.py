@@ -12,7 +12,6 @@ separates the answer from the template; it does not keep a judge from believing 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -22,8 +21,7 @@ import orjson
 import regex
 
 from megarl.config import ConfigError, plugins, strict
-from megarl.rewards.composite import NOT_SCORED
-from megarl.rewards.service import OPTIONS_PREFIX, HttpClient, HttpOptions, HttpResponse, preview
+from megarl.rewards.service import OPTIONS_PREFIX, HttpOptions, HttpResponse, HttpScorer, preview
 from megarl.types import Message, Rollout
 from megarl.types.reward_values import MAX_REWARD, RewardFailure, ServiceReward
 
@@ -106,49 +104,24 @@ class JudgeOptions(HttpOptions):
                 f"at most {MAX_REWARD:g}"
             )
         if reserved := sorted(set(result.request) & set(_RESERVED_KEYS)):
-            raise ConfigError(f"{OPTIONS_PREFIX}request.{reserved[0]} is not for you to set; leave it out")
+            raise ConfigError(f"{OPTIONS_PREFIX}request.{reserved[0]} is not configurable; remove it")
         return result
 
 
-class Judge:
+class Judge(HttpScorer):
     """Client of a generative judge."""
 
-    part = PART
+    part, path = PART, "/chat/completions"
 
     def __init__(self, options: JudgeOptions) -> None:
+        super().__init__(options, "judge", batch_size=1)
         self.options = options
-        self.client = HttpClient(options, "judge")
         self._pattern = regex.compile(options.pattern)
 
     def check_reachable(self) -> None:
-        """Raise ConfigError unless each URL responds, with whatever status."""
         self.client.check_reachable("/models")
 
-    def score(self, rollouts: Sequence[Rollout], max_failed: float = math.inf) -> list[ServiceReward | RewardFailure]:
-        """Return the judge's score of each rollout, or the reason of a failure.
-
-        max_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
-        """
-        bodies = [self._body(rollout) for rollout in rollouts]
-        valid_bodies = [body for body in bodies if isinstance(body, bytes)]
-        scores: dict[int, ServiceReward | RewardFailure] = {}
-        failed = len(bodies) - len(valid_bodies)
-
-        def record(number: int, response: HttpResponse | RewardFailure) -> bool:
-            nonlocal failed
-            scores[number] = self._parse_response(response)
-            failed += isinstance(scores[number], RewardFailure)
-            return failed <= max_failed
-
-        self.client.post_all(valid_bodies, "/chat/completions", record)
-        numbers = iter(range(len(valid_bodies)))
-        return [body if isinstance(body, RewardFailure) else scores.get(next(numbers), NOT_SCORED) for body in bodies]
-
-    def max_duration(self, count: int) -> float:
-        """Return the maximum seconds that this many rollouts of a rank may take."""
-        return self.client.max_duration(count)
-
-    def _body(self, rollout: Rollout) -> bytes | RewardFailure:
+    def _encode(self, rollout: Rollout) -> bytes | RewardFailure:
         message = {"role": "user", "content": fill_template(self.options.prompt, rollout)}
         request = {"temperature": 0, "max_tokens": 1024, **self.options.request}
         try:
@@ -156,13 +129,14 @@ class Judge:
         except TypeError as error:  # a lone surrogate
             return RewardFailure(f"the sample cannot be sent to a judge as JSON: {error}")
 
-    def _parse_response(self, response: HttpResponse | RewardFailure) -> ServiceReward | RewardFailure:
-        if isinstance(response, RewardFailure):
-            return response
+    def _join(self, texts: Sequence[bytes]) -> bytes:
+        return texts[0]
+
+    def _parse(self, response: HttpResponse, count: int) -> Sequence[ServiceReward | RewardFailure]:
         try:
-            return self._score(extract_completion(response.data)), {}
+            return [(self._score(extract_completion(response.data)), {})]
         except ValueError as error:
-            return self.client.to_failure(response.url, str(error))
+            return [self.client.to_failure(response.url, str(error))]
 
     def _score(self, text: str) -> float:
         score_text = ""
@@ -171,14 +145,14 @@ class Judge:
                 score_text = match[1] if self._pattern.groups else match[0]
         except TimeoutError:
             raise ValueError(
-                f"{OPTIONS_PREFIX}pattern looked for a score for more than {_SEARCH_S:g} s: {preview(text)}"
+                f"{OPTIONS_PREFIX}pattern searched for a score for more than {_SEARCH_S:g} s: {preview(text)}"
             ) from None
         if not score_text:
-            raise ValueError(f"{OPTIONS_PREFIX}pattern found no score in what it said: {preview(text[-200:])}")
+            raise ValueError(f"{OPTIONS_PREFIX}pattern found no score in its answer: {preview(text[-200:])}")
         try:
             score = float(score_text)
         except ValueError:
-            raise ValueError(f"{OPTIONS_PREFIX}pattern found {preview(score_text)!r}, which is no number") from None
+            raise ValueError(f"{OPTIONS_PREFIX}pattern found {preview(score_text)!r}, which is not a number") from None
         if not self.options.least <= score <= self.options.most:
             raise ValueError(f"its score {score:g} is not from {self.options.least:g} to {self.options.most:g}")
         return score
@@ -217,7 +191,7 @@ def extract_completion(data: bytes) -> str:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"its answer is no completion ({plugins.format_error(error)}): {preview(data)}") from None
     if not isinstance(text, str):
-        raise ValueError(f"it said nothing, but {strict.short_repr(text)}")
+        raise ValueError(f"it returned no text, but {strict.short_repr(text)}")
     if finish_reason == "length":
-        raise ValueError(f"it was cut off before it had ended; raise {OPTIONS_PREFIX}request.max_tokens")
+        raise ValueError(f"it was truncated; raise {OPTIONS_PREFIX}request.max_tokens")
     return text.rpartition("</think>")[2]

@@ -247,7 +247,7 @@ def _truth(text: str) -> list[Any]:
         wrapped = text if "$" in text else _wrap_in_box(text)
         parsed = library.parse(wrapped, extraction_config=list(_ANY), parsing_timeout=_NO_LIMIT)
     if not parsed:
-        raise ValueError(f"the ground truth {text[:200]!r} is no mathematics that could be read")
+        raise ValueError(f"the ground truth {text[:200]!r} is not mathematics that can be parsed")
     return parsed
 
 

@@ -20,12 +20,10 @@ from megarl.config import ConfigError, plugins
 from megarl.processes.children import NO_LIMITS, ProcessLimits
 from megarl.processes.worker_process import ForkServer, WorkerProcess, WorkerUnavailable
 from megarl.rewards.functions import RewardFunction
-from megarl.rewards.reward_process import Kind, count_actions, decode_verdict, describe_timeout
+from megarl.rewards.reward_process import MAX_CONCURRENT, Kind, count_actions, decode_verdict, describe_timeout
 from megarl.types import Rollout
 from megarl.types.reward_values import RewardFailure, RewardResult
 
-MAX_CONCURRENT = 64
-"""Concurrent calls of coroutine functions per process."""
 GRACE_S = 10.0
 """Extra seconds for a process of coroutine functions, which enforces the timeout itself, to report it."""
 
@@ -230,7 +228,7 @@ class RewardPool:
             return None if is_concurrent else RewardFailure(str(error))
         except (ConfigError, LookupError, TypeError) as error:
             process.end()
-            return RewardFailure(f"its process gave a garbled answer: {error!r}")
+            return RewardFailure(f"its process sent a garbled answer: {error!r}")
 
     async def _shut_down(self) -> None:
         for task in (tasks := asyncio.all_tasks() - {asyncio.current_task()}):

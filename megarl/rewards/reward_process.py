@@ -41,6 +41,8 @@ from megarl.types.reward_values import Reward, RewardError, RewardFailure, Rewar
 TIMEOUT_SIGNAL = signal.SIGRTMIN + 7
 GRACE_S = 10.0
 """Seconds that a function has to return after the timeout signal."""
+MAX_CONCURRENT = 64
+"""Concurrent calls of coroutine functions per process."""
 _AGAIN_S = 1.0
 _LOOK_S = 0.1
 
@@ -102,17 +104,12 @@ class Deadline:
             if call is None or now < call[1]:
                 last_signal = 0.0
             elif now > call[1] + GRACE_S:
-                _exit_with_error(
-                    f"error: {call[0]} took longer than reward.timeout={self.seconds:g} s, and does not stop"
-                )
+                line = f"error: {call[0]} took longer than reward.timeout={self.seconds:g} sand does not stop\n"
+                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode(errors="replace"))
+                os._exit(2)
             elif self._main and now - last_signal >= _AGAIN_S:
                 last_signal = now
                 signal.pthread_kill(threading.main_thread().ident or 0, TIMEOUT_SIGNAL)
-
-
-def _exit_with_error(line: str) -> None:
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode(errors="replace") + b"\n")
-    os._exit(2)
 
 
 Kind = Literal["sync", "async"]
@@ -121,7 +118,7 @@ Kind = Literal["sync", "async"]
 
 def describe_timeout(limit: float) -> str:
     """Return the failure reason for a call that took longer than `limit` seconds."""
-    return f"it took longer than reward.timeout={limit:g} s; make it faster or raise that"
+    return f"it took longer than reward.timeout={limit:g} s; make it faster or raise reward.timeout"
 
 
 def call(function: RewardFunction, rollout: Rollout) -> RewardResult:
@@ -221,8 +218,6 @@ def decode_verdict(response: Mapping[str, Any], num_turns: int) -> RewardResult:
     return reward
 
 
-MAX_CONCURRENT = 64
-"""Concurrent calls of a coroutine function."""
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
@@ -247,7 +242,8 @@ def score(
         """Record a verdict. Returns whether to continue."""
         if len(failed) <= max_failed:
             verdicts[number][name] = verdict
-            failed.update([number] if isinstance(verdict, RewardFailure) else [])
+            if isinstance(verdict, RewardFailure):
+                failed.add(number)
         return len(failed) <= max_failed
 
     deadline = Deadline(timeout) if functions and math.isfinite(timeout) else None
@@ -261,11 +257,9 @@ def score(
                     number, name, _call_with_deadline(name, function, rollout, deadline)
                 ):
                     break
-    return (
-        [mark_unscored(verdict_by_name, list(functions)) for verdict_by_name in verdicts]
-        if len(failed) > max_failed
-        else verdicts
-    )
+    if len(failed) > max_failed:
+        return [mark_unscored(verdict_by_name, list(functions)) for verdict_by_name in verdicts]
+    return verdicts
 
 
 async def _score_async(
@@ -276,24 +270,18 @@ async def _score_async(
     record: Callable[[int, str, RewardResult], bool],
 ) -> None:
     semaphore = asyncio.Semaphore(MAX_CONCURRENT)
-    should_continue = True
 
     async def score_rollout(number: int, rollout: Rollout) -> None:
-        nonlocal should_continue
         async with semaphore:
-            if should_continue and not record(
-                number, name, await call_async(function, _copy_rollout(rollout), timeout)
-            ):
-                should_continue = False
-                for task in tasks:
-                    task.cancel()
+            verdict = await call_async(function, _copy_rollout(rollout), timeout)
+        if not record(number, name, verdict):
+            for task in set(tasks) - {asyncio.current_task()}:
+                task.cancel()
 
-    tasks = [asyncio.ensure_future(score_rollout(number, rollout)) for number, rollout in enumerate(rollouts)]
-    if tasks:
-        await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
+    tasks = [asyncio.create_task(score_rollout(number, rollout)) for number, rollout in enumerate(rollouts)]
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
 
 
 def _call_with_deadline(
@@ -323,22 +311,16 @@ def _call_with_deadline(
 
 def _copy_rollout(rollout: Rollout) -> Rollout:
     """Return the rollout with copies of everything that a function could mutate."""
-    prompt = rollout.prompt
-    copied_prompt = replace(
-        prompt,
-        messages=_copy_value(prompt.messages),
-        ground_truth=_copy_value(prompt.ground_truth),
-        extra=_copy_value(prompt.extra),
+    prompt = replace(
+        rollout.prompt,
+        messages=_copy_value(rollout.prompt.messages),
+        ground_truth=_copy_value(rollout.prompt.ground_truth),
+        extra=_copy_value(rollout.prompt.extra),
     )
     turns = tuple(map(replace, rollout.turns))  # constructing a turn makes its arrays read-only; pickling undoes it
+    messages = _copy_value(rollout.messages)
     return replace(
-        rollout,
-        prompt=copied_prompt,
-        turns=turns,
-        messages=_copy_value(rollout.messages),
-        reward_parts={},
-        routing=None,
-        sampling_mask=None,
+        rollout, prompt=prompt, turns=turns, messages=messages, reward_parts={}, routing=None, sampling_mask=None
     )
 
 

@@ -14,32 +14,29 @@ from megarl.rewards import composite, judge, service
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions
 from megarl.rewards.sequence_classifier import ClassifierOptions
-from megarl.rewards.service import Service, ServiceOptions
+from megarl.rewards.service import HttpOptions, HttpScorer, Service, ServiceOptions
 from megarl.types.requirements import Requirements
 from megarl.types.reward_values import MAX_REWARD
 
-_OF_SERVICE = {"http": ServiceOptions, "judge": JudgeOptions}
+_SERVICE_OPTIONS = {"http": ServiceOptions, "judge": JudgeOptions}
 PARTS = {"http": service.PART, "judge": judge.PART}
 
 
 def options_for_model(options: Mapping[str, Any], service: str) -> dict[str, Any]:
     """Return the role's options that configure the backend of `reward.model`. service: the other backend, if any."""
-    service_options = {field.name for field in dataclasses.fields(_OF_SERVICE[service])} if service else set()
-    return {name: value for name, value in options.items() if name not in service_options and name != "reward_fn"}
+    return _without(options, _SERVICE_OPTIONS.get(service))
 
 
-def options_for_service(options: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Return the role's options that configure the service or judge. model: the backend of `reward.model`, if any."""
-    model_options = (
-        {field.name for field in dataclasses.fields(ClassifierOptions)} if model == "transformers" else set()
-    )
-    return {name: value for name, value in options.items() if name not in model_options and name != "reward_fn"}
+def _without(options: Mapping[str, Any], other: type[ClassifierOptions] | type[HttpOptions] | None) -> dict[str, Any]:
+    """Return the options without `reward_fn` and those of the other backend."""
+    other_names = {field.name for field in dataclasses.fields(other)} if other else set()
+    return {name: value for name, value in options.items() if name not in other_names and name != "reward_fn"}
 
 
-def build_service(config: Config, options: Mapping[str, Any]) -> Service | Judge | None:
+def build_service(config: Config, options: Mapping[str, Any]) -> HttpScorer | None:
     """Build the client of the reward service or judge, None without one. Raises ConfigError for invalid options."""
     model, service_backend = role_backends(config, "reward")
-    service_options = options_for_service(options, model)
+    service_options = _without(options, ClassifierOptions if model == "transformers" else None)
     if service_backend == "http":
         return Service(ServiceOptions.read(service_options))
     return Judge(JudgeOptions.read(service_options)) if service_backend == "judge" else None
@@ -57,20 +54,20 @@ def check_reward(config: Config, requirements: Requirements, options: dict[str, 
         build_service(config, options)
     elif backend != "transformers" and model_opts:
         raise ConfigError(
-            f"roles.reward.options.{min(model_opts)}: the backend {backend or MEGATRON} takes no options; leave it out"
+            f"roles.reward.options.{min(model_opts)}: the backend {backend or MEGATRON} takes no options; remove it"
         )
     if backend == "transformers":
         ClassifierOptions.read(model_opts)
         if not model:
             raise ConfigError("roles.reward.backend=transformers needs reward.model, the folder of a classifier")
     if backend == "pool" and model:
-        raise ConfigError(f"reward.model={model} with roles.reward.backend=pool, which has no model: leave one out")
+        raise ConfigError(f"reward.model={model} with roles.reward.backend=pool, which has no model: remove one")
     has_other_parts = bool(functions or model or "reward_fn" in options or service_backend)
     has_environment = has_environment_reward(config.rollout, has_other_parts)
     if not has_other_parts and not has_environment:
         raise ConfigError(
             f"reward.functions is empty; {requirements.name} needs at least one, such as megarl.rewards.gsm8k:gsm8k, "
-            "or reward.model, or what answers elsewhere, roles.reward.backend=http or judge, or rollout.environments"
+            "or reward.model, or a service, roles.reward.backend=http or judge, or rollout.environments"
         )
     reward_fn = options.get("reward_fn")
     function_names = functions if reward_fn is None else [getattr(reward_fn, "__name__", "reward_fn")]
@@ -96,9 +93,8 @@ def has_environment_reward(config: RolloutConfig, has_other_parts: bool) -> bool
     for environment in environments:
         if not environment.has_reward and not has_other_parts:
             raise ConfigError(
-                f"{ENVIRONMENTS_KEY}: {environment.spec} has no `reward`, and there are no reward.functions: "
-                "nobody says what its "
-                "conversations are worth; give it one, or set the latter"
+                f"{ENVIRONMENTS_KEY}: {environment.spec} has no `reward`, and there are no reward.functions, so its "
+                f"conversations have no reward; add one of the two"
             )
     return any(environment.has_reward for environment in environments)
 

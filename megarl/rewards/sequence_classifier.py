@@ -86,7 +86,7 @@ class ClassifierTokenizer:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:  # a broken file raises many kinds
-            raise ConfigError(f"reward.model={path}: no tokenizer there: {plugins.format_error(error)[:500]}") from None
+            raise ConfigError(f"reward.model={path}: no tokenizer: {plugins.format_error(error)[:500]}") from None
         template = getattr(self.tokenizer, "chat_template", None)
         has_same_vocab = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
         self.is_policy_tokenizer = has_same_vocab and (not template or template == policy_tokenizer.chat_template)
@@ -101,12 +101,12 @@ class ClassifierTokenizer:
         """Return the input ids. Raises ConfigError for a conversation that is too long or that the template rejects."""
         ids = rollout.token_ids if self.is_policy_tokenizer else self._render(rollout)
         if not len(ids):
-            raise ConfigError(f"reward.model={self.path}: there is nothing to read in the sample {rollout.prompt.id!r}")
+            raise ConfigError(f"reward.model={self.path}: the sample is empty: {rollout.prompt.id!r}")
         if len(ids) > self.limit and self.longer == "stop":
             raise ConfigError(
                 f"the sample {rollout.prompt.id!r} is {len(ids)} tokens for reward.model={self.path}, whose context is "
-                f"{self.limit}: lower rollout.max_context, or set {OPTIONS_PREFIX}longer=cut, which cuts its "
-                "beginning off"
+                f"{self.limit}: lower rollout.max_context, or set {OPTIONS_PREFIX}longer=cut, which truncates its "
+                f"beginning"
             )
         return ids
 

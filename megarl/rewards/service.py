@@ -27,6 +27,7 @@ import os
 import random
 import re
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
@@ -78,9 +79,7 @@ class HttpOptions:
         """Parse options. Raises ConfigError for an unknown option, a missing URL, and a URL that is not allowed."""
         result: Self = strict.build_dataclass(cls, options, OPTIONS_PREFIX, root=Config)
         if not result.url:
-            raise ConfigError(
-                f"{OPTIONS_PREFIX}url is not set; it must name where to ask, such as http://judge:8000/score"
-            )
+            raise ConfigError(f"{OPTIONS_PREFIX}url is not set; it must be a URL such as http://judge:8000/score")
         for url in result.url:
             try:
                 parts = urlsplit(url)
@@ -165,26 +164,20 @@ class HttpClient:
         semaphore = asyncio.Semaphore(self.options.concurrency)
         urls = self.options.url
         responses: list[HttpResponse | RewardFailure] = [NOT_SCORED] * len(bodies)
-        is_stopped = asyncio.Event()
 
         async def post(number: int, body: bytes) -> None:
             async with semaphore:
                 start = number % len(urls)
                 responses[number] = await self._request_with_retry(session, urls[start:] + urls[:start], path, body)
             if not should_continue(number, responses[number]):
-                is_stopped.set()
+                for task in set(tasks) - {asyncio.current_task()}:
+                    task.cancel()
 
         async with self._session() as session:
             tasks = [asyncio.create_task(post(number, body)) for number, body in enumerate(bodies)]
-            stopper = asyncio.create_task(_cancel_when(is_stopped, tasks))
-            try:
-                await asyncio.gather(*tasks)
-            except asyncio.CancelledError:
-                if not is_stopped.is_set():
-                    raise
-                await asyncio.wait(tasks)
-            finally:
-                stopper.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                    raise result
         return responses
 
     def _session(self) -> aiohttp.ClientSession:
@@ -219,7 +212,7 @@ class HttpClient:
         try:
             return await retrying(attempt)
         except _TransientError as error:
-            return self.to_failure(url, f"{error} ({tries} tries); see that it runs, or set {OPTIONS_PREFIX}url")
+            return self.to_failure(url, f"{error} ({tries} tries); check that it runs, or set {OPTIONS_PREFIX}url")
         except _PermanentError as error:
             return self.to_failure(url, str(error))
 
@@ -244,7 +237,7 @@ class HttpClient:
                         )
                 location = response.headers.get("Location", "")
         except TimeoutError:
-            raise _TransientError(f"there was no answer within {self.options.timeout:g} s") from None
+            raise _TransientError(f"no answer within {self.options.timeout:g} s") from None
         except ValueError as error:  # an invalid host name
             raise _PermanentError(f"{plugins.format_error(error)}; set {OPTIONS_PREFIX}url") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -253,8 +246,8 @@ class HttpClient:
             return bytes(data)
         if 300 <= status < 400:
             raise _PermanentError(
-                f"it redirects to {preview(location.encode())}, which is not followed; set {OPTIONS_PREFIX}url "
-                "to where it is"
+                f"it redirects to {preview(location.encode())}, which is not followed; set {OPTIONS_PREFIX}url to its "
+                f"target"
             )
         problem = f"it answered with status {status}: {preview(data)}"
         raise (_TransientError if status >= 500 or status == 429 else _PermanentError)(problem)
@@ -275,7 +268,7 @@ class HttpClient:
         if not secret:
             raise ConfigError(f"{prefix} is not set on this machine; export it before the run, on all machines")
         if not (secret.isascii() and secret.isprintable()):
-            raise ConfigError(f"{prefix} holds characters that no header may have")
+            raise ConfigError(f"{prefix} holds characters that are not allowed in a header")
         return secret if " " in secret else f"Bearer {secret}"
 
     def _redact(self, text: str) -> str:
@@ -283,12 +276,6 @@ class HttpClient:
             return text
         _, _, secret = self._secret().partition(" ")
         return text.replace(secret, "***")
-
-
-async def _cancel_when(event: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
-    await event.wait()
-    for task in tasks:
-        task.cancel()
 
 
 def preview(data: bytes | bytearray | str) -> str:
@@ -299,10 +286,7 @@ def preview(data: bytes | bytearray | str) -> str:
 
 
 def _remedy(address: str) -> str:
-    return (
-        f"is at {address}, on this machine or in a private network: set {OPTIONS_PREFIX}private=true if it is "
-        "one of yours"
-    )
+    return f"is at {address}, on this machine or in a private network: set {OPTIONS_PREFIX}private=true if it is yours"
 
 
 class _PermanentError(Exception):
@@ -327,58 +311,94 @@ class ServiceOptions(HttpOptions):
     """Conversations per request."""
 
 
-class Service:
-    """Client of a reward service."""
+class HttpScorer(ABC):
+    """Client that scores rollouts by requests, each of which holds up to `batch_size` rollouts."""
 
-    part = PART
+    part: str
+    """Name of its part of the reward."""
+    path = ""
+    """Appended to the URLs of requests."""
 
-    def __init__(self, options: ServiceOptions) -> None:
-        self.options = options
-        self.client = HttpClient(options, "reward service")
+    def __init__(self, options: HttpOptions, service_name: str, batch_size: int) -> None:
+        self.client, self._batch_size = HttpClient(options, service_name), batch_size
 
     def check_reachable(self) -> None:
         """Raise ConfigError unless each URL responds, with whatever status."""
         self.client.check_reachable()
 
     def score(self, rollouts: Sequence[Rollout], max_failed: float = math.inf) -> list[ServiceReward | RewardFailure]:
-        """Return the service's reward of each rollout, or the reason of a failure.
+        """Return the reward of each rollout, or the reason of a failure.
 
         max_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
         """
         rewards: list[ServiceReward | RewardFailure] = [NOT_SCORED] * len(rollouts)
         encoded: list[tuple[int, bytes]] = []
         for number, rollout in enumerate(rollouts):
-            text = _encode_rollout(rollout)
+            text = self._encode(rollout)
             if isinstance(text, RewardFailure):
                 rewards[number] = text
             else:
                 encoded.append((number, text))
-        size = self.options.batch
-        batches = [encoded[i : i + size] for i in range(0, len(encoded), size)]
-        bodies = [b'{"conversations": [' + b", ".join(text for _, text in batch) + b"]}" for batch in batches]
-        failed = sum(isinstance(reward, RewardFailure) and reward is not NOT_SCORED for reward in rewards)
+        failed = len(rollouts) - len(encoded)
+        batches = [encoded[i : i + self._batch_size] for i in range(0, len(encoded), self._batch_size)]
 
         def record(index: int, response: HttpResponse | RewardFailure) -> bool:
             nonlocal failed
-            for (number, _), parts in zip(
-                batches[index], self._parse_response(response, len(batches[index])), strict=True
-            ):
-                rewards[number] = parts
-                failed += isinstance(parts, RewardFailure)
+            count = len(batches[index])
+            parsed = [response] * count if isinstance(response, RewardFailure) else self._parse(response, count)
+            for (number, _), reward in zip(batches[index], parsed, strict=True):
+                rewards[number] = reward
+                failed += isinstance(reward, RewardFailure)
             return failed <= max_failed
 
-        self.client.post_all(bodies, should_continue=record)
+        self.client.post_all([self._join([text for _, text in batch]) for batch in batches], self.path, record)
         return rewards
 
     def max_duration(self, count: int) -> float:
         """Return the maximum seconds that this many rollouts of a rank may take."""
-        return self.client.max_duration(-(-count // self.options.batch))
+        return self.client.max_duration(-(-count // self._batch_size))
 
-    def _parse_response(
-        self, response: HttpResponse | RewardFailure, count: int
-    ) -> Sequence[ServiceReward | RewardFailure]:
-        if isinstance(response, RewardFailure):
-            return [response] * count
+    @abstractmethod
+    def _encode(self, rollout: Rollout) -> bytes | RewardFailure: ...
+
+    @abstractmethod
+    def _join(self, texts: Sequence[bytes]) -> bytes:
+        """Return the body of a request for these encoded rollouts."""
+
+    @abstractmethod
+    def _parse(self, response: HttpResponse, count: int) -> Sequence[ServiceReward | RewardFailure]:
+        """Return the `count` rewards of a response."""
+
+
+class Service(HttpScorer):
+    """Client of a reward service."""
+
+    part = PART
+
+    def __init__(self, options: ServiceOptions) -> None:
+        super().__init__(options, "reward service", options.batch)
+
+    def _encode(self, rollout: Rollout) -> bytes | RewardFailure:
+        prompt = rollout.prompt
+        fields = {
+            "id": prompt.id,
+            "data_source": prompt.data_source,
+            "prompt": prompt.messages,
+            "messages": rollout.messages,
+            "answer": rollout.answer,
+            "status": rollout.status,
+            "ground_truth": prompt.ground_truth,
+            "extra": prompt.extra,
+        }
+        try:
+            return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            return RewardFailure(f"the sample cannot be sent to a reward service as JSON: {error}")
+
+    def _join(self, texts: Sequence[bytes]) -> bytes:
+        return b'{"conversations": [' + b", ".join(texts) + b"]}"
+
+    def _parse(self, response: HttpResponse, count: int) -> Sequence[ServiceReward | RewardFailure]:
         try:
             entries = orjson.loads(response.data)
         except ValueError:
@@ -388,9 +408,9 @@ class Service:
             what = f"a list of {len(entries)}" if isinstance(entries, list) else f"a {type(entries).__name__}"
             problem = f"its answer to {count} conversations must be a list of as many, not {what}: "
             return [self.client.to_failure(response.url, problem + preview(response.data))] * count
-        return [self._entry(response.url, entry) for entry in entries]
+        return [self._parse_entry(response.url, entry) for entry in entries]
 
-    def _entry(self, url: str, entry: Any) -> ServiceReward | RewardFailure:
+    def _parse_entry(self, url: str, entry: Any) -> ServiceReward | RewardFailure:
         parts: dict[str, Any] = {}
         try:
             if isinstance(entry, dict):
@@ -411,23 +431,5 @@ def _check_parts(parts: Any) -> dict[str, Any]:
         raise RewardError(f"it returned {len(parts)} parts; {_MAX_PARTS} are allowed")
     for name in parts:
         if not _PART_NAME.fullmatch(name):
-            raise RewardError(f"it returned a part with the name {preview(strict.short_repr(name))}; letters will do")
+            raise RewardError(f"it returned a part with the name {preview(strict.short_repr(name))}; use letters")
     return parts
-
-
-def _encode_rollout(rollout: Rollout) -> bytes | RewardFailure:
-    prompt = rollout.prompt
-    fields = {
-        "id": prompt.id,
-        "data_source": prompt.data_source,
-        "prompt": prompt.messages,
-        "messages": rollout.messages,
-        "answer": rollout.answer,
-        "status": rollout.status,
-        "ground_truth": prompt.ground_truth,
-        "extra": prompt.extra,
-    }
-    try:
-        return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError as error:
-        return RewardFailure(f"the sample cannot be sent to a reward service as JSON: {error}")

@@ -40,8 +40,8 @@ VARIABLE = "MEGARL_SANDBOX"
 """Environment variable with the configuration's section `sandbox`, as JSON."""
 NO_FILES: Mapping[str, bytes] = {}
 UNPROTECTED = (
-    "sandbox.backend=none: NOTHING protects this machine from what the policy writes; it runs as the user who runs the "
-    "training, with all of this user's files and the network"
+    "sandbox.backend=none: NOTHING protects this machine from the policy's code; it runs as the user who runs the "
+    "training, with access to that user's files and the network"
 )
 
 
@@ -85,7 +85,15 @@ class Interpreter:
         next call starts a new session. Never raises for what the code does; raises SandboxError if there is no box.
         """
         async with self._calling:
-            return await self._run(code, seconds)
+            if self._closed:
+                return Output(False, "", "", 0.0, "closed")
+            response, blobs = await self._call(code, seconds or self._limits["seconds"])
+            stdout, stderr = (blob.decode(errors="replace") for blob in blobs[:2])
+            if response["kind"] == "called":
+                is_ok = blobs[3] == b"1"
+                return Output(is_ok, stdout, stderr, response["seconds"], "" if is_ok else "exit")
+            self._number = 0
+            return Output(False, stdout, stderr, response["seconds"], response["reason"] or "exit", is_state_lost=True)
 
     async def close(self) -> None:
         """End the session. Further calls return at once with reason `closed`."""
@@ -100,26 +108,19 @@ class Interpreter:
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         await self.close()
 
-    async def _run(self, code: str, seconds: float | None) -> Output:
-        if self._closed:
-            return Output(False, "", "", 0.0, "closed")
+    async def _call(self, code: str, seconds: float) -> Frame:
+        """Send a call to the session's box, which is opened first if there is none."""
         await self._client.connect()
         if self._number == 0:
             self._number = self._client.next_number()
             order = {"number": self._number, "kind": "open", "session": True, "channel": True, "files": [], "fetch": []}
             await self._client.send({**order, "command": SESSION_COMMAND, "limits": self._limits}, [b"", b""])
-        call = {"number": self._number, "kind": "call", "seconds": seconds or self._limits["seconds"]}
+        call = {"number": self._number, "kind": "call", "seconds": seconds}
         try:
-            response, blobs = await self._client.request(call, [json.dumps(code).encode() + b"\n"])
+            return await self._client.request(call, [json.dumps(code).encode() + b"\n"])
         except BaseException:
             self._number = 0
             raise
-        stdout, stderr = (blob.decode(errors="replace") for blob in blobs[:2])
-        if response["kind"] == "called":
-            is_ok = blobs[3] == b"1"
-            return Output(is_ok, stdout, stderr, response["seconds"], "" if is_ok else "exit")
-        self._number = 0
-        return Output(False, stdout, stderr, response["seconds"], response["reason"] or "exit", is_state_lost=True)
 
 
 def check_backend(settings: SandboxConfig) -> None:
@@ -242,15 +243,19 @@ class Sandbox:
         backend = self.settings.backend
         if self._service is not None:
             await self._service.check()
-            return Probe(backend, ("what the service does",))
+            return Probe(backend, ("the service's sandbox",))
         try:
             harness_result = await self.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
         except SandboxError as error:
-            raise ConfigError(f"sandbox.backend={backend} cannot hold here: {error}. Remedy: {REMEDY}") from None
+            raise ConfigError(
+                f"sandbox.backend={backend} does not work on this machine: {error}. Remedy: {REMEDY}"
+            ) from None
         if backend == "none":
             return Probe(backend, (), (UNPROTECTED,))
         if faults := list_faults(harness_result.results.get(0), harness_result.run):
-            raise ConfigError(f"sandbox.backend={backend} does not hold here: {', '.join(faults)}. Remedy: {REMEDY}")
+            raise ConfigError(
+                f"sandbox.backend={backend} does not isolate on this machine: {', '.join(faults)}. Remedy: {REMEDY}"
+            )
         assert self._client.runner_info is not None
         return Probe(backend, tuple(self._client.runner_info["layers"]), tuple(self._client.runner_info["missing"]))
 

@@ -187,7 +187,7 @@ class Box:
             elif stderr.startswith("bwrap: execvp "):
                 self._status = 127
             else:
-                return namespace.error or stderr or "bubblewrap has started nothing, and says nothing of why"
+                return namespace.error or stderr or "bubblewrap did not start, without an error message"
         if self._reason:
             self._status = None
         elif self._status:

@@ -38,7 +38,7 @@ def make_private_folder(path: str) -> None:
     except FileExistsError:
         info = os.lstat(path)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-            raise PermissionError(f"{path} is there, and is not a folder of this user's alone; remove it") from None
+            raise PermissionError(f"{path} exists and is not a private folder of this user; remove it") from None
 
 
 def enter_namespaces(

@@ -72,9 +72,9 @@ class BoxNamespace:
         """Exit status of the command."""
         self.bwrap_exit_code = 0
         self.error = ""
-        self.on_started: Callable[[], None] = _nothing
+        self.on_started: Callable[[], None] = lambda: None
         """Called when the init process has started."""
-        self.on_exited: Callable[[], None] = _nothing
+        self.on_exited: Callable[[], None] = lambda: None
         """Called when nothing runs in the box any more."""
         self._host = host
         self._disk_limits = disk_mb, files
@@ -226,10 +226,6 @@ def _compute_tmpfs_size(disk_mb: int, files: int) -> tuple[int, int]:
     return (disk_mb << 20) + _PIECE, files + _OWN_FILES
 
 
-def _nothing() -> None:
-    pass
-
-
 MAX_IDLE, MAX_IDLE_PER_SPEC = 8, 4
 """Maximum idle namespaces, in total and per spec."""
 _REMEMBERED = 16
@@ -247,9 +243,6 @@ class _Demand:
     times: int
     last: float
     disk_limits: tuple[int, int]
-
-    def compute_target(self) -> int:
-        return min(MAX_IDLE_PER_SPEC, self.times - 1)
 
 
 class WarmPool:
@@ -314,7 +307,7 @@ class WarmPool:
     def _find_missing_spec(self, now: float) -> BoxSpec | None:
         """Return the most recently requested spec that has too few idle namespaces and room for another."""
         for spec, demand in reversed(self._demand.items()):
-            if len(self._list_idle(spec)) < demand.compute_target() and (
+            if len(self._list_idle(spec)) < min(MAX_IDLE_PER_SPEC, demand.times - 1) and (
                 len(self._idle) < self._max_idle or self._make_room(now)
             ):
                 return spec

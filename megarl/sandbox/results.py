@@ -42,7 +42,7 @@ class Result:
     ok: bool
     """Exit status 0 within all limits. Not a verdict: any program can exit with 0."""
     status: int | None
-    """Exit status, or minus the signal that ended it; None if the box was ended from outside."""
+    """Exit status, or minus the signal that ended it; None if the sandbox was terminated from outside."""
     stdout: bytes
     stderr: bytes
     seconds: float

@@ -93,7 +93,7 @@ class Runner:
         self._slots: dict[Box, int] = {}
         self._by_bwrap_pid: dict[int, BoxNamespace] = {}
         self._waiting: deque[tuple[Box, Callable[[], None]]] = deque()
-        self.root = setup["place"]
+        self.root = setup["root"]
         mounts.make_private_folder(self.root)
         self._box_limit = BoxLimit(f"{self.root}/turns", setup["processes"])
         self.spawner: Spawner | BareSpawner
@@ -110,26 +110,25 @@ class Runner:
     def _drop_privileges(self, setup: dict[str, Any]) -> None:
         self.cgroups = Cgroups.find() if setup["cgroups"] else None
         description, self.pid = mounts.enter_namespaces(
-            self.root, setup["python"], setup["packages"], self._transfer_cgroups
+            self.root,
+            setup["python"],
+            setup["packages"],
+            self.cgroups.transfer_ownership if self.cgroups else lambda user: None,
         )
         self.spawner = Spawner(setup["bwrap"], self.root, setup["python"])
-        self.layers = [description, "bubblewrap: namespaces of its own, read-only files"]
+        self.layers = [description, "bubblewrap: private namespaces, read-only files"]
         if self.spawner.has_seccomp:
             self.layers.append("seccomp")
         else:
             self.missing.append(f"no seccomp filter for {platform.machine()}")
         self.layers.append("resource limits")
         if not self.has_nproc_per_box:
-            self.missing.append("this kernel counts a user's processes all alike, the watchdog counts those of a box")
+            self.missing.append("this kernel counts processes per user only; the watchdog counts those of each box")
         if self.cgroups:
             self.layers.append("memory cgroup")
         else:
             self.layers.append("memory watchdog")
-            self.missing.append("no memory cgroup is lent to this process, the watchdog stands in")
-
-    def _transfer_cgroups(self, user: int) -> None:
-        if self.cgroups:
-            self.cgroups.transfer_ownership(user)
+            self.missing.append("no memory cgroup is delegated to this process; the watchdog enforces the limit")
 
     def run(self) -> None:
         """Serve until the other end of the wire closes."""
@@ -242,9 +241,7 @@ def main(wire: socket.socket, parent: int) -> None:
     wire.set_inheritable(False)
     inherit_orphans()
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (hard_limit, hard_limit)
-    )  # a session uses five, and there may be hundreds
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # hundreds of sessions use five each
     decoder = FrameDecoder()
     frames: list[Frame] = []
     while not frames:

@@ -29,11 +29,11 @@ _PACKAGES = ("numpy", "sympy", "mpmath")
 _READY_S = 60.0
 _PIECE = 1 << 20
 REMEDY = (
-    "install bubblewrap (apt install bubblewrap) and let unprivileged users make namespaces: "
+    "install bubblewrap (apt install bubblewrap) and let unprivileged users create namespaces: "
     "sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
     "user.max_user_namespaces above 0; in Docker --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
     "--security-opt systempaths=unconfined; in Kubernetes seccompProfile Unconfined and procMount Unmasked. Or set "
-    "sandbox.backend to the address of a service with SandboxFusion's API; megarl/sandbox/README.md says more"
+    "sandbox.backend to the address of a service with SandboxFusion's API; megarl/sandbox/README.md has details"
 )
 
 
@@ -84,7 +84,9 @@ class RunnerClient:
             assert greeting is not None
             if greeting["kind"] == "refused":
                 self.close()
-                raise ConfigError(f"sandbox.backend=bubblewrap cannot hold here: {greeting['why']}. Remedy: {REMEDY}")
+                raise ConfigError(
+                    f"sandbox.backend=bubblewrap does not work on this machine: {greeting['why']}. Remedy: {REMEDY}"
+                )
             self.runner_info = greeting
 
     async def request(self, order: Mapping[str, Any], blobs: Sequence[bytes]) -> Frame:
@@ -100,7 +102,7 @@ class RunnerClient:
                 asyncio.ensure_future(self.send({"number": number, "kind": "end"}, ()))
             raise
         if response.get("failure"):
-            raise SandboxError(f"a box could not be made: {response['failure']}")
+            raise SandboxError(f"a box could not be created: {response['failure']}")
         return response, contents
 
     async def send(self, order: Mapping[str, Any], blobs: Sequence[bytes]) -> None:
@@ -112,7 +114,7 @@ class RunnerClient:
                 await self._loop.sock_sendall(self._wire, encode_frame(dict(order), blobs))
             except OSError as error:
                 self._on_lost()
-                raise SandboxError(f"the process that starts boxes has ended: {error}") from None
+                raise SandboxError(f"the process that starts boxes exited: {error}") from None
 
     @property
     def pid(self) -> int:
@@ -147,7 +149,7 @@ class RunnerClient:
         if self._settings.backend == "bubblewrap":
             bwrap = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin:" + os.environ.get("PATH", "")) or ""
             if not bwrap:
-                raise ConfigError(f"sandbox.backend=bubblewrap: there is no bwrap on this machine. Remedy: {REMEDY}")
+                raise ConfigError(f"sandbox.backend=bubblewrap: bwrap is not installed. Remedy: {REMEDY}")
         client_socket, runner_socket = socket.socketpair()
         with runner_socket:
             # The base interpreter, not this virtual environment: none of its packages may appear in the box.
@@ -162,7 +164,7 @@ class RunnerClient:
                 start_new_session=True,
             )
         setup = {
-            "place": f"/tmp/megarl-sandbox-{os.getuid()}",
+            "root": f"/tmp/megarl-sandbox-{os.getuid()}",
             "processes": self._settings.processes,
             "bwrap": bwrap,
             "python": os.path.realpath(sys.base_prefix),
@@ -199,7 +201,9 @@ class RunnerClient:
         self.close()
         for future in futures.values():
             if not future.done():
-                future.set_exception(SandboxError("the process that starts boxes has ended; the next run starts one"))
+                future.set_exception(
+                    SandboxError("the process that starts boxes exited; the next run starts a new one")
+                )
 
 
 def _find_packages() -> list[str]:

@@ -124,7 +124,7 @@ class SandboxFusion:
                     raise SandboxError(f"{self._url} answers {response.status}: {(await response.text())[:200]!r}")
                 message = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise SandboxError(f"{self._url} does not answer as it should: {type(error).__name__} {error}") from None
+            raise SandboxError(f"{self._url} does not answer correctly: {type(error).__name__} {error}") from None
         if not isinstance(message, dict):
             raise SandboxError(f"{self._url} answers {str(message)[:100]!r}, not an object")
         return message

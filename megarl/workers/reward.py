@@ -206,7 +206,7 @@ class RewardWorker(Worker):
             for result in service.score(whole.local, self.config.reward.max_failed_frac * len(whole)):
                 results.append(result if isinstance(result, RewardFailure) else Reward(*result))
 
-        with with_timeout(max(self.config.run.timeout_s, service.max_duration(max_local))):
+        with with_timeout(max(self.config.run.distributed_timeout_s, service.max_duration(max_local))):
             run_on_all(ask_service)
         return results
 
@@ -272,7 +272,7 @@ class RewardWorker(Worker):
                 (sum(counts.get(rank, 0) for counts in shares.values()) for rank in range(self.job.world)), default=0
             )
         limit = min(self.config.reward.timeout, _MAX_TIMEOUT_S) + GRACE_S
-        return max(self.config.run.timeout_s, limit * max_calls * len(self.functions))
+        return max(self.config.run.distributed_timeout_s, limit * max_calls * len(self.functions))
 
     def _score_in_process(self, whole: Rollouts) -> list[dict[str, RewardResult]]:
         """Score the local rollouts, on this rank or another rank of the machine."""

@@ -29,7 +29,7 @@ to = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 print("connected", flush=True)
 sys.stdin.read()
 """
-    lost = ConnectionError("rank 1 is gone: closed")
+    lost = ConnectionError("rank 1 disconnected: closed")
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = start_as_other_user(code, str(server.getsockname()[1]))
         try:

@@ -192,7 +192,7 @@ def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyP
         with pytest.raises(ConfigError, match="environment variable JUDGE_KEY is not set on this machine; export it"):
             use()
     monkeypatch.setenv("JUDGE_KEY", "a\nb")
-    with pytest.raises(ConfigError, match="holds characters that no header may have") as caught:
+    with pytest.raises(ConfigError, match="holds characters that are not allowed in a header") as caught:
         one.check_credentials()
     assert "a\nb" not in str(caught.value)
 

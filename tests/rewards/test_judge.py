@@ -108,20 +108,20 @@ def said(text: Any, **about: Any) -> tuple[int, bytes]:
     [
         (
             said("I cannot grade this."),
-            "roles.reward.options.pattern found no score in what it said: I cannot grade this.",
+            "roles.reward.options.pattern found no score in its answer: I cannot grade this.",
         ),
-        (said(""), "pattern found no score in what it said: nothing"),
+        (said(""), "pattern found no score in its answer: nothing"),
         (said("<think>Score: 5"), None),
         (said("Score: 5</think>"), "found no score in what it said: nothing"),
         (said("Score: 5" + "x" * 4000), "found no score"),
         (said("Score: 11"), "its score 11 is not from 0 to 10"),
         (said("Score: -1"), "its score -1 is not from 0 to 10"),
         (said("Score: 999999999999999999999"), "its score 1e+21 is not from 0 to 10"),
-        (said(None), "it said nothing, but None"),
-        (said([{"type": "text", "text": "Score: 5"}]), "it said nothing, but [{"),
+        (said(None), "it returned no text, but None"),
+        (said([{"type": "text", "text": "Score: 5"}]), "it returned no text, but [{"),
         (
             said("Score: 5", finish_reason="length"),
-            "it was cut off before it had ended; raise roles.reward.options.request",
+            "it was truncated; raise roles.reward.options.request",
         ),
         ((200, b"<html>"), "its answer is no completion (JSONDecodeError: "),
         ((200, b"[]"), "its answer is no completion (TypeError: "),
@@ -159,14 +159,14 @@ def test_patterns_of_ones_own(server: Judging) -> None:
     assert rated.score([rollout("x")]) == [(7.0, {})]
     assert judge(server, pattern=r"\d(?= of)").score([rollout("x")]) == [(9.0, {})]
     (odd,) = judge(server, pattern=r"grade: (.)").score([rollout("x")])
-    assert isinstance(odd, RewardFailure) and "found 'B', which is no number" in odd.reason
+    assert isinstance(odd, RewardFailure) and "found 'B', which is not a number" in odd.reason
 
 
 def test_a_pattern_that_never_ends_is_a_failure(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rewards.judge._SEARCH_S", 0.02)
     server.answers = [said("a" * 3000)]
     (failed,) = judge(server, pattern=r"(?:(?:a|aa)+)+b(\d)").score([rollout("x")])
-    assert isinstance(failed, RewardFailure) and "pattern looked for a score for more than 0.02 s" in failed.reason
+    assert isinstance(failed, RewardFailure) and "pattern searched for a score for more than 0.02 s" in failed.reason
 
 
 INJECTED = [
@@ -222,7 +222,7 @@ def test_questions() -> None:
         ({"pattern": ""}, "roles.reward.options.pattern must be text, not ''"),
         ({"least": 5, "most": 5}, "roles.reward.options.least=5 must be below roles.reward.options.most=5"),
         ({"most": 1e7}, "at most 1e+06"),
-        ({"request": {"messages": []}}, "roles.reward.options.request.messages is not for you to set"),
+        ({"request": {"messages": []}}, "roles.reward.options.request.messages is not configurable"),
         ({"request": 3}, "roles.reward.options.request must be"),
         ({"batch": 3}, "unknown key roles.reward.options.batch"),
         ({"url": "http://127.0.0.1"}, "set roles.reward.options.private=true"),

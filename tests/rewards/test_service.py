@@ -97,10 +97,10 @@ LARGE = b"[" + b"1" * 300 + b"]"
     ("answer", "complaint"),
     [
         ((404, b"no such page"), "it answered with status 404: no such page"),
-        ((500, b"trace\nback"), "it answered with status 500: trace back (2 tries); see that it runs, or set roles."),
+        ((500, b"trace\nback"), "it answered with status 500: trace back (2 tries); check that it runs, or set roles."),
         ((500, b""), "status 500: nothing (2 tries)"),
         (None, "Server"),
-        (2.0, "there was no answer within 0.5 s (2 tries)"),
+        (2.0, "no answer within 0.5 s (2 tries)"),
         ((301, b"", {"Location": "http://evil/x"}), "it redirects to http://evil/x, which is not followed; set roles."),
         ((307, b"moved"), "it redirects to nothing, which is not followed"),
         ((200, b"[" + b" " * 2000 + b"1]"), "its answer has more than 0.001 MB; see roles.reward.options.answer_mb"),
@@ -117,7 +117,7 @@ LARGE = b"[" + b"1" * 300 + b"]"
         ((200, b'[{"score": 1}]'), "it returned no `reward`, but {'score': 1}"),
         ((200, b'[{"reward": 1, "parts": [2]}]'), "it returned `parts` that are no mapping, but [2]"),
         ((200, b'[{"reward": 1, "parts": {"a": "b"}}]'), "it, as the part a, returned a str, 'b'"),
-        ((200, b'[{"reward": 1, "parts": {"a b": 1}}]'), "it returned a part with the name 'a b'; letters will do"),
+        ((200, b'[{"reward": 1, "parts": {"a b": 1}}]'), "it returned a part with the name 'a b'; use letters"),
         ((200, b'[{"reward": 1, "parts": {"%s": 1}}]' % (b"a" * 65)), "a part with the name 'aaaa"),
         (
             (200, b'[{"reward": 1, "parts": {%s}}]' % b", ".join(b'"p%d": 1' % i for i in range(33))),

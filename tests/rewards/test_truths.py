@@ -70,5 +70,5 @@ def test_the_first_bad_rows_are_named_by_file_and_row(tmp_path: Path) -> None:
 def test_of_a_file_without_end_a_part_is_looked_at() -> None:
     rows = ((f"f:{number}", prompt("1")) for number in itertools.count())
     (line,) = check_truths({"gsm8k": gsm8k, "mine": lambda rollout: 1.0}, rows, "f", seconds=0.05)
-    assert "ground truths were looked at, in 0.05 s" in line
+    assert "ground truths were checked in 0.05 s" in line
     assert check_truths({"mine": lambda rollout: 1.0}, itertools.repeat(("f", prompt("1"))), "f") == []

@@ -198,7 +198,7 @@ def stops_init():
     return "T" in open("/proc/1/stat").read().rsplit(")")[1][:3]
 def sees_other_processes(): return [p for p in os.listdir("/proc") if p.isdecimal() and int(p) > 1000]
 def old_numbers():
-    # The calls of 32 bits, whose numbers the filter does not know: the kernel ends who makes them.
+    # The calls of 32 bits, whose numbers the filter does not know: the kernel ends who creates them.
     if not X86: return None
     pid = os.fork()
     if pid == 0:

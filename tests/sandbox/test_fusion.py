@@ -82,7 +82,7 @@ def asked(folder, use, **given):
 
 def test_a_run(tmp_path):
     async def use(sandbox):
-        assert (await sandbox.probe()).layers == ("what the service does",)
+        assert (await sandbox.probe()).layers == ("the service's sandbox",)
         return [
             await sandbox.run(
                 ["python3", "-c", "print(input(), open('a/b').read()); open('c', 'wb').write(b'\\xff')"],
@@ -173,7 +173,7 @@ def test_answers_that_are_none(tmp_path):
     async def odd(body):
         return web.Response(text="{", content_type="text/plain")
 
-    for answer, why in ((busy, "503"), (odd, "does not answer as it should")):
+    for answer, why in ((busy, "503"), (odd, "does not respond as it should")):
         with pytest.raises(SandboxError, match=why):
             asked(tmp_path, lambda sandbox: sandbox.run(["true"]), answer=answer)
     with pytest.raises(ConfigError, match=r"^sandbox.backend: .*start the service"):
@@ -202,7 +202,7 @@ def test_where_nobody_answers():
         finally:
             await sandbox.close()
 
-    with pytest.raises(ConfigError, match="does not answer as it should"):
+    with pytest.raises(ConfigError, match="does not respond as it should"):
         asyncio.run(main())
 
 

@@ -157,7 +157,7 @@ a, b = socket.socketpair()
 command = [sys.executable, "-I", "-S", "-c", sys.argv[2], str(b.fileno()), str(os.getpid()), sys.argv[1]]
 subprocess.Popen(command, env={}, pass_fds=[b.fileno()])
 b.close()
-setup = {"place": "/tmp/megarl-sandbox-65534", "processes": 2, "bwrap": "/usr/bin/bwrap", "python": "/usr"}
+setup = {"root": "/tmp/megarl-sandbox-65534", "processes": 2, "bwrap": "/usr/bin/bwrap", "python": "/usr"}
 a.sendall(encode_frame({**setup, "packages": [], "cgroups": True, "old": False}))
 limits = {"seconds": 30, "memory_mb": 256, "disk_mb": 16, "files": 100, "processes": 8, "open_files": 64}
 order = {"number": 1, "kind": "run", "session": False, "channel": True, "command": HARNESS_COMMAND}

@@ -49,7 +49,7 @@ def _compiled(sources: list[str]) -> Any:
         except (SyntaxError, ValueError):
             if number == len(sources) - 1:
                 raise
-    raise ValueError("there is no source")
+    raise ValueError("no source")
 
 
 def call(names: Mapping[str, Any], request: Mapping[str, Any]) -> Any:

@@ -84,7 +84,7 @@ class GradeResult:
 
 
 async def grade(code: str, problem: Problem, box: Sandbox, grading: Grading = Grading()) -> GradeResult:  # noqa: B008
-    """Run the tests of a problem on code as `scorer.extract_code` returns it. Empty code passes none.
+    """Run the tests of a problem on code as `extract_code` returns it. Empty code passes none.
 
     Raises ConfigError or RuntimeError if there is no working sandbox, and ValueError for invalid tests.
     """
@@ -94,41 +94,35 @@ async def grade(code: str, problem: Problem, box: Sandbox, grading: Grading = Gr
     sources = [code]
     if problem.code_prefix:
         sources.append(f"{problem.code_prefix}\n{textwrap.indent(textwrap.dedent(code), '    ')}")
-    direct = {number: test for number, test in selected.items() if not isinstance(test, AssertionTest)}
-    assertions = {number: test for number, test in selected.items() if isinstance(test, AssertionTest)}
-    passed = await _grade_direct(sources, problem, direct, box, grading) if direct else 0
+    direct = [test for test in selected.values() if not isinstance(test, AssertionTest)]
+    assertions = [test for test in selected.values() if isinstance(test, AssertionTest)]
+    passed = 0
+    if direct:
+        results = await _run_tests(sources, problem, direct, box, grading)
+        if not results:
+            await _check_sandbox(problem.setup, box, grading)
+        for index, test in enumerate(direct):
+            passed += _has_passed(test, results.get(index))
+            await asyncio.sleep(0)  # comparing megabytes takes a while: let other tasks run
     if assertions:
         passed += await _grade_assertions(sources, problem, assertions, box, grading)
     return GradeResult(passed, len(selected))
 
 
-async def _grade_direct(
-    sources: list[str], problem: Problem, tests: Mapping[int, ProgramTest | CallTest], box: Sandbox, grading: Grading
-) -> int:
-    results = await _run_tests(sources, problem, list(tests.values()), box, grading)
-    if not results:
-        await _check_sandbox(problem.setup, box, grading)
-    passed = 0
-    for index, test in enumerate(tests.values()):
-        passed += _has_passed(test, results.get(index))
-        await asyncio.sleep(0)  # comparing megabytes takes a while: let other tasks run
-    return passed
-
-
-async def _check_sandbox(before: str, box: Sandbox, grading: Grading) -> None:
+async def _check_sandbox(problem_setup: str, box: Sandbox, grading: Grading) -> None:
     """Check that a known-correct answer yields a result, so that a broken sandbox is not mistaken for a wrong answer.
 
-    Runs at most once per minute and setup. Raises RuntimeError if it does not, ValueError if `before` is to blame.
+    Runs at most once per minute and setup. Raises RuntimeError if it does not, ValueError if the setup is to blame.
     """
     last_checked = _last_checked.setdefault(box, {})
-    for setup in ("", before):
+    for setup in ("", problem_setup):
         if monotonic() - last_checked.get(setup, -math.inf) < _AGAIN_S:
             continue
         trivial_problem = Problem((), setup=setup)
         if not await _run_tests(["def f(): return 1"], trivial_problem, [CallTest(1, source="f()")], box, grading):
             if setup:
-                raise ValueError("the setup of its tests does not run in the sandbox")
-            raise RuntimeError("nothing comes out of the sandbox, not even of a function that is known to be right")
+                raise ValueError("the setup of its tests fails in the sandbox")
+            raise RuntimeError("the sandbox returns nothing, even for a function known to be right")
         last_checked[setup] = monotonic()
     if len(last_checked) > _MAX_REMEMBERED:
         last_checked.clear()
@@ -197,7 +191,7 @@ def _has_passed(test: ProgramTest | CallTest, outcome: Any) -> bool:
 
 
 async def _grade_assertions(
-    sources: list[str], problem: Problem, tests: Mapping[int, AssertionTest], box: Sandbox, grading: Grading
+    sources: list[str], problem: Problem, tests: Sequence[AssertionTest], box: Sandbox, grading: Grading
 ) -> int:
     """Run assertion tests with two interpreters, one for the answer and one for the tests.
 
@@ -210,7 +204,7 @@ async def _grade_assertions(
         session = _AssertionSession(judge, answer, grading)
         if not await session.load_answer(sources, problem):
             return 0
-        for test in tests.values():
+        for test in tests:
             is_passed = await session.run_test(problem, test)
             if is_passed is None:
                 break
@@ -223,7 +217,7 @@ class _AssertionSession:
 
     def __init__(self, test_interpreter: Interpreter, answer_interpreter: Interpreter, grading: Grading) -> None:
         self.test_interpreter, self.answer_interpreter = test_interpreter, answer_interpreter
-        self.grading = grading
+        self.call_seconds = WALL_CLOCK_FACTOR * grading.seconds
         self.remaining_seconds = grading.total_seconds
 
     async def load_answer(self, sources: list[str], problem: Problem) -> bool:
@@ -232,21 +226,18 @@ class _AssertionSession:
             (self.test_interpreter, ("plain", "judging")),
             (self.answer_interpreter, ("plain", "answering")),
         ):
-            prepared = await interpreter.run(
-                embed_modules(*names), _STARTING_S + WALL_CLOCK_FACTOR * self.grading.seconds
-            )
+            prepared = await interpreter.run(embed_modules(*names), _STARTING_S + self.call_seconds)
             if not prepared.ok:
-                raise RuntimeError(f"an interpreter of the sandbox does not run: {prepared.stderr or prepared.reason}")
+                raise RuntimeError(f"the sandbox's interpreter does not start: {prepared.stderr or prepared.reason}")
         setup_data = embed_data({"sources": [""], "setup": problem.setup, "post_setup": ""})
         prepared = await self.answer_interpreter.run(
-            f"{embed_module_ref('answering')}.load(**{setup_data})", WALL_CLOCK_FACTOR * self.grading.seconds
+            f"{embed_module_ref('answering')}.load(**{setup_data})", self.call_seconds
         )
         if not prepared.ok:
-            raise ValueError(f"the setup of its tests does not run in the sandbox: {prepared.stderr[-300:]}")
+            raise ValueError(f"the setup of its tests fails in the sandbox: {prepared.stderr[-300:]}")
         answer_data = embed_data({"sources": sources, "setup": problem.setup, "post_setup": problem.post_setup})
         loaded = await self.answer_interpreter.run(
-            f"_megarl = {embed_module_ref('answering')}.load(**{answer_data})",
-            WALL_CLOCK_FACTOR * self.grading.seconds,
+            f"_megarl = {embed_module_ref('answering')}.load(**{answer_data})", self.call_seconds
         )
         self.remaining_seconds -= loaded.seconds
         return loaded.ok
@@ -254,20 +245,13 @@ class _AssertionSession:
     async def run_test(self, problem: Problem, test: AssertionTest) -> bool | None:
         """Run a test. Returns whether it passed, or None if no further test can run."""
         allow_nan = _NAN.search(problem.assertion_setup + test.source) is not None
-        test_data = embed_data(
-            {
-                "setup": problem.assertion_setup,
-                "source": test.source,
-                "names": problem.functions,
-                "allow_nan": allow_nan,
-            }
-        )
+        arguments = {"setup": problem.assertion_setup, "source": test.source, "names": problem.functions}
+        test_data = embed_data({**arguments, "allow_nan": allow_nan})
         message = await self._evaluate(self.test_interpreter, f"{embed_module_ref('judging')}.begin(**{test_data})")
         while message is not None and "passed" not in message:
             call = {name: message[name] for name in ("name", "args", "kwargs")}
             outcome = await self._evaluate(
-                self.answer_interpreter,
-                f"{embed_module_ref('answering')}.reply(_megarl, {embed_data(call)})",
+                self.answer_interpreter, f"{embed_module_ref('answering')}.reply(_megarl, {embed_data(call)})"
             )
             reply = embed_data({"lost": True} if outcome is None else outcome)
             message = await self._evaluate(self.test_interpreter, f"{embed_module_ref('judging')}.step({reply})")
@@ -282,7 +266,7 @@ class _AssertionSession:
         if self.remaining_seconds <= 0:
             return None
         code = f"print('\\n' + {_MARK!r} + {expression}, flush=True)"
-        output = await interpreter.run(code, min(WALL_CLOCK_FACTOR * self.grading.seconds, self.remaining_seconds))
+        output = await interpreter.run(code, min(self.call_seconds, self.remaining_seconds))
         self.remaining_seconds -= output.seconds
         lines = output.stdout.split(_MARK)
         try:
@@ -292,7 +276,7 @@ class _AssertionSession:
         return message if isinstance(message, dict) else None
 
 
-_HERE = __name__.rpartition(".")[0]
+_PACKAGE = __name__.rpartition(".")[0]
 
 
 @cache
@@ -301,7 +285,7 @@ def embed_modules(*names: str) -> str:
     parts = ["import json, sys, types"]
     for name in names:
         source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-        full = f"{_HERE}.{name}"
+        full = f"{_PACKAGE}.{name}"
         parts += [
             f"module = sys.modules[{full!r}] = types.ModuleType({full!r})",
             f"exec(compile({source!r}, {full!r}, 'exec'), module.__dict__)",
@@ -311,7 +295,7 @@ def embed_modules(*names: str) -> str:
 
 def embed_module_ref(name: str) -> str:
     """Return an expression for the module that still works if the answer has rebound names."""
-    return f"__import__('sys').modules[{f'{_HERE}.{name}'!r}]"
+    return f"__import__('sys').modules[{f'{_PACKAGE}.{name}'!r}]"
 
 
 def embed_data(value: Mapping[str, Any]) -> str:
@@ -389,9 +373,11 @@ def matches_output(expected: str, printed: str) -> bool:
         return True
     if len(ours) != len(theirs):
         return False
-    return all(
-        _same_line(expected_line, printed_line) for expected_line, printed_line in zip(ours, theirs, strict=True)
-    )
+    for expected_line, printed_line in zip(ours, theirs, strict=True):
+        expected_words, printed_words = expected_line.split(), printed_line.split()
+        if len(expected_words) != len(printed_words) or not all(map(_same_word, expected_words, printed_words)):
+            return False
+    return True
 
 
 def _lines(text: str) -> list[str]:
@@ -399,13 +385,6 @@ def _lines(text: str) -> list[str]:
     while lines and not lines[-1]:
         lines.pop()
     return lines
-
-
-def _same_line(expected: str, printed: str) -> bool:
-    if expected == printed:
-        return True
-    ours, theirs = expected.split(), printed.split()
-    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
 
 def _same_word(expected: str, printed: str) -> bool:

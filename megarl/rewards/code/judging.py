@@ -58,7 +58,7 @@ class AssertionRun:
         except BaseException:  # noqa: B036  a lost answer; sys.exit in a test
             self._send_result(False)
         else:
-            self._send_result(not self.lost, "" if self.calls else "a test has called no function of the answer")
+            self._send_result(not self.lost, "" if self.calls else "a test called no function of the answer")
 
     def _send_result(self, passed: bool, wrong: str = "") -> None:
         self.requests.put({"passed": passed, "wrong": wrong} if wrong else {"passed": passed})

@@ -48,12 +48,12 @@ def encode(value: Any, max_values: int = 1 << 20) -> Any:
     def encode_value(value: Any, depth: int) -> Any:
         remaining[0] -= 1
         if remaining[0] < 0 or depth > DEPTH:
-            raise OverflowError("too much to be sent")
+            raise OverflowError("too large to send")
         kind = type(value)
         if value is None or kind is bool:
             return value
         if issubclass(kind, list | tuple | set | frozenset | dict) and len(value) > remaining[0]:
-            raise OverflowError("too much to be sent")
+            raise OverflowError("too large to send")
         if issubclass(kind, int):
             number = int.__index__(value)
             return number if -_SMALL < number < _SMALL else ["int", hex(number)]

@@ -120,7 +120,7 @@ def unpack_tests(text: str) -> Any:
     if decompressor.unconsumed_tail:
         raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
     if not decompressor.eof:
-        raise ValueError("it is cut off")
+        raise ValueError("it is truncated")
     value = _parse_json(read_pickled_text(data) if data[:1] == b"\x80" else data.decode(errors="replace"))
     return _parse_json(value) if isinstance(value, str) else value
 
@@ -133,11 +133,11 @@ def read_pickled_text(data: bytes) -> str:
             if operation.name in _TEXTS:
                 texts.append(str(argument))
             elif operation.name not in _FRAMING_OPCODES:
-                raise ValueError(f"it is a pickle that is more than a text ({operation.name}), which is not read")
+                raise ValueError(f"it is a pickle of more than text ({operation.name}), which is not supported")
     except (UnicodeDecodeError, IndexError) as error:
         raise ValueError(f"it is a broken pickle: {error}") from None
     if len(texts) != 1:
-        raise ValueError(f"it is a pickle of {len(texts)} texts, not of one")
+        raise ValueError(f"it is a pickle of {len(texts)} strings, not of one")
     return texts[0]
 
 
@@ -163,7 +163,9 @@ def parse_statements(
     functions; if empty, every undefined name is one. Raises ValueError for invalid Python, and for a test that calls no
     function of the answer or uses an undefined name that it may compare with.
     """
-    trees = [_drop_trivial(parse_python(source, f"its test {source[:80]!r}")) for source in sources]
+    trees = [parse_python(source, f"its test {source[:80]!r}") for source in sources]
+    for tree in trees:
+        tree.body = [statement for statement in tree.body if not _is_trivial(statement)]
     modules = _collect_modules(trees) - collect_bound_names(parse_python(setup, "its setup"))
     setup = "\n".join([*(f"import {_MODULE_ALIASES.get(name, name)}" for name in sorted(modules)), setup]).strip()
     setup_tree = parse_python(setup, "its setup")
@@ -324,10 +326,6 @@ def _is_trivial(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Constant) and bool(statement.test.value)
 
 
-def _drop_trivial(tree: ast.Module) -> ast.Module:
-    return ast.Module([statement for statement in tree.body if not _is_trivial(statement)], [])
-
-
 def _collect_modules(trees: Sequence[ast.Module]) -> set[str]:
     """Return the modules whose members the tests use; data sets often leave importing them to the harness."""
     bases = {
@@ -367,7 +365,7 @@ def _as_statements(test: ast.stmt) -> str:
     if not isinstance(test, ast.FunctionDef):
         return ast.unparse(test)
     if parameters := test.args.args:
-        raise ValueError(f"its test {test.name} takes {parameters[0].arg}, which nobody gives it")
+        raise ValueError(f"its test {test.name} takes {parameters[0].arg}, which is not provided")
     if len(test.body) == 1 and isinstance(test.body[0], ast.Assert):
         return ast.unparse(test.body[0])
     return f"{ast.unparse(test)}\n{test.name}()"
@@ -434,7 +432,7 @@ def _parse_value(truth: Any) -> Problem:
         return parse_statements(truth)
     if isinstance(truth, list) and truth and all(isinstance(item, Mapping) for item in truth):
         return _build_from_cases(truth, "")
-    raise ValueError(f"the ground truth has no tests that are known, but {_shown(truth)}; known are {_FORMATS}")
+    raise ValueError(f"the ground truth has no tests in a known format, but {_shown(truth)}; known are {_FORMATS}")
 
 
 def _parse_mapping(truth: Mapping[str, Any]) -> Problem:
@@ -489,19 +487,16 @@ def _build_from_cases(cases: Sequence[Mapping[str, Any]], name: str) -> Problem:
         if "input" not in case or "output" not in case:
             raise ValueError(f"its test {number} has the keys {_shown(list(case))}, not `input` and `output`")
     kinds = {str(case.get("testtype") or case.get("type") or "") for case in cases}
-    names = {_name(case.get("fn_name") or _inner_name(case)) or name for case in cases}
+    metadata = [case.get("metadata") for case in cases]
+    inner_names = [entry.get("func_name") if isinstance(entry, Mapping) else None for entry in metadata]
+    names = {_name(case.get("fn_name") or inner) or name for case, inner in zip(cases, inner_names, strict=True)}
     is_functional = bool(kinds & {"functional", "function_call", "function"}) or (kinds == {""} and names != {""})
     if len(kinds) > 1 or len(names) > 1:
         raise ValueError(f"its tests are of several kinds ({_shown(sorted(kinds | names))}); they must be of one")
     if is_functional and names == {""}:
-        raise ValueError("its tests call a function, but nothing says its name: `fn_name`, or `metadata.func_name`")
+        raise ValueError("its tests call a function, but its name is missing: `fn_name`, or `metadata.func_name`")
     inputs, outputs = [case["input"] for case in cases], [case["output"] for case in cases]
     return _build_from_lists(inputs, outputs, names.pop() if is_functional else "")
-
-
-def _inner_name(case: Mapping[str, Any]) -> Any:
-    metadata = case.get("metadata")
-    return metadata.get("func_name") if isinstance(metadata, Mapping) else None
 
 
 def _build_from_lists(inputs: Sequence[Any], outputs: Sequence[Any], name: str) -> Problem:

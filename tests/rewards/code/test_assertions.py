@@ -165,7 +165,7 @@ def test_texts_of_python() -> None:
         ),
         (
             lambda: parse_test_module("def test_a(x):\n    assert f(x)"),
-            "its test test_a takes x, which nobody gives it",
+            "its test test_a takes x, which is not provided",
         ),
         (lambda: parse_test_module("x = 1"), "calls no function of an answer"),
         (lambda: parse_humaneval("def verify(f): pass", "f", ""), "its `test` defines no function check(candidate)"),
