@@ -226,7 +226,10 @@ class HybridFlow:
             resume="auto" if exit_status.get_restart_count() and not run.resumes else run.resume,
         )
         exit_status.register_run(
-            run_dir=run.dir, save_every=run.save_every, max_restarts=run.max_restarts, timeout_s=run.timeout_s
+            run_dir=run.dir,
+            save_every=run.save_every,
+            max_restarts=run.max_restarts,
+            timeout_s=run.distributed_timeout_s,
         )
         self.config = config = dataclasses.replace(self.config, run=run)
         self.last_step = until or run.num_rollout
@@ -237,7 +240,7 @@ class HybridFlow:
         self.workers: dict[str, Worker] = {}
         self.hf_config = load_hf_config(config.model.path)
         self.chat = read_chat(self.hf_config, config, self.requirements)
-        self.job = ranks.join(config.parallel.world_size, run.timeout_s)
+        self.job = ranks.join(config.parallel.world_size, run.distributed_timeout_s)
         self.layouts = create_role_layouts(config, self.requirements.roles)
         self.worker_factories = load_workers(config, self.requirements, self.registered)
         with ranks.with_timeout(run.storage_timeout_s):

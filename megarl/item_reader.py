@@ -48,7 +48,7 @@ class ItemReader:
             for prompt in prompts:
                 if (other_path := file_of_id.setdefault(prompt.id, path)) != path:
                     raise ConfigError(
-                        f"{path}: the id {prompt.id!r} is taken by a row of {other_path}; rename that file"
+                        f"{path}: the id {prompt.id!r} is already used by a row of {other_path}; rename that file"
                     )
             fitting, dropped = render_prompts(prompts, self.chat.encode_prompt, longest)
             if dropped:
@@ -85,7 +85,7 @@ class ItemReader:
 
     def load_preferences(self, files: str | Sequence[str]) -> ConcatDataset[Pair]:
         """Read preference pairs. Pairs that exceed a micro-batch or the model are dropped and counted in a note."""
-        budget = self.config.train.token_budget * self.config.parallel.cp
+        budget = self.config.train.max_tokens_per_gpu * self.config.parallel.cp
         longest = self._max_positions()
 
         def load(path: str, name: str, order: str) -> tuple[TableDataset[Pair], np.ndarray | None]:
@@ -93,7 +93,8 @@ class ItemReader:
             if dropped:
                 self.notes.append(
                     f"{path}: {dropped} of {len(pairs) + dropped} pairs are excluded: together longer than the "
-                    f"{budget} of a micro-batch (train.token_budget), or one beyond the model's {longest} positions"
+                    f"{budget} of a micro-batch (train.max_tokens_per_gpu), or one beyond the model's {longest} "
+                    f"positions"
                 )
             self._note_slow(pairs.rows)
             return pairs, pairs.keys

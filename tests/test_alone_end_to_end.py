@@ -15,7 +15,7 @@ from whole_run import ENVIRONMENT, ROOT, command_of, make_folder, metrics_of, st
 from megarl.observe.rollout_log import read_rollouts
 from megarl.observe.run_folder import RESULT_NAMES
 
-PLAIN = ["algorithm=grpo", "run.export=false", "run.epochs=1", "run.num_update=2"]
+PLAIN = ["algorithm=grpo", "run.export=false", "run.ppo_epochs=1", "run.num_update=2"]
 ONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
 RECORDS = ["train.replay_routing=true", "rollout.temperature=0.7", "rollout.top_k=20"]
 

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_policy_comes_nearer_to_its_teacher(folder: Path, tmp_path: Path, host: str) -> None:
     given = ["algorithm=distill", f"roles={{teacher: {{model: {folder}/teacher}}}}", "reward.functions=[]"]
-    given += ["run.num_rollout=12", "run.num_update=2", "run.epochs=1", "run.save_every=0", "run.export=false"]
+    given += ["run.num_rollout=12", "run.num_update=2", "run.ppo_epochs=1", "run.save_every=0", "run.export=false"]
     given += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "rollout.samples_per_prompt=16"]
     given += ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "kl.place=none"]
     given += [

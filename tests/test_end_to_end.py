@@ -71,7 +71,7 @@ def reward_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pairs(place / "train.jsonl", 384, seed=1)
     write_pairs(place / "eval.jsonl", 96, seed=2)
     data = [f"data.train={place}/train.jsonl", f"data.eval={place}/eval.jsonl", "data.prompts_per_step=32"]
-    steps = ["run.num_rollout=12", "run.eval_every=12", "run.save_every=0", "run.num_update=1", "run.epochs=1"]
+    steps = ["run.num_rollout=12", "run.eval_every=12", "run.save_every=0", "run.num_update=1", "run.ppo_epochs=1"]
     train(folder, place / "run", "algorithm=reward_model", *data, *steps)
     return place / "run"
 
@@ -324,7 +324,13 @@ def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
     overrides = [
         f"model.path={model}",
         *("algorithm=grpo", "reward.functions=[sum_reward:same]", "kl.place=none"),
-        *("train.mtp=1.0", "rollout.draft_tokens=2", "rollout.tp=2", "rollout.temperature=0.1", "rollout.max_turns=1"),
+        *(
+            "train.mtp_loss_coef=1.0",
+            "rollout.draft_tokens=2",
+            "rollout.tp=2",
+            "rollout.temperature=0.1",
+            "rollout.max_turns=1",
+        ),
         *("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "run.num_rollout=5", "run.save_every=0"),
         *("actor_optimizer.lr=0.01", "actor_optimizer.schedule=constant", "actor_optimizer.weight_decay=0"),
     ]
@@ -366,7 +372,7 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
         tmp_path / "eval.jsonl", [{"prompt": [question], "ground_truth": 78, "data_source": name} for name in "aab"]
     )
     alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "run.save_every=0", "run.num_update=1"]
-    alone += ["run.epochs=1"]
+    alone += ["run.ppo_epochs=1"]
     optimizer = ["actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant", "data.prompts_per_step=16"]
     train(
         *(folder, tmp_path / "sft", "algorithm=sft", f"data.train={lessons}", "run.num_rollout=40"),
@@ -484,7 +490,7 @@ def test_an_engine_that_is_another_policy_stops_the_run_and_the_layer_is_named(
         "algorithm=grpo",
         "kl.place=none",
         "run.num_update=1",
-        "run.epochs=1",
+        "run.ppo_epochs=1",
         "run.save_every=0",
         "model.dtype=float32",
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from whole_run import make_folder, metrics_of, start, train
 
-GRPO = ["algorithm=grpo", "run.num_update=4", "run.epochs=2", "run.export=false"]
+GRPO = ["algorithm=grpo", "run.num_update=4", "run.ppo_epochs=2", "run.export=false"]
 SPLIT = ["placement={actor: 0, rollout: 1}", "parallel.tp=1", "parallel.ep=1"]
 
 

@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_goes_on_on_one_rank(stopped: Path, whole: Path, 
 
 def test_a_critic_that_is_killed_in_a_step_is_named(whole: Path, folder: Path, tmp_path: Path) -> None:
     """And not what the others see of it."""
-    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "run.epochs=2000", "run.num_update=2000")
+    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "run.ppo_epochs=2000", "run.num_update=2000")
     run.wait_for(run.seen.exists)
     os.kill(run.rank(1), signal.SIGKILL)
     line = "error: rank 1 (critic) was killed by SIGKILL (the kernel does that when memory runs out)"
@@ -184,7 +184,7 @@ def test_values_that_are_no_numbers_are_named(whole: Path, folder: Path, tmp_pat
     code, (line,) = run.ended()
     assert code == 2, line
     told = re.fullmatch(
-        r"error: step 1: not finite: values of the critic, (nan|inf) in (\d+) of (\d+) places; look at the rewards and "
+        r"error: step 1: not finite: values of the critic, (nan|inf) in (\d+) of (\d+) places; check the rewards and "
         r"the data, or lower critic\.optimizer\.lr",
         line,
     )
@@ -203,7 +203,7 @@ def test_grpo_with_a_reward_model_on_a_rank_of_its_own(folder: Path, host: str, 
     model = tmp_path / "reward_model"
     make_reward_model(folder / "model", model)
     given = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
-    given += ["kl.place=reward", "run.num_update=1", "run.epochs=1"]
+    given += ["kl.place=reward", "run.num_update=1", "run.ppo_epochs=1"]
     split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.replay_routing=true"]
     train(folder, tmp_path / "split", *split, *given, host=host)
     rows = steps_of(tmp_path / "split")

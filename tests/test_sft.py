@@ -116,7 +116,7 @@ def test_it_learns_and_says_so(sft_run: Path) -> None:
     assert re.findall(r"held out, after step (\d): nll (\d\.\d+)", log) == [
         (str(step), f"{value:.3f}") for step, value in held_out.items()
     ]
-    assert "1 of 101 conversations are longer than the model's 2048 positions: left out" in log
+    assert "1 of 101 conversations are longer than the model's 2048 positions and are excluded" in log
 
 
 def test_plain_transformers_loads_the_export_and_generates(sft_run: Path, folder: Path) -> None:
@@ -146,7 +146,7 @@ def test_what_was_learned_by_heart_is_what_the_export_writes(sft_run: Path, fold
     """In micro-batches of a conversation or two, which change nothing: the same model has the same held-out nll."""
     words = f"{folder}/words.parquet"
     data = [f"data.train={words}", "data.weights=[]", f"data.eval={words}", "data.prompts_per_step=4"]
-    steps = ["run.num_rollout=60", "run.eval_every=60", "run.save_every=0", "train.token_budget=64"]
+    steps = ["run.num_rollout=60", "run.eval_every=60", "run.save_every=0", "train.max_tokens_per_gpu=64"]
     train(folder, tmp_path / "run", *data, *steps, "actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant")
     held_out = metrics_of(tmp_path / "run", "eval/nll")
     assert held_out[0] == pytest.approx(metrics_of(sft_run, "eval/nll/words")[0], abs=1e-5)

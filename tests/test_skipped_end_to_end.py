@@ -12,7 +12,13 @@ from whole_run import make_folder, metrics_of, start, train
 
 pytestmark = pytest.mark.nightly
 
-GRPO = ["algorithm=grpo", "loss.policy=odd_losses:spoilt", "run.export=false", "run.max_skipped=1", "parallel.tp=1"]
+GRPO = [
+    "algorithm=grpo",
+    "loss.policy=odd_losses:spoilt",
+    "run.export=false",
+    "run.max_skipped_updates=1",
+    "parallel.tp=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,13 @@ def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goe
     """The gradient of the second rank is spoilt in steps 3 and 4, by two updates each; checkpoints are of all steps."""
     run_dir = tmp_path / "run"
     spoilt(monkeypatch, run_dir, "3:5")
-    updates = ["run.num_update=2", "run.epochs=1", "run.max_skipped=3", "run.num_rollout=6", "run.keep_checkpoints=1"]
+    updates = [
+        "run.num_update=2",
+        "run.ppo_epochs=1",
+        "run.max_skipped_updates=3",
+        "run.num_rollout=6",
+        "run.keep_checkpoints=1",
+    ]
     train(folder, run_dir, *GRPO, *updates, host=host)
     steps: list[dict[str, Any]] = metrics_of(run_dir)
     assert [step["actor/skipped"] for step in steps] == [0, 0, 1, 1, 0, 0]
@@ -65,7 +77,7 @@ def test_a_second_time_without_a_good_step_between_ends_the_run_and_says_so(
 ) -> None:
     run_dir = tmp_path / "run"
     spoilt(monkeypatch, run_dir, "2:99")
-    done = start(folder, run_dir, *GRPO, "run.num_update=4", "run.epochs=2", "run.num_rollout=6", host=host)
+    done = start(folder, run_dir, *GRPO, "run.num_update=4", "run.ppo_epochs=2", "run.num_rollout=6", host=host)
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
     (said,) = [line for line in done.stderr.splitlines() if "had gone back" in line]
     assert said.startswith("error: 4 updates of the actor in a row were skipped, from step 3 on")
@@ -78,6 +90,6 @@ def test_without_a_checkpoint_the_run_ends(
 ) -> None:
     run_dir = tmp_path / "run"
     spoilt(monkeypatch, run_dir, "1:99")
-    done = start(folder, run_dir, *GRPO, "run.save_every=0", "run.num_update=2", "run.epochs=1", host=host)
+    done = start(folder, run_dir, *GRPO, "run.save_every=0", "run.num_update=2", "run.ppo_epochs=1", host=host)
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "There is no checkpoint to go back to; run.save_every writes them" in done.stderr
+    assert "There is no checkpoint to roll back to; set run.save_every to write them" in done.stderr

@@ -47,7 +47,7 @@ def settings(options: argparse.Namespace) -> list[str]:
         *("run.eval_every=0", "run.export=false", "track.progress=false", "track.trackers=[]"),
         *(
             f"run.num_rollout={options.steps + WARM}",
-            f"run.epochs={options.epochs}",
+            f"run.ppo_epochs={options.epochs}",
             f"run.num_update={options.epochs}",
         ),
         *options.overrides,

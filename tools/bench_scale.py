@@ -8,7 +8,7 @@ The host seconds of a rank are the sum of
   seconds per token, and per byte of their routing records, whatever the number of ranks;
 - work on the tokens that it computes: micro-batches; likewise;
 - plans: who computes what, and who needs what from whom. They grow with all sequences and with the ranks of a machine;
-  these are not modelled: this process makes them, as that rank, from the lengths of all sequences;
+  these are not modelled: this process creates them, as that rank, from the lengths of all sequences;
 - exchanges of values of all sequences, as many in every step: fixed seconds, plus some for each round; twice as many
   ranks need one more round (`parallel/collectives.py`);
 - bytes sent to other machines, which this process counts in the plans, at the speed of gloo.
@@ -237,7 +237,7 @@ def paper_job(chosen: Any, constants: Constants, console: Console) -> None:
         [
             *extra,
             f"rollout.max_context={chosen.length}",
-            f"train.token_budget={chosen.length}",
+            f"train.max_tokens_per_gpu={chosen.length}",
             "train.replay_routing=true",
         ],
     )

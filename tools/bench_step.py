@@ -102,7 +102,7 @@ def plan(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way: st
 
 def on_paper(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way: str) -> dict[str, float]:
     """Return the share of real tokens, and the ranks' waits: `busiest` is the cost of the most expensive rank over the
-    mean, `waiting` the same if ranks meet after each micro-batch, as expert parallelism makes them."""
+    mean, `waiting` the same if ranks meet after each micro-batch, as expert parallelism creates them."""
     chosen = plan(lengths, dp, budget, quadratic, way)
     parts = [[computed(lengths, part, way) for part in rank] for rank in chosen]
     costs = np.array([[sum(n + quadratic * n * n for n in part) for part in rank] for rank in parts])
@@ -127,7 +127,7 @@ def measure(lengths: list[int], budget: int) -> None:
     from megarl.parallel import ranks
     from megarl.types import TokenLoss, TrainBatch
 
-    tree = {"model": {"dtype": "float32"}, "parallel": {"world_size": 2}, "train": {"token_budget": budget}}
+    tree = {"model": {"dtype": "float32"}, "parallel": {"world_size": 2}, "train": {"max_tokens_per_gpu": budget}}
     config = from_dict(tree)
     place = ranks.initialize(config.parallel, timeout_s=600)
     torch.manual_seed(1)

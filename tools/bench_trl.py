@@ -277,10 +277,10 @@ def sides(options: argparse.Namespace, folder: Path) -> Iterator[Side]:
         "actor_optimizer.warmup_fraction=0",
         "run.num_rollout=1000000",
         "run.num_update=1",
-        "run.epochs=1",
+        "run.ppo_epochs=1",
         "run.eval_every=0",
         "run.export=false",
-        "run.timeout_s=3600",
+        "run.distributed_timeout_s=3600",
         f"run.dir={folder / 'run'}",
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'prompts.jsonl'}",
@@ -351,7 +351,7 @@ class Parser(argparse.ArgumentParser):
     exit status 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; --help lists what there is\n")
+        self.exit(2, f"error: {message}; see --help\n")
 
 
 def parse() -> argparse.Namespace:

@@ -57,7 +57,7 @@ def base_config(options: argparse.Namespace, world: int, engine: dict[str, int])
                 "weight_sync_bucket_mb": options.bucket_mb,
                 "sglang": {"max_total_tokens": options.kv_tokens},
             },
-            "train": {"token_budget": options.tokens, "logits_at_once": options.logits_at_once},
+            "train": {"max_tokens_per_gpu": options.tokens, "logits_chunk_size": options.logits_chunk_size},
         }
     )
 
@@ -312,7 +312,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--kv-tokens", type=int_in_range(), default=131072, help="of an engine's cache (default %(default)s)"
     )
-    parser.add_argument("--logits-at-once", type=int_in_range(), default=512, help="train.logits_at_once (%(default)s)")
+    parser.add_argument(
+        "--logits-chunk-size", type=int_in_range(), default=512, help="train.logits_chunk_size (%(default)s)"
+    )
     parser.add_argument(
         "--bucket-mb", type=int_in_range(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
     )

@@ -104,7 +104,7 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
     world, placement = train.pop("world"), {}
     if train_ranks and len(train_ranks) != world:
         raise ConfigError(
-            f"a layout of {world} ranks of the trainer cannot lie on {len(train_ranks)} ranks: --train-ranks"
+            f"a layout of {world} ranks of the trainer cannot be placed on {len(train_ranks)} ranks: --train-ranks"
         )
     if train_ranks or engine_ranks:
         train_ranks = train_ranks or tuple(range(world))
@@ -135,7 +135,7 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
                 "weight_sync_bucket_mb": options.bucket_mb,
                 "max_context": 1024,  # has no effect here
             },
-            "train": {"mtp": float(drafts)},
+            "train": {"mtp_loss_coef": float(drafts)},
         }
     )
 

@@ -35,7 +35,7 @@ from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.observe.rollout_log import recorded_steps
 from megarl.observe.tracker import read_metrics
 
-PATIENT = "run.timeout_s=2000000"
+PATIENT = "run.distributed_timeout_s=2000000"
 """Override for ranks that wait for one in a debugger: the maximum timeout, 23 days."""
 ALONE = ("parallel={world_size: 1}", "placement={}", "critic.parallel={}")
 _STEP = re.compile(r"step_(\d{6,12})")

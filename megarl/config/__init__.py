@@ -117,9 +117,10 @@ SYNONYMS = {
     "clip_ratio_high": "loss.clip_high",
     "loss_agg_mode": "loss.mean",
     "entropy_coeff": "loss.entropy_coef",
-    "ppo_epochs": "run.epochs",
-    "num_epochs": "run.epochs",
-    "num_iterations": "run.epochs",
+    "epochs": "run.ppo_epochs",
+    "num_epochs": "run.ppo_epochs",
+    "num_iterations": "run.ppo_epochs",
+    "max_epochs": "run.ppo_epochs",
     "max_steps": "run.num_rollout",
     "num_steps": "run.num_rollout",
     "total_training_steps": "run.num_rollout",
@@ -137,7 +138,8 @@ SYNONYMS = {
     "reward_fn": "reward.functions",
     "model_name": "model.path",
     "model_name_or_path": "model.path",
-    "use_dynamic_bsz": "train.token_budget",
+    "use_dynamic_bsz": "train.max_tokens_per_gpu",
+    "ppo_max_token_len_per_gpu": "train.max_tokens_per_gpu",
     "lora_rank": "lora.rank",
     "lora_alpha": "lora.alpha",
 }
@@ -150,6 +152,12 @@ RENAMED_KEYS = {
     "rollout.max_aborted": "rollout.max_aborted_frac",
     "rollout.max_failed_tools": "rollout.max_tool_failed_frac",
     "reward.max_failed": "reward.max_failed_frac",
+    "train.token_budget": "train.max_tokens_per_gpu",
+    "train.logits_at_once": "train.logits_chunk_size",
+    "train.mtp": "train.mtp_loss_coef",
+    "run.epochs": "run.ppo_epochs",
+    "run.timeout_s": "run.distributed_timeout_s",
+    "run.max_skipped": "run.max_skipped_updates",
 }
 """Keys of MegaRL 0.1 and their names today."""
 RENAMED_VALUES: dict[str, dict[str, str]] = {}
@@ -212,7 +220,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     if not exists:
         if str(path) and os.path.isdir(file):
             raise ConfigError(f"{path} is a folder; name the configuration file, which is YAML")
-        raise ConfigError(f"there is no configuration file {path}")
+        raise ConfigError(f"no configuration file {path}")
     if any(text.startswith("track.webhook=") and "://" in text for text in overrides):
         raise ConfigError(
             "track.webhook=URL on the command line is visible to everybody on this machine: put it into the file, or "

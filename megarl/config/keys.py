@@ -53,8 +53,9 @@ class RunConfig:
     num_rollout: PositiveInt = 100
     """Steps of the loop; each generates one batch of rollouts."""
     num_update: PositiveInt = 1
-    """Optimizer steps per rollout batch, a multiple of `run.epochs`: each epoch is split into equal mini-batches."""
-    epochs: PositiveInt = 1
+    """Optimizer steps per rollout batch, a multiple of `run.ppo_epochs`: each epoch is split into equal
+    mini-batches."""
+    ppo_epochs: PositiveInt = 1
     """Passes over each rollout batch; for SFT, passes over the rows of each step, not over the data set."""
     resume: Literal["never", "auto", "forced"] = "never"
     """`auto` resumes from the newest checkpoint in the run folder, or starts from scratch if there is none and the run
@@ -82,12 +83,12 @@ class RunConfig:
     is reported for k = 1, 2, 4 ... up to this number, where a reward of 0.5 or more counts as correct."""
     export: bool = True
     """Write the policy, or the reward model, as an HF folder to `<run.dir>/export` at the end."""
-    timeout_s: Seconds = 1800.0
+    distributed_timeout_s: Seconds = 1800.0
     """Timeout of a collective, after which the run is stopped. Host work of unpredictable length has timeouts of its
     own: `rollout.step_timeout`, `run.storage_timeout_s`, `reward.timeout`."""
     storage_timeout_s: Seconds = 7200.0
     """How long ranks wait for the slowest rank to read or write its part of a model or checkpoint."""
-    max_skipped: NonNegativeInt = 5
+    max_skipped_updates: NonNegativeInt = 5
     """Consecutive updates that may be skipped because of non-finite gradients. One more rolls models and optimizers
     back to the newest checkpoint from before these updates and continues with the next data; without such a checkpoint,
     or if it happens again before a step without skipped updates, the run stops."""
@@ -169,9 +170,9 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    token_budget: PositiveInt = 3072
+    max_tokens_per_gpu: PositiveInt = 3072
     """Tokens of a micro-batch per rank, `cp` times as many in all; a longer sequence forms a micro-batch by itself."""
-    logits_at_once: PositiveInt = 512
+    logits_chunk_size: PositiveInt = 512
     """Tokens whose logits are materialized at once: about 18 bytes per token and vocabulary entry in bf16, divided by
     tp."""
     replay_routing: bool = False
@@ -181,7 +182,7 @@ class TrainConfig:
     again while a model computes; each rank then also stores that of its replica's tokens and its stage's layers. Not
     available for conversations that newer weights continue (`rollout.oversample`, `rollout.on_weight_sync=retract`),
     since these prefill their beginning again."""
-    mtp: Weight = 0.0
+    mtp_loss_coef: Weight = 0.0
     """Loss weight of the policy's multi-token prediction layers, which then learn to predict the policy's tokens,
     without a gradient into the rest of the model (arXiv:2412.19437 section 2.2; it uses 0.3 and later 0.1, section
     4.2); 0 does not train them."""

@@ -79,7 +79,7 @@ def mark_tokens(mini: TrainBatch, config: Config, seed: int) -> TrainBatch:
     if loss.mark is None or mini.advantages is None:
         return mini
     if mini.old_logprobs is None:
-        raise ConfigError(f"loss.policy={config.loss.policy} chooses tokens by old_logprobs, which the batch has not")
+        raise ConfigError(f"loss.policy={config.loss.policy} selects tokens by old_logprobs, which the batch lacks")
     return mini.with_(marked=loss.mark(mini, options, seed))
 
 
@@ -88,8 +88,8 @@ LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
 
 
 def split_mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:
-    """Split a batch into `run.num_update` mini-batches over `run.epochs` passes, each pass in its own order. Episodes
-    are split, so that branches of one stay together.
+    """Split a batch into `run.num_update` mini-batches over `run.ppo_epochs` passes, each pass in its own order.
+    Episodes are split, so that branches of one stay together.
 
     Each mini-batch carries `loss_weights`, each token's share in the mean that `loss.mean` names over this mini-batch;
     the `counts` that its metrics are averaged over; and the tokens `marked` by the policy loss, if it marks any.
@@ -99,7 +99,7 @@ def split_mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator
     # [N], so that every rank knows the size of a mini-batch's mean.
     actions = batch.all_gather(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))
     episodes = batch.episodes
-    parts = split_indices(len(episodes), config.run.num_update, config.run.epochs, seed)
+    parts = split_indices(len(episodes), config.run.num_update, config.run.ppo_epochs, seed)
     for number, part in enumerate(map(episodes.sequence_indices, parts)):
         mini_actions = actions[part]
         if not bool(mini_actions.any()):

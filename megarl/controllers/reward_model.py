@@ -38,7 +38,7 @@ class RewardModelController(Controller):
             return bradley_terry(output.scores, part.cu_seqlens, part.group)
 
         means = MetricMeans()
-        for part in split_indices(len(items), self.config.run.num_update, self.config.run.epochs, seed=0):
+        for part in split_indices(len(items), self.config.run.num_update, self.config.run.ppo_epochs, seed=0):
             means.add(flow.reward_model.update(make_pair_batch(flow, [items[i] for i in part]), loss))
         return StepResult(means.sync())
 

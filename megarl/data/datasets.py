@@ -71,7 +71,7 @@ def read_prompts(
     for location, prompt in islice(iter_prompts(file, prompt_key, label_key, name), max_rows):
         if prompt.id in location_by_id:
             raise ConfigError(
-                f"{location}: the id {prompt.id!r} is taken by {location_by_id[prompt.id]}; ids must be unique"
+                f"{location}: the id {prompt.id!r} is already used by {location_by_id[prompt.id]}; ids must be unique"
             )
         location_by_id[prompt.id] = location
         keys.add(prompt.extra, location)
@@ -392,7 +392,7 @@ def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int
     """Return the error for a file whose pairs are all too long. Limits as in `read_preferences`."""
     return ConfigError(
         f"{path}: all {count} pairs are too long: the shortest has {shortest} tokens in its two conversations, "
-        f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.token_budget"
+        f"a micro-batch holds {max_tokens}, and the model {max_length} in one; raise train.max_tokens_per_gpu"
     )
 
 

@@ -148,7 +148,7 @@ class _RowChecker:
             raise error(seen.num_rows, seen.shortest)
         if dropped := seen.num_rows - seen.num_fitting:
             scope = f"of {seen.num_rows}" if seen.is_complete else f"of the first {seen.num_rows}"
-            self.warnings.append(f"{path}: {dropped} {scope} rows are too long and will be left out")
+            self.warnings.append(f"{path}: {dropped} {scope} rows are too long and will be excluded")
 
     def _open_rows(
         self, path: str, name: str, order: str
@@ -184,7 +184,7 @@ class _RowChecker:
                 lambda tokens: tokens[0] <= positions,
                 lambda count, shortest: conversations_too_long_error(path, count, positions, shortest),
             )
-        budget = self.config.train.token_budget * self.config.parallel.cp
+        budget = self.config.train.max_tokens_per_gpu * self.config.parallel.cp
         pairs = ((where, row, make_pair(row, tokenizer, where, name)) for where, row in read_rows(file))
         return (
             (((pair.chosen.num_tokens, pair.rejected.num_tokens), key(row, where)) for where, row, pair in pairs),
@@ -235,21 +235,20 @@ def check_offered(prompts: Iterable[Prompt], known: EnvironmentCatalog) -> None:
     for name, tool in known.tools.items():
         if tool.spec in tools:
             reason = (
-                f"the data's column `tools` lists {_format_names(listed)}; add {name} to it, leave the column out, "
-                "so that "
-                "every prompt offers all tools,"
+                f"the data's column `tools` lists {_format_names(listed)}; add {name} to it, omit the column, so that "
+                f"every prompt offers all tools,"
                 if listed
-                else "all of them are an agent's, which has tools of its own;"
+                else "all prompts are for an agent, which has its own tools;"
             )
             raise ConfigError(
-                f"{TOOLS_KEY}: no prompt offers {name} of {tool.spec}: {reason} or take it out of {TOOLS_KEY}"
+                f"{TOOLS_KEY}: no prompt offers {name} of {tool.spec}: {reason} or remove it from {TOOLS_KEY}"
             )
     for environment in known.environments.values():
         if environment.spec in environments:
             raise ConfigError(
                 f"{ENVIRONMENTS_KEY}: no prompt has {environment.name} of {environment.spec}, all have "
                 f"{_format_names(named)}: "
-                f"name it in the data's column `environment`, or take it out of {ENVIRONMENTS_KEY}"
+                f"name it in the data's column `environment`, or remove it from {ENVIRONMENTS_KEY}"
             )
 
 

@@ -40,14 +40,16 @@ def policy_and_critic(
     if dry_run and config.model.hf_config:
         hf = _check_family(load_hf_config(config.model.hf_config))
     elif config.model.path:
-        hf = read_complete_folder(config.model.path, "model.path", declared.has_scalar_head, mtp=config.train.mtp > 0)
+        hf = read_complete_folder(
+            config.model.path, "model.path", declared.has_scalar_head, mtp=config.train.mtp_loss_coef > 0
+        )
         _check_tokenizer(config.model.path, int(hf["vocab_size"]))
     else:
         raise ConfigError("model.path is not set; it must name the HF folder of the policy")
     if is_classifier(hf) and not declared.has_scalar_head:
         raise ConfigError(
-            f"model.path={config.model.path} is a classifier, {hf['architectures'][0]}, which writes no words; a "
-            "reward model serves as reward.model, or starts a critic as critic.path"
+            f"model.path={config.model.path} is a classifier, {hf['architectures'][0]}, which generates no text; a "
+            f"reward model serves as reward.model, or starts a critic as critic.path"
         )
     if "critic" not in declared.roles:
         if config.critic.path:
@@ -56,7 +58,7 @@ def policy_and_critic(
     if not config.critic.path:
         return hf, hf
     if dry_run and config.model.hf_config and not Path(config.critic.path).exists():
-        warnings.append(f"critic.path={config.critic.path} is not here; planned as if it were the policy's model")
+        warnings.append(f"critic.path={config.critic.path} not found; planned as if it were the policy's model")
         return hf, hf
     critic = read_complete_folder(config.critic.path, "critic.path", head=True)
     if critic.get("vocab_size") != hf.get("vocab_size"):
@@ -113,7 +115,7 @@ def _read_vocabulary(folder: str) -> dict[str, int]:
         try:
             return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
         except Exception as error:  # noqa: B036  the package raises nothing narrower
-            raise ConfigError(f"{file} is no tokenizer: {' '.join(str(error).split())[:200]}") from None
+            raise ConfigError(f"{file} is not a tokenizer: {' '.join(str(error).split())[:200]}") from None
     pieces = Path(folder, "tokenizer.model")
     return _pieces(pieces) if pieces.is_file() else {}
 
@@ -172,7 +174,7 @@ def folder_config(path: str, key: str) -> HFConfig:
             )
         if Path(path).is_file():
             raise ConfigError(f"{key}={path} is a file; name the model's folder, which has its config.json and weights")
-        raise ConfigError(f"{key}={path}: there is no such folder; {remedy}")
+        raise ConfigError(f"{key}={path}: no such folder; {remedy}")
     hf_config = load_hf_config(path)
     if not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"{key}={path} has no *.safetensors files; convert the weights to safetensors")
@@ -259,12 +261,12 @@ def _reward_model(
     if not is_on_megatron(config, "reward"):
         return None
     if dry_run and not Path(path).exists():
-        warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
+        warnings.append(f"reward.model={path} not found; planned as if it were the policy's model")
         return hf
     reward_config = read_complete_folder(path, "reward.model", head=True)
     if VALUE_HEAD not in open_hf(path).names():
         raise ConfigError(
-            f"reward.model={path} has no {VALUE_HEAD}: it is no reward model; train one with algorithm=reward_model"
+            f"reward.model={path} has no {VALUE_HEAD}: it is not a reward model; train one with algorithm=reward_model"
         )
     must = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
     if reward_config.get("vocab_size") != hf.get("vocab_size"):
@@ -287,7 +289,7 @@ def _read_classifier(
         return None
     options = ClassifierOptions.read(options_for_model(given, service))
     if dry_run and not Path(path).exists():
-        warnings.append(f"reward.model={path} is not here; planned as if it were the policy's model")
+        warnings.append(f"reward.model={path} not found; planned as if it were the policy's model")
         return hf, sum(param_count(hf).values()), options.dtype
     classifier_config = folder_config(path, "reward.model")
     resolve_label(classifier_config, options, path)
@@ -297,7 +299,8 @@ def _read_classifier(
     if longest < config.rollout.max_context and options.longer == "stop":
         warnings.append(
             f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of "
-            f"reward.model={path}: a longer conversation ends the run, or is cut with roles.reward.options.longer=cut"
+            f"reward.model={path}: a longer conversation ends the run, or is truncated with "
+            f"roles.reward.options.longer=cut"
         )
     weights = open_hf(path)
     return classifier_config, sum(prod(weights.shape(name)) for name in weights.names()), options.dtype
@@ -323,7 +326,7 @@ def _read_role_models(
                 raise ConfigError(f"{key} is not set; it must name the HF folder of the {role}")
             continue
         if dry_run and not Path(path).exists():
-            warnings.append(f"{key}={path} is not here; planned as if it were the policy's model")
+            warnings.append(f"{key}={path} not found; planned as if it were the policy's model")
             configs |= {role: hf} if is_on_megatron(config, role) else {}
             continue
         if not is_on_megatron(config, role):
@@ -332,9 +335,9 @@ def _read_role_models(
         configs[role] = read_complete_folder(path, key, head=False)
         if role in teachers and is_classifier(configs[role]):
             raise ConfigError(
-                f"{key}={path} is a classifier, {configs[role]['architectures'][0]}, which has no log-probs of words"
+                f"{key}={path} is a classifier, {configs[role]['architectures'][0]}, which has no log-probs of tokens"
             )
-        must = f"the {role} reads the policy's tokens, so it must have its tokenizer, and at least as many words"
+        must = f"the {role} reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
         if int(configs[role]["vocab_size"]) < int(hf["vocab_size"]):
             raise ConfigError(
                 f"{key}={path} has a vocabulary of {configs[role]['vocab_size']}, the policy of {hf['vocab_size']}; "

@@ -382,12 +382,12 @@ def _facts(
             layout += _describe_parallel(
                 role_parallel(config, role), f"{role}'s ", bool(family_of(model_of).num_experts(model_of))
             )
-    sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.epochs)
+    sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.ppo_epochs)
     unit = checks.batch_unit(declared)
     samples = f" prompts x {rollout.samples_per_prompt}" if declared.has_rollout else ""
     batch = [(f"{unit} a step", f"{config.data.prompts_per_step}{samples}")]
     updates = [
-        ("updates a step", f"{run.num_update} = {run.epochs} epochs x {per_epoch}"),
+        ("updates a step", f"{run.num_update} = {run.ppo_epochs} epochs x {per_epoch}"),
         ("mini-batch", f"{sequences / per_epoch:g} {unit} over dp {checks.data_parallel_size(config, declared)}"),
         ("updates in total", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
     ]

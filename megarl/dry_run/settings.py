@@ -175,28 +175,28 @@ def check_drafts(hf: HFConfig, config: Config) -> None:
     prefix = f"model.layers.{hf['num_hidden_layers']}."
     if config.model.path and path.is_dir() and not any(name.startswith(prefix) for name in open_hf(path).names()):
         raise ConfigError(
-            f"rollout.draft_tokens={number}: config.json speaks of a layer of multi-token prediction, but {path} has "
+            f"rollout.draft_tokens={number}: config.json declares a layer of multi-token prediction, but {path} has "
             f"no tensors {prefix}*; set it to 0"
         )
     longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if (needed := config.rollout.max_context + number + 1) > longest:
         raise ConfigError(
             f"rollout.max_context={config.rollout.max_context} with rollout.draft_tokens={number} needs {needed} "
-            f"positions, for SGLang keeps room for a window of drafts, but the model has {longest}; lower the first"
+            f"positions, because SGLang reserves a window for drafts, but the model has {longest}; lower the first"
         )
     for key in ("attn_dp_size", "dp_size"):
         if int(config.rollout.sglang.get(key) or 1) > 1:
             raise ConfigError(
-                f"rollout.draft_tokens={number} with rollout.sglang.{key}: never tried with replicas of the attention, "
-                "which a CPU's engine does not have; set one of them only"
+                f"rollout.draft_tokens={number} with rollout.sglang.{key}: not tested with attention data parallelism; "
+                f"set only one of them"
             )
 
 
 def check_mtp(hf: HFConfig, config: Config, declared: Requirements) -> None:
     """Check that the algorithm trains a policy, and that the model has the layers, for multi-token prediction."""
-    if config.train.mtp and declared.has_scalar_head:
+    if config.train.mtp_loss_coef and declared.has_scalar_head:
         raise ConfigError(
-            f"train.mtp is about a policy's layers, and algorithm={declared.name} trains none; set it to 0"
+            f"train.mtp_loss_coef trains a policy's layers, but algorithm={declared.name} trains none; set it to 0"
         )
     num_trained_mtp(hf, config)
 
@@ -212,9 +212,9 @@ def check_routing(hf: HFConfig, config: Config, declared: Requirements) -> None:
     routing_shape(hf, config.model.megatron)
     sglang, megatron = config.rollout.sglang, config.model.megatron
     if megatron.get("moe_router_fusion"):
-        raise ConfigError("model.megatron.moe_router_fusion: Transformer Engine's router cannot be told what to choose")
+        raise ConfigError("model.megatron.moe_router_fusion: Transformer Engine's router cannot replay routing")
     if "sinkhorn" in str(megatron.get(name := "moe_router_load_balancing_type")):
-        raise ConfigError(f"model.megatron.{name}=sinkhorn does not go with train.replay_routing")
+        raise ConfigError(f"model.megatron.{name}=sinkhorn is incompatible with train.replay_routing")
     if (sglang.get("chunked_prefill_size") or 1) < 1:
         raise ConfigError(
             "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of routing"
@@ -229,14 +229,14 @@ def _has_dense_layers(settings: Mapping[str, Any]) -> bool:
 def check_run_dir(config: Config) -> None:
     """Check the run folder without touching it; `observe/run_folder.py` checks whose run it holds."""
     if not config.run.dir.strip() or "\0" in config.run.dir:
-        raise ConfigError(f"run.dir={config.run.dir!r} names no folder; set it to one for this run, such as runs/first")
+        raise ConfigError(f"run.dir={config.run.dir!r} is not a folder; set it to one for this run, such as runs/first")
     if config.run.export:
         run_dir, source = Path(config.run.dir), Path(config.model.path)
         try:
             check_target(run_dir / "export", source)
             adapter = run_dir / "adapter"
             if config.lora.rank and adapter.exists() and not (adapter / "adapter_config.json").is_file():
-                raise ConfigError(f"{adapter} exists and is no adapter; move it away, or set run.dir to another folder")
+                raise ConfigError(f"{adapter} exists but is not an adapter; move it, or set run.dir to another folder")
         except (OSError, RuntimeError) as error:  # RuntimeError for circular links
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"run.dir={config.run.dir[:300]}: {reason}; set it to another folder") from None
@@ -249,7 +249,7 @@ def check_disk_space(
     run, estimate = config.run, disk_space.estimate_space(hf, critic_hf, config, declared)
     try:
         if not disk_space.can_hold_files(Path(run.dir)):
-            raise ConfigError(f"run.dir={run.dir} is in a file system of the kernel; set it to a folder on a disk")
+            raise ConfigError(f"run.dir={run.dir} is in a virtual file system; set it to a folder on a disk")
         free = disk_space.free_bytes(Path(run.dir))
     except OSError:
         return  # reported when the folder is created
@@ -260,7 +260,7 @@ def check_disk_space(
     parts += [f"{disk_space.format_bytes(export)} for the export"] if export else []
     line = (
         f"run.dir={run.dir} is on a disk with {disk_space.format_bytes(free)} free, and the run will write up to about "
-        f"{' and '.join(parts)}; make room, set run.dir to a place on another disk, or lower run.keep_checkpoints"
+        f"{' and '.join(parts)}; free space, set run.dir to a folder on another disk, or lower run.keep_checkpoints"
     )
     if free < min_bytes and not (run.resumes and (Path(run.dir) / "checkpoints").is_dir()):
         raise ConfigError(line)
@@ -277,10 +277,11 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
             f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
             f"rollout.max_context={rollout.max_context}; lower the first or raise the second"
         )
-    if config.train.token_budget < rollout.max_context:
+    if config.train.max_tokens_per_gpu < rollout.max_context:
         warnings.append(
-            f"train.token_budget={config.train.token_budget} is below rollout.max_context={rollout.max_context}: "
-            "a longer conversation is a micro-batch of its own, and memory is planned for that"
+            f"train.max_tokens_per_gpu={config.train.max_tokens_per_gpu} is below "
+            f"rollout.max_context={rollout.max_context}: a longer conversation is a micro-batch of its own, and memory "
+            "is planned for that"
         )
 
 
@@ -292,8 +293,8 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
     agents = [entry.spec for entry in load_catalog(config.rollout).environments.values() if entry.kind == "agent"]
     if agents and config.rollout.oversample > 1:
         raise ConfigError(
-            f"rollout.oversample={config.rollout.oversample:g} stops conversations and goes on with them in a later "
-            f"step, which the agent {agents[0]} cannot know of; set it to 1, or use rollout.asynchronous"
+            f"rollout.oversample={config.rollout.oversample:g} pauses conversations and continues them in a later "
+            f"step, which the agent {agents[0]} does not support; set it to 1, or use rollout.asynchronous"
         )
     for name in config.rollout.pass_env:
         if name not in os.environ:
@@ -323,11 +324,11 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
     if kl.place == "loss" and kl.estimator == "k1":
         raise ConfigError(
             "kl.estimator=k1 with kl.place=loss: the gradient of k1 is that of the log-prob, whose mean is zero, and "
-            "does not hold the policy back; set kl.estimator to null, or kl.place to reward"
+            "does not restrain the policy; set kl.estimator to null, or kl.place to reward"
         )
     if kl.place == "reward" and kl.estimator == "k3_unbiased":
         raise ConfigError(
-            "kl.estimator=k3_unbiased with kl.place=reward: it differs from k3 in its gradient as a loss only; set "
+            "kl.estimator=k3_unbiased with kl.place=reward: it differs from k3 only in its gradient as a loss; set "
             "kl.estimator to null, which is k1 there, or kl.place to loss"
         )
     if kl.target is not None and kl.coef > kl.most:
@@ -350,21 +351,20 @@ def check_schedule(config: Config, declared: Requirements) -> None:
     for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", config.critic.optimizer)):
         if optimizer.min_lr > optimizer.lr:
             raise ConfigError(
-                f"{name}.min_lr={optimizer.min_lr:g} is above {name}.lr={optimizer.lr:g}, from which the rate falls to "
-                "it; swap them"
+                f"{name}.min_lr={optimizer.min_lr:g} is above {name}.lr={optimizer.lr:g}, its starting point; swap them"
             )
 
 
 def check_batch(config: Config, declared: Requirements, warnings: list[str]) -> None:
     run, dp = config.run, data_parallel_size(config, declared)
-    if run.num_update % run.epochs:
-        raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.epochs={run.epochs}")
-    per_epoch, sequences = run.num_update // run.epochs, sequences_per_step(config, declared)
+    if run.num_update % run.ppo_epochs:
+        raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.ppo_epochs={run.ppo_epochs}")
+    per_epoch, sequences = run.num_update // run.ppo_epochs, sequences_per_step(config, declared)
     unit = batch_unit(declared)
     if per_epoch > sequences:
         raise ConfigError(
-            f"run.num_update={run.num_update} over run.epochs={run.epochs} cuts a batch of {sequences} {unit} in "
-            f"{per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
+            f"run.num_update={run.num_update} over run.ppo_epochs={run.ppo_epochs} cuts a batch of {sequences} {unit} "
+            f"in {per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
         )
     if not declared.trained_roles:
         return
@@ -375,21 +375,19 @@ def check_batch(config: Config, declared: Requirements, warnings: list[str]) -> 
     elif sequences % per_epoch or sequences // per_epoch % dp:
         warnings.append(
             f"{sequences} {unit} do not divide evenly into {per_epoch} mini-batches on {dp} data-parallel ranks; "
-            "correct, but some ranks wait"
+            f"results are correct, but some ranks wait"
         )
 
 
 def check_file_name(key: str, path: str) -> None:
     """Raise ConfigError for a missing path that could not be a data file on any machine."""
-    missing, suffixes = f"{key}={path[:200]}: there is no such file", (".jsonl", ".parquet")
+    missing, suffixes = f"{key}={path[:200]}: no such file", (".jsonl", ".parquet")
     if "://" in path:
-        raise ConfigError(
-            f"{missing}: it is an address, and only files are read; copy it to this machine, and name that"
-        )
+        raise ConfigError(f"{missing}: it is a URL, but only local files are read; download it and name the file")
     if Path(path).is_symlink():
-        raise ConfigError(f"{missing}: it is a link to {os.readlink(path)[:200]}, which is not there; correct the link")
+        raise ConfigError(f"{missing}: it is a link to {os.readlink(path)[:200]}, which does not exist; fix the link")
     if set(path) & set(",*"):
-        raise ConfigError(f"{missing}; several are a list, {key}=[one.jsonl,two.jsonl]")
+        raise ConfigError(f"{missing}; write several as a list, {key}=[one.jsonl,two.jsonl]")
     if Path(path).suffix.lower() not in suffixes:
         hub = (
             "; if it is the name of a data set on the Hub, fetch that first by hf download --repo-type dataset"
@@ -408,13 +406,13 @@ def find_eval_overlap(config: Config, train: Mapping[str, str], held_out: Mappin
     for path in config.data.eval if held_out else ():
         if (other := trained.get(os.path.realpath(path))) is not None:
             return [
-                f"data.eval={path} is data.train={other}: an evaluation on training data does not say what is learned"
+                f"data.eval={path} is data.train={other}: evaluating on training data does not measure generalization"
             ]
     if duplicates := [text for text in held_out if text in train]:
         return [
-            f"data.eval: {len(duplicates)} of the first {len(held_out)} rows are in data.train, too, such as "
-            f"{held_out[duplicates[0]]} as {train[duplicates[0]]}: an evaluation on training data does not say what "
-            "is learned"
+            f"data.eval: {len(duplicates)} of the first {len(held_out)} rows are also in data.train, such as "
+            f"{held_out[duplicates[0]]} as {train[duplicates[0]]}: evaluating on training data does not measure "
+            f"generalization"
         ]
     return []
 
@@ -426,9 +424,9 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
             f"data.train is not set; it must name a file of {ITEM_NAMES[declared.item]} (.parquet or .jsonl)"
         )
     check_files(data)
-    if not declared.has_rollout and run.epochs > 1:
+    if not declared.has_rollout and run.ppo_epochs > 1:
         warnings.append(
-            f"run.epochs={run.epochs} goes over each step's batch so many times; passes over the data are steps: "
+            f"run.ppo_epochs={run.ppo_epochs} counts passes over each step's batch; passes over the data follow from "
             "run.num_rollout times data.prompts_per_step over the rows"
         )
     train_files = [("data.train", path) for path in data.train]
@@ -437,8 +435,8 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
         if not os.path.exists(path):
             check_file_name(key, path)
             if not dry_run:
-                raise ConfigError(f"{key}={path[:200]}: there is no such file")
-            warnings.append(f"{key}={path} is not here; it must be when the run starts")
+                raise ConfigError(f"{key}={path[:200]}: no such file")
+            warnings.append(f"{key}={path} not found; it must exist when the run starts")
         else:
             rows = check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
             for row in rows:
@@ -447,7 +445,7 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
             if named and declared.has_rollout and not config.rollout.environments:
                 warnings.append(
                     f"{named[0].location}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
-                    "rollout.environments is empty, so no environment is used; set it, or leave the column out"
+                    "rollout.environments is empty, so no environment is used; set it, or omit the column"
                 )
             if data.order and key == "data.train":
                 check_no_nan(Path(path), data.order)
@@ -456,9 +454,10 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
     warnings += find_eval_overlap(config, *first_texts.values())
     if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
         raise ConfigError(
-            f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are the same; set one of them"
+            f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are identical; set only one "
+            f"of them"
         )
     if run.eval_every and not data.eval:
         raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
     if run.resumes and not run.save_every and not (Path(run.dir) / "checkpoints").is_dir():
-        warnings.append(f"run.resume={run.resume} but run.save_every=0: there will be no checkpoint to go on from")
+        warnings.append(f"run.resume={run.resume} but run.save_every=0: there will be no checkpoint to resume from")

@@ -144,7 +144,7 @@ class Search:
         """Return cp sizes up to the first at which the longest conversation fits the token budget of the ranks."""
         sizes = [1]
         longest = self.config.rollout.max_context if self.declared.has_rollout else 0
-        while sizes[-1] * self.config.train.token_budget < longest:
+        while sizes[-1] * self.config.train.max_tokens_per_gpu < longest:
             sizes.append(sizes[-1] * 2)
         return sizes
 
@@ -185,8 +185,8 @@ def apply_layout(hf: HFConfig, config: Config, parallel: ParallelConfig, way: st
         }
         remedies = [f"{name} to {' or '.join(map(str, sizes))}" for name, sizes in valid_sizes.items() if sizes]
         raise ConfigError(
-            f"{layers} layers cannot be dealt out to pp={parallel.pp} stages of vpp={parallel.vpp} parts, even with "
-            f"other numbers on the first and last; the nearest that can: set {', or '.join(remedies)}"
+            f"{layers} layers cannot be split over pp={parallel.pp} stages of vpp={parallel.vpp} parts, even "
+            f"with other numbers on the first and last; the nearest valid settings: {', or '.join(remedies)}"
         )
     megatron = {**split, **recompute_settings(hf, way), **config.model.megatron}
     return replace(config, parallel=parallel, model=replace(config.model, megatron=megatron))

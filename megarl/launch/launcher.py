@@ -4,8 +4,8 @@ Ranks report why they end (`exit_status.notify_launcher`) in memory that only pr
 launcher prints the root cause in one line, not the follow-up errors of ranks that lost a peer.
 
 `StoppedRankMonitor` detects ranks that were stopped by SIGSTOP if no other rank does. Ranks detect a hang themselves
-(`observe/hang_watchdog.py`) after `run.timeout_s`, but not while they wait for storage, which has a much longer
-timeout, and not if all of them are stopped.
+(`observe/hang_watchdog.py`) after `run.distributed_timeout_s`, but not while they wait for storage, which has a much
+longer timeout, and not if all of them are stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megarl.processes import memory_files
 from megarl.processes.children import end_orphans, is_stopped, list_children
 
 STOPPED_MARGIN_S = 15.0
-"""Seconds added to `run.timeout_s`: ranks that detect the hang themselves can report more."""
+"""Seconds added to `run.distributed_timeout_s`: ranks that detect the hang themselves can report more."""
 _STOPPED_POLL_S = 1.0
 _SUSPEND_GAP_S = 10.0
 """Seconds between two polls above which the launcher was suspended (Ctrl-Z, `scontrol suspend`), with its ranks."""
@@ -71,7 +71,7 @@ class StoppedRankMonitor:
                 self._over = True
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                reason = f"for {seconds:.0f} s, longer than run.timeout_s={rules.timeout_s:g}"
+                reason = f"for {seconds:.0f} s, longer than run.distributed_timeout_s={rules.timeout_s:g}"
                 return rank, f"error: rank {rank} has been stopped (SIGSTOP) {reason}, and was killed"
         return None
 
@@ -85,9 +85,9 @@ ORPHAN_TIMEOUT_S = 20.0
 _POLL_S = 0.05
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SIGNAL_HINTS = {
-    "SIGKILL": " (the kernel does that when memory is short)",
-    "SIGBUS": " (for example where /dev/shm is full)",
-    "SIGABRT": " (by a library that gave up; its last lines are above)",
+    "SIGKILL": " (the kernel does that when memory runs out)",
+    "SIGBUS": " (for example when /dev/shm is full)",
+    "SIGABRT": " (by a library that aborted; its last lines are above)",
 }
 
 
@@ -145,7 +145,7 @@ class RankMessages:
         except (ValueError, RecursionError):
             self.num_dropped += 1
             if self.num_dropped == 1:
-                text = f"warning: dropped {line[:80]!r}, which is no message of a rank to its launcher"
+                text = f"warning: dropped {line[:80]!r}, which is not a message from a rank to its launcher"
                 print(text, file=sys.stderr, flush=True)
 
     def restart_policy(self) -> RestartPolicy | None:
@@ -220,7 +220,10 @@ def determine_outcome(
     for rank, code in codes.items():
         if code > 0 and rank not in ranks_with_message:
             return RunOutcome(
-                code, f"error: {_describe_rank(rank, roles)} ended with status {code} and said nothing", "fault", rank
+                code,
+                f"error: {_describe_rank(rank, roles)} exited with status {code} without an error message",
+                "fault",
+                rank,
             )
     for message in words:
         if message.kind == "lost":
@@ -228,7 +231,7 @@ def determine_outcome(
         if message.kind == "ended":  # not by us
             text = f"error: {_describe_rank(message.rank, roles)} was {message.text}"
             return RunOutcome(codes.get(message.rank, 1), text, "killed", message.rank)
-    return RunOutcome(1, "error: the ranks did not end in time and were killed", "lost")
+    return RunOutcome(1, "error: the ranks did not exit in time and were killed", "lost")
 
 
 def _killed_outcome(rank: int, number: int, roles: Mapping[int, str]) -> RunOutcome:

@@ -25,7 +25,8 @@ _TAIL = 1 << 16
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Restart settings registered by a run: its folder, `run.save_every`, `run.max_restarts` and `run.timeout_s`."""
+    """Restart settings registered by a run: its folder, `run.save_every`, `run.max_restarts` and
+    `run.distributed_timeout_s`."""
 
     run_dir: str
     save_every: int
@@ -93,21 +94,19 @@ class RestartTracker:
         self._newest = newest
         self._failed_nodes.append(where)
         if is_repeated:
-            reason = f"that is the same at step {step} as the time before, so it does not start again"
+            reason = f"that is the same error at step {step} as last time, so the run does not restart"
             return RestartDecision(False, REPEATED_FAULT_EXIT_CODE, _append_reason(end.text, reason))
         if self._count >= rules.max_restarts:
             count_text = "once" if self._count == 1 else f"{self._count} times"
-            reason = (
-                f"it has started again {count_text} without a new checkpoint (run.max_restarts), and does not any more"
-            )
+            reason = f"it has restarted {count_text} without a new checkpoint (run.max_restarts) and stops"
             leave_out = where if self._count and set(self._failed_nodes) == {where} else ""
             return RestartDecision(False, end.status, _append_reason(end.text, reason), exclude_node=leave_out)
         wait_s = min(FIRST_WAIT_S * 4**self._count, LONGEST_WAIT_S)
         self._count += 1
         self.attempts += 1
-        where = f"checkpoint step_{newest:06d}" if newest else "the start, as there is no checkpoint yet"
+        where = f"checkpoint step_{newest:06d}" if newest else "the beginning, since there is no checkpoint yet"
         reason = (
-            f"starting again in {wait_s:g} s from {where} (restart {self.attempts} of this run, {self._count} of "
+            f"restarting in {wait_s:g} s from {where} (restart {self.attempts} of this run, {self._count} of "
             f"{rules.max_restarts} without a new checkpoint)"
         )
         return RestartDecision(True, end.status, _append_reason(end.text, reason), wait_s)
@@ -148,4 +147,4 @@ def _append_reason(text: str, why: str) -> str:
 
 def _normalize_error(text: str) -> str:
     """Return the error without numbers and log path, so that it is equal on another rank, log or address."""
-    return re.sub(r"\d+", "#", text.splitlines()[-1].partition("; the whole traceback")[0]) if text else ""
+    return re.sub(r"\d+", "#", text.splitlines()[-1].partition("; the full traceback")[0]) if text else ""

@@ -216,7 +216,7 @@ class OOMRetry:
             raise ConfigError(
                 f"out of memory in a micro-batch of one sequence, of {worst.tokens} tokens ({worst.message}), of the "
                 f"{self._role.replace('_', ' ')}{', with all layers recomputed' if self.should_recompute else ''}: "
-                "lower rollout.max_context or train.logits_at_once, or raise parallel.tp, cp or pp"
+                "lower rollout.max_context or train.logits_chunk_size, or raise parallel.tp, cp or pp"
             )
 
     def _reset_after_abort(self, trains: bool) -> None:
@@ -245,9 +245,10 @@ class OOMRetry:
         tokens = short.tokens // self._ranks.cp
         return (
             f"out of memory in a micro-batch of {short.tokens} tokens of the {self._role.replace('_', ' ')} "
-            f"({short.message}), where other ranks compute with this one and cannot be called back: go on with "
-            f"run.resume=auto and train.token_budget={max(1, min(tokens, self.token_budget // self._ranks.cp) // 2)}, "
-            "or with model.megatron.recompute_granularity=full"
+            f"({short.message}), which other ranks compute jointly and cannot repeat: continue with "
+            "run.resume=auto and "
+            f"train.max_tokens_per_gpu={max(1, min(tokens, self.token_budget // self._ranks.cp) // 2)}, or with "
+            "model.megatron.recompute_granularity=full"
         )
 
     # ---- state
@@ -274,7 +275,7 @@ class OOMRetry:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state. If `train.token_budget` has changed since, restore only `num_ooms`."""
+        """Restore the state. If `train.max_tokens_per_gpu` has changed since, restore only `num_ooms`."""
         self.num_ooms = int(state.get("often", 0))
         if self._is_enabled and state.get("of") == self._dispatcher.token_budget:
             self.token_budget = int(state["budget"])

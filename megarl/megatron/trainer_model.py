@@ -89,7 +89,7 @@ class MegatronModel:
             self.chunks = build_chunks(hf_config, config, role, self.mtp_layers, trains)
             family, last = family_of(hf_config), unwrap(self.chunks[-1])
             vocab_size, cap = int(family.gpt_kwargs(hf_config)["vocab_size"]), family.extras(hf_config).logit_cap
-            self._reader = OutputReader(last, role, vocab_size, config.train.logits_at_once, cap)
+            self._reader = OutputReader(last, role, vocab_size, config.train.logits_chunk_size, cap)
             if role == "actor" and config.train.replay_routing:
                 self.replay_shape = routing_shape(hf_config, config.model.megatron)
                 routing_replay.install(self.chunks, self.replay_shape)
@@ -99,7 +99,7 @@ class MegatronModel:
                     all_gather_objects((ranks.job.rank, make_model_rank(ranks, layers)), ranks.host_group)
                 ),
                 dp=ranks.dp,
-                token_budget=config.train.token_budget * ranks.cp,
+                token_budget=config.train.max_tokens_per_gpu * ranks.cp,
                 quadratic_cost=quadratic_cost(hf_config),
                 # Megatron's interleaved schedule needs a multiple of the pipeline size.
                 multiple=ranks.pp if ranks.vpp > 1 else 1,
@@ -300,7 +300,7 @@ class MegatronModel:
             if self.mtp_layers:
                 mtp_loss = self._reader.mtp_loss(micro, emitted, part.loss_weights)
                 local_metrics[f"{self.role}/mtp_loss"] = mtp_loss.detach()
-                loss = loss + self.config.train.mtp * mtp_loss
+                loss = loss + self.config.train.mtp_loss_coef * mtp_loss
             return loss * total_tokens, tokens, local_metrics
 
         def gradients(cut: MicroBatchPlan) -> list[Any]:
@@ -319,8 +319,8 @@ class MegatronModel:
         if bad_ranks := [rank for rank, (_, finite) in enumerate(gathered) if not finite]:
             name = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
             raise ConfigError(
-                f"an update of the {self.role.replace('_', ' ')} has made weights that are not finite (on rank "
-                f"{self.ranks.members[bad_ranks[0]]}; the gradient's norm was {norm:g}); nothing is saved of it: lower "
+                f"an update of the {self.role.replace('_', ' ')} produced weights that are not finite (on rank "
+                f"{self.ranks.members[bad_ranks[0]]}; the gradient's norm was {norm:g}); they are not saved: lower "
                 f"{name}.lr"
             )
         metrics = sum_metrics(local_metrics for local_metrics, _ in gathered)

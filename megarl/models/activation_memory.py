@@ -208,6 +208,6 @@ def working_bytes(
     )
     logits = 0
     if is_last and role == "actor":
-        hidden, at_once = int(hf["hidden_size"]), config.train.logits_at_once
+        hidden, at_once = int(hf["hidden_size"]), config.train.logits_chunk_size
         logits = logits_bytes(int(hf["vocab_size"]), hidden, ranks.tp, tokens, at_once, size)
     return round(saved * size + micro_batch * in_flight) + logits

@@ -129,7 +129,7 @@ def bytes_by_phase(
     parallel, machine_ranks, home_ranks = config.parallel, _ranks_per_machine(config), _num_home_ranks(config)
     machines = parallel.world_size // machine_ranks
     columns = column_bytes(config, declared)
-    passes = max(1, config.run.num_update // config.run.epochs)
+    passes = max(1, config.run.num_update // config.run.ppo_epochs)
     mini_tokens, item_bytes = machine_tokens / passes, routing.dtype.itemsize if routing is not None else 1
     choice = _mask_bytes(config, batch)
 
@@ -160,7 +160,7 @@ def bytes_by_phase(
         sending = rows * (moved + record + choice + (stage if parallel.pp > 1 else 0.0))
         received = rows * (moved + stage)
         rank = rows * (parallel.tp * parallel.cp * parallel.pp) / machine_ranks
-        micro = min(rank, max(rank / ceil(rank / (config.train.token_budget * parallel.cp)), batch.max_length))
+        micro = min(rank, max(rank / ceil(rank / (config.train.max_tokens_per_gpu * parallel.cp)), batch.max_length))
         choices = stage * (1 + (EXPERT_CHOICE_BYTES / item_bytes - 1) / parallel.tp)
         picked = (2 * choice + MASK_PICK_BYTES * max(0.0, choice / FLOAT_BYTES - 1) + choice) / (
             parallel.pp * parallel.cp

@@ -24,8 +24,8 @@ CONFIG_KEYS = {
     "bf16": "model.dtype",
     "pipeline_dtype": "model.dtype",
     "deterministic_mode": "train.deterministic",
-    "mtp_num_layers": "train.mtp",
-    "mtp_loss_scaling_factor": "train.mtp",
+    "mtp_num_layers": "train.mtp_loss_coef",
+    "mtp_loss_scaling_factor": "train.mtp_loss_coef",
 }
 """Fields that a key of MegaRL's sets."""
 
@@ -37,8 +37,8 @@ FORBIDDEN = {
     "account_for_loss_in_pipeline_split": "give num_layers_in_last_pipeline_stage instead",
     "calculate_per_token_loss": "losses are sums over tokens",
     "variable_seq_lengths": "micro-batches differ in length",
-    "window_size": "config.json says which layers have windows",
-    "window_attn_skip_freq": "config.json says which layers have windows",
+    "window_size": "config.json determines which layers have windows",
+    "window_attn_skip_freq": "config.json determines which layers have windows",
     "layernorm_zero_centered_gamma": "weights of norms are what they are in the checkpoint",
     "finalize_model_grads_func": "it is a function",
     "moe_router_force_load_balancing": "it sends tokens anywhere, for benchmarks",
@@ -74,7 +74,7 @@ those may be overridden.
 DDP_FORBIDDEN = {
     "use_distributed_optimizer": "it is always on",
     "grad_reduce_in_fp32": "it is always on",
-    "overlap_param_gather": "weights must be whole after a step, for the push",
+    "overlap_param_gather": "weights must be complete after a step, for the weight sync",
     "average_in_collective": "losses are sums over tokens",
     "use_megatron_fsdp": "weights are cut by the layout, not by FSDP",
     "use_custom_fsdp": "weights are cut by the layout, not by FSDP",
@@ -125,11 +125,11 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
     """
     for name in settings:
         if name in CONFIG_KEYS:
-            raise ConfigError(f"model.megatron.{name} has a key of its own: set {CONFIG_KEYS[name]}")
+            raise ConfigError(f"model.megatron.{name} has its own key: set {CONFIG_KEYS[name]}")
         if name in FORBIDDEN:
             raise ConfigError(f"model.megatron.{name} cannot be set: {FORBIDDEN[name]}")
         if name in MODEL_FIELDS and name in known_fields(True):
-            raise ConfigError(f"model.megatron.{name} cannot be set: the model's config.json decides it; leave it out")
+            raise ConfigError(f"model.megatron.{name} cannot be set: the model's config.json decides it; remove it")
         if name not in known_fields(mla):
             class_name = "MLATransformerConfig" if mla else "TransformerConfig"
             raise ConfigError(_unknown("model.megatron", name, class_name, known_fields(mla)))
@@ -138,7 +138,7 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
     if settings.get("fp8_recipe") == "delayed":  # Megatron's own default
         raise ConfigError(
             "model.megatron.fp8_recipe=delayed: Megatron 0.16.1 gives it override_linear_precision, which Transformer "
-            f"Engine 2 does not know; take {FP8_RECIPE}, blockwise (Hopper) or mxfp8 (Blackwell)"
+            "Engine 2 does not accept; use {FP8_RECIPE}, blockwise (Hopper) or mxfp8 (Blackwell)"
         )
     if extras.has_group_max_routing and settings.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
@@ -152,12 +152,12 @@ def _check_recompute(settings: Mapping[str, Any]) -> None:
     for name in settings.get("recompute_modules") or ():
         if name not in RECOMPUTE_MODULES:
             hint = foreign_dataclasses.did_you_mean(name, RECOMPUTE_MODULES)
-            raise ConfigError(f"{section}recompute_modules: {name} is none of {', '.join(RECOMPUTE_MODULES)}{hint}")
+            raise ConfigError(f"{section}recompute_modules: {name} is not one of {', '.join(RECOMPUTE_MODULES)}{hint}")
     present = [name for name in ("recompute_method", "recompute_num_layers") if settings.get(name) is not None]
     if granularity == "full" and len(present) < 2:
         raise ConfigError(f"{section}recompute_granularity=full needs recompute_method and recompute_num_layers, too")
     if granularity == "selective" and "recompute_num_layers" in present:
-        raise ConfigError(f"{section}recompute_num_layers is for recompute_granularity=full; leave it out")
+        raise ConfigError(f"{section}recompute_num_layers is for recompute_granularity=full; remove it")
     if granularity == "full" and settings["recompute_num_layers"] < 1:
         raise ConfigError(f"{section}recompute_num_layers must be at least 1, not {settings['recompute_num_layers']}")
 

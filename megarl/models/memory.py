@@ -164,7 +164,7 @@ def plan_memory(
             training["micro-batches"] = max(training["micro-batches"], micro_batches)
         if stage == len(layers) - 1 and lead == "actor":
             vocab_size, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
-            at_once = config.train.logits_at_once
+            at_once = config.train.logits_chunk_size
             training["logits"] = logits_bytes(vocab_size, hidden, tp, tokens, at_once, size)
         generation, push, host = dict(engine), {}, checkpoint_copy(config, states, trained)
         for role in (role for role in served_models if role in local_roles):
@@ -244,7 +244,7 @@ def inference_stages(
         weights = size * (sum(elements) - elements.biases) + 4 * elements.biases
         stages.append(InferenceStage(stage_layer_ids, weights, size * widest * tokens // parallel.tp))
     if not head:
-        vocab_size, hidden, at_once = int(hf["vocab_size"]), int(hf["hidden_size"]), config.train.logits_at_once
+        vocab_size, hidden, at_once = int(hf["vocab_size"]), int(hf["hidden_size"]), config.train.logits_chunk_size
         stages[-1] = stages[-1]._replace(logits=logits_bytes(vocab_size, hidden, parallel.tp, tokens, at_once, size))
     return stages
 
@@ -256,13 +256,13 @@ def classifier_stages(hf: HFConfig, elements: int, dtype: str, config: Config) -
     """
     layers, size = tuple(range(int(hf.get("num_hidden_layers") or 1))), DTYPE_BYTES[dtype]
     width = 6 * int(hf.get("hidden_size") or 0) + 3 * int(hf.get("intermediate_size") or 0)
-    return [InferenceStage(layers, size * elements, size * width * config.train.token_budget)]
+    return [InferenceStage(layers, size * elements, size * width * config.train.max_tokens_per_gpu)]
 
 
 def _tokens(config: Config, declared: Requirements) -> int:
     """Return the largest number of tokens of a micro-batch on a rank: the budget, or its part of a longer sequence."""
     longest = config.rollout.max_context if declared.has_rollout else 0
-    return max(config.train.token_budget, -(-longest // config.parallel.cp))
+    return max(config.train.max_tokens_per_gpu, -(-longest // config.parallel.cp))
 
 
 def _settings(hf: HFConfig, config: Config) -> dict[str, Any]:

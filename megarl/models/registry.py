@@ -50,11 +50,11 @@ def family_of(hf: HFConfig) -> Family:
         family = plugins.load(declared[architecture].value, f"the family of {architecture}")
         if not isinstance(family, Family):
             raise ConfigError(
-                f"the family of {architecture}: {declared[architecture].value} is no megarl.models.family.Family"
+                f"the family of {architecture}: {declared[architecture].value} is not a megarl.models.family.Family"
             )
         return family
     known = ", ".join([*FAMILIES, *declared])
-    raise ConfigError(f"there is no table for the architecture {name or hf.get('model_type')}; known: {known}")
+    raise ConfigError(f"no model family for the architecture {name or hf.get('model_type')}; known: {known}")
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
                     f"{strict.short_repr(base)}; merge them into it (merge_and_unload, save_pretrained) "
                     "and name that folder"
                 )
-            raise ConfigError(f"there is no config.json in {path}: it is not an HF model folder")
+            raise ConfigError(f"no config.json in {path}: it is not an HF model folder")
     if not file.is_file():
-        raise ConfigError(f"there is no model folder or config.json at {path}")
+        raise ConfigError(f"no model folder or config.json at {path}")
     values = strict.read_json(file)
     for key, kind in {"architectures": list[str] | None, "model_type": str | None}.items():
         strict.check_value(
@@ -83,22 +83,24 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def num_trained_mtp(hf: HFConfig, config: Config) -> int:
-    """Return how many multi-token prediction layers a policy trains, by `train.mtp`. Raises ConfigError."""
-    family, weight = family_of(hf), config.train.mtp
+    """Return how many multi-token prediction layers a policy trains, by `train.mtp_loss_coef`. Raises ConfigError."""
+    family, weight = family_of(hf), config.train.mtp_loss_coef
     if weight == 0:
         return 0
     if not family.num_mtp_layers(hf):
         raise ConfigError(
-            f"train.mtp={weight:g}, but this {family.architecture} has no layers of multi-token prediction that are "
+            f"train.mtp_loss_coef={weight:g}, but this {family.architecture} has no layers of multi-token prediction "
+            f"that are "
             "implemented; set it to 0"
         )
     if has_tied_embeddings(hf) and config.parallel.pp > 1:
         raise ConfigError(
-            "train.mtp with tie_word_embeddings=true and parallel.pp above 1 is not implemented: Megatron would give "
-            "the last stage an embedding and an output layer of its own; set parallel.pp=1 or train.mtp=0"
+            "train.mtp_loss_coef with tie_word_embeddings=true and parallel.pp above 1 is not implemented: Megatron "
+            "would give "
+            "the last stage an embedding and an output layer of its own; set parallel.pp=1 or train.mtp_loss_coef=0"
         )
     if config.lora.rank:
-        raise ConfigError("train.mtp trains whole layers, lora.rank adapters alone; set one of them to 0")
+        raise ConfigError("train.mtp_loss_coef trains whole layers, lora.rank adapters alone; set one of them to 0")
     return family.num_mtp_layers(hf)
 
 

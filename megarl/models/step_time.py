@@ -94,7 +94,7 @@ class StepTime:
         seconds["memory"] = (
             elementwise_passes(recomputed) * widths * size * group_tokens / tp / machine.memory_bandwidth
         )
-        micro_batches = ceil(replica / (cp * config.train.token_budget))
+        micro_batches = ceil(replica / (cp * config.train.max_tokens_per_gpu))
         if parallel.vpp > 1:
             micro_batches = ceil(micro_batches / pp) * pp
         seconds["launches"] = micro_batches * (

@@ -19,7 +19,8 @@ OOM_SUFFIX = "_out_of_memory"
 """Suffix of the metric that counts how often a model ran out of memory: guards/<role>_out_of_memory."""
 
 SKIPPED, SKIP_LIMIT_SUFFIX = "/skipped", "_consecutive_skips"
-"""Suffixes of the metrics for skipped updates of a role, and for exceeding `run.max_skipped` of them in a row."""
+"""Suffixes of the metrics for skipped updates of a role, and for exceeding `run.max_skipped_updates` of them in a
+row."""
 
 
 def check_guards(config: Config, declared: Requirements, warnings: list[str]) -> None:
@@ -27,16 +28,16 @@ def check_guards(config: Config, declared: Requirements, warnings: list[str]) ->
     guards = config.guards
     load_bands(guards)
     if guards.ppo_kl is not None and not declared.has_rollout:
-        raise ConfigError(f"guards.ppo_kl is set, but algorithm={declared.name} has no actor/ppo_kl; leave it out")
+        raise ConfigError(f"guards.ppo_kl is set, but algorithm={declared.name} has no actor/ppo_kl; remove it")
     if guards.kl is not None and "reference" not in declared.roles:
         raise ConfigError(
-            f"guards.kl is set, but algorithm={declared.name} with kl.place={config.kl.place} has no reference; leave "
-            "it out"
+            f"guards.kl is set, but algorithm={declared.name} with kl.place={config.kl.place} has no reference; remove "
+            f"it"
         )
     if guards.ppo_kl is not None and config.run.num_update == 1 and not config.rollout.asynchronous:
         warnings.append(
-            "guards.ppo_kl never acts with run.num_update=1: actor/ppo_kl says how far the updates of a step before "
-            "the last have brought the policy, and there are none"
+            "guards.ppo_kl never acts with run.num_update=1: actor/ppo_kl measures a step's earlier updates, and there "
+            "are none"
         )
 
 
@@ -52,7 +53,7 @@ class Guards:
         self._oom_counts: dict[str, float] = {}
         self._stop_reason = ""
         self.skip_limited_roles: tuple[str, ...] = ()
-        """Roles that skipped more than `run.max_skipped` consecutive updates as of the last step."""
+        """Roles that skipped more than `run.max_skipped_updates` consecutive updates as of the last step."""
         self.restored_step: int | None = None
         """Step of the checkpoint that was restored because of that; None once a step skips no update again."""
         self._num_restores = 0
@@ -99,13 +100,14 @@ class Guards:
         above = f"actor/ppo_kl {ppo_kl:.3g} is above guards.ppo_kl={self._settings.ppo_kl:g}"
         remedy = "lower actor_optimizer.lr, loss.clip or run.num_update, or raise guards.ppo_kl"
         self._alarm(
-            f"step {step}: {above}: the policy is what it was before the step, the rest of whose updates are left out, "
-            f"and the learning rate warms up again ({_times(self._rollbacks)} in this run). If it comes again: {remedy}"
+            f"step {step}: {above}: rolled the policy back to before the step, skipped its remaining updates and "
+            f"restarted the learning-rate warm-up ({_times(self._rollbacks)} in this run). If it happens again: "
+            f"{remedy}"
         )
         if self._consecutive_rollbacks >= MAX_CONSECUTIVE_ROLLBACKS:
             self._stop_reason = (
-                f"step {step}: {above}, and {self._consecutive_rollbacks} steps in a row have ended in going back, so "
-                f"it gets no further: {remedy}"
+                f"step {step}: {above}, and {self._consecutive_rollbacks} consecutive steps were rolled back, so the "
+                f"run stops: {remedy}"
             )
         return self._rollbacks
 
@@ -116,8 +118,8 @@ class Guards:
             self._kl_off = True
             self._alarm(
                 f"step {step}: the KL to the reference, {kl:.3g} nats a token, is above guards.kl={limit:g}: its "
-                "coefficient is 0 from here on. Look whether the rewards are still what is wanted; to have it again, "
-                "go on from an older checkpoint with another kl.coef"
+                f"coefficient is 0 from now on. Check that the rewards still measure what you want; to restore the "
+                f"penalty, resume from an older checkpoint with another kl.coef"
             )
         return float(self._kl_off)
 
@@ -131,8 +133,8 @@ class Guards:
             recomputes = ", with all layers recomputed" if metrics.get(f"guards/{role}_recomputes") else ""
             self._alarm(
                 f"step {step}: out of memory, {_times(count)} so far: micro-batches of the {role.replace('_', ' ')} "
-                f"have {budget:.0f} tokens at most now{recomputes}, and what failed was done again. To have it so from "
-                f"the start, which is faster: train.token_budget={budget:.0f}"
+                f"now have at most {budget:.0f} tokens{recomputes}, and the failed work was repeated. To avoid the "
+                f"retries: set train.max_tokens_per_gpu={budget:.0f}"
             )
 
     def _check_bands(self, step: int, metrics: Mapping[str, float]) -> float:

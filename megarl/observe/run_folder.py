@@ -33,9 +33,7 @@ def last_step(run: Path) -> int:
 def describe_fresh_start(run: Path) -> str:
     """Return the message for a resume in a folder without checkpoints."""
     last = last_step(run)
-    repeated = (
-        f"; there are figures of {last} steps, which are taken again, and their rollouts are removed" if last else ""
-    )
+    repeated = f"; metrics of {last} steps exist; these steps are repeated, and their rollouts removed" if last else ""
     return f"no checkpoint in the run folder yet: starting afresh{repeated}"
 
 
@@ -68,10 +66,10 @@ IDENTITY_KEYS = (
     "data.shuffle",
     "lora.",
     "critic.path",
-    "train.mtp",
+    "train.mtp_loss_coef",
 )
-"""Keys and key prefixes that identify a run: what is trained, and on which data in which order. For `train.mtp` only
-whether it is 0 matters. All other keys may change on resume and apply from there on."""
+"""Keys and key prefixes that identify a run: what is trained, and on which data in which order. For
+`train.mtp_loss_coef` only whether it is 0 matters. All other keys may change on resume and apply from there on."""
 
 PRIVATE_MODE = 0o700
 """Mode of a run folder: only the owner may read its rollouts, weights and logs."""
@@ -89,7 +87,7 @@ config.yaml      every key of the configuration as it ran; to repeat it, in the 
 changes.jsonl    keys that were changed when the run was resumed, each with the first step that it held for
                  ({"step": 21, "key": "actor_optimizer.lr", "old": 1e-06, "new": 5e-07, "time": ...}); config.yaml has
                  the last values. What a run is cannot change: algorithm, run.seed, model.path, model.dtype, data.train
-                 and how it is dealt out, lora, critic.path, and whether train.mtp is 0;
+                 and how it is dealt out, lora, critic.path, and whether train.mtp_loss_coef is 0;
                  run.resume=forced goes on all the same, as far as the checkpoint fits
 code/            your own modules that config.yaml names, such as a reward function, and what they import; a resume says
                  which of them changed. code/changes.jsonl has the steps, code/until_step_000020/ what they were
@@ -238,7 +236,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
 
 
 def _is_identity(change: Change) -> bool:
-    if change.key == "train.mtp":
+    if change.key == "train.mtp_loss_coef":
         return bool(change.old) != bool(change.new)
     return change.key.startswith(IDENTITY_KEYS)
 
@@ -253,7 +251,8 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
         for target in (path / "README.txt", file):  # a new folder, or a start without results, which wrote both
             if target.exists() and not _is_ours(path / "README.txt"):
                 raise ConfigError(
-                    f"run.dir={path} is no run folder and has a {target.name} that a run would overwrite; set run.dir "
+                    f"run.dir={path} is not a run folder and has a {target.name} that a run would overwrite; set "
+                    f"run.dir "
                     "to a new folder"
                 )
         return []
@@ -275,20 +274,21 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
         )
         raise ConfigError(
             f"run folder {path} belongs to another run ({shown}); set run.dir to another folder, set these keys "
-            "back, or set run.resume=forced to go on with them all the same"
+            "back, or set run.resume=forced to continue with them anyway"
         )
     if not resume:
         if not has_checkpoints(path):
             raise ConfigError(
-                f"run folder {path} holds this run already, without a checkpoint from which run.resume=auto could "
+                f"run folder {path} already contains this run, without a checkpoint from which run.resume=auto could "
                 "continue it; set run.dir to another one"
             )
         raise ConfigError(
-            f"run folder {path} holds this run already; set run.resume=auto to continue it, or run.dir to another one"
+            f"run folder {path} already contains this run; set run.resume=auto to continue it, or run.dir to another "
+            f"one"
         )
     if is_finished(path, old) and not has_checkpoints(path):
         raise ConfigError(
-            f"run folder {path} holds this run already, finished and without a checkpoint (run.save_every): "
+            f"run folder {path} already contains this run, finished and without a checkpoint (run.save_every): "
             f"run.resume={config.run.resume} would start afresh and overwrite its rollouts and its export; set run.dir "
             "to another folder, or remove this one"
         )
@@ -319,7 +319,7 @@ def _create_folders(path: Path, made: list[Path]) -> None:
     missing = []
     while not path.exists():
         if path.is_symlink():
-            raise OSError(errno.ENOENT, f"{path} is a link to {os.readlink(path)}, which is not there")
+            raise OSError(errno.ENOENT, f"{path} is a link to {os.readlink(path)}, which does not exist")
         missing.append(path)
         path = path.parent
     if not path.is_dir():
@@ -341,7 +341,9 @@ def _restrict_access(path: Path) -> None:
     try:
         path.chmod(PRIVATE_MODE)
     except OSError as error:
-        warnings.warn(f"others may be able to read {path}, whose mode cannot be set: {error.strerror}", stacklevel=4)
+        warnings.warn(
+            f"other users may be able to read {path}, whose mode cannot be set: {error.strerror}", stacklevel=4
+        )
 
 
 def _probe(folder: Path) -> None:
@@ -372,7 +374,7 @@ def _lock(path: Path) -> IO[str]:
             raise ConfigError(
                 f"run folder {path.parent} is in use by {holder}; wait for it, end it, or set run.dir to another folder"
             ) from None
-        warnings.warn(f"this file system has no locks ({error.strerror}): nothing keeps two jobs apart", stacklevel=3)
+        warnings.warn(f"this file system has no locks ({error.strerror}): two jobs could use it at once", stacklevel=3)
         return lock
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -399,8 +401,8 @@ def _write(path: Path, text: str) -> None:
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"cannot write to run folder {path}: {error.strerror or error}; "
-        "make room or get the right to write there, or set run.dir to another folder"
+        f"cannot write to run folder {path}: {error.strerror or error}; free space or get write permission, or set "
+        f"run.dir to another folder"
     )
 
 

@@ -141,7 +141,7 @@ def warm_up_group(group: dist.ProcessGroup | None = None) -> None:
     total = torch.ones(1, device=device.device())
     dist.all_reduce(total, group=group)
     if int(total) != dist.get_world_size(group):
-        raise RuntimeError(f"{int(total)} of {dist.get_world_size(group)} ranks have met")
+        raise RuntimeError(f"{int(total)} of {dist.get_world_size(group)} ranks have joined")
 
 
 def is_first_report(text: str) -> bool | None:
@@ -253,7 +253,7 @@ def _group_globals(parallel_state: Any) -> dict[str, Any]:
 
 @contextmanager
 def with_timeout(seconds: float) -> Iterator[None]:
-    """Use this timeout instead of `run.timeout_s` for collectives of all groups within the block.
+    """Use this timeout instead of `run.distributed_timeout_s` for collectives of all groups within the block.
 
     For host work that some ranks do while others wait: generating, loading, saving. A dead peer is still noticed at
     once, because its connections close; a hanging one after `seconds`. All ranks must enter together. The previous
@@ -270,7 +270,8 @@ def with_timeout(seconds: float) -> Iterator[None]:
 
 
 def current_timeout() -> float:
-    """Return the current timeout of waits for other ranks in seconds: `run.timeout_s`, or that of `with_timeout`."""
+    """Return the current timeout of waits for other ranks in seconds: `run.distributed_timeout_s`, or that of
+    `with_timeout`."""
     return _timeout_s
 
 
@@ -439,7 +440,7 @@ def create_role_layouts(config: Config, roles: Collection[str]) -> dict[str, Ran
     """Return this rank's coordinates in the layout of each role with a model on Megatron. Collective over the job."""
     placement = placement_of(config)
     return {
-        role: create_layout(role_parallel(config, role), config.run.timeout_s, placement.ranks_of(role))
+        role: create_layout(role_parallel(config, role), config.run.distributed_timeout_s, placement.ranks_of(role))
         for role in roles
         if is_on_megatron(config, role)
     }

@@ -175,7 +175,7 @@ class Engines:
 
     def _sync_once(self, actor: ActorWorker) -> bool:
         """Sync once. Returns False if an engine was lost; no engine may generate then."""
-        assert self.weight_sync is not None, "there is no actor whose weights could be pushed"
+        assert self.weight_sync is not None, "there is no actor to sync weights from"
         if self.recovery.unsynced:
             self.weight_sync.verify_next()
         with self.with_timeout(self.config.rollout.start_timeout):
@@ -223,7 +223,7 @@ class Engines:
 
     def with_timeout(self, seconds: float) -> AbstractContextManager[None]:
         """Extend the collective timeout while some ranks wait up to `seconds` for their engine."""
-        return ranks.with_timeout(seconds + self.config.run.timeout_s)
+        return ranks.with_timeout(seconds + self.config.run.distributed_timeout_s)
 
     def _collect(self, payload: str) -> list[str]:
         """Gather payloads over the ranks of this engine; see `engine.sglang_engine.GatherPayloads`.

@@ -172,7 +172,7 @@ class ModelWorker(Worker):
     @property
     def _remedy(self) -> str:
         optimizer = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
-        return f"look at the rewards and the data, or lower {optimizer}.lr"
+        return f"check the rewards and the data, or lower {optimizer}.lr"
 
 
 def _any_per_sequence(batch: TrainBatch, where: torch.Tensor) -> torch.Tensor:
@@ -235,7 +235,7 @@ class TrainingWorker(ModelWorker):
         """Take one optimizer step on a mini-batch that has `loss_weights`. All ranks call it.
 
         Only the columns that the loss declares (`types.batch.reads`) are sent and checked. Returns metrics under the
-        role's name; their `sync()` makes them known to all ranks.
+        role's name; their `sync()` creates them known to all ranks.
         """
         rewards = batch.sequence_reward
         if len(nonfinite := rewards[~torch.isfinite(rewards)]):
@@ -260,7 +260,7 @@ class TrainingWorker(ModelWorker):
             self._skipped_steps = []
             return metrics
         self._skipped_steps.append(self.step)
-        if len(self._skipped_steps) <= self.config.run.max_skipped:
+        if len(self._skipped_steps) <= self.config.run.max_skipped_updates:
             return metrics
         self.skip_failure = self._skipped_steps[0], self._describe_skips(batch, metrics)
         return metrics | {SKIPS_METRIC.format(self.name): float(len(self._skipped_steps))}
@@ -291,7 +291,7 @@ class TrainingWorker(ModelWorker):
             f"{len(self._skipped_steps)} updates of the {self._display_name} in a row were skipped, "
             f"from step {self._skipped_steps[0]} on, "
             f"for its gradient is not finite: norm {norm:g}, loss {loss:g}, {', '.join(largest_texts)}; more than "
-            f"run.max_skipped={self.config.run.max_skipped}: {self._remedy}"
+            f"run.max_skipped_updates={self.config.run.max_skipped_updates}: {self._remedy}"
         )
 
     @property

@@ -94,7 +94,7 @@ class ClassifierRewardWorker(RewardWorker):
 
     @property
     def _token_budget(self) -> int:
-        return self.config.train.token_budget
+        return self.config.train.max_tokens_per_gpu
 
     def metrics(self) -> dict[str, float]:
         """Add the share of the step's conversations that lost their beginning to truncation."""

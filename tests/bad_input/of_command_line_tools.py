@@ -91,8 +91,8 @@ report = tool("report")
 REPORT = [
     report("nothing given", ("RUN_DIR", "required")),
     report("an unknown option", ("unrecognized arguments: --nonsense",), "FOLDER/r", "--nonsense", prepare=run()),
-    report("no folder", ("there is no run folder FOLDER/none",), "FOLDER/none"),
-    report("a file", ("there is no run folder",), "FOLDER/config.yaml"),
+    report("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
+    report("a file", ("no run folder",), "FOLDER/config.yaml"),
     report("no run", ("has no metrics yet", "is it a run folder?"), "FOLDER/model"),
     report("one of two is no run", ("FOLDER/model has no metrics",), "FOLDER/r", "FOLDER/model", prepare=run()),
     report("empty metrics", ("has no metrics yet",), "FOLDER/r", prepare=run(b"")),
@@ -129,8 +129,8 @@ REPORT = [
 view = tool("view_rollouts")
 VIEW = [
     view("nothing given", ("RUN_DIR", "required")),
-    view("no folder", ("there is no run folder FOLDER/none",), "FOLDER/none"),
-    view("a file", ("there is no run folder",), "FOLDER/train.jsonl"),
+    view("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
+    view("a file", ("no run folder",), "FOLDER/train.jsonl"),
     view("no run", ("has no recorded rollouts", "track.rollouts"), "FOLDER/model"),
     view("a negative number", ("--show", "from 0", "-3"), "FOLDER/r", "--show", "-3", prepare=run()),
     view("half a rollout", ("--show", "whole number"), "FOLDER/r", "--show", "1.5", prepare=run()),
@@ -173,7 +173,7 @@ VIEW = [
 mismatch = tool("mismatch")
 MISMATCH = [
     mismatch("nothing given", ("RUN_DIR", "required")),
-    mismatch("no folder", ("there is no run folder FOLDER/none",), "FOLDER/none"),
+    mismatch("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
     mismatch("no run", ("has no recorded rollouts", "track.rollouts"), "FOLDER/model"),
     mismatch("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=run()),
     mismatch("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=run()),
@@ -207,7 +207,7 @@ MEMORY = [
             "--tokens": ("0", "-1", "nan", "1e4"),
             "--context": ("-1", "nan"),
             "--kv-tokens": ("0", "-5"),
-            "--logits-at-once": ("0", "-5"),
+            "--logits-chunk-size": ("0", "-5"),
             "--bucket-mb": ("0", "-1", "9" * 30),
             "--batch-tokens": ("0", "-1", "9" * 30),
             "--algorithm": ("dpo",),
@@ -298,8 +298,8 @@ GSM8K = [
     ),
     gsm8k("nothing given", ("SOURCE", "OUT", "required")),
     gsm8k("no target", ("OUT", "required"), "FOLDER/g", prepare=texts(PROBLEM)),
-    gsm8k("no source", ("there is no folder FOLDER/none",), "FOLDER/none", "FOLDER/out"),
-    gsm8k("a source that is a file", ("there is no folder",), "FOLDER/train.jsonl", "FOLDER/out"),
+    gsm8k("no source", ("no folder FOLDER/none",), "FOLDER/none", "FOLDER/out"),
+    gsm8k("a source that is a file", ("no folder",), "FOLDER/train.jsonl", "FOLDER/out"),
     gsm8k("other files", ("must have one of train.jsonl",), "FOLDER/model", "FOLDER/out"),
     gsm8k("no test", ("must have one of test.jsonl",), "FOLDER/g", "FOLDER/out", prepare=texts(PROBLEM, None)),
     gsm8k("empty", ("train.jsonl holds no problems",), "FOLDER/g", "FOLDER/out", prepare=texts()),
@@ -319,12 +319,14 @@ GSM8K = [
     ),
     gsm8k(
         "a target that is a file",
-        ("OUT FOLDER/config.yaml is no folder",),
+        ("OUT FOLDER/config.yaml is not a folder",),
         "FOLDER/g",
         "FOLDER/config.yaml",
         prepare=texts(PROBLEM),
     ),
-    gsm8k("a target below a file", ("OUT", "is no folder"), "FOLDER/g", "FOLDER/config.yaml/x", prepare=texts(PROBLEM)),
+    gsm8k(
+        "a target below a file", ("OUT", "is not a folder"), "FOLDER/g", "FOLDER/config.yaml/x", prepare=texts(PROBLEM)
+    ),
     gsm8k("a target where nothing can be", ("/proc",), "FOLDER/g", "/proc/out", prepare=texts(PROBLEM)),
 ]
 
@@ -332,8 +334,8 @@ quickstart = tool("make_quickstart")
 QUICKSTART = [
     quickstart("nothing given", ("out", "required")),
     quickstart("a folder of something else", ("FOLDER is not empty", "another folder"), "FOLDER"),
-    quickstart("a file", ("config.yaml is no folder",), "FOLDER/config.yaml"),
-    quickstart("below a file", ("is no folder",), "FOLDER/config.yaml/q"),
+    quickstart("a file", ("config.yaml is not a folder",), "FOLDER/config.yaml"),
+    quickstart("below a file", ("is not a folder",), "FOLDER/config.yaml/q"),
     quickstart("where nothing can be", ("/proc",), "/proc/q"),
     quickstart("an unknown family", ("--family", "qwen3_moe"), "FOLDER/q", "--family", "nonsense"),
     *(
@@ -363,7 +365,7 @@ BENCHES = [
         }.items()
         for value in values
     ),
-    step("no texts", ("there is no data file FOLDER/none.jsonl",), "--texts", "FOLDER/none.jsonl"),
+    step("no texts", ("no data file FOLDER/none.jsonl",), "--texts", "FOLDER/none.jsonl"),
     step("texts of another column", ("train.jsonl:1 has no text 'answer'", "--key"), "--texts", "FOLDER/train.jsonl"),
     step("texts that are no JSON", ("not JSON",), "--texts", "FOLDER/g/train.jsonl", prepare=texts(b"{")),
     step("texts without one", ("holds no texts",), "--texts", "FOLDER/g/train.jsonl", prepare=texts()),

@@ -308,7 +308,7 @@ PREFERENCES = [
     Case("pairs: a tool without a name", ("own.jsonl:3", "schema"), PAIRS, third(PAIR, PAIR | {"tools": [{}]})),
     Case(
         "pairs: all too long",
-        ("all 3 pairs are too long", "train.token_budget"),
+        ("all 3 pairs are too long", "train.max_tokens_per_gpu"),
         PAIRS,
         third(*[PAIR | {"prompt": "1+" * 2000}] * 2),
     ),

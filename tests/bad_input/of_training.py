@@ -73,7 +73,7 @@ CASES = [
     ),
     Case(
         "a correction of what nobody sampled",
-        ("correction.kind=icepop with algorithm=sft: it has no engine that samples",),
+        ("correction.kind=icepop with algorithm=sft: it does not generate",),
         (*SFT, "correction.kind=icepop"),
     ),
     Case("k1 as a loss", ("kl.estimator=k1", "kl.place=loss", "null"), ("kl.place=loss", "kl.estimator=k1")),
@@ -132,8 +132,10 @@ CASES = [
     ),
     Case("a mean of one in a group", ("samples_per_prompt=1", "2 or more"), (GRPO, "rollout.samples_per_prompt=1")),
     Case("a group of equals", ("rollout.temperature=0", "above 0"), (GRPO, "rollout.temperature=0")),
-    Case("epochs and updates", ("num_update=3 is not a multiple", "epochs=2"), ("run.num_update=3", "run.epochs=2")),
-    Case("more epochs than updates", ("run.num_update=1", "run.epochs=3"), ("run.epochs=3",)),
+    Case(
+        "epochs and updates", ("num_update=3 is not a multiple", "epochs=2"), ("run.num_update=3", "run.ppo_epochs=2")
+    ),
+    Case("more epochs than updates", ("run.num_update=1", "run.ppo_epochs=3"), ("run.ppo_epochs=3",)),
     Case("more updates than rollouts", ("batch of 16 sequences in 17",), ("run.num_update=17",)),
     Case("more updates than conversations", ("batch of 4 sequences in 5",), (*SFT, "run.num_update=5")),
     Case("top_p alone", ("rollout.top_p=0.9 without rollout.top_k", "such as to 1000"), ("rollout.top_p=0.9",)),
@@ -142,7 +144,7 @@ CASES = [
     Case("no token to choose from", ("rollout.top_k=0 leaves nothing", "-1 for all"), ("rollout.top_k=0",)),
     Case(
         "more tokens than the engine has room to name",
-        ("rollout.top_k=20 is beyond rollout.sglang.sampling_mask_max_tokens=10", "leave the second out"),
+        ("rollout.top_k=20 is beyond rollout.sglang.sampling_mask_max_tokens=10", "remove the second"),
         ("rollout.top_k=20", "rollout.sglang={sampling_mask_max_tokens: 10}"),
     ),
     Case(
@@ -164,7 +166,7 @@ CASES = [
         ("algorithm=half:Half",),
         half_a_controller,
     ),
-    Case("MTP that the model has not", ("train.mtp=0.1",), ("train.mtp=0.1",)),
+    Case("MTP that the model has not", ("train.mtp_loss_coef=0.1",), ("train.mtp_loss_coef=0.1",)),
     Case(
         "drafts without a layer", ("rollout.draft_tokens=3 needs a model with one layer",), ("rollout.draft_tokens=3",)
     ),
@@ -184,7 +186,7 @@ CASES = [
     Case("another router", ("moe_router_fusion",), (REPLAY, "model.megatron.moe_router_fusion=true")),
     Case(
         "another balance",
-        ("sinkhorn does not go with train.replay_routing",),
+        ("sinkhorn is incompatible with train.replay_routing",),
         (REPLAY, "model.megatron.moe_router_load_balancing_type=sinkhorn"),
     ),
     Case(

@@ -51,7 +51,7 @@ def main(family: str, role: str, layout: str, settings: str, source: str, target
     if source:
         restore_model(model, Path(source))
     else:
-        weights = reference.Trainer(family, role, config.train.mtp).tensors()
+        weights = reference.Trainer(family, role, config.train.mtp_loss_coef).tensors()
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
         model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
         for _ in range(2):

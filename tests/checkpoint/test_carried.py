@@ -40,7 +40,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         ("qwen3_moe", "actor", {"layers": 4}, "tp=2,pp=2,ep=2", ("", "ep=2", "tp=2,cp=2,ep=4", "pp=4")),
         ("qwen3_moe", "critic", {"layers": 4}, "tp=2,ep=2", ("", "pp=2")),
         ("qwen3", "actor", {"layers": 4}, "pp=2", ("", "tp=2", "pp=4", "tp=2,pp=2")),
-        ("deepseek_v3_mtp", "actor", {"layers": 4, "train": {"mtp": 0.3}}, "tp=2", ("", "pp=2", "ep=2")),
+        ("deepseek_v3_mtp", "actor", {"layers": 4, "train": {"mtp_loss_coef": 0.3}}, "tp=2", ("", "pp=2", "ep=2")),
         ("qwen3_moe", "actor", {"layers": 4, "lora": {"rank": 4}}, "tp=2,ep=2", ("", "pp=2", "tp=2,etp=2")),
         ("qwen3_moe", "actor", {"layers": 4, "model": {"dtype": "bfloat16"}}, "pp=2", ("", "tp=2,ep=2")),
     ],

@@ -30,7 +30,7 @@ reward: {functions: ["sum_reward:even"]}
 rollout: {samples_per_prompt: 4, max_context: 256, max_new_tokens: 64}
 actor_optimizer: {lr: 0.001, warmup_fraction: 0.0, eps: 1.0e-3}
 critic: {optimizer: {lr: 0.001, warmup_fraction: 0.0, eps: 1.0e-3}}
-train: {token_budget: 128}
+train: {max_tokens_per_gpu: 128}
 track: {progress: false, trackers: []}
 """
 STEPS, SAVED = 3, 1

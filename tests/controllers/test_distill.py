@@ -45,7 +45,7 @@ class TaughtFlow(TableFlow):
 
 def config_of(options: dict[str, Any] | None = None, samples: int = 8, **sections: Any) -> Config:
     tree = {"algorithm": "distill", "options": options or {}, "rollout": {"samples_per_prompt": samples}}
-    return from_dict({**tree, "run": {"num_update": 2, "epochs": 2}, **sections})
+    return from_dict({**tree, "run": {"num_update": 2, "ppo_epochs": 2}, **sections})
 
 
 def run(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1) -> tuple[Any, list[dict[str, float]]]:

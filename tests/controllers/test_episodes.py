@@ -166,7 +166,7 @@ TREES: dict[str, dict[str, Any]] = {
 
 def taken(tree: dict[str, Any], in_branches: bool, everyone: Comm, world: int) -> list[dict[str, Any]]:
     """Three steps."""
-    config = from_dict(tree | {"run": {"num_update": 4, "epochs": 2}, "rollout": {"samples_per_prompt": 4}})
+    config = from_dict(tree | {"run": {"num_update": 4, "ppo_epochs": 2}, "rollout": {"samples_per_prompt": 4}})
     controller, flow = make_controller(config), Told(config, in_branches, everyone, world)
     prompts = [Prompt(str(i), ()) for i in range(5)]
     metrics = [controller.step(flow, prompts).metrics for _ in range(3)]  # type: ignore[arg-type]
@@ -280,7 +280,7 @@ def test_branches_stay_together_in_mini_batches() -> None:
     given = [one for sample in range(6) for one in as_branches([said(0, 1.0, 2)] * (1 + sample % 3), sample)]
     batch = TrainBatch.from_rollouts(given)
     for seed in range(5):
-        parts = list(split_mini_batches(batch, from_dict({"run": {"num_update": 4, "epochs": 2}}), seed))
+        parts = list(split_mini_batches(batch, from_dict({"run": {"num_update": 4, "ppo_epochs": 2}}), seed))
         assert [len(part.episodes) for part in parts] == [3] * 4
         for one, other in (parts[:2], parts[2:]):
             numbers = [sorted(part.episode.tolist()) for part in (one, other) if part.episode is not None]

@@ -128,7 +128,7 @@ class TableFlow:
 @pytest.mark.parametrize(("algorithm", "mean"), [("ppo", "token"), ("grpo", "sequence")])
 @pytest.mark.parametrize("kl", [{"place": "reward"}, {"place": "loss"}, {"place": "none"}])
 def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any], mean: str) -> None:
-    tree = {"algorithm": algorithm, "kl": kl, "run": {"num_update": 2, "epochs": 2}}
+    tree = {"algorithm": algorithm, "kl": kl, "run": {"num_update": 2, "ppo_epochs": 2}}
     config = from_dict(tree | {"rollout": {"samples_per_prompt": 8}, "loss": {"mean": mean}})
     controller: Controller = make_controller(config)
     flow: Any = TableFlow(config)
@@ -210,7 +210,7 @@ def taken(config: Config, prompts: int, everyone: Comm, world: int) -> list[dict
 def test_a_step_is_the_same_however_its_sequences_lie(
     algorithm: str, mean: str, kl: str, truncated: str, prompts: int
 ) -> None:
-    tree = {"algorithm": algorithm, "kl": {"place": kl, "target": 0.01}, "run": {"num_update": 4, "epochs": 2}}
+    tree = {"algorithm": algorithm, "kl": {"place": kl, "target": 0.01}, "run": {"num_update": 4, "ppo_epochs": 2}}
     tree |= {"rollout": {"samples_per_prompt": 8}, "loss": {"mean": mean, "truncated": truncated}}
     config = from_dict(tree | {"critic": {"warmup_steps": 0}})
     alone = taken(config, prompts, LOCAL, 1)
@@ -224,7 +224,7 @@ def test_a_step_is_the_same_however_its_sequences_lie(
 
 @pytest.mark.parametrize("mean", ["token", "sequence"])
 def test_mini_batches_cover_each_epoch_once(mean: str) -> None:
-    config = from_dict({"run": {"num_update": 4, "epochs": 2}, "loss": {"mean": mean}})
+    config = from_dict({"run": {"num_update": 4, "ppo_epochs": 2}, "loss": {"mean": mean}})
     rollouts = [Rollout(Prompt(str(i), ()), (Turn((i,)), Turn((i, i), (0.0, 0.0), True)), group=i) for i in range(7)]
     batch = TrainBatch.from_rollouts(rollouts)
     parts = list(split_mini_batches(batch, config, seed=3))

@@ -302,7 +302,7 @@ def test_ppo_is_what_it_was_bit_by_bit() -> None:
     ],
 )
 def test_each_learns_a_table(policy: str, kind: str, mean: str) -> None:
-    tree: dict[str, Any] = {"algorithm": "grpo", "kl": {"place": "none"}, "run": {"num_update": 2, "epochs": 2}}
+    tree: dict[str, Any] = {"algorithm": "grpo", "kl": {"place": "none"}, "run": {"num_update": 2, "ppo_epochs": 2}}
     options = OPTIONS.get(policy, {})
     loss = {"policy": policy, "mean": mean, "length": 2, "options": options}
     tree |= {"loss": loss, "advantage": {"kind": kind}}

@@ -64,7 +64,7 @@ def test_pairs_are_packed_in_turn() -> None:
 
 
 def test_it_learns_the_preferences() -> None:
-    config = from_dict({"algorithm": "reward_model", "run": {"num_update": 4, "epochs": 2}, "data": {"eval": "x"}})
+    config = from_dict({"algorithm": "reward_model", "run": {"num_update": 4, "ppo_epochs": 2}, "data": {"eval": "x"}})
     controller = make_controller(config)
     assert controller.roles(config) == ("reward_model",)
     flow: Any = TableFlow()

@@ -73,7 +73,7 @@ class AgedFlow(TableFlow):
 
 
 def config_of(correction: dict[str, Any], algorithm: str = "grpo", **run: int) -> Config:
-    tree = {"algorithm": algorithm, "kl": {"place": "none"}, "run": {"num_update": 2, "epochs": 2} | run}
+    tree = {"algorithm": algorithm, "kl": {"place": "none"}, "run": {"num_update": 2, "ppo_epochs": 2} | run}
     return from_dict(tree | {"rollout": {"samples_per_prompt": 8}, "correction": correction})
 
 
@@ -153,7 +153,7 @@ def test_off_is_what_it_is_without() -> None:
 
 @pytest.mark.parametrize("kind", ["tis", "icepop", "mis"])
 def test_a_weight_is_of_the_surrogate_and_no_token_leaves_the_mean(kind: str) -> None:
-    config = config_of({"kind": kind, "low": 0.9, "high": 1.1}, num_update=1, epochs=1)
+    config = config_of({"kind": kind, "low": 0.9, "high": 1.1}, num_update=1, ppo_epochs=1)
     flow, rollouts, batch = aged_batch(config)
     policy = compute_old_logprobs(flow, batch).wait()
     batch, metrics = apply_correction(flow, batch, policy, 0)
@@ -188,7 +188,7 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
 
 @pytest.mark.parametrize("correction", [{"kind": "tis", "level": "sequence"}, {"kind": "icepop"}, EACH[-1]])
 def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[str, Any]) -> None:
-    config = config_of(correction, num_update=1, epochs=1)
+    config = config_of(correction, num_update=1, ppo_epochs=1)
     flow, rollouts, batch = aged_batch(config)
     batch, _ = apply_correction(flow, batch, compute_old_logprobs(flow, batch).wait(), 0)
     batch = batch.with_(advantages=torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(1)))
@@ -211,7 +211,7 @@ def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[s
 
 
 def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:
-    config = config_of({"kind": "reject", "level": "token", "low": 0.5, "high": 1.5}, num_update=1, epochs=1)
+    config = config_of({"kind": "reject", "level": "token", "low": 0.5, "high": 1.5}, num_update=1, ppo_epochs=1)
     flow, rollouts, batch = aged_batch(config)
     policy = compute_old_logprobs(flow, batch).wait()
     batch, metrics = apply_correction(flow, batch, policy, 0)

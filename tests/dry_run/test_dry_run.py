@@ -160,15 +160,15 @@ def test_lora_is_planned(plan) -> None:
         (["parallel.vpp=2"], r"parallel.vpp=2 needs at least 3 pipeline stages"),
         (["parallel.world_size=16", "parallel.ep=16", "parallel.tp=1"], r"ep=16 does not divide the model's 8 experts"),
         (["parallel.tp=4"], r"num_key_value_heads=2 does not divide by tensor parallel size 4; sizes that do: 1, 2"),
-        (["parallel.world_size=6", "parallel.tp=1", "parallel.pp=3"], r"4 layers cannot be dealt out to parallel.pp=3"),
+        (["parallel.world_size=6", "parallel.tp=1", "parallel.pp=3"], r"4 layers cannot be split over parallel.pp=3"),
         (["parallel.world_size=12", "parallel.ranks_per_node=8"], r"not a multiple of parallel.ranks_per_node=8"),
         (["rollout.tp=3"], r"rollout.tp=3 does not divide parallel.world_size=4; sizes that do: 1, 2, 4"),
         (["rollout.tp=4", "parallel.world_size=12", "parallel.ranks_per_node=6"], r"tp=4 does not fit nodes of 6"),
         (["rollout.ep=2"], r"rollout.ep=2 does not divide rollout.tp=1"),
         (["rollout.max_context=1024"], r"max_context=1024 is beyond the model's 512 positions"),
         (["rollout.max_new_tokens=256"], r"max_new_tokens=256 leaves no room for a prompt"),
-        (["run.num_update=1", "run.epochs=3"], r"run.num_update=1 is not a multiple of run.epochs=3"),
-        (["run.num_update=3", "run.epochs=2"], r"run.num_update=3 is not a multiple of run.epochs=2"),
+        (["run.num_update=1", "run.ppo_epochs=3"], r"run.num_update=1 is not a multiple of run.ppo_epochs=3"),
+        (["run.num_update=3", "run.ppo_epochs=2"], r"run.num_update=3 is not a multiple of run.ppo_epochs=2"),
         (["run.num_update=65"], r"cuts a batch of 64 sequences in 65 mini-batches"),
         (["algorithm=grpo", "rollout.samples_per_prompt=1"], r"every advantage is 0; set it to 2 or more"),
         (["algorithm=grpo", "rollout.temperature=0"], r"every advantage is 0; set it above 0"),
@@ -189,7 +189,7 @@ def test_lora_is_planned(plan) -> None:
         (["algorithm=reward_model", "run.eval_every=5"], r"run.eval_every=5 needs data.eval; .*held-out pairs"),
         (["algorithm=reward_model", "run.num_update=9"], r"cuts a batch of 8 pairs in 9 mini-batches"),
         (["run.eval_every=5"], r"run.eval_every=5 needs data.eval"),
-        (["rollout.replay=/nowhere"], r"rollout.replay=/nowhere: there is no such run folder"),
+        (["rollout.replay=/nowhere"], r"rollout.replay=/nowhere: no such run folder"),
         (["train.replay_routing=true", "algorithm=sft"], r"sft has no engine whose routing could be replayed"),
         (
             ["train.replay_routing=true", "rollout.replay=/"],
@@ -198,7 +198,7 @@ def test_lora_is_planned(plan) -> None:
         (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot be told what to choose"),
         (
             ["train.replay_routing=true", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
-            r"=sinkhorn does not go with train.replay_routing",
+            r"=sinkhorn is incompatible with train.replay_routing",
         ),
         (
             ["rollout.sglang.speculative_algorithm=EAGLE"],
@@ -215,18 +215,21 @@ def test_lora_is_planned(plan) -> None:
         (["model.megatron.q_lora_rank=3"], r"q_lora_rank cannot be set: the model's config.json decides it"),
         (["model.megatron={fp8: hybrid, fp8_recipe: delayed}"], r"Engine 2 does not know; take tensorwise"),
         (["model.megatron.cache_mla_latents=true"], r"latents is not a field of Megatron's TransformerConfig"),
-        (["model.megatron.bf16=true"], r"model.megatron.bf16 has a key of its own: set model.dtype"),
-        (["model.megatron.context_parallel_size=2"], r"has a key of its own: set parallel.cp"),
+        (["model.megatron.bf16=true"], r"model.megatron.bf16 has its own key: set model.dtype"),
+        (["model.megatron.context_parallel_size=2"], r"has its own key: set parallel.cp"),
         (["rollout.sglang.moe_runner_backend=flashinfer_cutlass"], r"has \[up; gate\]; take one of triton, deep_gemm"),
         (["rollout.sglang.init_expert_location=/experts.json"], r"experts must be where their numbers say"),
-        (["rollout.tool_call_parser=qwen26"], r"qwen26 is no parser of SGLang's; did you mean qwen25"),
+        (["rollout.tool_call_parser=qwen26"], r"qwen26 is not a parser of SGLang; did you mean qwen25"),
         (["rollout.sglang.max_total_tokens=100"], r"less than one conversation of rollout.max_context="),
         (["rollout.sglang.mem_fraction=0.5"], r"mem_fraction is not a field of SGLang's.*did you mean mem_fr"),
         (["rollout.sglang.tp_size=2"], r"rollout.sglang.tp_size cannot be set; it is decided by rollout.tp"),
         (["lora.rank=65"], r"lora.rank=65 is beyond the model's hidden_size=64"),
         (["lora.targets=[linear_qkv]"], r"lora.targets is set, but lora.rank=0 trains all weights; set lora.rank"),
         (["lora.rank=8", "lora.targets=[q_proj]"], r"q_proj names no linear layer of this model; it has linear_fc1, l"),
-        (["train.mtp=0.1"], r"this Qwen3MoeForCausalLM has no layers of multi-token prediction .* set it to 0"),
+        (
+            ["train.mtp_loss_coef=0.1"],
+            r"this Qwen3MoeForCausalLM has no layers of multi-token prediction .* set it to 0",
+        ),
         (["model.hf_config=/nowhere/config.json"], r"no model folder or config.json at /nowhere/config.json"),
         (["model.hf_config=''"], r"model.path is not set"),
         (["model.hf_config=''", "model.path=/nowhere"], r"model.path=/nowhere: there is no such folder"),
@@ -267,23 +270,28 @@ def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["lora.rank=4"], r"train.mtp trains whole layers, lora.rank adapters alone; set one of them to 0"),
-        (["algorithm=reward_model"], r"train.mtp is about a policy's layers, and algorithm=reward_model trains none"),
-        (["model.megatron.mtp_num_layers=1"], r"mtp_num_layers has a key of its own: set train.mtp"),
+        (["lora.rank=4"], r"train.mtp_loss_coef trains whole layers, lora.rank adapters alone; set one of them to 0"),
+        (
+            ["algorithm=reward_model"],
+            r"train.mtp_loss_coef trains a policy's layers, but algorithm=reward_model trains none",
+        ),
+        (["model.megatron.mtp_num_layers=1"], r"mtp_num_layers has its own key: set train.mtp_loss_coef"),
     ],
 )
 def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> None:
     hf = json.loads((ROOT / "configs/models/deepseek_v3.json").read_text())
-    small = ["parallel.tp=1", "train.mtp=0.1"]
+    small = ["parallel.tp=1", "train.mtp_loss_coef=0.1"]
     report = plan(*small, "rollout.draft_tokens=2", hf=hf)
     assert dict(report.facts["model"])["trained besides"].startswith("1 layer(s) of multi-token prediction, 11.6")
-    assert dict(report.facts["engines"])["drafts"] == "2 tokens at a time; the draft layer is pushed with the policy"
+    assert dict(report.facts["engines"])["drafts"] == "2 tokens at a time; the draft layer is synced with the policy"
     (error,) = plan(*small, *overrides, hf=hf).errors
     assert re.search(message, error)
     stages = ["parallel.pp=2", "parallel.ep=1", "model.megatron.num_layers_in_last_pipeline_stage=30"]
     assert plan(*small, *stages, hf=hf).ok
     (error,) = plan(*small, *stages, hf=hf | {"tie_word_embeddings": True}).errors
-    assert re.search(r"train.mtp with tie_word_embeddings=true and parallel.pp above 1 is not implemented", error)
+    assert re.search(
+        r"train.mtp_loss_coef with tie_word_embeddings=true and parallel.pp above 1 is not implemented", error
+    )
 
 
 def test_every_mistake_is_told_at_once(plan) -> None:
@@ -296,7 +304,7 @@ def test_every_mistake_is_told_at_once(plan) -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["train.token_budget=100"], "a longer conversation is a micro-batch of its own"),
+        (["train.max_tokens_per_gpu=100"], "a longer conversation is a micro-batch of its own"),
         (["data.prompts_per_step=1", "run.num_update=8"], "a mini-batch of 1 sequences leaves some of 2 data-parallel"),
         (["run.num_update=3"], "64 sequences do not divide evenly into 3 mini-batches on 2"),
         (["rollout.temperature=0"], "training on greedy rollouts explores nothing"),
@@ -321,11 +329,11 @@ def test_every_mistake_is_told_at_once(plan) -> None:
             "3 pairs do not divide evenly into 1 mini-batches on 2",
         ),
         (["algorithm=sft", "reward.model=/x"], "reward.model is set, but sft has no rollouts to score"),
-        (["algorithm=sft", "run.epochs=2", "run.num_update=2"], "passes over the data are steps: run.num_rollout"),
+        (["algorithm=sft", "run.ppo_epochs=2", "run.num_update=2"], "passes over the data are steps: run.num_rollout"),
         (["data.train=[nowhere.jsonl,train.parquet]", "data.weights=[1,2]"], "data.train=train.parquet is not here"),
-        (["reward.model=/x"], "reward.model=/x is not here; planned as if it were the policy's model"),
-        (["critic.path=/x"], "critic.path=/x is not here; planned as if it were the policy's model"),
-        (["data.train=nowhere.jsonl"], "data.train=nowhere.jsonl is not here; it must be when the run starts"),
+        (["reward.model=/x"], "reward.model=/x not found; planned as if it were the policy's model"),
+        (["critic.path=/x"], "critic.path=/x not found; planned as if it were the policy's model"),
+        (["data.train=nowhere.jsonl"], "data.train=nowhere.jsonl not found; it must exist when the run starts"),
     ],
 )
 def test_what_is_legal_but_odd_is_a_warning(plan, overrides: list[str], message: str) -> None:
@@ -341,7 +349,7 @@ def test_a_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyP
     overrides = [f"model.path={folder}", "data.train=nowhere.jsonl"]
     for missing in ("there is no such folder", "no config.json", r"no \*.safetensors", "no tokenizer"):
         errors = plan(*overrides, dry_run=False).errors
-        assert errors[0] == "data.train=nowhere.jsonl: there is no such file"
+        assert errors[0] == "data.train=nowhere.jsonl: no such file"
         assert re.search(missing, errors[1]), errors
         if missing == "there is no such folder":
             folder.mkdir()
@@ -359,7 +367,7 @@ def test_a_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
         absent = "the package sglang is not installed: bash launch/install.sh"
         (warning,) = plan().warnings
-        assert warning.startswith(f"a run would be refused: {absent}")
+        assert warning.startswith(f"the run would be rejected: {absent}")
         (error,) = plan(f"model.path={folder}", dry_run=False).errors
         assert error.startswith(absent)
         assert plan(f"model.path={folder}", "algorithm=sft", "reward.functions=[]", dry_run=False).ok
@@ -384,7 +392,7 @@ def test_a_reward_model_must_have_a_head_and_the_policys_tokens(plan, tmp_path: 
     policy, head = write_model(tmp_path / "policy", MOE, ("a", "b")), ("score.weight",)
     reward = {**MOE, "architectures": ["Qwen3MoeForSequenceClassification"], "num_hidden_layers": 2}
     cases: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], str]] = {
-        "headless": (reward, ("a", "b"), (), "has no score.weight: it is no reward model; train one"),
+        "headless": (reward, ("a", "b"), (), "has no score.weight: it is not a reward model; train one"),
         "larger": (reward | {"vocab_size": 2048}, ("a", "b"), head, "vocabulary of 2048, the policy of 1024"),
         "words": (reward, ("a", "c"), head, r"another tokenizer than model.path=.*differ in '[bc]', token 1; .*must"),
         "added": (reward, ("a", "b", "c"), head, "differ in .*, token 2"),
@@ -663,7 +671,7 @@ def test_recipes_are_sound(recipe: Path, tmp_path: Path) -> None:
     report = validate(config, dry_run=True)
     assert report.ok, report.errors
     assert all("is not here; it must be" in line for line in report.warnings), report.warnings
-    assert "the configuration fits together" in render(report)
+    assert "the configuration is valid" in render(report)
 
 
 def test_the_cluster_recipes_fit_their_gpus() -> None:
@@ -724,8 +732,8 @@ def test_an_environment_needs_no_functions(plan) -> None:
     assert report.ok and report.warnings == []
     other = plan("rollout.environments=[odd_worlds:Plain]", "reward.functions=[]")
     assert other.errors == [
-        "rollout.environments: odd_worlds:Plain has no `reward`, and there are no reward.functions: nobody says what "
-        "its conversations are worth; give it one, or set the latter"
+        "rollout.environments: odd_worlds:Plain has no `reward`, and there are no reward.functions, so its "
+        "conversations have no reward; add one of the two"
     ]
     assert "no part of the reward is called 'environment'" in plan("reward.weights={environment: 2}").errors[0]
     broken = plan("rollout.environments=[odd_worlds:Nothing]", "rollout.pass_env=[NOT_SET_HERE]")

@@ -40,7 +40,7 @@ def check(
 
     def built(budget: int) -> Any:
         sections: dict[str, Any] = {"actor_optimizer": optimizer, "model": {"megatron": megatron}}
-        config = tiny.config(**layout, **sections, train={"token_budget": budget})
+        config = tiny.config(**layout, **sections, train={"max_tokens_per_gpu": budget})
         model = MegatronModel(hf, config, ranks, "actor")
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         return model

@@ -147,7 +147,7 @@ def alone() -> dict[str, Any]:
         found = taken(model, batch)
     result["recomputed"] = {"gap": gap(found, taken(build(False, aux=True), batch)), "state": state(model)}
     saved = model.sharded_state_dict()["guards"]
-    again, anew = build(True), build(True, token_budget=30)
+    again, anew = build(True), build(True, max_tokens_per_gpu=30)
     for other in (again, anew):
         other.oom_retry.load_state_dict(json.loads(json.dumps(saved)))
     result["restored"], result["set anew"] = state(again), state(anew)
@@ -164,8 +164,8 @@ def alone() -> dict[str, Any]:
         # A rank's own error, which ends it, and then those that wait for it.
         result["unguarded"] = unguarded(model, tiny.batch())
     pairs, role = tiny.in_shares(tiny.pairs()), "reward_model"
-    undisturbed = taken(build(False, role, token_budget=80), pairs, preference)
-    model = build(True, role, token_budget=80)
+    undisturbed = taken(build(False, role, max_tokens_per_gpu=80), pairs, preference)
+    model = build(True, role, max_tokens_per_gpu=80)
     with short(model, lambda micro: len(micro.indices) > 2):
         found = taken(model, pairs, preference)
     result["pairs"] = {"gap": gap(found, undisturbed), "state": state(model)}

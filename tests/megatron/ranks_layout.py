@@ -126,13 +126,13 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         megatron["num_layers_in_first_pipeline_stage"] = 1
     batch = tiny.pairs() if role == "reward_model" else tiny.batch()
     if tiny.HF[family].get("num_nextn_predict_layers"):
-        train["mtp"] = 0.3
-    trainer = reference.Trainer(family, role, train.get("mtp", 0.0))
+        train["mtp_loss_coef"] = 0.3
+    trainer = reference.Trainer(family, role, train.get("mtp_loss_coef", 0.0))
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
 
     def build(budget: int = 26) -> Any:
-        own = {"train": {"token_budget": budget, **train}, "model": {"megatron": megatron}}
+        own = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
         chosen = tiny.config(**layout, **sections, **own)
         place = parallel_ranks.create_layout(chosen.parallel)
         model = MegatronModel(tiny.HF[family], chosen, place, role, total_updates=3)  # type: ignore[arg-type]
@@ -179,9 +179,9 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
     betas = (ADAM["beta1"], ADAM["beta2"])
     minimised = metrics[f"{role}/loss"]
-    if "mtp" in train:
+    if "mtp_loss_coef" in train:
         result["mtp_loss"] = abs(metrics["actor/mtp_loss"] - float(trainer.mtp_loss(batch)))
-        minimised += train["mtp"] * metrics["actor/mtp_loss"]
+        minimised += train["mtp_loss_coef"] * metrics["actor/mtp_loss"]
     loss, norm = trainer.step(batch, max_norm=ADAM["max_grad_norm"], betas=betas, **adam)
     result["loss"] = abs(minimised - loss)
     result["grad_norm"] = abs(metrics[f"{role}/grad_norm"] - norm) / norm
@@ -241,7 +241,7 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
     """What is logged of a step with auxiliary losses; no sequence needs padding, which would be in them."""
     from megarl.megatron.trainer_model import MegatronModel
 
-    budget = {"token_budget": 26 // layout.get("cp", 1)}  # the same micro-batches in every layout
+    budget = {"max_tokens_per_gpu": 26 // layout.get("cp", 1)}  # the same micro-batches in every layout
     config = tiny.config(**layout, model={"megatron": tiny.AUX_LOSSES}, train=budget)
     model = MegatronModel(tiny.HF["qwen3_moe"], config, RANKS, "actor")
     model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))

@@ -611,7 +611,9 @@ def aux_losses() -> dict[str, Any]:
     batch = tiny.batch((8, 20, 12))
     plain = build("qwen3_moe").train_step(batch, nll)
     aux = build("qwen3_moe", model={"megatron": tiny.AUX_LOSSES}).train_step(batch, nll)
-    mtp = build("deepseek_v3_mtp", model={"megatron": tiny.AUX_LOSSES}, train={"mtp": 0.1}).train_step(batch, nll)
+    mtp = build("deepseek_v3_mtp", model={"megatron": tiny.AUX_LOSSES}, train={"mtp_loss_coef": 0.1}).train_step(
+        batch, nll
+    )
     return {"plain": plain, "aux": aux, "mtp": mtp}
 
 
@@ -626,7 +628,11 @@ def training() -> dict[str, Any]:
     chat: Any = None
 
     def worker(folder: str, **settings: Any) -> ActorWorker:
-        sections = {"actor_optimizer": optimizer | settings, "run": {"max_skipped": 1}, "model": {"path": folder}}
+        sections = {
+            "actor_optimizer": optimizer | settings,
+            "run": {"max_skipped_updates": 1},
+            "model": {"path": folder},
+        }
         made = Context(
             tiny.config(**sections),
             RANKS.job,

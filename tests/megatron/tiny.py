@@ -178,7 +178,7 @@ def config(
     tree: dict[str, Any] = {
         "model": {"dtype": "float32"},
         "parallel": {"world_size": world, "tp": tp, "pp": pp, "ep": ep, "cp": cp, "etp": etp, "vpp": vpp},
-        "train": {"token_budget": 26, "logits_at_once": 5},
+        "train": {"max_tokens_per_gpu": 26, "logits_chunk_size": 5},
     }
     for name, values in sections.items():
         tree.setdefault(name, {}).update(values)

@@ -47,7 +47,7 @@ class Run:
         tree = {
             "model": {"megatron": dict(self.megatron)},
             "parallel": dict(self.layout),
-            "train": {"token_budget": self.micro * self.length},
+            "train": {"max_tokens_per_gpu": self.micro * self.length},
         }
         tokens = self.batch * self.length
         seconds = StepTime(hf, tokens, self.length, self.machine).seconds(from_dict(tree))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.alone
 
 
 def of(batch: BatchSize, routing: RoutingShape | None = None, **sections: Any) -> dict[str, dict[str, float]]:
-    small = {"train": {"token_budget": 10}, "rollout": {"max_context": 10}, "track": {"rollouts": False}}
+    small = {"train": {"max_tokens_per_gpu": 10}, "rollout": {"max_context": 10}, "track": {"rollouts": False}}
     config = from_dict(small | sections)
     return bytes_by_phase(config, load_requirements(config), batch, routing)
 
@@ -38,7 +38,7 @@ def test_columns_of_each_algorithm() -> None:
 
 def test_a_step_by_hand() -> None:
     parallel = {"world_size": 2, "ranks_per_node": 2}
-    found = of(BatchSize(800, 100, 10), run={"num_update": 4, "epochs": 2}, parallel=parallel)
+    found = of(BatchSize(800, 100, 10), run={"num_update": 4, "ppo_epochs": 2}, parallel=parallel)
     held = {"rollouts": 800 * 8, "records of routing": 0}
     batch = {"columns of the batch": 800 * 33}
     assert found["cutting"] == held | batch | {"mini-batches": 400 * (37 + 33 + 8)}
@@ -60,7 +60,7 @@ def test_a_step_by_hand() -> None:
 
 
 def test_a_step_needs_what_it_needs_at_its_fullest_while_the_one_before_is_recorded() -> None:
-    config = from_dict({"train": {"token_budget": 10}, "rollout": {"max_context": 10}})
+    config = from_dict({"train": {"max_tokens_per_gpu": 10}, "rollout": {"max_context": 10}})
     declared = load_requirements(config)
     of_all = [sum(parts.values()) for parts in bytes_by_phase(config, declared, BatchSize(800, 80, 10)).values()]
     parts = step_bytes(config, declared, BatchSize(800, 80, 10))
@@ -88,7 +88,7 @@ def test_records_while_they_are_sent_and_while_they_are_replayed() -> None:
     shape, parallel = RoutingShape(4, (0, 1, 2, 3), 8, 256), {"world_size": 2, "ranks_per_node": 2, "pp": 2}
     found = of(BatchSize(8000, 800, 10, moved_share=0.5), shape, parallel=parallel)["forward"]
     assert found["buffers of exchanges"] == 8000 * (0.5 * 36 + 32 + 16) and not found["micro-batches at work"]
-    large = of(BatchSize(8000, 800, 10, moved_share=0.5), shape, parallel=parallel, train={"token_budget": 4000})[
+    large = of(BatchSize(8000, 800, 10, moved_share=0.5), shape, parallel=parallel, train={"max_tokens_per_gpu": 4000})[
         "forward"
     ]
     assert large["buffers of exchanges"] == 8000 * (0.5 * 36 + 16)
@@ -112,9 +112,9 @@ def test_what_tokens_could_have_been_by_hand() -> None:
     work = 2 * 10 * (2 * (9 + 40) + 16 + 3 * 24 + 16 * 5)
     assert found["forward"]["buffers of exchanges"] == 800 * (0.5 * (4 + 24) + 24)
     assert found["forward"]["micro-batches at work"] == 0 < work < 800 * 24
-    large = of(BatchSize(800, 100, 10, moved_share=0.5), parallel=parallel, train={"token_budget": 400}, **CUT_OFF)[
-        "forward"
-    ]
+    large = of(
+        BatchSize(800, 100, 10, moved_share=0.5), parallel=parallel, train={"max_tokens_per_gpu": 400}, **CUT_OFF
+    )["forward"]
     assert large["micro-batches at work"] == work * 40 and large["buffers of exchanges"] == 800 * 0.5 * 28
     few = of(BatchSize(800, 100, 10, mask_size=1.5), parallel=parallel, **CUT_OFF)["cutting"]
     assert few["records of sampling"] == 2 * 800 * 10

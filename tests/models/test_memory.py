@@ -145,7 +145,7 @@ def test_trained_mtp_layers_are_on_the_last_stage_beside_a_copy_of_the_embedding
     uneven = {"num_layers_in_last_pipeline_stage": 30}
     config = from_dict({"model": {"megatron": uneven}, "parallel": {"world_size": 2, "pp": 2, "ranks_per_node": 2}})
     (_, before), (_, after) = (
-        planned(hf, replace(config, train=replace(config.train, mtp=weight))) for weight in (0.0, 0.1)
+        planned(hf, replace(config, train=replace(config.train, mtp_loss_coef=weight))) for weight in (0.0, 0.1)
     )
     assert after.states["actor weights"] - before.states["actor weights"] == 2 * (layer + vocabulary - 256) + 4 * 256
     assert after.training["activations"] > before.training["activations"]
@@ -231,7 +231,11 @@ def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
     hf = QWEN2 | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True}
     hf |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}
     hf |= {"sliding_window": 32, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    budget = {"parallel": {"world_size": 2, "tp": 2}, "train": {"token_budget": 128}, "rollout": {"max_context": 128}}
+    budget = {
+        "parallel": {"world_size": 2, "tp": 2},
+        "train": {"max_tokens_per_gpu": 128},
+        "rollout": {"max_context": 128},
+    }
     (gemma,) = planned(hf, config_of(algorithm="grpo", **budget))
     # By hand: inputs and outputs of two norms, inputs of two more; q, k, v and attention's output; gate, up, product.
     assert gemma.training["activations"] == 2 * 128 // 2 * 4 * (6 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
@@ -328,11 +332,11 @@ def test_context_parallelism_shares_a_long_sequence_and_the_optimizer() -> None:
         rollout = {"max_context": 8192}
         return planned(QWEN2, config_of(algorithm="grpo", parallel=sizes, rollout=rollout, train=budget))[0]
 
-    budget = {"token_budget": 1024}
+    budget = {"max_tokens_per_gpu": 1024}
     alone, together = plan(world_size=4), plan(world_size=4, cp=4)
     assert together.states == alone.states
     assert together.training["activations"] * 4 == alone.training["activations"]
-    budget = {"token_budget": 4096}  # which a rank has of a micro-batch, however long its sequences
+    budget = {"max_tokens_per_gpu": 4096}  # which a rank has of a micro-batch, however long its sequences
     assert plan(world_size=4, cp=4).training["activations"] * 2 == alone.training["activations"]
 
 

@@ -57,7 +57,7 @@ def seconds(
     machine: GPUSpec = MACHINE,
     **sizes: int,
 ) -> Any:
-    tree = {"model": {"megatron": megatron or {}}, "parallel": sizes, "train": {"token_budget": budget}}
+    tree = {"model": {"megatron": megatron or {}}, "parallel": sizes, "train": {"max_tokens_per_gpu": budget}}
     found = StepTime(hf, TOKENS, 0, machine).seconds(from_dict(tree))
     return {what: pytest.approx(value) for what, value in found.items() if value}
 

@@ -88,7 +88,7 @@ def test_keys_that_do_not_matter_are_not_spoken_of() -> None:
 
 
 def with_mtp(weight: float) -> Config:
-    return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, mtp=weight))
+    return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, mtp_loss_coef=weight))
 
 
 def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path)
     assert folder.is_resumed and (tmp_path / "config.yaml").read_bytes() == before
     (change,) = folder.begin(20)
     folder.release()
-    assert str(change) == "train.mtp: 0.1 -> 0.3"
+    assert str(change) == "train.mtp_loss_coef: 0.1 -> 0.3"
     record = json.loads((tmp_path / "changes.jsonl").read_text())
-    assert (record["step"], record["key"], record["old"], record["new"]) == (21, "train.mtp", 0.1, 0.3)
+    assert (record["step"], record["key"], record["old"], record["new"]) == (21, "train.mtp_loss_coef", 0.1, 0.3)
     assert load_config(tmp_path / "config.yaml") == with_mtp(0.3)
-    with pytest.raises(ConfigError, match=r"train\.mtp: 0\.3 -> 0\.0"):
+    with pytest.raises(ConfigError, match=r"train\.mtp_loss_coef: 0\.3 -> 0\.0"):
         claim(tmp_path, with_mtp(0.0), resume=True)
 
 
@@ -181,6 +181,8 @@ def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_first(tmp_
     saves = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, save_every=1))
     claim_and_begin(tmp_path, saves, resume=False).release()
     (tmp_path / "checkpoints" / ".probe").mkdir(parents=True)  # what is in the way of everybody, root too
-    with pytest.raises(ConfigError, match=r"cannot write to run folder \S+/checkpoints: Is a directory; make room"):
+    with pytest.raises(
+        ConfigError, match=r"cannot write to run folder \S+/checkpoints: Is a directory; free disk space"
+    ):
         claim(tmp_path, saves, resume=True)
     claim(tmp_path, CONFIG, resume=True).release()  # which writes none

@@ -79,7 +79,7 @@ def test_engines() -> None:
     assert engine_layout(config(tp=8, ep=8, sglang=sent)) == EngineLayout(8, 8, shared_tp=1)
     assert engine_layout(config(tp=8, ep=8, sglang=dense | sent)) == EngineLayout(8, 8, mlp_tp=1, shared_tp=1)
     drafting = [
-        engine_layout(from_dict({"rollout": {"draft_tokens": tokens}, "train": {"mtp": weight}})).draft
+        engine_layout(from_dict({"rollout": {"draft_tokens": tokens}, "train": {"mtp_loss_coef": weight}})).draft
         for tokens, weight in ((0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1))
     ]
     assert drafting == [False, False, False, True]  # untrained, the draft model is as it was loaded
@@ -99,7 +99,7 @@ def test_what_cannot_be_served_is_refused_by_name(key: str) -> None:
         ({"tp": 8, "ep": 8, "draft_tokens": 2, "sglang": {"moe_a2a_backend": "deepep"}}, "set one of them only"),
         (
             {"tp": 8, "ep": 8, "sglang": {"moe_a2a_backend": "deepep", "enforce_shared_experts_fusion": True}},
-            "leave the second out",
+            "remove the second",
         ),
         ({"tp": 8, "sglang": {"max_total_tokens": "lots"}}, "must be a whole number"),
         ({"tp": 8, "sglang": {"enable_dp_lm_head": True}}, "set attn_dp_size, too"),

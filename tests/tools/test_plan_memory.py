@@ -112,7 +112,7 @@ def test_a_dry_run_says_the_same(tool: Tool) -> None:
         "model": {"hf_config": str(ROOT / "configs/models/deepseek_v3.json"), "megatron": row["megatron"]},
         "parallel": {"world_size": layout.pop("world"), **layout},
         "rollout": {**row["rollout"], "max_context": 16384, "sglang": {"max_total_tokens": 131072}},
-        "train": {"token_budget": 16384},
+        "train": {"max_tokens_per_gpu": 16384},
         "data": {"train": "nowhere.jsonl"},
         "reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]},
     }
@@ -163,7 +163,7 @@ def test_where_nothing_fits(tool: Tool) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--layout", "world=24,tp=4,pp=4"], "tp x pp = 4 x 4 = 16; the nearest that are: 16 and 32"),
+        (["--layout", "world=24,tp=4,pp=4"], "tp x pp = 4 x 4 = 16; the nearest valid sizes: 16 and 32"),
         (
             ["--layout", "world=64,tp=8"],
             "num_key_value_heads=4 does not divide by tensor parallel size 8; sizes that do",

@@ -40,7 +40,7 @@ CONFIG = from_dict(
         "parallel": {"world_size": 2, "ranks_per_node": 2},
         "placement": {"actor": 1, "rollout": 0} if APART else {},
         "actor_optimizer": {"lr": 1e-4, "schedule": "linear", "warmup_fraction": 0.25, "eps": 1e-6},
-        "train": {"token_budget": 48},
+        "train": {"max_tokens_per_gpu": 48},
         "guards": {"ppo_kl": 0.05, "memory": True},
         "kl": {"place": "none"},
     }

@@ -54,7 +54,7 @@ def config_of(tree: dict[str, Any]) -> Config:
         "model": {"path": f"{FOLDER}/policy", "dtype": "float32"},
         "parallel": {"world_size": 3, "ranks_per_node": 3},
         "rollout": {"temperature": 0.7, "max_context": 64},
-        "train": {"token_budget": 48},
+        "train": {"max_tokens_per_gpu": 48},
     }
     return from_dict(base | tree)
 

@@ -44,7 +44,7 @@ def leaves(rollout: Rollout) -> float:
 
 def context(reward: RewardConfig, environments: tuple[str, ...] = (), replay: str = "") -> Any:
     config = Config(
-        run=RunConfig(timeout_s=4.0),
+        run=RunConfig(distributed_timeout_s=4.0),
         parallel=ParallelConfig(world_size=2),
         reward=reward,
         rollout=RolloutConfig(environments=environments, replay=replay),

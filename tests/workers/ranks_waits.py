@@ -41,7 +41,7 @@ def worker(engine_ranks: int, play: Callable[..., GenerationResult]) -> Any:
     from megarl.workers.rollout import RolloutWorker
 
     rollout = {"tp": engine_ranks, "max_aborted_frac": 0.5, "tool_call_parser": ""}
-    config = tiny.config(tp=2, world=2, rollout=rollout, run={"timeout_s": TIMEOUT})
+    config = tiny.config(tp=2, world=2, rollout=rollout, run={"distributed_timeout_s": TIMEOUT})
     chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], catalog=EnvironmentCatalog())
     made = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {"actor": 1}))
     if made._runner is not None:

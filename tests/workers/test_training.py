@@ -24,7 +24,7 @@ def test_skipped_updates_in_a_row_are_reported_with_the_reason(units: dict[str, 
         "loss ",
         "largest |reward| 0",
         "largest |advantage| ",
-        "run.max_skipped=1",
+        "run.max_skipped_updates=1",
         "or lower actor_",
     ):
         assert part in said
@@ -44,4 +44,4 @@ def test_what_a_loss_is_given_is_finite_where_it_counts(units: dict[str, Any]) -
 
 def test_what_a_model_says_and_what_an_update_makes_of_it_is_finite(units: dict[str, Any]) -> None:
     assert "step 4: not finite: log-probs of the actor, nan in " in units["training"]["outputs"]
-    assert "an update of the actor has made weights that are not finite (on rank 0;" in units["training"]["lost"]
+    assert "an update of the actor produced weights that are not finite (on rank 0;" in units["training"]["lost"]

@@ -28,14 +28,14 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
 def restarting(shop: Workshop, name: str, points: Sequence[Point], **settings: Any) -> Job:
     """Start a run that restarts by itself, if this program can do that."""
     more: dict[str, Any] = {"run__max_restarts": 2} if RESTARTS in KEYS else {}
-    return shop.replayed(shop.place(name) / "run", points, run__timeout_s=TIMEOUT_S, **more, **settings)
+    return shop.replayed(shop.place(name) / "run", points, run__distributed_timeout_s=TIMEOUT_S, **more, **settings)
 
 
 def again(shop: Workshop, job: Job, ended: Ended, findings: Findings, **settings: Any) -> None:
     """Check that the run has restarted by itself; otherwise resume it, as a person would."""
     if findings.add(ended.status == 0, "started again by itself", f"not started again by itself ({ended.why})"):
         return
-    with shop.replayed(job.run_dir, (), run__resume="auto", run__timeout_s=TIMEOUT_S, **settings) as second:
+    with shop.replayed(job.run_dir, (), run__resume="auto", run__distributed_timeout_s=TIMEOUT_S, **settings) as second:
         findings.add(second.ended().status == 0, "gone on with by hand")
 
 
@@ -76,7 +76,7 @@ def _killed(shop: Workshop, at: str) -> Seen:
         findings.add(
             detect is not None and detect <= TIMEOUT_S,
             f"its peer ended after {detect or 0:.1f} s",
-            f"its peer did not end within the {TIMEOUT_S} s of run.timeout_s",
+            f"its peer did not end within the {TIMEOUT_S} s of run.distributed_timeout_s",
         )
         ended = job.ended()
         again(shop, job, ended, findings)
@@ -94,8 +94,8 @@ def _stopped(shop: Workshop) -> Seen:
         detect = ranks_gone(job, [ranks[0]], moment, 3 * TIMEOUT_S + 30)
         findings.add(
             detect is not None and detect <= TIMEOUT_S + 10,
-            f"its peer ended after {detect or 0:.1f} s with run.timeout_s={TIMEOUT_S}",
-            f"not detected within run.timeout_s={TIMEOUT_S}",
+            f"its peer ended after {detect or 0:.1f} s with run.distributed_timeout_s={TIMEOUT_S}",
+            f"not detected within run.distributed_timeout_s={TIMEOUT_S}",
         )
         ended = job.ended()
         output = "\n".join([job.log, job.output, *ended.lines])

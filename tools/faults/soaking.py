@@ -110,7 +110,11 @@ def soak(shop: Workshop, seconds: float, every: float, seed: int = 1) -> Report:
     shop.say(f"soak: {steps} steps of {step_s:.1f} s, a kill every {every:g} s on average")
     place = shop.place("soak")
     answers = record(place / "answers", shop.material / "model", range(1, steps + 1), GROUPS, SAMPLES, ranks=2)
-    overrides: dict[str, Any] = {"rollout__replay": answers, "run__num_rollout": steps, "run__timeout_s": TIMEOUT_S}
+    overrides: dict[str, Any] = {
+        "rollout__replay": answers,
+        "run__num_rollout": steps,
+        "run__distributed_timeout_s": TIMEOUT_S,
+    }
     overrides |= {"run__max_restarts": 1000} if RESTARTS in KEYS else {}
     whole = finished(shop.replayed(place / "undisturbed", **overrides), _patience(seconds))
     shop.say(f"soak: undisturbed it takes {whole:.0f} s")

@@ -23,7 +23,7 @@ SFT_STEPS = 5
 
 CONFIG = """
 algorithm: grpo
-run: {num_rollout: 4, save_every: 1, keep_checkpoints: 3, num_update: 1, epochs: 1, timeout_s: 60}
+run: {num_rollout: 4, save_every: 1, keep_checkpoints: 3, num_update: 1, ppo_epochs: 1, distributed_timeout_s: 60}
 model: {dtype: float32}
 data: {prompts_per_step: 4}
 rollout: {samples_per_prompt: 4, max_context: 256, max_new_tokens: 64, max_turns: 1}
@@ -34,7 +34,7 @@ track: {progress: false, trackers: []}
 """
 SFT = """
 algorithm: sft
-run: {num_rollout: 5, save_every: 1, keep_checkpoints: 9, timeout_s: 60}
+run: {num_rollout: 5, save_every: 1, keep_checkpoints: 9, distributed_timeout_s: 60}
 model: {dtype: float32}
 data: {prompts_per_step: 4}
 rollout: {max_context: 256, max_new_tokens: 64}
@@ -149,7 +149,7 @@ class Workshop:
             **{"rollout.tools": ["faults.tooling:calculator"], "rollout.tool_call_parser": "qwen25"},
             **{"rollout.max_turns": 3, "rollout.max_new_tokens": 40, "rollout.temperature": 1.0},
             **{"rollout.concurrency": 2, "rollout.pass_env": [NOTES], "rollout.verify_weights_every": 1},
-            **{"rollout.request_timeout": 60, "rollout.step_timeout": 240, "run.timeout_s": 120},
+            **{"rollout.request_timeout": 60, "rollout.step_timeout": 240, "run.distributed_timeout_s": 120},
             **{"reward.functions": ["faults.tooling:counted"], "loss.entropy_coef": 0.01},
             **{"actor_optimizer.lr": 5e-4, "actor_optimizer.schedule": "constant"},
             **settings,

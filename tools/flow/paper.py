@@ -66,7 +66,7 @@ class Paper:
                 pp=parallel.pp, pp_rank=rest // dp, dp_rank=rest % dp, tp_rank=tp_rank, cp_rank=cp_rank
             )
             places[rank] = make_model_rank(at, layers[at.pp_rank] if layers else ())
-        budget = config.train.token_budget * parallel.cp
+        budget = config.train.max_tokens_per_gpu * parallel.cp
         self._actor = BatchDispatcher(places, dp, budget, quadratic, 1, False, routing)
         self._critic = BatchDispatcher(
             {rank: place_of_critic(place) for rank, place in places.items()}, dp, budget, quadratic, 1, False, None
@@ -90,7 +90,7 @@ class Paper:
             losses = [(self._actor, policy_loss_columns(config))]
             if ppo:
                 losses.insert(0, (self._critic, ("values", "returns")))
-            for part in split_indices(len(self.lengths), config.run.num_update, config.run.epochs, seed):
+            for part in split_indices(len(self.lengths), config.run.num_update, config.run.ppo_epochs, seed):
                 for model, columns in losses:
                     before = sent.machine + sent.network
                     mini = self._batch(rank, part, ("rollout_logprobs", *columns, "loss_weights"))

@@ -54,7 +54,7 @@ def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
         column_bytes(config, declared),
         0 if routing is None else shape.layers * shape.topk * routing.dtype.itemsize,
     )
-    whole = tokens * ((columns + FLOAT_BYTES) * (1 + ("critic" in declared.roles)) + record) * config.run.epochs
+    whole = tokens * ((columns + FLOAT_BYTES) * (1 + ("critic" in declared.roles)) + record) * config.run.ppo_epochs
     moved = sum(sum(rank.by_update) for rank in by_rank) / whole
     # The first pass is the policy's, with replayed routing: tokens are sent there, and one value per token comes back.
     passed = sum(rank.by_forward[0] for rank in by_rank) / (tokens * (TOKEN_BYTES + FLOAT_BYTES + record))

@@ -151,7 +151,7 @@ class Now:
         from megarl.megatron.distribution import BatchDispatcher, make_model_rank
 
         place = model.ranks.job.rank, make_model_rank(model.ranks, model.layers)
-        budget = model.config.train.token_budget * model.ranks.cp
+        budget = model.config.train.max_tokens_per_gpu * model.ranks.cp
         places = dict(ranks.all_gather_objects(place))
         model.dispatcher = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replay_shape)
         model.oom_retry = SimpleNamespace(  # as if `guards.memory` were off

@@ -110,7 +110,9 @@ def engine_layout(config: Config) -> EngineLayout:
     engine_settings.check(settings)
     attention = int(settings.get("attn_dp_size") or settings.get("dp_size") or 1)
     if attention > 1 and not (settings.get("attn_dp_size") or settings.get("enable_dp_attention")):
-        raise ConfigError("rollout.sglang.dp_size: the number of engines follows from the ranks; set rollout.tp, or attn_dp_size")
+        raise ConfigError(
+            "rollout.sglang.dp_size: the number of engines follows from the ranks; set rollout.tp, or attn_dp_size"
+        )
     if settings.get("enable_dp_lm_head") and attention == 1:
         raise ConfigError("rollout.sglang.enable_dp_lm_head needs replicas of the attention: also set attn_dp_size")
     dense = settings.get("moe_dense_tp_size")
@@ -126,7 +128,9 @@ def engine_layout(config: Config) -> EngineLayout:
         mlp_tp=int(dense or 0),
         shared_tp=1 if sends_tokens else 0,  # SGLang then has the shared experts whole on each rank
         head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
-        draft=bool(config.rollout.draft_tokens and config.train.mtp),  # an untrained draft model stays as loaded
+        draft=bool(
+            config.rollout.draft_tokens and config.train.mtp_loss_coef
+        ),  # an untrained draft model stays as loaded
     )
 
 
