@@ -25,7 +25,7 @@ stamp=.venv/installed-by-megarl
 unfinished=.venv/unfinished-by-megarl
 apex=${MEGARL_APEX:-0}
 [[ $apex = [01] ]] || fail "MEGARL_APEX must be 0 or 1, not '$apex'"
-[ "$apex$platform" != 1cpu ] || fail "MEGARL_APEX=1 is for NVIDIA GPUs: Apex is CUDA alone; leave it out here"
+[ "$apex$platform" != 1cpu ] || fail "MEGARL_APEX=1 is for NVIDIA GPUs: Apex is CUDA alone; remove it here"
 lists=("$list")
 [ "$platform" = cpu ] || lists+=(launch/constraints-cuda.txt)
 wanted="$platform $(cat "${lists[@]}" setup.py launch/install.sh | sha256sum | cut -c1-16)"

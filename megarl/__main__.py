@@ -57,7 +57,7 @@ def check_packages() -> Iterator[CheckResult]:
         is_usable = bool(version) and is_installed(module)
         yield CheckResult(name, "yes" if is_usable else "MISSING", version or INSTALL_HINT)
     yield _check_optional("transformer-engine", "transformer_engine", "fused attention and norms, FP8; needed on a GPU")
-    yield _check_optional("apex", "apex", "fused optimizers, from NVIDIA's source; nothing needs it")
+    yield _check_optional("apex", "apex", "fused optimizers, built from NVIDIA's source; optional")
 
 
 def _check_optional(name: str, module: str, purpose: str) -> CheckResult:
@@ -68,7 +68,7 @@ def _check_optional(name: str, module: str, purpose: str) -> CheckResult:
 
 def check_devices() -> list[CheckResult]:
     if not installed_version("torch") or not is_installed("torch"):
-        return [CheckResult("devices", "MISSING", f"torch tells them: {INSTALL_HINT}")]
+        return [CheckResult("devices", "MISSING", f"needs torch: {INSTALL_HINT}")]
     from megarl.parallel import device
 
     names = device.gpu_names()
@@ -79,7 +79,7 @@ def check_devices() -> list[CheckResult]:
 
 def check_sandbox() -> CheckResult:
     """Check that bubblewrap can create a box. The sandbox's own checks, made before a run, are stricter."""
-    name, remedy = "bubblewrap", "code of the policy runs in no box here: megarl/sandbox/README.md"
+    name, remedy = "bubblewrap", "the policy's code cannot run sandboxed on this machine: megarl/sandbox/README.md"
     if not (program := shutil.which("bwrap")):
         return CheckResult(name, "no", f"not installed; {remedy}")
     command = [program, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"]
@@ -114,7 +114,7 @@ def check_space() -> Iterator[CheckResult]:
         )
     if Path("/dev/shm").is_dir():
         shared = shutil.disk_usage("/dev/shm").total
-        short = "" if shared >= 2e9 else "; ranks share memory by it: give the container more (--shm-size)"
+        short = "" if shared >= 2e9 else "; ranks share memory through it: enlarge it (--shm-size of the container)"
         yield CheckResult("/dev/shm", "no" if short else "yes", f"{shared / 1e9:.1f} GB{short}")
 
 

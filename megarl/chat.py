@@ -6,7 +6,7 @@
 TARGET is a Hugging Face folder (or the Hub's name of one in this machine's cache), a checkpoint, or a run folder, which
 stands for its newest checkpoint. A run's tools and sampling settings apply, too. rollout.temperature=0 is greedy.
 
-/reset begins a new conversation, /quit or ctrl-D ends it, and ctrl-C stops the answer. Control characters in the
+/reset begins a new conversation, /quit or ctrl-D exits it, and ctrl-C stops the answer. Control characters in the
 policy's output are escaped. The run's environment is not asked for a reward.
 """
 
@@ -61,9 +61,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--tools", action="append", metavar="module:name", help="a tool; may be said again")
+    group.add_argument("--tools", action="append", metavar="module:name", help="a tool; may be repeated")
     group.add_argument("--environment", metavar="module:Class")
-    parser.add_argument("--row", type=parse_row, default={}, metavar="JSON", help="columns that its `reset` is given")
+    parser.add_argument("--row", type=parse_row, default={}, metavar="JSON", help="columns passed to its `reset`")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message before all others")
     return parser.parse_intermixed_args(arguments)
 
@@ -100,7 +100,7 @@ def run_chat(options: Namespace) -> int:
         if options.environment:
             settings["rollout"] |= {"environments": [options.environment], "tools": []}
         file = Path(folder, "chat.yaml")
-        reserved = {**model_sources.RESERVED_KEYS, "run.dir": "nothing is kept", "data": "you write the prompts"}
+        reserved = {**model_sources.RESERVED_KEYS, "run.dir": "nothing is saved", "data": "you write the prompts"}
         model_sources.build_config(target, settings, options.overrides, file, reserved)
         ready = target.prepare(Path(folder, "model"))
         return converse(model_sources.build_config(ready, settings, options.overrides, file, reserved), options)
@@ -113,7 +113,7 @@ def converse(config: Config, options: Namespace) -> int:
     from megarl.environments.catalog import load_catalog
 
     if config.parallel.world_size > config.rollout.tp:
-        raise ConfigError(f"parallel.world_size={config.parallel.world_size}: one engine is enough; leave it out")
+        raise ConfigError(f"parallel.world_size={config.parallel.world_size}: one engine is enough; remove it")
     validate(config).raise_errors()
     catalog = load_catalog(config.rollout)
     if agents := [name for name, entry in catalog.environments.items() if entry.kind == "agent"]:
@@ -132,7 +132,7 @@ def converse(config: Config, options: Namespace) -> int:
             limit = config.rollout.request_timeout
             if complaint := check_parser(chat, engine.url, engine.api_key, parser, marker, limit, of_family):
                 raise ConfigError(complaint)
-        print(f"with {describe_tools(chat)}; /reset begins anew, /quit ends", flush=True)
+        print(f"with {describe_tools(chat)}; /reset starts over, /quit exits", flush=True)
         with asyncio.Runner() as runner:
             conversation = runner.run(_open_conversation(config, chat, terminal, options))
             try:
@@ -165,7 +165,7 @@ def read_lines(runner: asyncio.Runner, conversation: ChatConversation, engine: E
             print()
             return
         except KeyboardInterrupt:
-            print("\n/quit or ctrl-D ends")
+            print("\n/quit or ctrl-D exits")
             continue
         if line == "/quit":
             return
@@ -173,13 +173,13 @@ def read_lines(runner: asyncio.Runner, conversation: ChatConversation, engine: E
             runner.run(conversation.reset())
             print("a new conversation")
         elif line.startswith("/"):
-            print(f"there is no {line.split()[0][:40]!r}; there are /reset and /quit")
+            print(f"there is no {line.split()[0][:40]!r}; commands are /reset and /quit")
         elif line:
             try:
                 reason = runner.run(_answer_line(conversation, engine, config, line))
             except KeyboardInterrupt:
                 engine.abort_requests()
-                reason = "stopped; the line is forgotten"
+                reason = "stopped; the message is discarded"
             if reason:
                 print(f"({reason})", flush=True)
 
@@ -272,7 +272,7 @@ class ChatConversation:
                 await self.reset()
             return f"aborted: {trajectory.failure}"
         self.messages = trajectory.messages
-        reasons = {"length": "cut off by a length", "max_turns": "cut off by rollout.max_turns"}
+        reasons = {"length": "truncated by a length limit", "max_turns": "stopped by rollout.max_turns"}
         return reasons.get(str(trajectory.status), "")
 
     async def reset(self) -> None:

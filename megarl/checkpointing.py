@@ -177,7 +177,7 @@ class Checkpointer:
         if raise_on_error:
             raise error
         continues = step < self.last_step
-        self.log.alarm(f"{error}. {'Training goes on; make room' if continues else 'It was the last'}")
+        self.log.alarm(f"{error}. {'Training continues; free disk space' if continues else 'No checkpoint follows'}")
         return error
 
     def export(self) -> None:
@@ -196,11 +196,12 @@ class Checkpointer:
                 if _is_any_asked_to_stop() or is_late:
                     checkpoints = self.store.list_checkpoints() or ["none, for run.save_every=0"]
                     raise ConfigError(
-                        f"could not export to {folder}: {error}; make room and start again with run.resume=auto, from "
+                        f"could not export to {folder}: {error}; free disk space and restart with run.resume=auto, "
+                        f"from "
                         f"the newest checkpoint, {checkpoints[-1]}"
                     ) from None
                 if not has_alarmed:
-                    self.log.alarm(f"cannot export to {folder}: {error}. Waiting for room, for up to {timeout:g} s")
+                    self.log.alarm(f"cannot export to {folder}: {error}. Waiting for space, for up to {timeout:g} s")
                 has_alarmed = True
                 time.sleep(EXPORT_RETRY_S)
 
@@ -268,7 +269,7 @@ class Checkpointer:
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "
-                "to go on from an older checkpoint"
+                f"to continue from an older checkpoint"
             ) from None
 
         def restore() -> None:
@@ -295,14 +296,14 @@ class Checkpointer:
         first_skipped, reason = min(failures)
         if guards.restored_step is not None:
             raise ConfigError(
-                f"{reason}. The models had gone back to step {guards.restored_step} for that already, and no step "
-                "since was taken whole"
+                f"{reason}. The models were already rolled back to step {guards.restored_step} for this reason, and no "
+                f"step since had all its updates"
             )
         if self.store.pending_step is not None:
             self._finish_save(raise_on_error=False)  # it may be the newest one before the failure
         folder = self.store.find_newest(before=first_skipped) or self.store.find_newest()
         if folder is None:
-            raise ConfigError(f"{reason}. There is no checkpoint to go back to; run.save_every writes them")
+            raise ConfigError(f"{reason}. There is no checkpoint to roll back to; set run.save_every to write them")
 
         def restore() -> None:
             for role, model in self.trained_models().items():
@@ -316,8 +317,8 @@ class Checkpointer:
         self.sync_weights()
         guards.record_restore(self.store.read_step(folder))
         self.log.alarm(
-            f"step {step}: {reason}. Weights and optimizer states are those of {folder} again, and training "
-            "goes on with the next data; if it comes again before a step was taken whole, the run ends"
+            f"step {step}: {reason}. Rolled back weights and optimizer states to {folder}; training continues with the "
+            f"next data. The run stops if this happens again before a step with all its updates"
         )
 
 

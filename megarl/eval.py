@@ -69,13 +69,13 @@ def evaluate(options: Namespace) -> int:
     from megarl.parallel import rendezvous
 
     if rendezvous.read_launch_env().is_launched:
-        raise ConfigError("start megarl.eval without torchrun: it starts as many ranks itself as engines need")
+        raise ConfigError("start megarl.eval without torchrun: it starts the ranks that engines need itself")
     samples = options.samples or max(options.k)
     if max(options.k) > samples:
-        raise ConfigError(f"--k {max(options.k)} needs as many answers to a prompt, and --samples says {samples}")
+        raise ConfigError(f"--k {max(options.k)} needs as many answers per prompt, but --samples is {samples}")
     for path in options.data:
         if not path.exists():
-            raise ConfigError(f"--data {path}: there is no such file; correct the path")
+            raise ConfigError(f"--data {path}: no such file; correct the path")
     target = model_sources.resolve_target(options.target)
     out: Path = options.out or Path("runs/eval", f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     check_writable_folder(out, "--out")
@@ -87,11 +87,11 @@ def evaluate(options: Namespace) -> int:
     }
     reserved = {
         **model_sources.RESERVED_KEYS,
-        "run.dir": "--out says it",
-        "run.num_rollout": "there is one step",
-        "data.train": "--data says it",
-        "data.prompts_per_step": "it is all of the data",
-        "rollout.samples_per_prompt": "--samples says it",
+        "run.dir": "use --out",
+        "run.num_rollout": "eval has one step",
+        "data.train": "use --data",
+        "data.prompts_per_step": "eval uses all of the data",
+        "rollout.samples_per_prompt": "use --samples",
     }
     with TempFolder("megarl-eval-") as folder:
         file = Path(folder, "eval.yaml")
@@ -149,7 +149,7 @@ def report(options: Namespace, config: Config, target: Any, samples: int, num_pr
     # With several files, rows without a source are counted under the first file's name.
     answers = collect_scored(rollouts, options.data[0].stem)
     if not answers:
-        raise ConfigError(f"no answer has a reward; {out}/log.txt says why")
+        raise ConfigError(f"no answer has a reward; see {out}/log.txt")
     metrics = compute_metrics(answers, options.k, options.right, config.run.seed)
     tree = {
         "target": options.target,
@@ -178,7 +178,7 @@ def report(options: Namespace, config: Config, target: Any, samples: int, num_pr
     print(f"{subject}: {samples} answer{'s' if samples > 1 else ''} to each prompt")
     print(format_table(metrics, options.k))
     if tree["without_reward"]:
-        print(f"{tree['without_reward']} answers without a reward (aborted, or it failed) count in nothing")
+        print(f"{tree['without_reward']} answers without a reward (aborted or failed) are excluded")
     print(f"{out}/eval.json, answers.jsonl")
     print(format_command("tools/view_rollouts.py", out), flush=True)
     return 0

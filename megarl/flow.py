@@ -251,7 +251,7 @@ class HybridFlow:
             self.eval_items = self.controller.load_eval_items(self) if config.data.eval and run.eval_every else ()
             if should_check_offered(config, self.requirements):
                 check_offered((item for items in (items, self.eval_items) for item in items), self.chat.catalog)
-        records = config.track.rollouts and self.requirements.has_rollout
+        records = config.track.save_rollouts and self.requirements.has_rollout
         vocabulary = vocabulary_hash(config.model.path) if records else ""
         self.log = RunLog(config, self.job, vocabulary, trains=bool(self.requirements.trained_roles))
         self.spread = ZeroSpreadWarning(self.requirements)
@@ -312,7 +312,7 @@ class HybridFlow:
         wait_listeners.set_wait_listener(self.clock.span)
         wait_listeners.set_progress_listener(self.log.update_phase if self.log.is_writer else None)
         self.profile = StepProfiler(
-            *(config.track.profile, self.clock, self.log.run_dir / "profile", self.job.rank), self.log.log
+            *(config.track.profile_steps, self.clock, self.log.run_dir / "profile", self.job.rank), self.log.log
         )
         if self.job.world > 1:
             self.watchdog = HangWatchdog(

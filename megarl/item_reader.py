@@ -109,7 +109,7 @@ class ItemReader:
     ) -> ConcatDataset[T]:
         """Load each file with `load(path, name, order)`, which also returns the sort keys of training items."""
         paths, data = (files,) if isinstance(files, str) else tuple(files), self.config.data
-        order = data.order if paths == data.train else ""
+        order = data.curriculum_key if paths == data.train else ""
         names = name_datasets(paths)
         loaded = [load(path, name, order) for path, name in zip(paths, names, strict=True)]
         numbers = [keys for _, keys in loaded if keys is not None]
@@ -125,9 +125,9 @@ class ItemReader:
     def _describe_epochs(self, joined: ConcatDataset[Any]) -> str:
         """Return a line that says how many passes over its data the run makes."""
         data, steps = self.config.data, self.config.run.num_rollout
-        stream = Stream(joined.sizes, data.weights)
+        stream = Stream(joined.sizes, data.mixture_weights)
         counts = zip(
-            joined.names if data.weights else ("",),
+            joined.names if data.mixture_weights else ("",),
             stream.sizes,
             stream.count_before(steps * data.prompts_per_step),
             strict=True,

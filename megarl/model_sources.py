@@ -85,7 +85,8 @@ def resolve_target(argument: str) -> Target:
             return _export_target(argument, path)
         if not (path / "checkpoints").is_dir():
             raise ConfigError(
-                f"TARGET {argument} is no model (it has no config.json), no checkpoint and no run folder; name one"
+                f"TARGET {argument} is neither a model (it has no config.json) nor a checkpoint nor a run folder; name "
+                f"one"
             )
     checkpoint = resolve_checkpoint(path)
     return _checkpoint_target(argument, checkpoint)
@@ -106,13 +107,13 @@ def _checkpoint_target(argument: str, folder: Path) -> Target:
     file = folder.parent.parent / "config.yaml"
     if not file.is_file():
         raise ConfigError(
-            f"there is no {file}, the configuration of the run of {folder}; leave the checkpoint in "
-            "its run folder, or convert it by tools/checkpoints.py and name the result"
+            f"no {file}, the configuration of the run of {folder}; keep the checkpoint in its run folder, or convert "
+            f"it with tools/checkpoints.py and name the result"
         )
     run = load_config(file)
     contents = manifest.read(folder)
     if isinstance(contents, str):
-        raise ConfigError(f"{folder} is no whole checkpoint: {contents}")
+        raise ConfigError(f"{folder} is not a complete checkpoint: {contents}")
     tree, files = contents
     requirements = load_requirements(run)
     if "actor" not in list_models(files) or requirements.has_scalar_head:

@@ -253,7 +253,7 @@ def _run_attempt(options: argparse.Namespace, port: int, forwarder: _SignalForwa
 
 
 def _rendezvous_error(error: Exception) -> str:
-    return f"the nodes did not come together: {type(error).__name__}: {' '.join(str(error).split())}"
+    return f"the nodes did not join: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 if __name__ == "__main__":

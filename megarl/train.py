@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_intermixed_args(arguments)
         if options.config is None and not options.keys:
-            parser.error("name a configuration, for example configs/quickstart.yaml")
+            parser.error("name a configuration file, for example configs/quickstart.yaml")
     except ConfigError as error:
         return exit_status.report_error(error)
     try:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 run_folder.check_folder(config)
             except ConfigError as error:
-                _print(f"warning: a run would be refused: {error}")
+                _print(f"warning: the run would be rejected: {error}")
             return 0
         from megarl.parallel import rendezvous
 
@@ -87,7 +87,7 @@ def list_keys(words: Sequence[str] = ()) -> list[str]:
                 word, [part for name, _ in keys for part in (name, *name.split("."))], n=1
             )
             hint = f"did you mean {matches[0]}? " if matches else ""
-            raise ConfigError(f"--keys {word[:80]}: no key has this in its name; {hint}--keys alone lists all")
+            raise ConfigError(f"--keys {word[:80]}: no key contains this; {hint}--keys alone lists all")
     ranges, meanings = describe_ranges(), describe_meanings()
     return [
         f"{name} = {default!r}  # {ranges[name]}" + (f"; {meanings[name]}" if name in meanings else "")

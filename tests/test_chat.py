@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (("--row", "{"), ("--row", "JSON object")),
         (("rollout.temprature=1",), ("rollout.temperature",)),
         (("data.train=x",), ("data.train", "you write the prompts")),
-        (("run.dir=x",), ("run.dir", "nothing is kept")),
+        (("run.dir=x",), ("run.dir", "nothing is saved")),
         (("parallel.world_size=2",), ("parallel.world_size=2", "one engine")),
     ],
 )

@@ -60,7 +60,7 @@ def test_numbers_by_hand() -> None:
     assert assign_episode_ids(group, episode).tolist() == [0, 1, 2, 2, 4, 5, 5]
     assert assign_episode_ids(group, torch.full((7,), -1)).tolist() == list(range(7))
     assert assign_episode_ids(group[:0], episode[:0]).tolist() == []
-    with pytest.raises(ValueError, match="^branches of an episode do not follow each other$"):
+    with pytest.raises(ValueError, match="^branches of an episode are not adjacent$"):
         assign_episode_ids(torch.zeros(3), torch.tensor([1, -1, 1]))
     with pytest.raises(ValueError, match="^branches of an episode have another home each$"):
         assign_episode_ids(group, episode, home=torch.tensor([0, 0, 0, 1, 0, 0, 0]))

@@ -110,7 +110,7 @@ def test_bad_targets(say: Say, tmp_path: Path) -> None:
     (tmp_path / "run/config.yaml").write_text("algorithm: ppo\n")
     assert "without a checkpoint and without an export" in say(target=tmp_path / "run")
     (tmp_path / "run/checkpoints/step_000001").mkdir(parents=True)
-    assert "has no whole checkpoint" in say(target=tmp_path / "run")
+    assert "has no complete checkpoint" in say(target=tmp_path / "run")
 
 
 def test_what_is_in_the_way(say: Say, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_the_next_one_waits_for_the_one_under_way() -> None:
 def test_a_failure_is_said_and_the_run_goes_on() -> None:
     run = Run(looks=0, steps=2, every=2, error="an engine was lost")
     assert run.loop() == {}
-    said = [f"the evaluation after step {step} has failed: an engine was lost" for step in (0, 2)]
+    said = [f"the evaluation after step {step} failed: an engine was lost" for step in (0, 2)]
     assert run.told == ["begun 0", "step 1", said[0], "step 2", "begun 2", said[1]]
 
 
@@ -98,5 +98,5 @@ def test_a_run_that_stops_does_not_wait() -> None:
     run = Run(looks=9, steps=1, every=1)
     run.evaluator.run(0)
     run.evaluator.drop()
-    assert run.told[-1] == "the evaluation after step 0 is not over, and is left out"
+    assert run.told[-1] == "the evaluation after step 0 has not finished and is skipped"
     assert run.evaluator.poll(wait=True) == {}

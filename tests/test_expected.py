@@ -39,7 +39,7 @@ def test_they_are_read_strictly() -> None:
 @pytest.mark.parametrize(
     ("expect", "complaint"),
     [
-        ({"a": {}}, r"^expect\.a expects nothing: give it `least`, `most` or both$"),
+        ({"a": {}}, r"^expect\.a has no bounds: set `least`, `most` or both$"),
         ({"a": 3}, r"^expect\.a must be a section"),
         ({"a": {"lest": 3}}, r"expect\.a\.lest.*least"),
         ({"a": {"least": "x"}}, r"expect\.a\.least"),

@@ -121,7 +121,7 @@ def train(lab: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 def test_a_new_algorithm_is_a_file_and_a_line(lab: Path) -> None:
     planned = train(lab, "algorithm=lab.mine:Liked", "--dry-run")
     assert planned.returncode == 0, planned.stderr
-    assert "the configuration fits together" in planned.stdout
+    assert "the configuration is valid" in planned.stdout
     done = train(lab, "algorithm=lab.mine:Liked", f"run.dir={lab}/run")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (lab / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -149,7 +149,7 @@ def test_a_teacher_is_a_role_and_a_folder(lab: Path) -> None:
     ("name", "complaint"),
     [
         ("Lonely", "nobody plays the role judge of algorithm=lab.mine:Lonely: name its worker in the controller's"),
-        ("Eager", "flow.judge is not there yet: the workers start after `load_items`, which reads the data"),
+        ("Eager", "flow.judge is not available yet: workers start after `load_items`, which reads the data"),
         ("Asking", "flow.teacher is not there: `roles()` of lab.mine:Asking lists actor, judge; add it to them"),
     ],
 )

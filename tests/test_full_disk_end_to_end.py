@@ -15,7 +15,7 @@ from whole_run import ENVIRONMENT, ROOT, command_of, make_folder
 
 pytestmark = [pytest.mark.waits, pytest.mark.nightly]
 
-CHECKPOINT, ELSE = "could not write checkpoint", "training goes on without"
+CHECKPOINT, ELSE = "could not write checkpoint", "training continues without"
 
 
 class Hook:
@@ -73,7 +73,7 @@ def test_a_full_disk_costs_what_was_to_be_written_and_nothing_else(tmp_path: Pat
     assert json.loads(found["metrics"][-1])["step"] == 8
     # It was said on the terminal, and to the webhook, where no disk is needed.
     alarms = [alarm["alarm"] for alarm in hook.alarms]
-    assert any(CHECKPOINT in text and "Training goes on; make room" in text for text in alarms)
+    assert any(CHECKPOINT in text and "Training continues; free disk space" in text for text in alarms)
     assert "ALARM: could not write checkpoint" in found["said"]
     assert "Traceback" not in found["said"], found["said"][-3000:]
     unwritten = [text for text in alarms if ELSE in text]

@@ -99,7 +99,7 @@ def test_ids_and_sources_of_several_files(reader: Any) -> None:
 def test_ids_that_come_out_alike_are_refused(reader: Any) -> None:
     files = [write("a.jsonl", *prompts(1, id="b-1")), write("a-b.jsonl", *prompts(2))]
     flow = reader(train=files)
-    with pytest.raises(ConfigError, match=r"a-b.jsonl: the id 'a-b-1' is taken by a row of a.jsonl; rename that file"):
+    with pytest.raises(ConfigError, match=r"a-b.jsonl: the id 'a-b-1' is already used by a row of a.jsonl; rename"):
         flow.load_prompts(files)
 
 
@@ -116,7 +116,7 @@ def test_numbers_stay_with_their_prompts_where_others_are_left_out(reader: Any) 
 def test_an_order_that_no_file_knows(reader: Any) -> None:
     files = [write("a.jsonl", *prompts(2)), write("b.jsonl", *prompts(2))]
     flow = reader(train=files, order="level")
-    with pytest.raises(ConfigError, match="data.order=level: no row of a.jsonl, b.jsonl has a number"):
+    with pytest.raises(ConfigError, match="data.curriculum_key=level: no row of a.jsonl, b.jsonl has a number"):
         flow.load_prompts(flow.config.data.train)
     flow = reader(train=[files[0], write("c.jsonl", *prompts(1, level=3))], order="level")
     assert np.array_equal(flow.load_prompts(flow.config.data.train).keys, [np.nan, np.nan, 3], equal_nan=True)

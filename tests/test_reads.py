@@ -32,5 +32,5 @@ def test_a_loss_that_says_nothing_is_given_everything():
 
 
 def test_a_name_that_is_no_column_is_refused():
-    with pytest.raises(ConfigError, match="@reads: 'advantage' is no column of a batch; there are tokens, loss_mask, "):
+    with pytest.raises(ConfigError, match="@reads: 'advantage' is not a column of a batch; columns are tokens, "):
         reads("returns", "advantage")

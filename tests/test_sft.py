@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, run_dir: Path, *overrides: str) -> None:
     paths = [f"model.path={folder}/model", f"data.train=[{folder}/sft.jsonl,{folder}/words.parquet]"]
-    paths += ["data.weights=[3,1]", f"data.eval=[{folder}/e.parquet,{folder}/words.parquet]"]
+    paths += ["data.mixture_weights=[3,1]", f"data.eval=[{folder}/e.parquet,{folder}/words.parquet]"]
     steps = ["run.num_rollout=4", "run.eval_every=2", "run.save_every=2", "data.prompts_per_step=16"]
     given = dict(text.split("=", 1) for text in (*paths, *steps, f"run.dir={run_dir}", *overrides))  # the last of a key
     settings = [f"{key}={value}" for key, value in given.items()]
@@ -145,7 +145,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(sft_run: Path, folder: 
 def test_what_was_learned_by_heart_is_what_the_export_writes(sft_run: Path, folder: Path, tmp_path: Path) -> None:
     """In micro-batches of a conversation or two, which change nothing: the same model has the same held-out nll."""
     words = f"{folder}/words.parquet"
-    data = [f"data.train={words}", "data.weights=[]", f"data.eval={words}", "data.prompts_per_step=4"]
+    data = [f"data.train={words}", "data.mixture_weights=[]", f"data.eval={words}", "data.prompts_per_step=4"]
     steps = ["run.num_rollout=60", "run.eval_every=60", "run.save_every=0", "train.max_tokens_per_gpu=64"]
     train(folder, tmp_path / "run", *data, *steps, "actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant")
     held_out = metrics_of(tmp_path / "run", "eval/nll")

@@ -104,7 +104,7 @@ def test_an_environment_lasts_from_line_to_line() -> None:
 
     screen = talk(script, chat, {"ground_truth": 17})
     answers = [line for line in screen.shown if line.startswith("[")]
-    assert answers == ["[guess] lower", "[guess] right", "[guess] right, and found before"]
+    assert answers == ["[guess] lower", "[guess] right", "[guess] right, and already guessed"]
     assert describe_tools(chat) == "the environment Guess, guess"
 
     async def without(conversation: ChatConversation) -> None:
@@ -138,7 +138,7 @@ def test_what_ends_an_answer_is_said_and_a_failed_line_forgotten() -> None:
         assert "aborted: no answer" in await conversation.send("a", Fails(RequestFailed("no answer")), parse)
         assert conversation.messages == ()
         always = Script(call("1+1"))
-        assert await conversation.send("b", always, parse) == "cut off by rollout.max_turns"
+        assert await conversation.send("b", always, parse) == "stopped by rollout.max_turns"
         long = Script("word " * 3000)
         assert "rollout.max_context" in await conversation.send("x " * 1000, long, parse)
         assert len(long.asked) == 0

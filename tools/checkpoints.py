@@ -77,7 +77,7 @@ def holds(files: Mapping[str, Entry]) -> list[str]:
 
 def listed(run: Path, options: Namespace) -> int:
     if not run.is_dir():
-        raise ConfigError(f"there is no run folder {run}")
+        raise ConfigError(f"no run folder {run}")
     if not (run / "checkpoints").is_dir():
         raise ConfigError(f"{run} has no checkpoints: is it a run folder, and was run.save_every set?")
     rows = [about(folder, options.hash) for folder in list_checkpoints(run)]
@@ -189,9 +189,7 @@ def configured(folder: Path, options: Namespace) -> Config:
     """Return the configuration of a checkpoint's run. Raises ConfigError."""
     file = options.config or folder.parent.parent / "config.yaml"
     if not file.is_file():
-        raise ConfigError(
-            f"there is no {file}, which has the configuration of the run that {folder} is of; name it by --config"
-        )
+        raise ConfigError(f"there is no {file}, the configuration of the run of {folder}; name it by --config")
     config = load_config(file, options.overrides)
     saved = manifest.read(folder)
     written = "" if isinstance(saved, str) else saved[0].get("config", "")
@@ -212,13 +210,13 @@ def converted(path: Path, options: Namespace) -> int:
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out} exists; name a folder that is not there yet")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"{out}: there is no folder {out.absolute().parent}; make it first")
+        raise ConfigError(f"{out}: no folder {out.absolute().parent}; create it first")
     config = configured(folder, options)
     declared = load_requirements(config)
     role = options.role or declared.main_role
     saved = manifest.read(folder)
     if isinstance(saved, str):
-        raise ConfigError(f"{folder} is no whole checkpoint: {saved}")
+        raise ConfigError(f"{folder} is not a complete checkpoint: {saved}")
     files = saved[1]
     if role not in list_models(files):
         raise ConfigError(f"{folder} has no {role}; it has {', '.join(list_models(files)) or 'no model'}")

@@ -49,10 +49,10 @@ def looked(run: Path, step: int) -> bool:
 def find_step(run: Path, step: int | None) -> int:
     """Return the requested step, or the last one with log-probs of the trainer. Raises ConfigError."""
     if not run.is_dir():
-        raise ConfigError(f"there is no run folder {run}; name one, such as runs/quickstart/run-1")
+        raise ConfigError(f"no run folder {run}; name one, such as runs/quickstart/run-1")
     steps = recorded_steps(run)
     if not steps:
-        raise ConfigError(f"{run} has no recorded rollouts (track.rollouts writes them)")
+        raise ConfigError(f"{run} has no recorded rollouts (track.save_rollouts writes them)")
     if step is not None:
         if step not in steps:
             raise ConfigError(f"{run} has no rollouts of step {step}; it has steps {steps[0]} to {steps[-1]}")

@@ -104,7 +104,7 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
     world, placement = train.pop("world"), {}
     if train_ranks and len(train_ranks) != world:
         raise ConfigError(
-            f"a layout of {world} ranks of the trainer cannot be placed on {len(train_ranks)} ranks: --train-ranks"
+            f"a layout of {world} trainer ranks cannot be placed on {len(train_ranks)} ranks: --train-ranks"
         )
     if train_ranks or engine_ranks:
         train_ranks = train_ranks or tuple(range(world))

@@ -133,7 +133,7 @@ def _truth(row: Row, of: str) -> str:
 def find_split(source: Path, split: str) -> Path:
     """Return the file of a split. Raises ConfigError if there is none, or more than one."""
     if not source.is_dir():
-        raise ConfigError(f"there is no folder {source}; name one with train and test, as published")
+        raise ConfigError(f"no folder {source}; name one with train and test, as published")
     names = [f"{split}{suffix}" for suffix in (".jsonl", ".json", ".parquet", "-00000-of-00001.parquet")]
     files = [source / name for name in names if (source / name).is_file()]
     if len(files) != 1:
@@ -166,7 +166,7 @@ def _listed(file: Path) -> Iterator[tuple[str, Row]]:
     try:
         rows = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is no JSON: {str(error)[:200]}") from None
+        raise ConfigError(f"{file} is not JSON: {str(error)[:200]}") from None
     if not isinstance(rows, list):
         raise ConfigError(f"{file} holds a {type(rows).__name__}, not a list of rows")
     for number, row in enumerate(rows):

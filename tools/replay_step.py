@@ -90,7 +90,7 @@ def config_of(order: Order) -> Config:
         "run.resume=auto",
         *("run.save_every=0", "run.eval_every=0", "run.export=false", PATIENT),
         *("rollout.asynchronous=false", "rollout.oversample=1"),
-        *("track.progress=false", "track.rollouts=false", "track.trackers=[]"),
+        *("track.progress=false", "track.save_rollouts=false", "track.trackers=[]"),
         *(ALONE if order.alone else ()),
     ]
     tree = to_dict(as_it_was(order.run, order.step))
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_intermixed_args(arguments)
     run, step = chosen.run, chosen.step
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is no run folder: it has no config.yaml")
+        raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
     if chosen.folder is None:
         check_step(run, step)
     request = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)

@@ -79,7 +79,7 @@ class Run:
 def load_run(path: Path) -> Run:
     """Load a run folder. Raises ConfigError if it is none."""
     if not path.is_dir():
-        raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
+        raise ConfigError(f"no run folder {path}; name one, such as runs/quickstart/run-1")
     try:
         metrics = {step: numbers(values) for step, values in read_metrics(path).items() if 0 <= step < 2**53}
     except (ValueError, RecursionError):

@@ -101,7 +101,7 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
 def load(path: Path) -> Run:
     """Load a run's spans. Raises ConfigError if there is no run, or no span to show. Broken lines are skipped."""
     if not path.is_dir():
-        raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
+        raise ConfigError(f"no run folder {path}; name one, such as runs/quickstart/run-1")
     files = sorted(path.glob("timeline/rank_*.json"))
     if not files:
         raise ConfigError(f"{path} has no timeline: a run has one once it has done a step")

@@ -101,18 +101,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def show(options: argparse.Namespace) -> int:
     for path in options.runs:
         if not path.is_dir():
-            raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
+            raise ConfigError(f"no run folder {path}; name one, such as runs/quickstart/run-1")
     if options.serve is not None:
         return serve(options)
     if options.out is None and not is_run(options.runs[0]):
         raise ConfigError(
-            f"{options.runs[0]} is no run folder (it has neither config.yaml nor metrics.jsonl), so nothing is "
+            f"{options.runs[0]} is not a run folder (it has neither config.yaml nor metrics.jsonl), so nothing is "
             "written into it; name a run, or with --out where the page goes"
         )
     file = options.out or default_output_file(options.runs, "view.html")
     check_writable_file(file, "--out")
     if file.exists() and not file.is_file():  # the file is replaced, so it must be a regular one
-        raise ConfigError(f"--out {file} is no regular file; name another")
+        raise ConfigError(f"--out {file} is not a regular file; name another")
     check_writable_folder(file.with_name(f"{file.stem}_files"), "--out")
     runs = [load(path, spans_of) for path in options.runs]
     written = write_page(runs, file, options.details)

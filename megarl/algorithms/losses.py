@@ -137,7 +137,7 @@ def bradley_terry(scores: torch.Tensor, cu_seqlens: torch.Tensor, group: torch.T
     Metrics: `reward_model/accuracy` 1 where the chosen one has the higher score, `reward_model/margin` the difference.
     """
     if len(group) % 2 or not torch.equal(group[0::2], group[1::2]):
-        raise ValueError(f"these are no pairs: sequences of the groups {group.tolist()}")
+        raise ValueError(f"these are not pairs: sequences of the groups {group.tolist()}")
     last = cu_seqlens[1:] - 1
     chosen, rejected = last[0::2], last[1::2]
     margin = scores[chosen] - scores[rejected]

@@ -156,7 +156,7 @@ def normalize_message(message: Message, number: int = 0) -> Message:
     role, content = message["role"], message.get("content")
     for name in _MEDIA_KEYS:
         if message.get(name):
-            raise ConfigError(f"{where}, of role {role}, has {name!r}; only text can be trained on: say it in words")
+            raise ConfigError(f"{where}, of role {role}, has {name!r}; only text can be trained on: write it as text")
     text = content_text(content, where) if isinstance(content, list) else "" if content is None else str(content)
     result: Message = {"role": role, "content": replace_surrogates(text)}
     if message.get("name"):
@@ -172,7 +172,7 @@ def normalize_message(message: Message, number: int = 0) -> Message:
             result["reasoning_content"] = replace_surrogates(str(reasoning))
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list | tuple):
-                raise ConfigError(f"{where} has tool_calls that are no list")
+                raise ConfigError(f"{where} has tool_calls that are not a list")
             result["tool_calls"] = [_normalize_call(call, where) for call in calls]
     return result
 

@@ -377,14 +377,14 @@ class ChatTemplate:
                 continue
             head = next((head for head in heads if text.startswith(head)), "")
             if name not in text[len(head) :]:
-                problem = problem or "it leaves calls out"
+                problem = problem or "it omits calls"
             elif not full_text.endswith(continuation):
-                problem = "what it puts between a call and the next turn depends on the call"
+                problem = "what it inserts between a call and the next turn depends on the call"
             elif (text[len(head) :], arguments) not in rendered:
                 rendered.append((text[len(head) :], arguments))
         if not rendered:
             raise ConfigError(
-                f"the chat template of model.path has no place for calls of tools ({problem}); use a model with a "
+                f"the chat template of model.path does not support tool calls ({problem}); use a model with a "
                 "template for tools, put one into its folder, or leave rollout.tools empty"
             )
         return rendered
@@ -420,9 +420,9 @@ class ChatTemplate:
             ]
             if missing:
                 problem = problem or (
-                    f"the chat template of model.path leaves out a message of role {missing[0]}, or what it calls"
-                    + (", where it stands behind the policy's turn" if behind else "")
-                    + f"; give it another role, or do without it (the roles: {_join_roles(messages)})"
+                    f"the chat template of model.path omits a message of role {missing[0]}, or what it calls"
+                    + (", where it follows the policy's turn" if behind else "")
+                    + f"; give it another role, or remove it (the roles: {_join_roles(messages)})"
                 )
             elif behind and (end is None or any(text.find(word) < end.start for word in words)):
                 problem = problem or "the chat template of model.path ends a turn with no control token"
@@ -436,7 +436,7 @@ class ChatTemplate:
         text = self._apply_template([*_DUMMY_TURNS, *following], schemas, generate=bool(following))
         _, placeholder, rest = text.partition(_POLICY_TURN)
         if not placeholder:
-            raise ConfigError("the chat template of model.path leaves out or changes what the policy said")
+            raise ConfigError("the chat template of model.path omits or changes what the policy wrote")
         return rest
 
     def _apply_template(
@@ -490,6 +490,6 @@ def _check_sentencepiece(tokenizer: Any, folder: str) -> None:
     )
     if decoded.strip() != text:
         raise ConfigError(
-            f"model.path: {type(tokenizer).__name__} does not read {folder}/tokenizer.model as it is meant: {text!r} "
+            f"model.path: {type(tokenizer).__name__} does not read {folder}/tokenizer.model correctly: {text!r} "
             f"comes back as {decoded!r}; put the model's tokenizer.json beside it"
         )

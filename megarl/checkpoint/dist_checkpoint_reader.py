@@ -44,7 +44,7 @@ _ALLOWED_CLASSES = {
 def _enum_member(cls: Any, name: str) -> Any:
     """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickle the members of an enum."""
     if not isinstance(cls, enum.EnumMeta):
-        raise pickle.UnpicklingError(f"it asks for an attribute of {cls!r:.80}, which is no enum")
+        raise pickle.UnpicklingError(f"it requests an attribute of {cls!r:.80}, which is not an enum")
     return cls[name]
 
 
@@ -53,7 +53,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if name not in _ALLOWED_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no table of a checkpoint has")
+            raise pickle.UnpicklingError(f"it requests {module}.{name}, which no checkpoint table contains")
         return super().find_class(module, name)
 
 
@@ -107,7 +107,7 @@ class CheckpointReader(Mapping[str, StoredTensor]):
             with (folder / METADATA_FILE).open("rb") as stream:
                 contents = load_metadata(stream)
         except FileNotFoundError:
-            raise ConfigError(f"{folder} is no checkpoint of a model: it has no {METADATA_FILE}") from None
+            raise ConfigError(f"{folder} is not a model checkpoint: it has no {METADATA_FILE}") from None
         except Exception as error:  # noqa: BLE001  a broken pickle raises anything
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"{folder / METADATA_FILE} cannot be read ({type(error).__name__}: {reason})") from None
@@ -119,7 +119,7 @@ class CheckpointReader(Mapping[str, StoredTensor]):
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{folder / METADATA_FILE} is of another form ({type(error).__name__}: {error})"
+                f"{folder / METADATA_FILE} has another format ({type(error).__name__}: {error})"
             ) from None
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -156,7 +156,7 @@ class CheckpointReader(Mapping[str, StoredTensor]):
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"{file}: {name} cannot be read ({type(error).__name__}: {reason})") from None
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != piece.size:
-            raise ConfigError(f"{file}: at byte {piece.offset} is not what {METADATA_FILE} says of {name}")
+            raise ConfigError(f"{file}: at byte {piece.offset} does not match {METADATA_FILE} for {name}")
         return tensor
 
 
@@ -166,9 +166,9 @@ def _parse_tensor(name: str, about: Any, places: Mapping[Any, Any]) -> StoredTen
         start = tuple(chunk.offsets)
         location = places[metadata.MetadataIndex(name, chunk.offsets)]
         if location.transform_descriptors:
-            raise ValueError(f"{name} is compressed by {location.transform_descriptors}")
+            raise ValueError(f"{name} is compressed with {location.transform_descriptors}")
         if Path(location.relative_path).name != location.relative_path:
-            raise ValueError(f"{name} is said to be in {location.relative_path!r}")
+            raise ValueError(f"{name} is listed in {location.relative_path!r}")
         pieces.append(
             StoredShard(start, tuple(chunk.sizes), location.relative_path, int(location.offset), int(location.length))
         )

@@ -52,7 +52,7 @@ def find_owners(params: Sequence[Param], stages: Sequence[Collection[int]], ep: 
         elif layer in stage_of:
             stage = stage_of[layer]
         else:
-            raise ConfigError(f"layer {layer} is on no pipeline stage")
+            raise ConfigError(f"layer {layer} is not on any pipeline stage")
         ep_rank = None
         if param.expert is not None:
             if experts[layer] % ep:
@@ -151,7 +151,7 @@ def _problems(
             problems.append(f"{param.megatron} on rank {ranks.job.rank} is {tensor.dtype}, not {param.dtype or dtype}")
     # With a tied head, Megatron has a copy of the embedding as output layer on the last stage; it is not sent.
     unknown = [name for name in local if name not in owner and name != "output_layer.weight"]
-    return problems + [f"rank {ranks.job.rank} has {name}, which the table does not know" for name in unknown]
+    return problems + [f"rank {ranks.job.rank} has {name}, which is not in the table" for name in unknown]
 
 
 def _split_buckets(

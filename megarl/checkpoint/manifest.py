@@ -153,7 +153,7 @@ def host_state(folder: Path) -> dict[str, Any] | str:
     except (OSError, ValueError, RecursionError) as error:
         return f"host.json is broken ({type(error).__name__})"
     if not isinstance(tree, dict) or type(tree.get("step")) is not int:
-        return "host.json does not say which step it is of"
+        return "host.json does not name its step"
     return tree
 
 
@@ -174,7 +174,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 def check_checkpoint(folder: Path, hashes: bool) -> str | None:
     """Return a description of a checkpoint's fault, or None."""
     if folder.name.endswith(".tmp"):
-        return "was never finished"
+        return "was never completed"
     contents = read(folder)
     if isinstance(contents, str):
         return contents
@@ -189,17 +189,17 @@ def check_checkpoint(folder: Path, hashes: bool) -> str | None:
 def resolve_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path denotes. Raises ConfigError."""
     if not path.is_dir():
-        raise ConfigError(f"there is no folder {path}; name a run folder or a checkpoint in it")
+        raise ConfigError(f"no folder {path}; name a run folder or a checkpoint in it")
     if (path / FILE_NAME).is_file():
         return path
     if path.name.startswith("step_"):
-        raise ConfigError(f"{path} is no whole checkpoint: {check_checkpoint(path, hashes=False)}")
+        raise ConfigError(f"{path} is not a complete checkpoint: {check_checkpoint(path, hashes=False)}")
     if not (path / "checkpoints").is_dir():
-        raise ConfigError(f"{path} is no checkpoint ({FILE_NAME} is missing) and no run folder with checkpoints")
+        raise ConfigError(f"{path} is neither a checkpoint ({FILE_NAME} is missing) nor a run folder with checkpoints")
     for folder in reversed(list_checkpoints(path)):
         if check_checkpoint(folder, hashes=False) is None:
             return folder
-    raise ConfigError(f"{path / 'checkpoints'} has no whole checkpoint")
+    raise ConfigError(f"{path / 'checkpoints'} has no complete checkpoint")
 
 
 def list_models(files: Mapping[str, Entry]) -> list[str]:

@@ -230,7 +230,7 @@ class CheckpointStore:
         Older checkpoints beyond `keep` are renamed and then removed in a thread. If any rank fails to write, raises
         StorageError on all ranks; earlier checkpoints are untouched then, and the partial one is removed.
         """
-        assert self._pending is not None, "begin comes first"
+        assert self._pending is not None, "call begin first"
         final, partial, step, finish, background = self._pending
         with ranks.with_timeout(self.storage_timeout_s):
             try:
@@ -263,7 +263,7 @@ class CheckpointStore:
             try:
                 steps = ranks.run_on_all(self._steps, lead=True)[0]
             except OSError as error:
-                raise ConfigError(f"cannot look for checkpoints in {self.folder}: {error}") from None
+                raise ConfigError(f"cannot list checkpoints in {self.folder}: {error}") from None
             for folder in reversed(
                 [candidate for candidate in steps or () if before is None or _parse_step(candidate) < before]
             ):
@@ -274,7 +274,7 @@ class CheckpointStore:
                 self._log(f"skipping checkpoint {folder}: {fault}")
         if faults and before is None:
             raise ConfigError(
-                f"none of the checkpoints in {self.folder} is whole ({'; '.join(faults)}): put a copy of one there, "
+                f"none of the checkpoints in {self.folder} is complete ({'; '.join(faults)}): copy one there, "
                 "or set run.dir to another folder to start at step 1"
             )
         return None
@@ -300,14 +300,14 @@ class CheckpointStore:
         """
         contents, host, name = manifest.read(folder), _read_host_state(folder), rng_file_name()
         if isinstance(contents, str):
-            raise ConfigError(f"checkpoint {folder} has changed meanwhile: {contents}")
+            raise ConfigError(f"checkpoint {folder} changed while it was read: {contents}")
         tree, files = contents
         world = torch.distributed.get_world_size()
         if (tree.get("world_size"), tree.get("layout")) == (world, self.layout) and name in files:
             restore_rng_state(torch.load(folder / name, weights_only=True))
         else:
             reseed(host["step"])
-            self._log(f"{folder.name} was written in another layout: random states are drawn anew, from its step")
+            self._log(f"{folder.name} was written in another layout: random states are seeded again from its step")
         return host
 
     def _write_manifest(self, partial: Path, step: int, finish: Callable[[], None], written: BackgroundWrite) -> None:
@@ -379,7 +379,7 @@ class CheckpointStore:
             try:
                 clean_up(final.name)
             except OSError as error:
-                self._log(f"checkpoint {final} is written, but tidying up failed: {error}")
+                self._log(f"checkpoint {final} is written, but cleaning up failed: {error}")
 
     def _update_latest(self, name: str) -> None:
         partial = self.folder / "latest.tmp"
@@ -440,7 +440,7 @@ def _parse_step(folder: Path) -> int:
 def _read_host_state(folder: Path) -> dict[str, Any]:
     host = manifest.host_state(folder)
     if isinstance(host, str):
-        raise ConfigError(f"checkpoint {folder} has changed meanwhile: {host}")
+        raise ConfigError(f"checkpoint {folder} changed while it was read: {host}")
     return host
 
 

@@ -158,6 +158,14 @@ RENAMED_KEYS = {
     "run.epochs": "run.ppo_epochs",
     "run.timeout_s": "run.distributed_timeout_s",
     "run.max_skipped": "run.max_skipped_updates",
+    "track.records": "track.save_replay_data",
+    "track.rollouts": "track.save_rollouts",
+    "track.profile": "track.profile_steps",
+    "data.order": "data.curriculum_key",
+    "data.weights": "data.mixture_weights",
+    "guards.memory": "guards.oom_retry",
+    "lora.targets": "lora.target_modules",
+    "sandbox.processes": "sandbox.max_boxes",
 }
 """Keys of MegaRL 0.1 and their names today."""
 RENAMED_VALUES: dict[str, dict[str, str]] = {}

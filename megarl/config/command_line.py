@@ -19,7 +19,7 @@ from megarl.config.strict import ConfigError
 USAGE_ERROR = 2
 """Exit status for usage and configuration errors."""
 _PYTHON = Path(sys.executable)
-INSTALL_HINT = "bash launch/install.sh in a checkout, or by pip as launch/README.md says"
+INSTALL_HINT = "bash launch/install.sh in a checkout, or pip as described in launch/README.md"
 _MAX_NAMES_LENGTH = 50
 """Maximum length of other runs' names in a file name."""
 
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, parse_path)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists what there is")
+        raise ConfigError(f"{message}; see --help")
 
 
 def parse_path(text: str) -> Path:
@@ -93,10 +93,10 @@ def check_writable_file(path: Path | None, option: str) -> None:
         if path.is_dir():
             raise ConfigError(f"{option} {path} is a folder; name a file")
         if not path.parent.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+            raise ConfigError(f"{option} {path}: no folder {path.parent}; create it first")
         new = not path.exists()
         if not new and not path.is_file() and not path.is_char_device():
-            raise ConfigError(f"{option} {path} is no regular file; name another")
+            raise ConfigError(f"{option} {path} is not a regular file; name another")
         with path.open("ab"):
             pass
         if new:
@@ -120,7 +120,7 @@ def check_writable_folder(path: Path, option: str) -> None:
     try:
         existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
         if not existing.is_dir():
-            fault = "is no folder" if existing == path else f"cannot be made: {existing} is no folder"
+            fault = "is not a folder" if existing == path else f"cannot be created: {existing} is not a folder"
             raise ConfigError(f"{option} {path} {fault}; name another")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise ConfigError(f"{option} {path} cannot be written: no permission in {existing}; name another folder")

@@ -55,7 +55,7 @@ def expand(text: str, key: str) -> str:
     def value_of(match: re.Match[str]) -> str:
         name = match[1] or match[2] or ""
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{key}: {text[match.start() :][:80]!r} is no variable; write $NAME or ${{NAME}}")
+            raise ConfigError(f"{key}: {text[match.start() :][:80]!r} is not a variable; write $NAME or ${{NAME}}")
         value = os.environ.get(name, "")
         if not value:
             fault = " (it is empty)" if name in os.environ else ""
@@ -63,12 +63,12 @@ def expand(text: str, key: str) -> str:
                 f"{key}: the environment variable {name} is not set{fault}; set it, or write the path without it"
             )
         if _VARIABLE.search(value):
-            raise ConfigError(f"{key}: the environment variable {name} holds a variable itself; write the path out")
+            raise ConfigError(f"{key}: the environment variable {name} refers to another variable; write the path out")
         return value
 
     expanded = os.path.expanduser(_VARIABLE.sub(value_of, text))
     if str(Path(expanded)).startswith("~"):  # pathlib makes ~x of ./~x, which some libraries expand later
-        fault = f"{expanded[:80]!r} begins with ~, but that is no user's home"
+        fault = f"{expanded[:80]!r} begins with ~, but that is not a user's home"
         raise ConfigError(f"{key}: {fault}; write the path from / on")
     if expanded != text:
         check_value(expanded, str, key)

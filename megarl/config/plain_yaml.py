@@ -64,7 +64,7 @@ def read(path: str | Path) -> Any:
 def parse_bytes(data: bytes, path: str) -> Any:
     """Parse the content of the file `path`. Raises ConfigError, naming file and line."""
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which is no configuration")
+        raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MiB, too large for a configuration")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -78,7 +78,7 @@ def parse_bytes(data: bytes, path: str) -> Any:
 def parse(text: str, where: str) -> Any:
     """Parse YAML text. `where` is the prefix of a ConfigError."""
     if not _is_printable(text):
-        raise ConfigError(f"{where} has characters that are no text")
+        raise ConfigError(f"{where} has characters that are not text")
     loader = _Loader(text)
     try:
         _check_events(text, where)
@@ -115,7 +115,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], sections: Ma
         for other in by_key:
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
                 overrides_text = f"{short_repr(by_key[other])} and {short_repr(override)}"
-                raise ConfigError(f"{other} is given twice, in {overrides_text}; leave one out")
+                raise ConfigError(f"{other} is given twice, in {overrides_text}; remove one")
         by_key[key] = override
         value = parse_scalar(text, where)
         if key in sections and not isinstance(value, dict):
@@ -143,7 +143,7 @@ def _check_events(text: str, where: str) -> None:
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1 if event.start_mark else 0
         if tag := getattr(event, "tag", None):
-            raise ConfigError(f"{where}, line {line}: the tag {tag} has no place in a configuration")
+            raise ConfigError(f"{where}, line {line}: the tag {tag} is not allowed in a configuration")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
@@ -168,10 +168,10 @@ def _check_node(node: yaml.Node, where: str, sizes: dict[int, int], above: tuple
                 if key.tag != f"{_TAG}str":
                     shown = getattr(key, "value", "")
                     shown = shown if isinstance(shown, str) else "a list or mapping"
-                    raise ConfigError(f"{where}, line {lineno}: {shown or 'null'} is no name of a key")
+                    raise ConfigError(f"{where}, line {lineno}: {shown or 'null'} is not a key")
                 if key.value in seen:
                     raise ConfigError(
-                        f"{where}: {key.value} is there twice, in line {seen[key.value]} and line {lineno}; remove one"
+                        f"{where}: {key.value} is set twice, in line {seen[key.value]} and line {lineno}; remove one"
                     )
                 seen[key.value] = lineno
             size += 1 + _check_node(value, where, sizes, ancestors)

@@ -21,23 +21,23 @@ _MANAGED_FIELDS = {
     "tp_size": "rollout.tp",
     "ep_size": "rollout.ep",
     "random_seed": "run.seed",
-    "host": "nothing, engines listen on 127.0.0.1",
-    "port": "nothing, a free port is taken",
-    "api_key": "nothing, each run has its own key",
+    "host": "nothing: engines listen on 127.0.0.1",
+    "port": "nothing: MegaRL picks a free port",
+    "api_key": "nothing: each run has its own key",
     "nnodes": "parallel.ranks_per_node",
     "node_rank": "parallel.ranks_per_node",
-    "dist_init_addr": "nothing, the launcher knows it",
-    "weight_version": "nothing, the trainer counts",
-    "custom_weight_loader": "nothing, MegaRL has its own",
-    "device": "nothing, the machine decides",
-    "base_gpu_id": "nothing, an engine is on the GPUs of its ranks",
-    "gpu_id_step": "nothing, an engine is on the GPUs of its ranks",
-    "enable_memory_saver": "nothing, engines sleep while the ranks train",
-    "skip_server_warmup": "nothing, an engine is asked as soon as it is there",
-    "incremental_streaming_output": "nothing, what is streamed is put together again",
+    "dist_init_addr": "nothing: the launcher sets it",
+    "weight_version": "nothing: the trainer counts",
+    "custom_weight_loader": "nothing: MegaRL has its own",
+    "device": "nothing: it follows from the machine",
+    "base_gpu_id": "nothing: an engine is on the GPUs of its ranks",
+    "gpu_id_step": "nothing: an engine is on the GPUs of its ranks",
+    "enable_memory_saver": "nothing: engines sleep while the ranks train",
+    "skip_server_warmup": "nothing: MegaRL sends requests once the engine is ready",
+    "incremental_streaming_output": "nothing: MegaRL reassembles streamed output",
     "tool_call_parser": "rollout.tool_call_parser",
     "tokenizer_path": "model.path",
-    "use_ray": "nothing, torchrun or Slurm start all processes",
+    "use_ray": "nothing: torchrun or Slurm starts all processes",
     "preferred_sampling_params": "rollout.temperature, rollout.top_p, rollout.top_k and rollout.min_p",
     "enable_return_routed_experts": "train.replay_routing",
     "speculative_algorithm": "rollout.draft_tokens",
@@ -45,8 +45,8 @@ _MANAGED_FIELDS = {
     "speculative_num_steps": "rollout.draft_tokens",
     "speculative_eagle_topk": "rollout.draft_tokens",
     "speculative_num_draft_tokens": "rollout.draft_tokens",
-    "speculative_accept_threshold_single": "nothing, drafts must not change what the policy samples",
-    "speculative_accept_threshold_acc": "nothing, drafts must not change what the policy samples",
+    "speculative_accept_threshold_single": "nothing: drafts must not change what the policy samples",
+    "speculative_accept_threshold_acc": "nothing: drafts must not change what the policy samples",
 }
 """Fields that MegaRL sets, and the key that determines each."""
 
@@ -94,7 +94,7 @@ def _parse_source(file: str) -> ast.Module:
     try:
         return ast.parse(path.read_text())
     except (OSError, SyntaxError):
-        raise ConfigError(f"{path} is not there or cannot be read; MegaRL needs SGLang 0.5.23") from None
+        raise ConfigError(f"{path} is missing or cannot be read; MegaRL needs SGLang 0.5.23") from None
 
 
 def _read_choices(file: str, name: str) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ def _check_range(where: str, key: str, value: Any) -> None:
     if key in _POSITIVE_FIELDS and value <= 0:
         raise ConfigError(f"{where} must be above 0, not {value}")
     if key in _FRACTION_FIELDS and not 0 < value <= (1 if key != "mem_fraction_static" else 0.99):
-        raise ConfigError(f"{where} is a share: it must lie between 0 and 1, not be {value}")
+        raise ConfigError(f"{where} is a fraction: it must be between 0 and 1, not {value}")
     if key == "chunked_prefill_size" and value == 0:
         raise ConfigError(f"{where} must be above 0, or -1 to turn it off, not 0")
     if key.endswith("_port") and not 0 < value < 1 << 16:
@@ -194,30 +194,31 @@ def check_sampling(rollout: RolloutConfig) -> None:
     settings_text = [f"rollout.{name}={getattr(rollout, name):g}" for name, is_set in keys.items() if is_set]
     if rollout.top_k in (0, 1):
         remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
-        raise ConfigError(f"rollout.top_k={rollout.top_k} leaves nothing to choose; set it to {remedy}")
+        raise ConfigError(f"rollout.top_k={rollout.top_k} leaves nothing to sample; set it to {remedy}")
     if not rollout.has_truncated_sampling:
         return
-    what, why = " and ".join(settings_text), "what could have been sampled, which training needs"
+    what, why = " and ".join(settings_text), "the sampling masks that training needs"
     if rollout.top_k < 0:
         raise ConfigError(
-            f"{what} without rollout.top_k: SGLang does not say {why}, unless it is of a bounded number of tokens; set "
-            "rollout.top_k, too, such as to 1000"
+            f"{what} without rollout.top_k: SGLang does not return {why} unless their size is bounded; also set "
+            f"rollout.top_k, for example to 1000"
         )
     if rollout.draft_tokens:
         raise ConfigError(
-            f"{what} with rollout.draft_tokens={rollout.draft_tokens}: with drafts SGLang does not say {why}; set one "
-            "of them only"
+            f"{what} with rollout.draft_tokens={rollout.draft_tokens}: with drafts SGLang does not return {why}; set "
+            f"only one of them"
         )
     most = rollout.sglang.get("sampling_mask_max_tokens")
     if most is not None and rollout.top_k > most:
         raise ConfigError(
-            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the number of "
-            f"tokens of which SGLang says {why}; leave the second out"
+            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the size up to "
+            f"which SGLang returns {why}; remove the second"
         )
     if (backend := rollout.sglang.get("sampling_backend")) == "ascend":
-        raise ConfigError(f"{what} with rollout.sglang.sampling_backend={backend}, which does not say {why}")
+        raise ConfigError(f"{what} with rollout.sglang.sampling_backend={backend}, which does not return {why}")
     if rollout.min_p and rollout.sglang.get("enable_deterministic_inference"):
         raise ConfigError(
-            f"{what} with rollout.sglang.enable_deterministic_inference: SGLang's seeded sampler knows no min_p; set "
+            f"{what} with rollout.sglang.enable_deterministic_inference: SGLang's seeded sampler does not support "
+            f"min_p; set "
             "rollout.min_p to 0"
         )

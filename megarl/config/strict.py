@@ -330,7 +330,7 @@ def _check_plain(value: Any, name: str, depth: int = 0) -> None:
     if isinstance(value, dict) and depth < 20:
         for key, item in value.items():
             if not isinstance(key, str) or not _is_text(key):
-                raise ConfigError(f"{name}: {short_repr(key)} is no name of a key")
+                raise ConfigError(f"{name}: {short_repr(key)} is not a key")
             _check_plain(item, f"{name}.{key}", depth + 1)
     elif isinstance(value, list | tuple) and depth < 20:
         for index, item in enumerate(value):

@@ -183,9 +183,7 @@ def find_controller(name: str) -> type[Controller]:
         cls = plugins.load(cls, key)
     if not isinstance(cls, type) or not issubclass(cls, Controller):
         kind = "another class" if isinstance(cls, type) else f"a {type(cls).__name__}"
-        raise ConfigError(
-            f"{key} is {kind}, not a Controller: derive it from megarl.controllers.controller.Controller"
-        )
+        raise ConfigError(f"{key} is {kind}, not a Controller: derive it from megarl.controllers.controller.Controller")
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"{key}: {cls.__name__} lacks {', '.join(missing)}, which every controller has")
     if getattr(cls, "item", None) not in ITEM_KINDS:

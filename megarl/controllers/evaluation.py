@@ -47,7 +47,7 @@ def compute_eval_metrics(flow: Flow, generated: Iterable[tuple[SamplingMode, Rol
         if mode.samples > 1:
             metrics |= pass_at_k_metrics(rollouts, mode.samples)
         if reasons := summarize_unscored(rollouts):
-            flow.log.log(f"evaluation, {mode.name}: answers without a reward, which count in no mean: {reasons}")
+            flow.log.log(f"evaluation, {mode.name}: answers without a reward, excluded from all means: {reasons}")
         for metric, value in rollout_metrics(rollouts).items():
             kind, _, source = metric.removeprefix("rollout/").partition("/")
             short = kind.replace("reward_mean", "reward")
@@ -148,14 +148,14 @@ class Evaluator:
             metrics = evaluation.result()
         except ConfigError as error:
             self._clock.lap()
-            self._log.alarm(f"the evaluation after step {step} has failed: {error}")
+            self._log.alarm(f"the evaluation after step {step} failed: {error}")
             return {}
         return self._report(step, metrics)
 
     def drop(self) -> None:
         """Abandon the running evaluation of a run that stops early."""
         if self._pending is not None:
-            self._log.log(f"the evaluation after step {self._pending[0]} is not over, and is left out")
+            self._log.log(f"the evaluation after step {self._pending[0]} has not finished and is skipped")
             self._pending = None
 
     def _report(self, step: int, metrics: dict[str, float]) -> dict[str, float]:

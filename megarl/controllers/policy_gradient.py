@@ -107,7 +107,7 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     assert output.logprobs is not None and batch.advantages is not None
     old = batch.old_logprobs
     if old is None:
-        assert config.run.num_update == 1, "of a second update the ratio is no longer 1: it needs old_logprobs"
+        assert config.run.num_update == 1, "from the second update on the ratio is not 1: old_logprobs are needed"
         old = behavior_logprobs(batch, ModelOutput(logprobs=output.logprobs.detach()))
         assert old is not None
     marks = batch.marked if objective.mark is not None else None

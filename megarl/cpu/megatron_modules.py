@@ -50,7 +50,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
-            raise ValueError(f"only causal self attention is here, not {attn_mask_type} {attention_type} attention")
+            raise ValueError(f"only causal self attention is supported, not {attn_mask_type} {attention_type}")
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.dropout = config.attention_dropout
 

@@ -50,7 +50,7 @@ def check(settings: Mapping[str, Any]) -> None:
         value = settings.get(name)
         if value is not None and value not in supported:
             raise ConfigError(
-                f"rollout.sglang.{name}={value} needs a GPU, and this machine has none: leave it out"
+                f"rollout.sglang.{name}={value} needs a GPU, and this machine has none: remove it"
                 + (f", or take {', '.join(map(str, supported))}" if supported else "")
             )
 

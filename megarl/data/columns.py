@@ -98,7 +98,7 @@ def _check_calls(calls: Any, location: str) -> None:
                 "object, or its JSON as text"
             )
     if not isinstance(calls, list):
-        raise ConfigError(f"{location} has tool_calls that are no list")
+        raise ConfigError(f"{location} has tool_calls that are not a list")
 
 
 def parse_tool_names(value: Any, location: str) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ def parse_tool_schemas(value: Any, location: str) -> list[dict[str, Any]]:
                 "'function': {'name': ..., 'parameters': {...}}}"
             )
         if not isinstance(function.get("parameters", {}), dict):
-            raise ConfigError(f"{location}: the tool {function['name'][:80]} has parameters that are no object")
+            raise ConfigError(f"{location}: the tool {function['name'][:80]} has parameters that are not an object")
         schemas.append(schema)
     _check_unique([schema["function"]["name"] for schema in schemas], location)
     return schemas
@@ -183,8 +183,8 @@ def check_text_only(row: dict[str, Any], location: str) -> None:
     for name in ("images", "videos", "audios"):
         if row.get(name):
             raise ConfigError(
-                f"{location}: there are {name!r}; only text can be trained on: drop the row, or say in words what is "
-                "in them and leave the column out"
+                f"{location}: there are {name!r}; only text can be trained on: drop the row, or describe them as text "
+                f"and omit the column"
             )
 
 
@@ -279,7 +279,7 @@ def _convert_sharegpt(item: Any, location: str) -> Any:
     speaker, value = item["from"], item.get("value")
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         speakers = ", ".join(SHAREGPT_ROLES)
-        raise ConfigError(f"{location} is from {str(speaker)[:80]!r}; one of these it must be: {speakers}")
+        raise ConfigError(f"{location} is from {str(speaker)[:80]!r}; must be one of: {speakers}")
     if not isinstance(value, str):
         raise ConfigError(f"{location} has {str(value)[:80]!r} as value, which must be text")
     if speaker not in CALL_SPEAKERS:

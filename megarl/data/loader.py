@@ -50,8 +50,8 @@ def check_has_keys(keys: np.ndarray | None, column: str, files: Sequence[str]) -
     """Raise ConfigError if no row of any file has a number in the column."""
     if keys is not None and np.isnan(keys).all():
         raise ConfigError(
-            f"data.order={column}: no row of {', '.join(files)} has a number in that column, or in a field of "
-            f"that name in {', '.join(NESTED_COLUMNS)}; set it to one that there is, or to nothing"
+            f"data.curriculum_key={column}: no row of {', '.join(files)} has a number in that column, or in a field of "
+            f"that name in {', '.join(NESTED_COLUMNS)}; set it to an existing column, or leave it empty"
         )
 
 
@@ -64,8 +64,8 @@ def read_key(row: Mapping[str, Any], column: str, location: str) -> float:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(
-            f"{location}: {column!r} is {str(value)[:80]!r}, which is not a number; data.order={column} sorts rows by "
-            f"number, so write one, or null where it is unknown"
+            f"{location}: {column!r} is {str(value)[:80]!r}, which is not a number; data.curriculum_key={column} sorts "
+            "rows by number, so write one, or null where it is unknown"
         )
     try:
         return float(value)
@@ -101,7 +101,7 @@ def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> No
             value = fields.get(column) if isinstance(fields, dict) else None
             if isinstance(value, float) and math.isnan(value):
                 raise ConfigError(
-                    f"{location}: {column!r} is NaN, by which data.order={column} cannot sort rows; write a "
+                    f"{location}: {column!r} is NaN, by which data.curriculum_key={column} cannot sort rows; write a "
                     "number, or null where it is unknown"
                 )
 
@@ -186,7 +186,7 @@ def name_datasets(paths: Sequence[str]) -> tuple[str, ...]:
     stems = [Path(path).with_suffix("").parts for path in paths]
     file_paths = [Path(path) for path in paths]
     if duplicates := [path for number, path in enumerate(file_paths) if path in file_paths[:number]]:
-        raise ConfigError(f"data: {duplicates[0]} is named twice; use data.weights to sample it more often")
+        raise ConfigError(f"data: {duplicates[0]} is named twice; use data.mixture_weights to sample it more often")
     for length in range(1, max(map(len, stems)) + 1):
         names = ["/".join(parts[-length:]).lstrip("/") for parts in stems]
         if len(set(names)) == len(names):
@@ -196,12 +196,12 @@ def name_datasets(paths: Sequence[str]) -> tuple[str, ...]:
 
 def check_files(data: DataConfig) -> None:
     """Raise ConfigError if weights do not match the files, or a file is named twice."""
-    if data.weights and len(data.weights) != len(data.train):
+    if data.mixture_weights and len(data.mixture_weights) != len(data.train):
         raise ConfigError(
-            f"data.weights has {len(data.weights)} numbers, but data.train names {len(data.train)} files; give one for "
-            "each"
+            f"data.mixture_weights has {len(data.mixture_weights)} numbers, but data.train names {len(data.train)} "
+            "files; give one for each"
         )
-    round_weights(data.weights)
+    round_weights(data.mixture_weights)
     for paths in (data.train, data.eval):
         name_datasets(paths)
 
@@ -249,7 +249,7 @@ def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
         counts = floors
     if 0 in counts:
         raise ConfigError(
-            f"data.weights={list(weights)}: {weights[counts.index(0)]:g} is less than one prompt in "
+            f"data.mixture_weights={list(weights)}: {weights[counts.index(0)]:g} is less than one prompt in "
             f"{MAX_PATTERN_LENGTH}; raise it, or remove that data set"
         )
     return tuple(counts)
@@ -311,9 +311,13 @@ class PromptLoader(Generic[Item]):
             raise ConfigError(f"data.prompts_per_step must be at least 1, not {prompts_per_step}")
         joined = prompts if isinstance(prompts, ConcatDataset) else ConcatDataset((prompts,), ("",))
         if weights and len(weights) != len(joined.parts):
-            raise ConfigError(f"data.weights has {len(weights)} numbers, but there are {len(joined.parts)} data sets")
+            raise ConfigError(
+                f"data.mixture_weights has {len(weights)} numbers, but there are {len(joined.parts)} data sets"
+            )
         if order and joined.keys is None:
-            raise ConfigError(f"data.order={order}: this algorithm's items have no columns to sort by; remove it")
+            raise ConfigError(
+                f"data.curriculum_key={order}: this algorithm's items have no columns to sort by; remove it"
+            )
         self._prompts = joined
         self._stream = Stream(joined.sizes, weights)
         self._names = joined.names if weights else ("",)
@@ -332,7 +336,9 @@ class PromptLoader(Generic[Item]):
         data = config.data
         sizes = [file.stat().st_size for file in map(Path, data.train) if file.is_file()]
         seed, shuffle = config.run.seed, data.shuffle
-        return PromptLoader(items, data.prompts_per_step, seed, shuffle, data.weights, data.order, sizes)
+        return PromptLoader(
+            items, data.prompts_per_step, seed, shuffle, data.mixture_weights, data.curriculum_key, sizes
+        )
 
     def next_batch(self) -> Sequence[Item]:
         """Return the next `prompts_per_step` prompts."""
@@ -381,8 +387,9 @@ class PromptLoader(Generic[Item]):
         """Raise the error that `load_state_dict` would raise."""
         if state.get("fingerprint") != self.fingerprint and not forced:
             raise ConfigError(
-                "the checkpoint was written with other training prompts than these; restore data.train, data.weights "
-                "and data.order, or start a new run.dir, or continue anyway with run.resume=forced"
+                "the checkpoint was written with other training prompts than these; restore data.train, "
+                "data.mixture_weights and data.curriculum_key, or start a new run.dir, or continue anyway with "
+                "run.resume=forced"
             )
 
     def _items_at(self, start: int, count: int) -> Sequence[Item]:

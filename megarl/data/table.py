@@ -64,13 +64,13 @@ def scan_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     kinds = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     try:
         if not file.exists():
-            raise ConfigError(f"there is no data file {file}; check data.train and data.eval")
+            raise ConfigError(f"no data file {file}; check data.train and data.eval")
         if file.is_dir():
             raise ConfigError(f"{file} is a folder; name a .parquet or .jsonl file")
         if not file.is_file():  # reading from a pipe or a device may never end
-            raise ConfigError(f"{file} is no regular file; name a .parquet or .jsonl file")
+            raise ConfigError(f"{file} is not a regular file; name a .parquet or .jsonl file")
     except OSError as error:
-        raise ConfigError(f"there is no data file {str(file)[:200]}: {error.strerror}") from None
+        raise ConfigError(f"no data file {str(file)[:200]}: {error.strerror}") from None
     if file.suffix.lower() not in kinds:
         raise ConfigError(f"{file}: the suffix {file.suffix!r} is not known; data files are .parquet or .jsonl")
     return kinds[file.suffix.lower()](file)

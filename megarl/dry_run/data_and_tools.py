@@ -94,10 +94,10 @@ def check_rows(hf: HFConfig, config: Config, declared: Requirements, chat: ChatT
         checker.min_fitting = max_pending_groups(config.data.prompts_per_step, config.rollout.oversample)
     train = [_FileStats() for _ in config.data.train]
     for stats, path, name in zip(train, config.data.train, name_datasets(config.data.train), strict=True):
-        checker.check_file(path, name, stats, config.data.order)
+        checker.check_file(path, name, stats, config.data.curriculum_key)
     if all(stats.is_complete for stats in train):
-        if config.data.order and not any(stats.is_ordered for stats in train):
-            check_has_keys(np.array([math.nan]), config.data.order, config.data.train)
+        if config.data.curriculum_key and not any(stats.is_ordered for stats in train):
+            check_has_keys(np.array([math.nan]), config.data.curriculum_key, config.data.train)
         if declared.item == "prompts":
             check_enough_prompts(sum(stats.num_fitting for stats in train), config)
     if config.run.eval_every:

@@ -112,8 +112,8 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
 def check_lora(hf: HFConfig, config: Config) -> None:
     lora, parallel = config.lora, config.parallel
     if lora.rank == 0:
-        if lora.targets:
-            raise ConfigError("lora.targets is set, but lora.rank=0 trains all weights; set lora.rank")
+        if lora.target_modules:
+            raise ConfigError("lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank")
         return
     if lora.rank > (hidden := int(hf["hidden_size"])):
         raise ConfigError(f"lora.rank={lora.rank} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
@@ -438,7 +438,7 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
                 raise ConfigError(f"{key}={path[:200]}: no such file")
             warnings.append(f"{key}={path} not found; it must exist when the run starts")
         else:
-            rows = check_first_rows(config, declared.item, path, data.order if key == "data.train" else "")
+            rows = check_first_rows(config, declared.item, path, data.curriculum_key if key == "data.train" else "")
             for row in rows:
                 first_texts[key].setdefault(row.text, row.location)
             named = [row for row in rows if row.extra.get(COLUMN)]
@@ -447,8 +447,8 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
                     f"{named[0].location}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
                     "rollout.environments is empty, so no environment is used; set it, or omit the column"
                 )
-            if data.order and key == "data.train":
-                check_no_nan(Path(path), data.order)
+            if data.curriculum_key and key == "data.train":
+                check_no_nan(Path(path), data.curriculum_key)
             if declared.item == "prompts" and "reward" in declared.roles:
                 warnings += check_truth_file(config, path)
     warnings += find_eval_overlap(config, *first_texts.values())

@@ -102,14 +102,14 @@ class Client:
         with _pause_gc():
             answer = _parse_json("/generate", data)
             if status == 503 and "timeout reached" in str(answer):
-                raise RequestFailed("the engine did not end the answer within rollout.request_timeout")
+                raise RequestFailed("the engine did not finish within rollout.request_timeout")
             if status != 200:
                 raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
             try:
                 self._check_version(answer["meta_info"], request_version)
                 return self._parse_generation(answer, len(ids), routed, is_truncated)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
+                raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
 
     def _parse_generation(self, answer: dict[str, Any], prompt_len: int, routed: int, is_truncated: bool) -> Generation:
         """Parse the response to a prompt of `prompt_len` tokens; `is_truncated`: sampling was truncated.
@@ -132,14 +132,14 @@ class Client:
             triples = meta.get("output_token_logprobs", ()) if is_aborted else meta["output_token_logprobs"]
             values = [triple[0] for triple in triples]
             if [triple[1] for triple in triples] != answer["output_ids"]:
-                problem = f"the engine wrote {len(token_ids)} tokens and gave {len(triples)} log-probs of others"
+                problem = f"the engine wrote {len(token_ids)} tokens and returned {len(triples)} log-probs of others"
         logprobs = np.array(values, dtype=np.float32)  # NaN for None: JSON has no NaN
         if not problem and not np.isfinite(logprobs).all():
-            problem = "the engine gave a log-prob that is not finite"
+            problem = "the engine returned a log-prob that is not finite"
         if not problem and not is_aborted and not len(token_ids):
             problem = "the engine answered without a token"
         if not problem and is_aborted and self._routing is not None and meta.get("routed_experts") is None:
-            problem = "the engine says nothing of routing"  # the request had been retracted
+            problem = "the engine returned no routing"  # the request had been retracted
         if problem and not is_aborted:
             raise RequestFailed(problem)
         if problem:
@@ -162,7 +162,7 @@ class Client:
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
             cached=cached if type(cached) is int and 0 <= cached <= prompt_len else -1,  # only a metric: never fail
-            abort_reason=f"the engine cut the answer off: {finish.get('message', 'it does not say why')}"
+            abort_reason=f"the engine aborted the answer: {finish.get('message', 'it gives no reason')}"
             if is_aborted
             else "",
         )
@@ -181,8 +181,8 @@ class Client:
                 version.isdecimal() and request_version <= int(version) <= self.weight_version
             ):
                 raise RuntimeError(
-                    f"the engine answered by weights of version {version}, but those that it was given last "
-                    f"are version {self.weight_version}: something else than this run has changed it"
+                    f"the engine answered with weight version {version}, but the last weight sync was version "
+                    f"{self.weight_version}: something outside this run changed it"
                 )
 
     async def stop(self) -> None:
@@ -192,7 +192,7 @@ class Client:
         except RequestFailed:
             return  # the caller retries, since requests may still be on their way
         if status != 200:
-            raise RuntimeError(f"the engine does not stop: {str(answer)[:300]}")
+            raise RuntimeError(f"the engine does not pause: {str(answer)[:300]}")
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
@@ -233,7 +233,7 @@ class Client:
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             if self._session is not None and self._session.closed:  # closed between two attempts
-                raise RequestFailed(f"the engine is not asked for {path} any more")
+                raise RequestFailed(f"no more requests to {path} after shutdown")
             error: aiohttp.ClientError | None = None
             try:
                 status, response = await self._request(path, data, on_tokens)
@@ -280,15 +280,15 @@ def is_truncated_sampling(params: Mapping[str, Any]) -> bool:
 def _check_sampling_mask(mask: SamplingMask, token_ids: Ids, num_logprobs: int) -> str:
     """Describe what is wrong with a sampling mask and its `num_logprobs` log-probs; empty if nothing is."""
     if not len(mask) and len(token_ids):
-        return "the engine does not say what it could have sampled (return_sampling_mask)"
+        return "the engine returned no sampling masks (return_sampling_mask)"
     if not len(mask) == num_logprobs == len(token_ids):
         return (
-            f"the engine wrote {len(token_ids)} tokens, and says of {len(mask)} what it could have sampled, with "
-            f"{num_logprobs} log-probs"
+            f"the engine wrote {len(token_ids)} tokens, but returned sampling masks of {len(mask)} with {num_logprobs} "
+            f"log-probs"
         )
     tokens = torch.tensor(token_ids)
     if bool((outside := mask.excludes(tokens) | (mask.counts == 0)).any()):
-        return f"the engine sampled token {int(tokens[outside][0])}, but says that it could not have sampled that"
+        return f"the engine sampled token {int(tokens[outside][0])}, which is not in its sampling mask"
     return ""
 
 
@@ -307,7 +307,7 @@ async def _merge_stream(answer: aiohttp.ClientResponse, on_tokens: TokenCallback
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             if not merged["output_ids"]:
                 raise
-            raise RequestFailed(f"the engine broke off in the middle of its answer: {error}") from None
+            raise RequestFailed(f"the engine's response ended early: {error}") from None
         if not data:
             break
         *events, remainder = (remainder + data).split(b"\n\n")
@@ -327,7 +327,7 @@ async def _merge_stream(answer: aiohttp.ClientResponse, on_tokens: TokenCallback
                 if tokens:
                     on_tokens(as_token_ids(tokens))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise RequestFailed(f"the engine's answer cannot be one: {error!r}") from None
+                raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
     merged["meta_info"] |= lists
     return merged
 
@@ -365,7 +365,7 @@ def _parse_weight_versions(spans: Sequence[dict[str, Any]], num_tokens: int) -> 
         return ()
     ends = [0, *(end for _, _, end in runs)]
     if [start for _, start, _ in runs] != ends[:-1] or ends[-1] != num_tokens or sorted(set(ends)) != ends:
-        raise RequestFailed(f"the engine wrote {num_tokens} tokens and named the weights of others: {spans}")
+        raise RequestFailed(f"the engine wrote {num_tokens} tokens with weight versions of another number: {spans}")
     return tuple((version, end - start) for version, start, end in runs)
 
 
@@ -378,7 +378,7 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
     to another size or model.
     """
     if text is None:
-        raise RequestFailed("the engine did not record which experts it chose; set train.replay_routing=false")
+        raise RequestFailed("the engine did not record routing; set train.replay_routing=false")
     values = np.frombuffer(pybase64.b64decode(text, validate=True), dtype=np.int32)  # 100 times as fast as without
     if values.size != tokens * shape.num_layers * shape.topk:
         raise RequestFailed(

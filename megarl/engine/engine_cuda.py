@@ -34,8 +34,8 @@ def check_allocator(environ: Mapping[str, str]) -> None:
             key, _, value = setting.partition(":")
             if key.strip() == "expandable_segments" and value.strip().lower() in ("true", "1"):
                 raise ConfigError(
-                    f"{name}={environ[name][:200]}: with expandable_segments weights cannot be handed to an engine's "
-                    "process, and SGLang's memory saver refuses it; take expandable_segments out of the variable"
+                    f"{name}={environ[name][:200]}: with expandable_segments weights cannot be shared with an engine's "
+                    f"process, and SGLang's memory saver refuses it; remove expandable_segments from the variable"
                 )
 
 

@@ -330,18 +330,18 @@ class HostProcess:
                 if is_stopped(self.process.pid):
                     stopped_since = min(stopped_since, now)
                     if now - stopped_since > _RESUME_AFTER_S:
-                        _warn("was stopped (SIGSTOP), and is continued")
+                        _warn("was stopped (SIGSTOP) and was sent SIGCONT")
                         self.process.send_signal(signal.SIGCONT)
                 continue
             early_exits = early_exits + 1 if now - started_at < _MIN_UPTIME_S else 1
             if early_exits > _MAX_EARLY_EXITS:
-                _warn(f"ended {early_exits} times within {_MIN_UPTIME_S:g} s each, and is not started again")
+                _warn(f"ended {early_exits} times within {_MIN_UPTIME_S:g} s each, and is not restarted")
                 self._listener.close()
                 os.unlink(self.path)
                 break
             code = self.process.returncode
             reason = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
-            _warn(f"ended ({reason}), and is started again")
+            _warn(f"ended ({reason}) and is restarted")
             started_at = now
             with contextlib.suppress(OSError):  # the next poll finds it ended again
                 self._start()
@@ -374,7 +374,7 @@ class HostProcess:
 
 
 def _warn(text: str) -> None:
-    print(f"the process that engines are started from {text}", file=sys.stderr, flush=True)
+    print(f"the engine host process {text}", file=sys.stderr, flush=True)
 
 
 class HostedServer:

@@ -265,7 +265,7 @@ class Engine:
         try:
             self._server = HostedServer(path, self.log, environment, settings)
         except OSError as error:
-            raise EngineError(f"engine {self.index}: nobody at {path} to start it ({error})") from None
+            raise EngineError(f"engine {self.index}: no engine host listens at {path} ({error})") from None
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until the engine answers; `timeout` defaults to `rollout.start_timeout` seconds.
@@ -277,7 +277,7 @@ class Engine:
         deadline = time.monotonic() + limit
         while not self._is_responding():
             if self._is_shut_down or self._server is None:
-                raise EngineError(f"engine {self.index} was ended before it was ready")
+                raise EngineError(f"engine {self.index} was terminated before it was ready")
             if self._server.poll() is not None:
                 should_retry = self._server.is_abandoned or self._is_port_in_use()
                 if should_retry and self._tries < _MAX_ATTEMPTS:
@@ -314,9 +314,9 @@ class Engine:
             )
 
     def hang_error(self, seconds: float) -> EngineLost:
-        """Return the EngineLost for an engine that gave no sign of life for `seconds`."""
+        """Return the EngineLost for an engine that sent no heartbeat for `seconds`."""
         text = (
-            f"engine {self.index} gave no sign of life for {seconds:.0f} s, more than rollout.hang_timeout="
+            f"engine {self.index} sent no heartbeat for {seconds:.0f} s, more than rollout.hang_timeout="
             f"{self.config.rollout.hang_timeout:g} allows; {self._describe_log_tail()}"
         )
         return EngineLost("hangs", text, seconds)
@@ -325,7 +325,7 @@ class Engine:
         """Raise EngineLost if the engine is gone, EngineError if it may not generate."""
         self.check_running()
         if not self.is_usable:
-            raise EngineError(f"engine {self.index} has no whole set of weights; push them first")
+            raise EngineError(f"engine {self.index} lacks weights; sync them first")
 
     def begin_update(self) -> None:
         """Open a weight update, in which `call_loader` may be called. The engine is unusable until `end_update` with
@@ -443,7 +443,7 @@ class Engine:
             raise EngineError(f"engine {self.index} refused {path}: {text or error}") from None
         except OSError as error:
             is_timeout = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
-            text = f"engine {self.index} does not answer {path} ({error}); {self._describe_log_tail()}"
+            text = f"engine {self.index} does not respond {path} ({error}); {self._describe_log_tail()}"
             raise EngineLost("hangs" if is_timeout else "died", text) from None
         try:
             return json.loads(text)

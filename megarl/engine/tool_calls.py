@@ -295,7 +295,7 @@ def parser_name(setting: str, hf: HFConfig) -> str:
         closest = closest_match(setting, tool_call_parsers())
         hint = f"did you mean {closest}? Leave it empty" if closest else "leave it empty"
         raise ConfigError(
-            f"rollout.tool_call_parser={setting} is no parser of SGLang's; {hint} for that of the model's family"
+            f"rollout.tool_call_parser={setting} is not a parser of SGLang; {hint} for that of the model's family"
         )
     return setting or family_of(hf).parser(hf)
 
@@ -345,8 +345,8 @@ async def find_misread_tool(
         )
         advice = f"set rollout.tool_call_parser to {' or '.join(alternatives)}"
         return (
-            f"{description} does not read how the chat template of model.path calls the tool {tool}, "
+            f"{description} does not parse how the chat template of model.path calls the tool {tool}, "
             f"{chat.render_calls(tool)[0][0][:200]!r}; "
-            + (advice if alternatives else "no other of SGLang's parsers does either: use the template of the model")
+            + (advice if alternatives else "nor does any other parser of SGLang: use the model's own template")
         )
     return ""

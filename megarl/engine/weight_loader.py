@@ -45,7 +45,7 @@ _POLL_S = 0.2
 
 
 class EngineTimeout(EngineError):
-    """The other side does not answer, although as far as known it still runs."""
+    """The other side does not respond, although as far as known it still runs."""
 
 
 def _send_json(connection: socket.socket, content: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class WeightChannel:
                         return False
                     if time.monotonic() > deadline:
                         raise EngineTimeout(
-                            f"an engine's rank has not begun its push within {self.timeout:g} s"
+                            f"an engine rank did not start the weight sync within {self.timeout:g} s"
                         ) from None
         finally:
             self._listener.close()
@@ -137,9 +137,9 @@ class WeightChannel:
         try:
             _send_json(self._connection, order)
         except TimeoutError:
-            raise EngineTimeout(f"an engine's rank has not taken its order within {self.timeout:g} s") from None
+            raise EngineTimeout(f"an engine rank did not accept a request within {self.timeout:g} s") from None
         except OSError as error:
-            raise EngineError(f"an engine's rank has ended in the middle of a push ({error})") from None
+            raise EngineError(f"an engine rank exited during a weight sync ({error})") from None
 
     def receive(self) -> dict[str, Any]:
         """Wait for the answer to the order. Raises EngineError if the engine rank is gone, or could not execute the
@@ -148,13 +148,13 @@ class WeightChannel:
         try:
             answer = _receive_json(self._connection)
         except TimeoutError:
-            raise EngineTimeout(f"an engine's rank has not answered its order within {self.timeout:g} s") from None
+            raise EngineTimeout(f"an engine rank did not answer a request within {self.timeout:g} s") from None
         except OSError as error:
-            raise EngineError(f"an engine's rank has ended in the middle of a push ({error})") from None
+            raise EngineError(f"an engine rank exited during a weight sync ({error})") from None
         if answer is None:
-            raise EngineError("an engine's rank has ended in the middle of a push")
+            raise EngineError("an engine rank exited during a weight sync")
         if "error" in answer:
-            raise EngineError(f"an engine's rank could not obey its order: {answer['error']}")
+            raise EngineError(f"an engine rank failed to execute a request: {answer['error']}")
         return answer
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     try:
         shared = open_shared(named_tensors)
     except Exception as error:  # the rank has ended meanwhile
-        print(f"what a rank shares is not there: {type(error).__name__}: {error}", flush=True)
+        print(f"a rank's shared memory is missing: {type(error).__name__}: {error}", flush=True)
         return
     try:
         with torch.no_grad():
@@ -194,7 +194,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         _write_answer(shared["answer"], answer)
         device.synchronize(shared["answer"], whole=True)
     except Exception as error:
-        print(f"the answer {str(answer)[:500]} cannot be given: {error}", flush=True)  # the trainer will find no answer
+        print(f"the answer {str(answer)[:500]} cannot be sent: {error}", flush=True)  # the trainer will find no answer
 
 
 def open_shared(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -237,7 +237,7 @@ def _write_answer(buffer: torch.Tensor, content: dict[str, Any]) -> None:
     """Write JSON into a shared tensor of bytes, after its length as 8 bytes, little-endian."""
     data = json.dumps(content).encode()
     if _LENGTH.size + len(data) > buffer.numel():
-        data = json.dumps({"error": f"an answer of {len(data)} bytes for {buffer.numel()} bytes of room"}).encode()
+        data = json.dumps({"error": f"an answer of {len(data)} bytes for a buffer of {buffer.numel()} bytes"}).encode()
     packed = torch.frombuffer(bytearray(_LENGTH.pack(len(data)) + data), dtype=torch.uint8)
     buffer[: len(packed)].copy_(packed)
 
@@ -263,7 +263,7 @@ def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tens
             return {"tensors": dtypes_and_shapes, "odd": find_layout_oddities(model)}
         case "write" | "compare" as action:
             if bucket is None:
-                raise ValueError(f"an order to {action} needs a bucket")
+                raise ValueError(f"a request to {action} needs a bucket")
             if action == "compare":
                 return {"differ": _write(writable_tensors(model), order, bucket, writes=False)}
             return {"wrong": _write(_get_tensors(model, order.get("push")), order, bucket)}
@@ -349,7 +349,7 @@ def _check_expert_location() -> list[str]:
     physical_to_logical = table.physical_to_logical_map_cpu
     if bool((physical_to_logical == torch.arange(physical_to_logical.shape[1]) % table.num_logical_experts).all()):
         return []
-    return ["the engine's experts are not where their numbers say (init_expert_location)"]
+    return ["the engine's experts are not at their index (init_expert_location)"]
 
 
 class _WriteTarget(NamedTuple):
@@ -411,7 +411,7 @@ def _resolve_target(
     if name not in tensors:
         raise ValueError(f"the engine has no tensor {name}")
     if name not in dtypes:
-        raise ValueError(f"the order does not state the dtype of {name}")
+        raise ValueError(f"the request does not state the dtype of {name}")
     tensor = tensors[name]
     if tensor.dim() not in ((1, 2) if index == -1 else (3,)) or not -1 <= index < len(tensor):
         raise ValueError(f"{name} has the shape {list(tensor.shape)}; index {index} does not fit it")
@@ -433,7 +433,7 @@ def _view_bucket(bucket: torch.Tensor, offset: int, count: int, dtype: torch.dty
     if offset < 0 or stop > bucket.numel():
         raise ValueError(f"bytes {offset}:{stop} are outside of the bucket, which has {bucket.numel()}")
     if offset % dtype.itemsize:
-        raise ValueError(f"byte {offset} is no place for {_dtype(bucket.new_empty(0, dtype=dtype))}")
+        raise ValueError(f"byte {offset} does not fit {_dtype(bucket.new_empty(0, dtype=dtype))}")
     return bucket[offset:stop].view(dtype)
 
 

@@ -53,9 +53,9 @@ class OrderBuffer:
         try:
             answer = weight_loader.read_answer(self._answer)
         except ValueError:
-            raise EngineError("an engine's rank has not answered its order") from None
+            raise EngineError("an engine rank did not answer a request") from None
         if "error" in answer:
-            raise EngineError(f"an engine's rank could not obey its order: {answer['error']}")
+            raise EngineError(f"an engine rank failed to execute a request: {answer['error']}")
         return answer
 
 
@@ -144,7 +144,7 @@ class WeightSender:
         self.mismatches += answer.get("differ", [])
         if mismatched := answer.get("wrong"):
             self.errors.append(
-                f"the engine holds other weights than were sent: {', '.join(mismatched[:3])} ({len(mismatched)})"
+                f"the engine's weights differ from those sent: {', '.join(mismatched[:3])} ({len(mismatched)})"
             )
         return answer
 

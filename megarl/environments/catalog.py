@@ -65,7 +65,7 @@ class EnvironmentCatalog:
             hint = f"; did you mean {closest}?" if closest else ""
             available = ", ".join(self.environments)
             raise ConfigError(
-                f"prompt {prompt.id}: its {COLUMN!r}, {str(name)[:80]!r}, is none of {ENVIRONMENTS_KEY}{hint} "
+                f"prompt {prompt.id}: its {COLUMN!r}, {str(name)[:80]!r}, is not in {ENVIRONMENTS_KEY}{hint} "
                 f"({available})"
             )
         row = build_row(prompt)
@@ -103,7 +103,7 @@ class EnvironmentCatalog:
                 raise ConfigError(
                     f"prompt {prompt.id} asks for the tool {name}, which {TOOLS_KEY} does not load"
                     + (f" and the {environment.kind} {environment.spec} does not have" if environment else "")
-                    + f"; add it to {TOOLS_KEY} (module:{name}), or leave the column `tools` out of the data"
+                    + f"; add it to {TOOLS_KEY} (module:{name}), or remove the column `tools` from the data"
                 )
         return [schema_by_name[name] for name in prompt.tools or schema_by_name if name in schema_by_name]
 

@@ -39,14 +39,14 @@ def find_runtime() -> str:
         try:
             result = subprocess.run([name, "info"], capture_output=True, timeout=_COMMAND_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired):
-            failures.append(f"{name} info does not answer")
+            failures.append(f"{name} info does not respond")
             continue
         # Docker's client says "Cannot connect" and exits with 0 in some versions.
         output = result.stdout.decode(errors="replace") + result.stderr.decode(errors="replace")
         if result.returncode == 0 and "Cannot connect" not in output:
             return name
         failures.append(f"{name}: {(output.strip().splitlines() or ['failed'])[-1][:200]}")
-    raise ConfigError("no container can be had here: " + "; ".join(failures))
+    raise ConfigError("containers are not available here: " + "; ".join(failures))
 
 
 class Container:
@@ -111,7 +111,7 @@ class Container:
                 result = subprocess.run(command, capture_output=True, timeout=self.task.build_timeout)
             except subprocess.TimeoutExpired:
                 raise SessionLost(
-                    f"task {self.task.name}: its image took more than {self.task.build_timeout:g} s"
+                    f"task {self.task.name}: building its image took more than {self.task.build_timeout:g} s"
                 ) from None
         if result.returncode:
             stderr = result.stderr.decode(errors="replace").strip()[-300:]

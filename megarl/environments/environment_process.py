@@ -81,7 +81,7 @@ def _run_sync(work: Coroutine[Any, Any, Any]) -> Any:
         work.send(None)
     except StopIteration as done:
         return done.value
-    raise TypeError("a function that is no coroutine function waits for something")
+    raise TypeError("a function that is not a coroutine function awaits something")
 
 
 class _EnvironmentWorker:
@@ -110,7 +110,7 @@ class _EnvironmentWorker:
                     info = with_schemas(entry.info, await _await_value(instance.tools()), TOOLS_KEY)
                     self._loaded[index] = LoadedEnvironment(info, entry.target)
             except BaseException as error:  # noqa: B036
-                raise ConfigError(f"{TOOLS_KEY}: {entry.info.spec} cannot be begun: {format_error(error)}") from None
+                raise ConfigError(f"{TOOLS_KEY}: {entry.info.spec} cannot be started: {format_error(error)}") from None
 
     def describe(self) -> list[dict[str, Any]]:
         return [dataclasses.asdict(entry.info) for entry in self._loaded]
@@ -202,11 +202,9 @@ async def _await_value(found: Any) -> Any:
 def dump_output(value: Any) -> str:
     """Convert a tool's return value to text. Raises TypeError or ValueError if JSON cannot hold it."""
     if isinstance(value, bytes | bytearray | memoryview):
-        raise TypeError("the tool returned bytes; it must return text, or what JSON can hold")
+        raise TypeError("the tool returned bytes; it must return text, or a JSON value")
     if kind := find_media_type(value):
-        raise TypeError(
-            f"the tool returned a part of type {kind!r}; only text can be read here, it must say it in words"
-        )
+        raise TypeError(f"the tool returned a part of type {kind!r}; only text is supported; return text")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

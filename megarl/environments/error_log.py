@@ -45,7 +45,7 @@ class ErrorLog:
         self._counts[name, kind] += 1
         if self._file is None or self._counts[name, kind] > _MAX_PER_KIND or len(self._counts) > _MAX_KINDS:
             return
-        suffix = "; no more of this kind are noted" if self._counts[name, kind] == _MAX_PER_KIND else ""
+        suffix = "; further ones are not logged" if self._counts[name, kind] == _MAX_PER_KIND else ""
         with contextlib.suppress(OSError, TypeError, ValueError, RecursionError):
             call = json.dumps(arguments)[:1000]
             text = f"--- {time.strftime('%F %T')} {name} {call}: {what[:1000]}{suffix}\n{said.strip()}\n"

@@ -49,9 +49,7 @@ def environment(folder: str) -> type[HarborTask]:
                 has_probed = True
         except ConfigError as error:
             requirement = (
-                "has an image of its own"
-                if task.image or task.has_dockerfile
-                else "has no image, which is for the sandbox"
+                "has its own image" if task.image or task.has_dockerfile else "has no image, which is for the sandbox"
             )
             raise ConfigError(f"task {task.name} {requirement}: {error}") from None
     max_seconds = max(task.build_timeout + task.verifier_timeout for task in tasks) + _MARGIN_S
@@ -77,7 +75,7 @@ class HarborTask:
 
     async def reset(self, task: str) -> None:
         if task not in self.tasks:
-            raise ConfigError(f"there is no task {task!r}; there are {', '.join(self.tasks)}")
+            raise ConfigError(f"no task {task!r}; tasks are {', '.join(self.tasks)}")
         chosen = self.tasks[task]
         self._machine = Container(chosen) if chosen.image or chosen.has_dockerfile else TaskBox(chosen)
         await self._machine.start()
@@ -90,10 +88,10 @@ class HarborTask:
         """
         assert self._machine is not None
         if self._machine.is_lost:
-            return "Error: the machine is gone"
+            return "Error: the machine was lost"
         status, text = await self._machine.run(command, COMMAND_LIMIT_S)
         if self._machine.is_lost:
-            return f"{text}\nError: the machine ended, and with it all files".strip()
+            return f"{text}\nError: the machine stopped; all its files are lost".strip()
         if status is None:
             return f"{text}\n[stopped after {COMMAND_LIMIT_S:g} s]".strip()
         return text if status == 0 else f"{text}\n[exit status {status}]".strip()

@@ -57,7 +57,7 @@ def read_tasks(folder: str) -> tuple[Task, ...]:
     """Read the tasks in a folder, sorted by name. Raises ConfigError if there are none, or one cannot run."""
     root = Path(folder)
     if not root.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
+        raise ConfigError(f"no folder {folder}")
     folders = [root] if (root / "task.toml").exists() else sorted(_find_tasks(root, _MAX_DEPTH))
     if not folders:
         raise ConfigError(f"{folder} has no folder with a task.toml")
@@ -88,17 +88,17 @@ def _read_task(root: Path, folder: Path) -> Task:
     need((folder / "instruction.md").is_file(), "has no instruction.md")
     need((folder / "tests" / "test.sh").is_file(), "has no verifier, tests/test.sh; without one there is no reward")
     environment, verifier, agent = (_get_table(settings, key, where) for key in ("environment", "verifier", "agent"))
-    need(verifier.get("environment_mode", "shared") == "shared", "wants its verifier in a container of its own")
-    for key, what in (("environment", "an environment of its own"), ("collect", "hooks that collect files")):
-        need(key not in verifier, f"has {what} for its verifier, which cannot be had")
+    need(verifier.get("environment_mode", "shared") == "shared", "needs a separate container for its verifier")
+    for key, what in (("environment", "a separate environment"), ("collect", "hooks that collect files")):
+        need(key not in verifier, f"has {what} for its verifier, which is not supported")
     for key in ("healthcheck", "mcp_servers", "skills_dir"):
-        need(not environment.get(key), f"has `{key}` in its environment, which cannot be had")
+        need(not environment.get(key), f"has `{key}` in its environment, which is not supported")
     need(not environment.get("gpus"), "wants GPUs")
-    need(environment.get("os", "linux") == "linux", f"wants the system {environment.get('os')!r}")
+    need(environment.get("os", "linux") == "linux", f"requires the operating system {environment.get('os')!r}")
     compose_files = [path.name for path in (folder / "environment").glob("docker-compose.y*ml")]
-    need(not compose_files, f"has {compose_files[:1]}; only a single container can be had")
+    need(not compose_files, f"has {compose_files[:1]}; only a single container is supported")
     mode = environment.get("network_mode", "public" if environment.get("allow_internet", True) else "no-network")
-    need(mode in ("public", "no-network"), f"wants the network mode {mode!r}; there are public and no-network")
+    need(mode in ("public", "no-network"), f"wants the network mode {mode!r}; supported are public and no-network")
     text = (folder / "instruction.md").read_text(encoding="utf-8")
     return Task(
         name,

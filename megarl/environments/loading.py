@@ -40,7 +40,7 @@ def load(spec: str, key: str) -> LoadedEnvironment:
     if key == TOOLS_KEY:
         if isinstance(target, type):
             if prefix not in ADAPTER_PREFIXES:
-                raise ConfigError(f"{where} is a {type(target).__name__}: a class belongs into {ENVIRONMENTS_KEY}")
+                raise ConfigError(f"{where} is a {type(target).__name__}: name a class in {ENVIRONMENTS_KEY}")
             return LoadedEnvironment(_describe_class(target, spec, name, where, "tools"), target)
         if inspect.isfunction(target):
             target = Tool(build_schema(target, where), target, spec)
@@ -74,7 +74,7 @@ def _load_adapter(prefix: str, rest: str, key: str) -> Any:
     except BaseException as error:  # noqa: B036  a required package may raise anything
         if isinstance(error, ConfigError):
             raise ConfigError(f"{key}: {prefix}:{rest}: {error}") from None
-        raise ConfigError(f"{key}: {prefix}:{rest} cannot be had: {format_error(error)}") from None
+        raise ConfigError(f"{key}: {prefix}:{rest} cannot be loaded: {format_error(error)}") from None
 
 
 def _import_target(spec: str, key: str) -> Any:
@@ -106,8 +106,8 @@ def _describe_class(made: type, spec: str, name: str, where: str, kind: Environm
     if ("tools" in methods) != ("call" in methods):
         present, missing = ("tools", "call") if "tools" in methods else ("call", "tools")
         raise ConfigError(
-            f"{where} has a method {present} and none called {missing}: both together stand for all tools; rename it, "
-            "or add the other"
+            f"{where} has a method {present} but not {missing}; a dynamic set of tools needs both: rename it, or add "
+            f"the other"
         )
     has_dynamic_tools = "tools" in methods
     schemas: tuple[dict[str, Any], ...] = ()
@@ -117,7 +117,7 @@ def _describe_class(made: type, spec: str, name: str, where: str, kind: Environm
         for schema in schemas:
             check_schema(schema, spec, where.partition(":")[0])
     if not (has_dynamic_tools or schemas or "reset" in methods or "reward" in methods):
-        raise ConfigError(f"{where} is no environment: it has neither reset nor reward nor a method that is a tool")
+        raise ConfigError(f"{where} is not an environment: it has no reset, no reward and no tool method")
     required, accepted = _inspect_reset(*methods["reset"], f"{where}.reset") if "reset" in methods else ((), ())
     timeout = getattr(made, "timeout", 0)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
@@ -168,7 +168,7 @@ def _inspect_reset(
         if parameter.kind is parameter.VAR_KEYWORD:
             accepts_all = True
         elif parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"{where}: the argument {parameter.name} must be one that a name is given to")
+            raise ConfigError(f"{where}: the argument {parameter.name} must be usable as a keyword")
         elif parameter.kind is not parameter.VAR_POSITIONAL:
             accepted.append(parameter.name)
             if parameter.default is parameter.empty:
@@ -185,9 +185,7 @@ def _inspect_reward(function: Callable[..., Any], bound: bool, where: str) -> tu
         elif parameter.kind is parameter.VAR_KEYWORD:
             accepted += [name for name in REWARD_ARGUMENTS if name not in accepted]
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            raise ConfigError(
-                f"{where} wants {parameter.name}; it may be given {', '.join(REWARD_ARGUMENTS)}, or nothing"
-            )
+            raise ConfigError(f"{where} takes {parameter.name}; available arguments are {', '.join(REWARD_ARGUMENTS)}")
     return tuple(accepted)
 
 

@@ -81,7 +81,7 @@ def read_servers(file: str) -> tuple[ServerConfig, ...]:
     content = [_parse_server(f"server {name}", name, entry) for name, entry in entries.items()]
     servers = tuple(server for server in content if server is not None)
     if not servers:
-        raise ConfigError(f"{file} names no server that is not disabled")
+        raise ConfigError(f"{file} has no enabled server")
     return servers
 
 
@@ -95,10 +95,10 @@ def _parse_server(where: str, name: str, entry: Any) -> ServerConfig | None:
     if entry.get("disabled"):
         return None
     if unknown := sorted(set(entry) - _KEYS - _IGNORED_KEYS):
-        need(False, f"has an unknown key {unknown[0]!r}; there are {', '.join(sorted(_KEYS))}")
+        need(False, f"has an unknown key {unknown[0]!r}; known keys are {', '.join(sorted(_KEYS))}")
     need(("command" in entry) != ("url" in entry), "needs either `command` or `url`")
     transport = entry.get("type", "stdio" if "command" in entry else "http")
-    need(transport != "sse", "is of type sse, which MCP has given up; give its streamable HTTP address")
+    need(transport != "sse", "is of type sse, which MCP has removed; use its streamable HTTP address")
     is_matching = transport == "stdio" if "command" in entry else transport in _HTTP_TYPES
     need(is_matching, f"is of type {transport!r}, which does not fit `{'command' if 'command' in entry else 'url'}`")
     for key in ("command", "cwd", "url"):
@@ -301,7 +301,7 @@ class Connection:
             self._trim()
         text = format_result(result)
         if result.get("isError"):
-            raise ToolFailed(text or f"the tool {name} failed and did not say why")
+            raise ToolFailed(text or f"the tool {name} failed without an error message")
         return text
 
     async def _is_responding(self) -> bool:
@@ -322,7 +322,7 @@ class Connection:
     def _make_lost_error(self, why: str) -> SessionLost:
         """Return the error with the last line of the server's stderr."""
         if self._num_invalid_lines:
-            why += f", and wrote {self._num_invalid_lines} lines that are no messages of MCP"
+            why += f", and wrote {self._num_invalid_lines} lines that are not MCP messages"
         why = f"MCP server {self.server.name} {why}"
         with contextlib.suppress(OSError, ValueError):
             self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 2000))
@@ -368,7 +368,7 @@ def format_result(result: dict[str, Any]) -> str:
             parts.append(f"[{block.get('name', '')}: {block.get('uri', '')}]")
         else:
             media_type = block.get("mimeType") or resource.get("mimeType") or "of unknown type"
-            parts.append(f"[{kind} ({media_type}) is left out: only text can be read]")
+            parts.append(f"[{kind} ({media_type}) is omitted: only text is supported]")
     if not parts and result.get("structuredContent") is not None:
         return json.dumps(result["structuredContent"], ensure_ascii=False)
     return "\n".join(parts)

@@ -151,7 +151,7 @@ class EnvironmentPool:
         """
         environment = self.catalog.find_environment(prompt)
         if environment is not None and environment.kind == "agent":
-            raise RuntimeError(f"{environment.spec} is an agent, which is run, not begun")
+            raise RuntimeError(f"{environment.spec} is an agent, which is run, not reset")
         if environment is None:
             return EnvironmentSession(self, prompt.messages, self.catalog.select_schemas(prompt))
         name, pool = environment.name, self._environment_processes[environment.name]
@@ -319,7 +319,7 @@ class EnvironmentSession:
     async def _call(self, name: str, arguments: Any) -> ToolResult:
         if name not in self._schema_by_name:
             available = ", ".join(self._schema_by_name) or "none"
-            return ToolResult(f"Error: there is no tool {name!r}; there are: {available}", False)
+            return ToolResult(f"Error: unknown tool {name!r}; available: {available}", False)
         if argument_error := find_argument_error(self._schema_by_name[name], arguments):
             return ToolResult(f"Error: {argument_error}", False)
         process, pool = self._process, self._pool
@@ -368,7 +368,7 @@ class EnvironmentSession:
             self._mark_lost(world, str(error))
             raise
         except BaseException:  # cancelled midway
-            self._mark_lost(world, f"{world.info.name}: {what} was cut off")
+            self._mark_lost(world, f"{world.info.name}: {what} was truncated")
             raise
 
     def _mark_lost(self, world: _EnvironmentProcess, why: str) -> None:
@@ -426,9 +426,9 @@ def _apply_reset(prompt: tuple[Message, ...], said: Any, name: str) -> tuple[Mes
     try:
         messages = parse_chat_messages(replace_surrogates(said), name, "reset")
     except (ConfigError, ValueError) as error:
-        raise SessionLost(f"{name}: what reset returned are no messages: {error}") from None
+        raise SessionLost(f"{name}: reset did not return messages: {error}") from None
     if messages[-1]["role"] == "assistant":
         raise SessionLost(
-            f"{name}: what reset returned ends with the assistant's words, which leaves nothing to answer"
+            f"{name}: reset returned messages that end with the assistant's, so there is nothing to answer"
         )
     return messages

@@ -26,11 +26,11 @@ def environment(command: str) -> Any:
     try:
         arguments = shlex.split(command)
     except ValueError as error:
-        raise ConfigError(f"it is no command: {error}") from None
+        raise ConfigError(f"it is not a command: {error}") from None
     if not arguments:
-        raise ConfigError("there is no command behind the colon, as in program:python agent.py")
+        raise ConfigError("no command follows the colon; write program:python agent.py")
     if shutil.which(arguments[0]) is None:
-        raise ConfigError(f"there is no program {arguments[0]!r} in PATH ({os.environ.get('PATH', '')})")
+        raise ConfigError(f"no program {arguments[0]!r} in PATH ({os.environ.get('PATH', '')})")
 
     async def run(row: dict[str, Any], base_url: str, api_key: str) -> Any:
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}

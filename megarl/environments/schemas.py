@@ -33,13 +33,13 @@ def build_schema(function: Callable[..., Any], where: str, bound: bool = False) 
     name = str(getattr(function, "__name__", ""))
     description, argument_docs = parse_docstring(inspect.getdoc(function) or "")
     if not description:
-        raise ConfigError(f"{where} needs a docstring, which is what the policy reads of it")
+        raise ConfigError(f"{where} needs a docstring, which the policy reads")
     properties: dict[str, Any] = {}
     required = []
     for parameter in get_parameters(function, where, bound):
         label = f"{where}: the argument {parameter.name}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"{label} must be one that a name is given to, not * or **")
+            raise ConfigError(f"{label} must be usable as a keyword, not * or **")
         if parameter.annotation is parameter.empty:
             raise ConfigError(f"{label} needs a type hint, such as {parameter.name}: str")
         property_schema = hint_to_schema(parameter.annotation, label)
@@ -128,4 +128,4 @@ def _check_default(value: Any, where: str) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
-        raise ConfigError(f"{where} has a default that JSON cannot hold; use None") from None
+        raise ConfigError(f"{where} has a default that is not JSON; use None") from None

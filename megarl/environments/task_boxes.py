@@ -69,7 +69,7 @@ class TaskBox:
 
     def __init__(self, task: Task) -> None:
         if task.workdir not in ("", WORKDIR):
-            raise ConfigError(f"task {task.name}: works in {task.workdir}; without an image it can be {WORKDIR} only")
+            raise ConfigError(f"task {task.name}: works in {task.workdir}; without an image it must be {WORKDIR}")
         self.task = task
         self.is_lost = False
         self._sandbox = Sandbox.from_environment()
@@ -90,7 +90,7 @@ class TaskBox:
         files = _pack_folder(self.task.folder / "environment")
         result = await self._interpreter.run(f"{_BOX_CODE}\n_unpack({base64.b64encode(files).decode()!r})")
         if not result.ok:
-            raise SessionLost(f"task {self.task.name}: its box did not begin: {result.stderr.strip()[-300:]}")
+            raise SessionLost(f"task {self.task.name}: its sandbox did not start: {result.stderr.strip()[-300:]}")
 
     async def run(self, command: str, seconds: float) -> tuple[int | None, str]:
         """Run a command in a new shell and return its status and output; the status is None after a timeout."""
@@ -124,7 +124,7 @@ class TaskBox:
         except (ValueError, TypeError):
             self.is_lost = True
         if self.is_lost:
-            return {}, f"the box was ended ({output[:100]})"
+            return {}, f"the sandbox was terminated ({output[:100]})"
         where = f"task {self.task.name}"
         env = [f"{name}={substitute_env(value, where)}" for name, value in self.task.verifier_env.items()]
         result = await self._sandbox.run(

@@ -78,7 +78,7 @@ def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
     try:
         json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        need(False, f"JSON cannot hold it, {format_error(error)}")
+        need(False, f"it is not JSON, {format_error(error)}")
 
 
 def check_function(tool: Tool, spec: str) -> None:
@@ -188,7 +188,7 @@ def find_argument_error(schema: dict[str, Any], arguments: Any) -> str:
             return f"argument {name} is missing"
     for name, value in arguments.items():
         if name not in properties:
-            return f"there is no argument {name}"
+            return f"unknown argument {name}"
         types = read_declared_types(properties[name])
         if types and not any(_is_of_type(value, type_name) for type_name in types):
             return f"argument {name} must be of type {' or '.join(sorted(types - {'null'} or types))}"

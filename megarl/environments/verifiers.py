@@ -43,7 +43,7 @@ def environment(spec: str) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]
         environment_row = row.get(COLUMN)
         if not isinstance(environment_row, dict):
             raise ConfigError(
-                f"the row has no column {COLUMN!r}; tools/environment_rows.py verifiers:{spec} makes them"
+                f"the row has no column {COLUMN!r}; tools/environment_rows.py verifiers:{spec} creates them"
             )
         reward, metrics = await runner.run_episode(environment_row, base_url, api_key)
         return {"reward": float(reward), "parts": _filter_finite(metrics)}
@@ -82,7 +82,7 @@ def load_environment(spec: str) -> EpisodeRunner:
             if not f"{candidate}.".startswith(f"{error.name}."):  # it exists, but one of its imports does not
                 raise ConfigError(f"{candidate} cannot be imported: {error}") from None
     else:
-        raise ConfigError(f"there is no module {module}; install the environment where this runs")
+        raise ConfigError(f"no module {module}; install the environment on this machine")
     return _LegacyRunner(name, arguments) if hasattr(loaded, "load_environment") else _TaskSetRunner(name, arguments)
 
 
@@ -91,7 +91,7 @@ def _parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     try:
         arguments = json.loads(brace + rest) if brace else {}
     except ValueError as error:
-        raise ConfigError(f"what follows {name} is not JSON: {error}") from None
+        raise ConfigError(f"the text after {name} is not JSON: {error}") from None
     return name.strip(), arguments
 
 
@@ -110,11 +110,11 @@ class _LegacyRunner:
             self._environment = package.load_environment(name, **arguments)
         except (ImportError, AttributeError) as error:
             raise ConfigError(
-                f"{name} has load_environment, which this version of verifiers does not know ({error}); "
+                f"{name} has load_environment, which this version of verifiers does not support ({error}); "
                 "pip install --no-deps -r launch/requirements-verifiers.txt"
             ) from None
         if getattr(self._environment, "requires_group_rollouts", False):
-            raise ConfigError(f"{name} rewards a group as a whole; episodes are played one by one here")
+            raise ConfigError(f"{name} rewards a group as a whole; episodes are scored one by one here")
 
     def list_rows(self, evaluation: bool) -> list[dict[str, Any]]:
         dataset = self._environment.get_eval_dataset() if evaluation else self._environment.get_dataset()
@@ -153,7 +153,7 @@ class _TaskSetRunner:
         try:
             environment_class = loaders.environment_class(name, config.get("id", ""))
             if not issubclass(environment_class, package.SingleAgentEnv):
-                raise ConfigError(f"{name} is played by several agents; there is one policy")
+                raise ConfigError(f"{name} needs several agents, but there is one policy")
             config["agent"] = {**defaults, **arguments.get("agent", {})}
             self._environment = loaders.load_environment(loaders.resolve_env_config(config))
         except (TypeError, ValueError, AttributeError, ImportError) as error:
@@ -161,18 +161,16 @@ class _TaskSetRunner:
         agent, task = self._environment.config.agent, self._environment.taskset.task_type()
         is_local = agent.runtime.type == "subprocess"
         if is_local and (agent.harness is None or loaders.load_harness(agent.harness).EXECUTES_CODE):
-            raise ConfigError(
-                f"{name}: its harness runs what the policy writes on this machine; give it another runtime"
-            )
+            raise ConfigError(f"{name}: its harness runs the policy's code on this machine; configure another runtime")
         if is_local and task.NEEDS_CONTAINER:
-            raise ConfigError(f"{name}: its tasks need a container; give it another runtime")
+            raise ConfigError(f"{name}: its tasks need a container; configure another runtime")
         self._package, self._task = package, task
         self._serving: Any = None
 
     def list_rows(self, evaluation: bool) -> list[dict[str, Any]]:
         taskset = self._environment.taskset
         if taskset.INFINITE:
-            raise ConfigError("its task set has no end; rows cannot be made of it")
+            raise ConfigError("its task set is infinite; rows cannot be made from it")
         return [task.data.model_dump(mode="json", exclude_none=True) for task in taskset]
 
     def build_prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ LAUNCHER_ENV = "MEGARL_LAUNCHER"
 """Environment variable: the launcher's pid and the file for messages of its ranks."""
 RESTART_COUNT_ENV = "MEGARL_RESTARTED"
 """Environment variable of restarted ranks: the number of restarts."""
-TRACEBACK_NOTE_PREFIX = "the whole traceback is in"
+TRACEBACK_NOTE_PREFIX = "the full traceback is in"
 """Prefix of the note on an exception whose traceback is in a file."""
 SIGNAL_DEBOUNCE_S = 2.0
 """Seconds within which a repeated signal is the same request.
@@ -282,7 +282,7 @@ def _lost_peer(error: BaseException | None) -> str:
     """Return what torch.distributed or a neighbor reports about a lost rank, if that caused the error; else empty."""
     while error is not None:
         is_gloo_error = isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo " in str(error))
-        is_neighbor_error = isinstance(error, ConnectionError) and re.match(r"rank \d+ is gone: ", str(error))
+        is_neighbor_error = isinstance(error, ConnectionError) and re.match(r"rank \d+ disconnected: ", str(error))
         names = ("WeightSyncError", "DistBackendError", "DistNetworkError", "DistStoreError")
         if is_gloo_error or is_neighbor_error or type(error).__name__ in names:
             return re.sub(r"\[\S*/gloo/\S*\] ", "", str(error))

@@ -141,7 +141,7 @@ class MultiNode(SingleNode):
             return self._decide_together(attempt, own, rules)
         except RuntimeError as error:
             reason = " ".join(str(error).split("\n")[0].split())
-            return RestartDecision(False, 1, f"error: the launcher of node number 0 does not answer any more: {reason}")
+            return RestartDecision(False, 1, f"error: the launcher of node number 0 no longer responds: {reason}")
 
     def _decide_together(self, attempt: int, own: NodeReport, rules: RestartPolicy | None) -> RestartDecision:
         self._publish(f"{attempt}/{self.node_rank}/ended", own.to_json())
@@ -160,7 +160,7 @@ class MultiNode(SingleNode):
             [f"{attempt}/next"], 2 * REPORT_TIMEOUT_S + _ACK_TIMEOUT_S
         )  # node 0 may have ended later, and waited for a third node
         if not self._store.check([f"{attempt}/next"]):
-            return RestartDecision(False, 1, "error: the launcher of node number 0 does not say what comes next")
+            return RestartDecision(False, 1, "error: the launcher of node number 0 sent no decision")
         decision = RestartDecision(*json.loads(self._fetch(f"{attempt}/next")))
         self._store.set(f"{attempt}/{self.node_rank}/heard", "")
         return decision
@@ -172,7 +172,7 @@ class MultiNode(SingleNode):
 
 
 def combine_reports(reports: Sequence[NodeReport | None]) -> tuple[RunOutcome, str]:
-    """Combine the nodes' reports (None for a node that does not answer) to an outcome and the node that caused it."""
+    """Combine the nodes' reports (None for a node that does not respond) to an outcome and the node that caused it."""
     received = [report for report in reports if report is not None]
     codes = {rank: code for report in received for rank, code in report.codes.items()}
     messages = [message for report in received for message in report.words]
@@ -187,7 +187,7 @@ def combine_reports(reports: Sequence[NodeReport | None]) -> tuple[RunOutcome, s
     if problems and not codes:
         end = RunOutcome(1, f"error: torchrun: {problems[0].problem}", "lost")
     if silent and end.kind == "lost":
-        return RunOutcome(1, f"error: the launcher of node number {silent[0]} does not answer", "lost"), ""
+        return RunOutcome(1, f"error: the launcher of node number {silent[0]} does not respond", "lost"), ""
     return end, node_of_rank.get(end.rank, "")
 
 

@@ -112,7 +112,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # raises if the layers do not divide
     if values.get("fp8"):
         if not device.has_cuda():
-            raise ConfigError("model.megatron.fp8: Transformer Engine's FP8 needs a GPU; leave it out here")
+            raise ConfigError("model.megatron.fp8: Transformer Engine's FP8 needs a GPU; remove it here")
         values.setdefault("fp8_recipe", fields.FP8_RECIPE)
         if values.get("num_moe_experts"):  # FP8 matrices need multiples of 16 rows, per expert too
             values.setdefault("moe_router_padding_for_quantization", True)

@@ -102,7 +102,7 @@ class WeightSnapshot:
     def restore(self, chunks: Sequence[torch.nn.Module], states: Any) -> None:
         """Restore everything except for the schedule, which the caller restarts."""
         new_storages = {storage.data_ptr(): storage for storage in _trained_storages(chunks, states)}
-        assert self._storages or not new_storages, "nothing was taken"
+        assert self._storages or not new_storages, "nothing was moved"
         for storage in self._storages:
             del new_storages[storage.data_ptr()]  # every captured storage still exists
         self._copy.copy_back(self._storages)

@@ -54,7 +54,7 @@ class _PeerOutOfMemory(Exception):
 
 
 class OOMRetry:
-    """Limits how much of a batch a model computes at once. Without `guards.memory` the configured limit stays.
+    """Limits how much of a batch a model computes at once. Without `guards.oom_retry` the configured limit stays.
 
     Its state lasts for the rest of the run: `token_budget` (tokens of a micro-batch over all context parallel ranks),
     `should_recompute` (whether all layers are recomputed) and `num_ooms` (how often memory ran out).
@@ -71,7 +71,7 @@ class OOMRetry:
     ) -> None:
         self._hf, self._config, self._ranks, self._role, self._chunks = hf, config, ranks, role, chunks
         self._dispatcher = distribution
-        self._is_enabled = config.guards.memory
+        self._is_enabled = config.guards.oom_retry
         self.token_budget, self.should_recompute, self.num_ooms = distribution.token_budget, False, 0
         self._current_sequences: Sequence[int] = ()
         self._reports: list[OOMReport] | None = None

@@ -68,7 +68,7 @@ def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int)
     for piece in pieces:
         view = piece.data
         if view.untyped_storage()._cdata != memory or not view.is_contiguous():
-            raise NotImplementedError(f"{sharded.key} is stored in pieces that are no runs of it")
+            raise NotImplementedError(f"{sharded.key} is stored in pieces that are not contiguous")
         piece_start = view.storage_offset()
         position, stop = max(start, piece_start), min(start + len(flat), piece_start + view.numel())
         prepended_axes = piece.prepend_axis_num

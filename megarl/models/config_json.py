@@ -141,8 +141,7 @@ def require_types(hf: Mapping[str, Any], own: Mapping[str, Any] | None = None) -
     for key in sorted(ENGINE_ONLY - fields.keys()):
         if hf.get(key) not in (None, False):
             raise ConfigError(
-                f"config.json of {name}: {key}={strict.short_repr(hf[key])} is not implemented in training; "
-                "leave it out"
+                f"config.json of {name}: {key}={strict.short_repr(hf[key])} is not implemented in training; remove it"
             )
 
 
@@ -177,7 +176,7 @@ def require_same(hf: Mapping[str, Any], key: str, other: str) -> None:
     if key in hf and other in hf and hf[key] != hf[other]:
         raise ConfigError(
             f"config.json of {_name(hf)}: {key}={strict.short_repr(hf[key])} and "
-            f"{other}={strict.short_repr(hf[other])} are two names of an option; leave one out"
+            f"{other}={strict.short_repr(hf[other])} are two names of an option; remove one"
         )
 
 

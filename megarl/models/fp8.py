@@ -62,7 +62,7 @@ def is_fp8(hf: Mapping[str, Any]) -> bool:
     strict.check_value(excluded, list[str], "config.json: modules_to_not_convert of quantization_config")
     for name in excluded:
         if str(name).endswith("_proj"):
-            raise ConfigError(f"config.json: quantization_config that leaves out {name} is not implemented")
+            raise ConfigError(f"config.json: quantization_config that omits {name} is not implemented")
     return True
 
 

@@ -87,7 +87,7 @@ def _tensor_bytes(tensor: TensorSource, name: str) -> memoryview:
     data = tensor.read() if isinstance(tensor, LazyTensor) else tensor
     if (tuple(data.shape), data.dtype) != (tuple(tensor.shape), tensor.dtype):
         raise ValueError(
-            f"{name} was said to be {tensor.dtype} {tuple(tensor.shape)} and is {data.dtype} {tuple(data.shape)}"
+            f"{name} was declared as {tensor.dtype} {tuple(tensor.shape)} and is {data.dtype} {tuple(data.shape)}"
         )
     return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -229,8 +229,8 @@ class HFWeights:
         for name in (*expected, *(head for head in optional if head in self._files)):
             if (dtype := str(self._slice(name).get_dtype())) not in FLOATS:
                 raise ConfigError(
-                    f"{where} {name} holds {dtype} numbers, and weights are of {', '.join(FLOATS)}; write the model "
-                    "anew in bfloat16, without integers or another quantisation"
+                    f"{where} {name} has {dtype} numbers; weights must be {', '.join(FLOATS)}; convert the model to "
+                    f"bfloat16, without integers or another quantisation"
                 )
 
     def _check_fp8(self, promised: bool) -> None:
@@ -272,19 +272,19 @@ def open_hf(folder: str | Path) -> HFWeights:
     """Open the weights of an HF folder, single or sharded safetensors. Raises ConfigError for an incomplete folder."""
     path = Path(folder)
     if not path.is_dir():
-        raise ConfigError(f"there is no model folder {folder}")
+        raise ConfigError(f"no model folder {folder}")
     load_hf_config(path)
     if (path / INDEX).is_file():
         files = read_json(path / INDEX).get("weight_map")
         if not isinstance(files, dict) or not files:
-            raise ConfigError(f"{path / INDEX} is no index of safetensors: it has no weight_map")
+            raise ConfigError(f"{path / INDEX} is not a safetensors index: it has no weight_map")
         for name, file in files.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise ConfigError(f"{path / INDEX} says that {name} is in {file!r}, which is no file beside it")
+                raise ConfigError(f"{path / INDEX} lists {name} in {file!r}, which is not a file next to it")
         names_by_file = {file: set(_open(path / file).keys()) for file in sorted(set(files.values()))}
         for name, file in files.items():
             if name not in names_by_file[file]:
-                raise ConfigError(f"{path / INDEX} says that {name} is in {file}, but it is not")
+                raise ConfigError(f"{path / INDEX} lists {name} in {file}, but it is not")
         return HFWeights(path, files)
     if not (path / SINGLE).is_file():
         raise ConfigError(f"{folder} has no {SINGLE} and no {INDEX}: only safetensors are read")

@@ -52,7 +52,7 @@ def check_expert_flags(chunks: Sequence[torch.nn.Module]) -> None:
             if not getattr(parameter, "tensor_model_parallel", False):
                 raise RuntimeError(
                     f"{name} is not marked tensor_model_parallel: its gradient would be left out of the norm on all "
-                    "tensor parallel ranks but the first; the family's table does not know it (norm_counting.py)"
+                    "tensor parallel ranks but the first; the family's table lacks it (norm_counting.py)"
                 )
             if getattr(parameter, "allreduce", True):
                 raise RuntimeError(

@@ -27,7 +27,7 @@ def stage_layers(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int
     counts = _counts(num_layers, pp, settings)
     if counts is None:
         raise ConfigError(
-            f"{num_layers} layers cannot be dealt out to parallel.pp={pp} stages (first: {first or 'even'}, last: "
+            f"{num_layers} layers cannot be split over parallel.pp={pp} stages (first: {first or 'even'}, last: "
             f"{last or 'even'}); {_remedy(num_layers, pp, settings, vpp)}"
         )
     for stage, count in enumerate(counts):

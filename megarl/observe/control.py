@@ -56,8 +56,8 @@ class Control:
             if not self._file.exists():
                 return ControlUpdate({})
             if not self._file.is_file():  # reading a pipe would block
-                problem = "is a folder" if self._file.is_dir() else "is no regular file"
-                raise ConfigError(f"{self._file} {problem}; put a file of YAML there, or take it away")
+                problem = "is a folder" if self._file.is_dir() else "is not a regular file"
+                raise ConfigError(f"{self._file} {problem}; put a YAML file there, or remove it")
             with self._file.open("rb") as file:
                 data = file.read(plain_yaml.MAX_BYTES + 1)
             return ControlUpdate(self._parse(data), digest=_digest(data))
@@ -73,14 +73,14 @@ class Control:
                 self._log(f"{CONTROL_FILE}, from step {step} on: {key}={value}")
                 self._apply_value(key, value)
         if orders.error and orders.digest != self._last_digest:
-            self._log(f"warning: {orders.error}; nothing is changed by it")
+            self._log(f"warning: {orders.error}; it changes nothing")
         self._last_digest = orders.digest
 
     def _parse(self, data: bytes) -> dict[str, Any]:
         """Parse values by `section.key`. Raises ConfigError."""
         tree = plain_yaml.parse_bytes(data, str(self._file))
         if data and not data.endswith(b"\n"):
-            raise ConfigError(f"{self._file} does not end with a line break: it may not be written to its end yet")
+            raise ConfigError(f"{self._file} does not end with a line break: it may be incomplete")
         if not isinstance(tree, dict | None):
             raise ConfigError(f"{self._file} holds a {type(tree).__name__}, not a mapping of sections")
         values = {}
@@ -90,7 +90,7 @@ class Control:
             for name, value in content.items():
                 if (key := f"{section}.{name}") not in self._keys:
                     allowed = ", ".join(self._keys) or "nothing"
-                    raise ConfigError(f"{self._file}: {key} cannot change while the run goes on (what can: {allowed})")
+                    raise ConfigError(f"{self._file}: {key} cannot change during a run (keys that can: {allowed})")
                 try:
                     values[key] = self._keys[key][1](value)
                 except ConfigError as error:

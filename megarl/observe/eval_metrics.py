@@ -38,7 +38,7 @@ def bootstrap_interval(
     """
     array = np.asarray(values, dtype=np.float64)
     if not len(array) or not np.isfinite(array).all():
-        raise ValueError("an interval needs values, and finite ones")
+        raise ValueError("an interval needs finite values")
     rng, means = np.random.default_rng(seed), np.empty(resamples)
     chunk_rows = max(_CHUNK_SIZE // len(array), 1)
     for start in range(0, resamples, chunk_rows):
@@ -57,7 +57,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     if not 0 <= right <= samples:
         raise ValueError(f"{right} of {samples} answers cannot be right")
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs {k} answers to a problem at least, and at least 1; there are {samples}")
+        raise ValueError(f"pass@{k} needs at least {k} answers to a problem, and at least 1; there are {samples}")
     if samples - right < k:
         return 1.0
     fail_prob = 1.0

@@ -75,7 +75,7 @@ class Guards:
             guard_metrics["guards/rollbacks"] = self._check_rollback(step, metrics)
         if self._settings.kl is not None:
             guard_metrics["guards/kl_off"] = self._check_kl(step, metrics)
-        if self._settings.memory:
+        if self._settings.oom_retry:
             self._check_memory(step, metrics)
         if self._settings.alarms:
             guard_metrics["guards/out_of_band"] = self._check_bands(step, metrics)

@@ -126,13 +126,12 @@ class StragglerDetector:
         ):
             self._reported_rank = rank
             line = (
-                f"step {step}: rank {rank} on node {self._nodes[rank]} is slow, and the others wait for it: "
+                f"step {step}: rank {rank} on node {self._nodes[rank]} is slow and delays the others: "
                 f"{seconds:.1f} s of work in {phase}, {ratio:.1f} times as much as the others' {others_median:.1f} s"
             )
         elif not is_slow and self._reported_rank >= 0:
             line = (
-                f"step {step}: rank {self._reported_rank} on node {self._nodes[self._reported_rank]} is as fast as the "
-                "others again"
+                f"step {step}: rank {self._reported_rank} on node {self._nodes[self._reported_rank]} is no longer slow"
             )
             self._reported_rank = -1
         return metrics, line
@@ -149,9 +148,9 @@ _KEY = "megarl/hang"
 _PROCESS_STATES = {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
-    "D": "waits in the kernel, for a disk, a network's file system or a device",
-    "R": "computes, and lets no Python run",
-    "S": "sleeps, and lets no Python run",
+    "D": "waits in the kernel for a disk, a network file system or a device",
+    "R": "computes without releasing the GIL",
+    "S": "sleeps without releasing the GIL",
     "Z": "has ended",
     "X": "has ended",
 }
@@ -284,7 +283,7 @@ class HangWatchdog(threading.Thread):
     def _dump_stacks(self) -> None:
         """Write this rank's stacks and publish its state; do so for silent ranks of this node too."""
         number, self._report_number = self._report_number, self._report_number + 1
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} a rank hangs; the threads of this one:\n")
+        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} a rank hangs; threads of this rank:\n")
         self._log.flush()
         faulthandler.dump_traceback(self._log, all_threads=True)
         state = read_stack_state(self._main)
@@ -370,13 +369,13 @@ def summarize_states(
         places = [f"rank {rank} at {state['where']}" for rank, state in enumerate(said[:4]) if state is not None]
         line = f"all ranks have waited {seconds:.0f} s for each other: {'; '.join(places)}"
     no_stacks = [rank for rank, state in enumerate(said) if state is None or not state["stacks"]]
-    missing = f", but for rank {', '.join(map(str, no_stacks))}, which could not write its own" if no_stacks else ""
+    missing = f", but for rank {', '.join(map(str, no_stacks))}, which could not write its stacks" if no_stacks else ""
     return culprits[0] if culprits else None, f"{line}. The stacks of all ranks are in {logs}/rank_N.log{missing}"
 
 
 def _describe_state(one: dict[str, Any] | None) -> str:
     if one is None:
-        return "whose node says nothing"
+        return "whose node does not respond"
     return f"which {one['where']}" if one["silent"] else f"which is at {one['where']}"
 
 
@@ -386,4 +385,4 @@ def _state(pid: int) -> str:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "has ended"
-    return _PROCESS_STATES.get(text.rpartition(")")[2].split()[0], "does not answer")
+    return _PROCESS_STATES.get(text.rpartition(")")[2].split()[0], "does not respond")

@@ -58,7 +58,7 @@ LOGPROB_DIFF = "rollout/logprob_diff_mean"
 """A hard limit rather than a band: the run stops above the upper bound, whether `guards.alarms` is set or not
 (`controllers/rollout_correction.py`)."""
 
-NAN_REMEDY = "look at the rewards and the data of the step"
+NAN_REMEDY = "check the rewards and the data of the step"
 
 BANDS: dict[str, Band] = {
     "actor/entropy": Band(
@@ -74,7 +74,7 @@ BANDS: dict[str, Band] = {
         "reward variance",
         0.1,
         None,
-        low_remedy="take prompts that are neither solved nor hopeless, raise rollout.samples_per_prompt or "
+        low_remedy="use prompts that are neither solved nor hopeless, raise rollout.samples_per_prompt or "
         "temperature, or reward steps on the way",
     ),
     "actor/advantage_variance": Band(
@@ -93,15 +93,14 @@ BANDS: dict[str, Band] = {
         "gradient norm",
         0.5,
         2.0,
-        low_remedy="look whether advantages are 0 (rollout/zero_spread_frac), or raise data.prompts_per_step",
+        low_remedy="check whether advantages are 0 (rollout/zero_spread_frac), or raise data.prompts_per_step",
         high_remedy="raise kl.coef, lower actor_optimizer.lr, or raise data.prompts_per_step",
     ),
     "perf/tokens_per_second_per_rank": Band(
         "tokens/s per rank",
         None,
         None,
-        low_remedy="look with tools/timeline.py at what ranks wait for; a shared machine, long answers or a slow "
-        "reward",
+        low_remedy="use tools/timeline.py to see what ranks wait for; a shared machine, long answers or a slow reward",
     ),
 }
 """Default bands by metric. Throughput has none that fits every machine; `guards.bands` can set one."""
@@ -116,7 +115,7 @@ def load_bands(settings: GuardsConfig) -> dict[str, Band]:
         _parse_bounds(LOGPROB_DIFF, settings.bands[LOGPROB_DIFF])
     if not settings.alarms:
         if settings.bands.keys() - {LOGPROB_DIFF}:
-            raise ConfigError("guards.bands is set, but guards.alarms=false looks at none; set it to true")
+            raise ConfigError("guards.bands is set, but guards.alarms=false disables it; set it to true")
         return {}
     bands = dict(BANDS)
     for metric, ends in settings.bands.items():

@@ -43,12 +43,12 @@ class ZeroSpreadWarning:
         if self._zero_spread_steps != WARN_AFTER_STEPS:
             return ""
         mean = metrics["rollout/reward_mean"]
-        other = "" if self._is_refilled else ", or set algorithm=dapo, which looks for prompts that differ"
+        other = "" if self._is_refilled else ", or set algorithm=dapo, which samples until prompts' rewards differ"
         return (
             f"step {step}: for {WARN_AFTER_STEPS} steps all answers to each prompt have had the same reward "
-            f"({ZERO_SPREAD} 1, mean {mean:.3g}): they tell no answer from another, and nothing is learned from them. "
-            "Read some answers (tools/view_rollouts.py): does the reward find what is right in them? If so, take "
-            "easier prompts where all are wrong (or sft first), harder ones where all are right; or raise "
+            f"({ZERO_SPREAD} 1, mean {mean:.3g}): they do not distinguish answers, and nothing is learned from them. "
+            "Read some answers (tools/view_rollouts.py): does the reward recognize right answers? If so, use easier "
+            "prompts if all are wrong (or sft first), harder ones if all are right; or raise "
             "rollout.samples_per_prompt or "
             f"rollout.temperature{other}"
         )

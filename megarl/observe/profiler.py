@@ -1,4 +1,4 @@
-"""Profile the steps in `track.profile`, with a named range per phase and span.
+"""Profile the steps in `track.profile_steps`, with a named range per phase and span.
 
 On CUDA this opens a capture window of `nsys profile -c cudaProfilerApi` with NVTX ranges; nsys must have started the
 run. Without CUDA torch's profiler writes a Chrome trace, `<run>/profile/rank_00000_steps_3-4.json`.
@@ -110,11 +110,13 @@ class StepProfiler:
             work()
         except Exception as error:  # noqa: BLE001  such as a full disk, or another active profiler
             self._steps = set()
-            self._log(f"could not profile: {' '.join(str(error).split())[:200]}; training goes on without it")
+            self._log(f"could not profile: {' '.join(str(error).split())[:200]}; training continues without it")
 
 
 def check_profile(config: Config) -> None:
-    """Raise ConfigError if `track.profile` has a step beyond the end of the run."""
-    out_of_range = [step for step in config.track.profile if step > config.run.num_rollout]
+    """Raise ConfigError if `track.profile_steps` has a step beyond the end of the run."""
+    out_of_range = [step for step in config.track.profile_steps if step > config.run.num_rollout]
     if out_of_range:
-        raise ConfigError(f"track.profile names step {out_of_range[0]}, but run.num_rollout={config.run.num_rollout}")
+        raise ConfigError(
+            f"track.profile_steps names step {out_of_range[0]}, but run.num_rollout={config.run.num_rollout}"
+        )

@@ -73,9 +73,9 @@ def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int 
     recorded = ReplaySource.parse(config.rollout.replay)
     folder, key = recorded.folder, f"rollout.replay={config.rollout.replay}"
     if not folder.is_dir():
-        raise ConfigError(f"{key}: there is no such run folder")
+        raise ConfigError(f"{key}: no such run folder")
     if not (folder / "rollouts").is_dir():
-        raise ConfigError(f"{key} has no folder rollouts; name a run with track.rollouts=true")
+        raise ConfigError(f"{key} has no folder rollouts; name a run with track.save_rollouts=true")
     first_step, last_step = 1, until or config.run.num_rollout
     if config.run.resumes:  # steps up to the checkpoint are not repeated
         saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
@@ -89,7 +89,7 @@ def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int 
             if available and available[0] > recorded_step:
                 remedy = f"{folder}@{available[0]} begins with its first"
             name = step_folder(folder, recorded_step).name
-            raise ConfigError(f"{key} has no rollouts of step {recorded_step} ({name}), {available_text}: {remedy}")
+            raise ConfigError(f"{key} has no rollouts for step {recorded_step} ({name}), {available_text}: {remedy}")
         _check_step(folder, recorded_step, config, hf, vocabulary)
 
 
@@ -104,8 +104,8 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
     for file, part in open_complete_parts(run_dir, step):
         if vocabulary and (recorded_hash := read_vocabulary_hash(part)) and recorded_hash != vocabulary:
             raise ConfigError(
-                f"{file} was recorded with another tokenizer than that of model.path={config.model.path}, to which its "
-                "token ids are other words; set model.path to a model with the same one"
+                f"{file} was recorded with another tokenizer than that of model.path={config.model.path}; set "
+                f"model.path to a model with the same tokenizer"
             )
         _check_range(file, part, int(hf["vocab_size"]))
         for number, row in enumerate(iter_rows(file, part, (*_CHECKED_COLUMNS, "routing_shape", *counts))):
@@ -134,13 +134,14 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
                     raise ConfigError(
                         f"train.replay_routing=true, but {where}, has {recorded_shape}, and this model has "
                         f"{expected_shape[0]} layers with {expected_shape[1]}: replay a run that "
-                        "recorded it (with train.replay_routing and track.records), or set train.replay_routing=false"
+                        "recorded it (with train.replay_routing and track.save_replay_data), or set "
+                        "train.replay_routing=false"
                     )
                 if counts and row["support_counts"] is None:
                     raise ConfigError(
-                        f"sampling is cut off by rollout.top_p, top_k or min_p, but {where}, does not say what could "
-                        "have been sampled: replay a run that recorded it (cut off likewise, with track.records), or "
-                        "set these keys back"
+                        f"sampling is truncated by rollout.top_p, top_k or min_p, but {where}, has no sampling masks: "
+                        "replay a run that recorded them (with the same keys and track.save_replay_data), or reset "
+                        "these keys"
                     )
             episode = row["group"], row["episode"]
             sizes[row["group"]] += row["episode"] < 0 or episode not in episodes  # an episode has a row per branch
@@ -177,8 +178,8 @@ def _check_range(file: Path, part: pq.ParquetFile, words: int) -> None:
                     raise ConfigError(f"{file} is not a file of recorded rollouts: a token id is negative")
                 if statistics.max >= words:
                     raise ConfigError(
-                        f"{file} has the token {statistics.max}, and the model of model.path knows {words} words: it "
-                        "was recorded with another model"
+                        f"{file} has the token {statistics.max}, and the model of model.path has {words} tokens: it "
+                        f"was recorded with another model"
                     )
             if name == "logprobs" and not (math.isfinite(statistics.min) and math.isfinite(statistics.max)):
                 raise ConfigError(f"{file}: a log-prob is not finite")

@@ -130,7 +130,7 @@ class RolloutLog:
         if error is not None and not self._warned:
             self._warned = True
             reason = " ".join(str(error).split()) or type(error).__name__
-            self._warn(f"could not record rollouts: {reason}; training goes on without them")
+            self._warn(f"could not record rollouts: {reason}; training continues without them")
 
     def make_drain(self) -> Callable[[], None]:
         """Return a function that waits, on any thread, for what is queued now but not for later writes."""
@@ -244,18 +244,18 @@ def open_complete_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.P
     folder = step_folder(run_dir, step)
     parts = _open_parts(run_dir, step)
     if not parts:
-        raise ConfigError(f"{run_dir} has no rollouts of step {step}: there is no file rank_*.parquet in {folder}")
+        raise ConfigError(f"{run_dir} has no rollouts of step {step}: no file rank_*.parquet in {folder}")
     totals = {_read_metadata(file, part, "total") for file, part in parts}
     if len(totals) > 1:
-        raise ConfigError(f"{folder} has files of steps of {min(totals)} and of {max(totals)} rollouts: of two runs")
+        raise ConfigError(f"{folder} has files of steps of {min(totals)} and of {max(totals)} rollouts: from two runs")
     counts = Counter(row["number"] for file, part in parts for row in iter_rows(file, part, ["number"]))
     if duplicates := [number for number, count in counts.items() if count > 1]:
-        raise ConfigError(f"{folder} has rollout {min(duplicates)} twice: its files are of two runs")
+        raise ConfigError(f"{folder} has rollout {min(duplicates)} twice: its files are from two runs")
     (total,) = totals
     if missing := set(range(total)) - set(counts):
         raise ConfigError(
-            f"{folder} has {len(counts)} of the {total} rollouts of its step, rollout {min(missing)} is missing: the "
-            "file of another rank is not there"
+            f"{folder} has {len(counts)} of the {total} rollouts of its step, rollout {min(missing)} is missing: "
+            f"another rank's file is missing"
         )
     if out_of_range := set(counts) - set(range(total)):
         raise ConfigError(f"{folder} has a rollout {max(out_of_range)}, but its step has {total}: it is damaged")
@@ -285,7 +285,7 @@ def _format_columns(file: Path, part: pq.ParquetFile) -> list[str]:
     supported = range(min(COLUMNS_SINCE_FORMAT) - 1, FORMAT + 1)
     if (file_format := _read_metadata(file, part, "format")) not in supported:
         raise ConfigError(
-            f"{file} is of format {file_format}, and this program reads formats {supported[0]} to {FORMAT} only"
+            f"{file} is of format {file_format}, but this program reads only formats {supported[0]} to {FORMAT} only"
         )
     later = {name for format, names in COLUMNS_SINCE_FORMAT.items() if format > file_format for name in names}
     return [name for name in SCHEMA.names if name not in later]

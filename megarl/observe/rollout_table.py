@@ -241,7 +241,7 @@ def to_record(row: dict[str, Any]) -> Record:
         raise ValueError(f"its reward part {invalid[0]} is {reward_parts[invalid[0]]!r}, not a number")
     unscored = _load_json(row, "unscored", dict)
     if invalid := [part for part, why in unscored.items() if not isinstance(why, str)]:
-        raise ValueError(f"why it has no {invalid[0]} is {unscored[invalid[0]]!r}, not text")
+        raise ValueError(f"the reason why it has no {invalid[0]} is {unscored[invalid[0]]!r}, not text")
     prompt = Prompt(
         id=row["id"],
         messages=tuple(_load_json(row, "prompt_messages", list)),
@@ -296,10 +296,10 @@ def _read_sampling_mask(row: dict[str, Any]) -> SamplingMask | None:
     num_actions = int(row["turn_lengths"][row["turn_is_action"]].sum())
     if len(counts) != num_actions or (num_actions and counts.min() < 0) or counts.sum() != len(ids):
         raise ValueError(
-            f"of {num_actions} tokens of the policy, {len(counts)} say that they could be {len(ids)} in all"
+            f"of {num_actions} tokens of the policy, {len(counts)} have sampling masks of {len(ids)} in total"
         )
     if len(ids) and ids.min() < 0:
-        raise ValueError("a token that could have been drawn is negative")
+        raise ValueError("a token of a sampling mask is negative")
     return SamplingMask(torch.from_numpy(counts.copy()), torch.from_numpy(ids.copy()))
 
 
@@ -311,7 +311,7 @@ def check_turns(row: dict[str, Any]) -> None:
     names = ("turn_weight_version", "turn_rewards", "turn_cached_tokens")
     turn_columns = [row[name] for name in names if row.get(name) is not None]
     if any(len(column) != len(lengths) for column in (is_action, *turn_columns)):
-        raise ValueError("its turns are not as many in every column")
+        raise ValueError("its columns disagree on the number of turns")
     if not len(lengths) or is_action[0]:
         raise ValueError("its first turn is not a prompt")
     if lengths.min() < 0:

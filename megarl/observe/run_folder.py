@@ -58,8 +58,8 @@ IDENTITY_KEYS = (
     "model.path",
     "model.dtype",
     "data.train",
-    "data.weights",
-    "data.order",
+    "data.mixture_weights",
+    "data.curriculum_key",
     "data.prompt_key",
     "data.label_key",
     "data.prompts_per_step",
@@ -108,7 +108,7 @@ quarantine.jsonl rollouts of which a log-prob, a value or an advantage was not f
                  trained on them. rollouts/ has them; their prompt and seed are said here
 timeline/        who did what when, a file for each rank, which Perfetto reads. Look, and join them to one:
                  .venv/bin/python tools/timeline.py <this folder> --out timeline.json
-profile/         with track.profile and without CUDA, a Chrome trace of each rank over these steps
+profile/         with track.profile_steps and without CUDA, a Chrome trace of each rank over these steps
 checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest. What is in
                  them, and the model of one as a Hugging Face folder:
                  .venv/bin/python tools/checkpoints.py list <this folder>

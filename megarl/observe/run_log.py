@@ -76,12 +76,12 @@ class RunLog:
         self._tracker: Tracker | None = None
         if self.is_writer:
             self._tracker = Tracker(self.run_dir, config.track.trackers, self._warn, redact_config(config))
-        self._shows_rollouts = config.track.rollouts
+        self._shows_rollouts = config.track.save_rollouts
         url = resolve_url(config.track.webhook) if self.is_writer and config.track.webhook else ""
         self._webhook = Webhook(url, config.run.dir) if url else None
         self._rollouts: RolloutLog | None = None
-        if config.track.rollouts:
-            self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.records, vocabulary)
+        if config.track.save_rollouts:
+            self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.save_replay_data, vocabulary)
         self._timeline = Timeline(self.run_dir, job.rank, self._warn)
         if self._folder is None or not self._folder.is_resumed:
             self._pending_lines = None
@@ -101,8 +101,8 @@ class RunLog:
                     remove_after(self.run_dir, step)
                 except OSError as error:
                     raise ConfigError(
-                        f"cannot remove the rollouts of steps after {step} in {self.run_dir}/rollouts, which are to be "
-                        f"taken again: {error}; remove them, or set run.dir to another folder"
+                        f"cannot remove the rollouts of steps after {step} in {self.run_dir}/rollouts, which are "
+                        f"repeated: {error}; remove them, or set run.dir to another folder"
                     ) from None
 
         self._on_lead(begin)
@@ -138,14 +138,12 @@ class RunLog:
             with (self.run_dir / "quarantine.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **rollout}) + "\n" for rollout in rollouts)
         except OSError as error:
-            self._warn(f"could not write quarantine.jsonl: {error.strerror}; training goes on without it")
+            self._warn(f"could not write quarantine.jsonl: {error.strerror}; training continues without it")
         shown = ", ".join(
             f"{entry['prompt']} ({', '.join(entry['not_finite']) or 'a branch'})" for entry in rollouts[:3]
         )
         more = f" and {len(rollouts) - 3} more" if len(rollouts) > 3 else ""
-        self.alarm(
-            f"step {step}: not finite, so nothing is trained on them: rollouts of {shown}{more}; quarantine.jsonl"
-        )
+        self.alarm(f"step {step}: masked rollouts with non-finite values: {shown}{more}; see quarantine.jsonl")
 
     def alarm_any_rank(self, text: str) -> None:
         """Raise an alarm from any rank and thread."""
@@ -238,9 +236,9 @@ class RunLog:
         if rollouts is not None and self._shows_rollouts:
             self._tracker.table(step, make_rows(step, rollouts.local))
         if rollouts is not None and (reasons := summarize_aborts(rollouts)):
-            self.log(f"step {step}: aborted rollouts, which nothing is trained on: {reasons}")
+            self.log(f"step {step}: aborted rollouts, excluded from training: {reasons}")
         if rollouts is not None and (reasons := summarize_unscored(rollouts)):
-            self.log(f"step {step}: rollouts without a reward, which nothing is trained on: {reasons}")
+            self.log(f"step {step}: rollouts without a reward, excluded from training: {reasons}")
         self._progress.end_step(step, metrics)
         self._append_line(self._progress.format_step(step, metrics))
 
@@ -281,7 +279,7 @@ class RunLog:
             file.parent.mkdir(exist_ok=True)
             with file.open("a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{''.join(traceback.format_exception(error))}\n")
-            error.add_note(f"the whole traceback is in {file}")
+            error.add_note(f"the full traceback is in {file}")
         except OSError:
             pass  # the traceback goes to the terminal instead
 
@@ -305,7 +303,7 @@ class RunLog:
             with (self.run_dir / "log.txt").open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
         except OSError as error:
-            self._warn(f"could not write log.txt: {error.strerror}; training goes on without it")
+            self._warn(f"could not write log.txt: {error.strerror}; training continues without it")
 
     def _warn(self, text: str) -> None:
         kind = text.split(":")[0]

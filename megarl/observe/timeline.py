@@ -43,7 +43,7 @@ class Timeline:
                 lines.insert(0, "[" if file.tell() == 0 else "")
                 file.write("\n".join(lines) + "\n")
         except OSError as error:
-            self._warn(f"could not write the timeline: {error.strerror}; training goes on without it")
+            self._warn(f"could not write the timeline: {error.strerror}; training continues without it")
 
     def _events(self, span: Span) -> list[str]:
         events: list[dict[str, Any]] = []

@@ -109,7 +109,7 @@ class Tracker:
             write()
         except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises must not end a training run
             if what not in self._failed:
-                self._warn(f"could not write {what}: {error}; training goes on without it")
+                self._warn(f"could not write {what}: {error}; training continues without it")
             self._failed.add(what)
 
 

@@ -79,7 +79,7 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
         return []
     if old is None:
         if folder.exists() and not index.is_file():
-            raise ConfigError(f"run.dir={run_dir} has a {FOLDER} that is not of a run; set run.dir to a new folder")
+            raise ConfigError(f"run.dir={run_dir} has a {FOLDER} that no run wrote; set run.dir to a new folder")
         if not resumes:
             shutil.rmtree(folder, ignore_errors=True)  # left by a start that completed no step
     elif not changed:

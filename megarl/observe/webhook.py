@@ -45,15 +45,13 @@ def resolve_url(setting: str) -> str:
     if setting.startswith(ENV_PREFIX):
         name = setting.removeprefix(ENV_PREFIX)
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{KEY}: behind {ENV_PREFIX} must be the name of an environment variable")
+            raise ConfigError(f"{KEY}: after {ENV_PREFIX} must come the name of an environment variable")
         if not os.environ.get(name, "").strip():
             raise ConfigError(f"{KEY}: the environment variable {name} is not set; export it before the run")
         setting = os.environ[name].strip()
     parts = _parts(setting)
     if is_known_private(parts.hostname or "") and not _is_private_allowed():
-        raise ConfigError(
-            f"{KEY} is on this machine or in a private network: export {PRIVATE_ENV}=1 if it is one of yours"
-        )
+        raise ConfigError(f"{KEY} is on this machine or in a private network: export {PRIVATE_ENV}=1 if it is yours")
     return setting
 
 
@@ -65,7 +63,7 @@ def _parts(url: str) -> SplitResult:
         is_valid = False
     if not is_valid or not (url.isascii() and url.isprintable()) or " " in url:
         raise ConfigError(
-            f"{KEY} is no address such as https://hooks.example.com/T1/x, and not {ENV_PREFIX}NAME of a variable with "
+            f"{KEY} is not a URL such as https://hooks.example.com/T1/x, and not {ENV_PREFIX}NAME of a variable with "
             "one"
         )
     return parts
@@ -126,12 +124,12 @@ class Webhook:
                 problem = f"{type(error).__name__}{f': {reason}' if reason else ''}"
             if problem and not has_failed:
                 has_failed = True
-                self._failure = f"an alarm could not be posted to {KEY} ({problem}); it is tried again with the next"
+                self._failure = f"an alarm could not be posted to {KEY} ({problem}); it is retried with the next one"
 
     def _send(self, alarm: Alarm) -> str:
         """Post an alarm. Return what is wrong with the response, empty if it was accepted."""
         num_dropped, self._num_dropped = self._num_dropped, 0
-        dropped_note = f" ({num_dropped} further alarms were left out)" if num_dropped else ""
+        dropped_note = f" ({num_dropped} further alarms were dropped)" if num_dropped else ""
         body = {
             "text": f"MegaRL {self._run} on {self._host}, step {alarm.step}: {alarm.text}{dropped_note}",
             "run": self._run,
@@ -157,7 +155,7 @@ class Webhook:
 
 def _connect(host: str, port: int) -> socket.socket:
     """Connect to an allowed address of `host`. The check and the connection use the same resolved address."""
-    problem: OSError = OSError(0, "there is no such host")
+    problem: OSError = OSError(0, "no such host")
     for family, sock_type, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if not _is_private_allowed() and not is_public(str(address[0])):
             problem = OSError(0, f"it is on this machine or in a private network; {PRIVATE_ENV}=1 allows it")

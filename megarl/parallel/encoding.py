@@ -58,7 +58,7 @@ def decode(content: bytes | memoryview) -> Any:
     try:
         return _Decoder(view[8 + size :]).value(json.loads(bytes(view[8 : 8 + size])), 0)
     except (TypeError, LookupError, AttributeError, ValueError, RuntimeError, ImportError) as error:
-        raise EncodingError(f"no value of a rank: {type(error).__name__}: {error}") from error
+        raise EncodingError(f"not a value from a rank: {type(error).__name__}: {error}") from error
 
 
 class _Encoder:
@@ -146,7 +146,7 @@ class _Decoder:
         if type(tree) in _SCALARS:
             return tree
         if depth > 2 * _MAX_DEPTH:
-            raise EncodingError("too many levels")
+            raise EncodingError("nested too deeply")
         if type(tree) is list:
             return [self.value(item, depth + 1) for item in tree]
         ((kind, what),) = tree.items()
@@ -200,7 +200,7 @@ class _Decoder:
         if kind == "named":
             named = _find_class(what[0])
             if not (issubclass(named, tuple) and hasattr(named, "_fields")):
-                raise EncodingError(f"{what[0]} is no NamedTuple")
+                raise EncodingError(f"{what[0]} is not a NamedTuple")
             return tuple.__new__(named, [self.value(item, depth + 1) for item in what[1]])
         if kind == "object":
             cls = _find_class(what[0])
@@ -227,12 +227,12 @@ def _find_class(name: str) -> Any:
     for part in path.split("."):
         target = getattr(target, part)
     if not isinstance(target, type):
-        raise EncodingError(f"{name} is no class")
+        raise EncodingError(f"{name} is not a class")
     return target
 
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise EncodingError(f"{name} is no dtype")
+        raise EncodingError(f"{name} is not a dtype")
     return dtype

@@ -55,7 +55,7 @@ def unseal(sealed: bytes | bytearray | memoryview, purpose: str, key: bytes | No
         view[:_DIGEST_BYTES], _digest(content, purpose, key or job_key())
     ):
         raise ForgedError(
-            f"refused {len(view)} bytes for {purpose!r} that do not come from a rank of this job: somebody else reaches"
+            f"refused {len(view)} bytes for {purpose!r} that were not sent by a rank of this job: somebody else reaches"
             f" its ports, or its nodes have different secrets, see {SECRET_ENV} in SECURITY.md"
         )
     return content
@@ -113,7 +113,7 @@ def _user_key() -> bytes:
             "nodes"
         ) from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or len(text) < _MIN_LENGTH:
-        raise ConfigError(f"{file} can be read by others, or is not yours: remove it, and a new one is made")
+        raise ConfigError(f"{file} can be read by others, or is not yours: remove it, and a new one is created")
     return bytes.fromhex(text) if len(text) == 64 else hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 

@@ -33,7 +33,7 @@ class KVStore:
         store = dist.distributed_c10d._get_default_store()
         count = int(store.get(name))
         if not 0 < count <= _MAX_CHUNKS:
-            raise ForgedError(f"a note of {count} parts, which no rank has written")
+            raise ForgedError(f"a value of {count} parts that no rank wrote")
         names = [f"{name}/{number}" for number in range(count)]
         content = b"".join(store.get(part) for part in names)
         for part in (name, *names):

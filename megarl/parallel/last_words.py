@@ -15,7 +15,7 @@ _KEY = "megarl/last words"
 def exchange_root_cause(error: BaseException, kind: Literal["stopped", "ended", "mistake", "fault", "lost"]) -> str:
     """Publish a mistake or fault; the first one in the job stays. If this rank has `lost` a peer, return that cause.
 
-    Returns an empty string if no cause was published: the lost rank was killed or does not answer.
+    Returns an empty string if no cause was published: the lost rank was killed or does not respond.
     """
     with suppress(RuntimeError):  # the store may be unreachable, too
         store = dist.distributed_c10d._get_default_store()

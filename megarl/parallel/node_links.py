@@ -124,10 +124,10 @@ class NodeLinks:
                 socket.send_fds(self.sockets[other], [content], descriptors)
                 return
             except BlockingIOError:
-                self._wait(other, select.POLLOUT, deadline, f"rank {other} has read nothing for {patience_s:.0f} s")
+                self._wait(other, select.POLLOUT, deadline, f"rank {other} read nothing for {patience_s:.0f} s")
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
-                    raise ConnectionError(f"rank {other} is gone: {error.strerror}") from None
+                    raise ConnectionError(f"rank {other} disconnected: {error.strerror}") from None
                 time.sleep(0.001)  # ETOOMANYREFS: too many descriptors of this process are in flight
 
     def receive(self, other: int, patience_s: float) -> tuple[Any, list[int]] | None:
@@ -145,11 +145,11 @@ class NodeLinks:
             except BlockingIOError:
                 if not patience_s:
                     return None
-                self._wait(other, select.POLLIN, deadline, f"rank {other} has sent nothing for {patience_s:.0f} s")
+                self._wait(other, select.POLLIN, deadline, f"rank {other} sent nothing for {patience_s:.0f} s")
             except OSError as error:
-                raise ConnectionError(f"rank {other} is gone: {error.strerror}") from None
+                raise ConnectionError(f"rank {other} disconnected: {error.strerror}") from None
         if not content:
-            raise ConnectionError(f"rank {other} is gone: it has closed its socket")
+            raise ConnectionError(f"rank {other} disconnected: it closed its socket")
         return json.loads(content), descriptors
 
     def _wait(self, other: int, event: int, until: float, problem: str) -> None:

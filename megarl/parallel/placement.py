@@ -73,22 +73,22 @@ def _parse_ranks(role: str, value: Any, world: int) -> tuple[int, ...]:
     if text in (ALL, CPU):
         return tuple(range(world)) if text == ALL else ()
     if not text:
-        raise ConfigError(f"{key} names no ranks: {REMEDY}, or leave the role out")
+        raise ConfigError(f"{key} lists no ranks: {REMEDY}, or remove the role")
     ranks: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise ConfigError(f"{key} is no set of ranks, for {strict.short_repr(part)} in it is none: {REMEDY}")
+            raise ConfigError(f"{key} is not a set of ranks, because {strict.short_repr(part)} is not: {REMEDY}")
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
-            raise ConfigError(f"{key}: the run {part} goes down; write {last}-{first}")
+            raise ConfigError(f"{key}: the range {part} is descending; write {last}-{first}")
         if last >= world:
             raise ConfigError(
                 f"{key} names rank {last}, but the job has the ranks 0 to {world - 1}: name others, or raise "
                 f"parallel.world_size={world}"
             )
         if repeated := ranks & set(range(first, last + 1)):
-            raise ConfigError(f"{key} names rank {min(repeated)} twice; once will do")
+            raise ConfigError(f"{key} names rank {min(repeated)} twice; name it once")
         ranks |= set(range(first, last + 1))
     return tuple(sorted(ranks))
 
@@ -103,7 +103,7 @@ def role_parallel(config: Config, role: str) -> ParallelConfig:
     key = layout_key(role)
     for name in ("world_size", "ranks_per_node"):
         if name in overrides:
-            raise ConfigError(f"{key}{name}: the {role}'s ranks are those of placement.{role}; leave it out")
+            raise ConfigError(f"{key}{name}: placement.{role} sets the ranks of the {role}; remove it")
     tree = {**to_dict(config.parallel), **overrides, "world_size": len(placement_of(config).ranks_of(role))}
     parallel: ParallelConfig = strict.build_dataclass(ParallelConfig, tree, key, root=Config)
     return parallel
@@ -166,13 +166,13 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
     placement = placement_of(config)
     for role in roles:
         if not placement.ranks_of(role) and has_model(config, role):
-            what = "reward.model is computed" if role == "reward" else f"the {role} computes"
-            raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name some, or leave the role out")
+            what = "reward.model runs" if role == "reward" else f"the {role} computes"
+            raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name ranks, or remove the role")
     if "reference" in roles and placement.ranks_of("reference") != placement.ranks_of("actor"):
         raise ConfigError(
             f"placement.reference={placement.format_ranks('reference')}, but the reference is the actor's model "
             "with its first "
-            f"weights, and the actor is on {placement.format_ranks('actor')}: leave placement.reference out"
+            f"weights, and the actor is on {placement.format_ranks('actor')}: remove placement.reference"
         )
     _check_overlaps(placement, roles)
     for role in roles:
@@ -194,9 +194,8 @@ def _check_overlaps(placement: Placement, roles: Collection[str]) -> None:
             if ranks_a & ranks_b and ranks_a != ranks_b and not everywhere:
                 raise ConfigError(
                     f"placement has the {role} on {placement.format_ranks(role)} and the {other} on "
-                    f"{placement.format_ranks(other)}, "
-                    "which share some ranks: put two roles on the same ranks, or on none that both have (rollout may "
-                    "also be on all)"
+                    f"{placement.format_ranks(other)}, which overlap: two roles must have the same ranks or disjoint "
+                    f"ones (rollout may also have all)"
                 )
 
 
@@ -205,7 +204,7 @@ def _check_model(config: Config, placement: Placement, role: str) -> None:
     if config.train.ddp.get("nccl_ub") and not is_on_all_ranks:
         raise ConfigError(
             f"train.ddp.nccl_ub: Megatron waits for all ranks of the job in it, but placement has the {role} on "
-            f"{placement.format_ranks(role)} only; leave one of them out"
+            f"{placement.format_ranks(role)} only; remove one of them"
         )
     try:
         check_layout(
@@ -231,16 +230,16 @@ def check_engine_ranks(config: Config) -> None:
     ranks_per_node = min(ranks_per_node, placement.world)
     if ranks_per_node % tp and tp % ranks_per_node:
         raise ConfigError(
-            f"rollout.tp={tp} does not fit nodes of {ranks_per_node} ranks: an engine is part of a node, or whole nodes"
+            f"rollout.tp={tp} does not fit nodes of {ranks_per_node} ranks: an engine must fit into a node, or span "
+            f"whole nodes"
         )
     for engine in engine_ranks(config):
         nodes_fit = engine[0] // ranks_per_node == engine[-1] // ranks_per_node or engine[0] % ranks_per_node == 0
         if engine[-1] - engine[0] != tp - 1 or not nodes_fit:
             raise ConfigError(
-                f"placement.rollout={placement.format_ranks('rollout')} with rollout.tp={tp} makes an engine of the "
-                "ranks "
-                f"{format_ranges(engine)}: it must be of neighbours in a node of {ranks_per_node} ranks, or of "
-                "whole nodes"
+                f"placement.rollout={placement.format_ranks('rollout')} with rollout.tp={tp} builds an engine from "
+                f"ranks {format_ranges(engine)}: they must be adjacent in a node of {ranks_per_node} ranks, or whole "
+                f"nodes"
             )
 
 
@@ -256,7 +255,7 @@ def check_layout(parallel: ParallelConfig, world: str = "") -> None:
     if parallel.world_size % model_parallel:
         raise ConfigError(
             f"{world or f'parallel.world_size={parallel.world_size}'} is not a multiple of {' x '.join(shown)} = "
-            f"{' x '.join(map(str, shown.values()))} = {model_parallel}; the nearest that are: "
+            f"{' x '.join(map(str, shown.values()))} = {model_parallel}; the nearest valid sizes: "
             f"{_nearest_multiples(parallel.world_size, model_parallel)}"
         )
     expert_ranks = parallel.world_size // parallel.pp

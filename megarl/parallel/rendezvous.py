@@ -99,10 +99,9 @@ def check_private(name: str, address: str) -> None:
     public = sorted(filter(is_public, addresses))
     if public and os.environ.get(PUBLIC_NETWORK_ENV) != "1":
         raise ConfigError(
-            f"{name}={address} is {public[0]}, an address of the public internet, where ranks and engines would answer "
-            f"anybody: set {name} to one of the nodes' own network, or export {PUBLIC_NETWORK_ENV}=1 on all nodes, "
-            "if a firewall "
-            "keeps others out"
+            f"{name}={address} is {public[0]}, an address of the public internet, where ranks and engines would accept "
+            f"anybody's connections: set {name} to one of the nodes' own network, or export {PUBLIC_NETWORK_ENV}=1 on "
+            f"all nodes, if a firewall protects it"
         )
 
 
@@ -139,17 +138,17 @@ def read_launch_env() -> LaunchEnv:
         raise ConfigError(f"the environment has no {' and no '.join(missing)}: {remedy}")
     rank = _read_int("RANK", remedy)
     if rank >= world:
-        raise ConfigError(f"the environment says RANK={rank} of WORLD_SIZE={world}: {remedy}")
+        raise ConfigError(f"the environment has RANK={rank} of WORLD_SIZE={world}: {remedy}")
     _read_int("LOCAL_RANK", remedy)
     if not 0 < _read_int("MASTER_PORT", remedy, default="29500") < 2**16:
-        raise ConfigError(f"MASTER_PORT={os.environ['MASTER_PORT']} is no port: {remedy}")
+        raise ConfigError(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port: {remedy}")
     return LaunchEnv(rank, world, True)
 
 
 def _read_int(name: str, remedy: str, least: int = 0, default: str = "") -> int:
     text = os.environ.get(name, default or str(least))
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ConfigError(f"the environment says {name}={text!r}, which is no number from {least}: {remedy}")
+        raise ConfigError(f"the environment has {name}={text!r}, which is not a number from {least}: {remedy}")
     return int(text)
 
 

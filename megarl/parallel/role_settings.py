@@ -52,7 +52,7 @@ def role_settings(config: Config, role: str) -> RoleConfig:
     settings: RoleConfig = strict.build_dataclass(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
     for name, key in zip(("model", "parallel"), BUILTIN_ROLES.get(role, ()), strict=False):
         if getattr(settings, name) and key != f"roles.{role}.{name}":
-            location = f"is {key}; set that" if key else "is that of the actor; leave it out"
+            location = f"is {key}; set that" if key else "is that of the actor; remove it"
             raise ConfigError(f"roles.{role}.{name}: for the {role} this {location}")
     return settings
 
@@ -102,7 +102,7 @@ def with_role(
             continue
         key = BUILTIN_ROLES[role][name == "parallel"] if role in BUILTIN_ROLES else f"roles.{role}.{name}"
         if not key:
-            raise ConfigError(f"register_worker({role!r}): the {role} has no {name} of its own; leave it out")
+            raise ConfigError(f"register_worker({role!r}): the {role} has no separate {name}; remove it")
         new_value = dataclasses.replace(config.parallel, **dict(parallel or {})) if key == "parallel" else value
         config = _replace_path(config, key.split("."), new_value)
     return config

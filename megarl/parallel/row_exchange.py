@@ -187,7 +187,7 @@ class RowExchange:
         """Raise background errors, read pending messages, and close the memory of deliveries that nobody will read."""
         if self._background_error:
             raise ConnectionError(
-                f"a delivery did not reach a rank: {self._background_error}"
+                f"a transfer did not reach a rank: {self._background_error}"
             ) from self._background_error
         for other in self._links.sockets:
             with suppress(ConnectionError):  # whoever needs that rank's rows notices
@@ -311,11 +311,9 @@ class Delivery:
                     yield block, _block_rows(plan, block, memory)
         if self.inbound:
             if not self.inbound.done.wait(ranks.current_timeout()):
-                raise TimeoutError(
-                    f"other machines have not sent what this rank needs for {ranks.current_timeout():.0f} s"
-                )
+                raise TimeoutError(f"other nodes have not sent this rank's data for {ranks.current_timeout():.0f} s")
             if self.inbound.error:
-                raise ConnectionError(f"what other machines send has not come: {self.inbound.error}")
+                raise ConnectionError(f"data from other nodes did not arrive: {self.inbound.error}")
             yield from _inbound_blocks(plan, rank, self.inbound.memory)
         for receiver in neighbours_of:
             if plan.needs_forwarded(rank, receiver):
@@ -326,7 +324,7 @@ class Delivery:
         content, descriptors = self._exchange._wait_for_message(other, what, self._number)
         try:
             if isinstance(content, str):
-                raise ConnectionError(f"what other machines send to rank {other} has not come: {content}")
+                raise ConnectionError(f"data from other nodes for rank {other} did not arrive: {content}")
             return content, [shared_memory.attach(descriptor) for descriptor in descriptors]
         finally:
             node_links.close_descriptors(descriptors)
@@ -395,7 +393,7 @@ def _as_connection_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionError(f"another rank is gone, or does not answer: {error}") from error
+        raise ConnectionError(f"another rank disconnected or does not respond: {error}") from error
 
 
 def _check_column(name: str, column: torch.Tensor | None, kind: RowSpec, plan: ExchangePlan) -> torch.Tensor:

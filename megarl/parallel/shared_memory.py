@@ -112,12 +112,12 @@ def attach(descriptor: int) -> torch.Tensor:
 def export_handle(tensor: torch.Tensor) -> list[int]:
     """Return a handle with which any process of this user can map a contiguous tensor, see `map_handle`.
 
-    Raises ValueError if the tensor does not lie in shared memory of this process.
+    Raises ValueError if the tensor is not in shared memory of this process.
     """
     size = tensor.numel() * tensor.element_size()
     region = find_region(tensor)
     if region is None and size:
-        raise ValueError("the tensor does not lie in shared memory")
+        raise ValueError("the tensor is not in shared memory")
     if region is None:
         return [os.getpid(), -1, 0, 0, 0]
     return [os.getpid(), region.descriptor, os.fstat(region.descriptor).st_ino, region.offset, size]
@@ -130,7 +130,7 @@ def map_handle(process: int, descriptor: int, inode: int, offset: int, size: int
     local_descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(local_descriptor).st_ino != inode:  # the descriptor number has been reused
-            raise FileNotFoundError(f"process {process} shares this memory no longer")
+            raise FileNotFoundError(f"process {process} no longer shares this memory")
         return _map_tensor(local_descriptor, offset + size, mmap.MAP_SHARED, made=False)[offset:]
     finally:
         os.close(local_descriptor)

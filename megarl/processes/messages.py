@@ -90,7 +90,7 @@ def _decode(body: bytes, text_size: int) -> Frame:
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("a frame without the sizes of its blobs")
     if text_size + sum(sizes) != len(body):
-        raise ValueError("a frame whose blobs have other sizes than it says")
+        raise ValueError("a frame whose blobs differ from its declared sizes")
     blobs, start = [], text_size
     for size in sizes:
         blobs.append(body[start : start + size])

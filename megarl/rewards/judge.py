@@ -96,7 +96,7 @@ class JudgeOptions(HttpOptions):
             regex.compile(result.pattern)
         except regex.error as error:
             raise ConfigError(
-                f"{OPTIONS_PREFIX}pattern: {result.pattern!r} is no regular expression: {error}"
+                f"{OPTIONS_PREFIX}pattern: {result.pattern!r} is not a valid regular expression: {error}"
             ) from None
         if not -MAX_REWARD <= result.least < result.most <= MAX_REWARD:
             raise ConfigError(
@@ -189,7 +189,7 @@ def extract_completion(data: bytes) -> str:
         (choice, *_) = orjson.loads(data)["choices"]
         text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"its answer is no completion ({plugins.format_error(error)}): {preview(data)}") from None
+        raise ValueError(f"its answer is not a completion ({plugins.format_error(error)}): {preview(data)}") from None
     if not isinstance(text, str):
         raise ValueError(f"it returned no text, but {strict.short_repr(text)}")
     if finish_reason == "length":

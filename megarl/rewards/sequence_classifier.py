@@ -51,7 +51,7 @@ def resolve_label(hf: Mapping[str, Any], options: ClassifierOptions, path: str) 
     if not is_classifier(hf):
         architecture = (hf.get("architectures") or ["nothing"])[0]
         raise ConfigError(
-            f"reward.model={path} is no sequence classifier: config.json has {architecture} for its architecture"
+            f"reward.model={path} is not a sequence classifier: its architecture in config.json is {architecture}"
         )
     id2label = hf.get("id2label") or {}
     names = [str(id2label.get(str(i), f"LABEL_{i}")) for i in range(int(hf.get("num_labels") or len(id2label) or 2))]

@@ -87,7 +87,7 @@ class HttpOptions:
             except ValueError:  # an invalid port
                 is_valid = False
             if not is_valid:
-                raise ConfigError(f"{OPTIONS_PREFIX}url: {url!r} is no address such as http://judge:8000/score")
+                raise ConfigError(f"{OPTIONS_PREFIX}url: {url!r} is not a URL such as http://judge:8000/score")
             if parts.username or parts.password:
                 raise ConfigError(
                     f"{OPTIONS_PREFIX}url holds a password, which would be in every log; use {OPTIONS_PREFIX}auth_env"
@@ -402,7 +402,7 @@ class Service(HttpScorer):
         try:
             entries = orjson.loads(response.data)
         except ValueError:
-            problem = f"its answer is no JSON: {preview(response.data)}"
+            problem = f"its answer is not JSON: {preview(response.data)}"
             return [self.client.to_failure(response.url, problem)] * count
         if not isinstance(entries, list) or len(entries) != count:
             what = f"a list of {len(entries)}" if isinstance(entries, list) else f"a {type(entries).__name__}"
@@ -426,7 +426,7 @@ class Service(HttpScorer):
 def _check_parts(parts: Any) -> dict[str, Any]:
     """Return the parts of an entry. Their names are restricted, because they become log columns and metric names."""
     if not isinstance(parts, dict):
-        raise RewardError(f"it returned `parts` that are no mapping, but {preview(strict.short_repr(parts))}")
+        raise RewardError(f"it returned `parts` that are not a mapping, but {preview(strict.short_repr(parts))}")
     if len(parts) > _MAX_PARTS:
         raise RewardError(f"it returned {len(parts)} parts; {_MAX_PARTS} are allowed")
     for name in parts:

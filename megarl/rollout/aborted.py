@@ -23,7 +23,7 @@ class TooManyAborted(RuntimeError):
 
 
 def summarize_aborts(rollouts: Rollouts) -> str:
-    """Return `12 x it did not finish within rollout.step_timeout, ...`, most frequent first; empty if none is aborted."""
+    """Return `12 x it did not finish within rollout.step_timeout, ...`, most frequent first; empty without aborts."""
     return _summarize_reasons(rollouts.failures)
 
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 async def reject_agents() -> SessionServer:
-    raise RuntimeError("there are no agents here")
+    raise RuntimeError("agents are not available here")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ async def run_conversation(
     except Halted:
         return conversation.state
     except TimeoutError:
-        failure = "it was not done within rollout.step_timeout"
+        failure = "it did not finish within rollout.step_timeout"
     except (RequestFailed, SessionLost) as error:
         failure = str(error)
     except BaseException:

@@ -1,7 +1,7 @@
 """Save one engine's partial rollouts to a file, which is part of a checkpoint.
 
 The file is a line of JSON followed by the arrays it numbers, in their in-memory format. Arrays are streamed, because
-routing makes them too large for a second copy in memory, and arrays shared by samples of a prompt are written once.
+routing creates them too large for a second copy in memory, and arrays shared by samples of a prompt are written once.
 """
 
 from __future__ import annotations
@@ -74,5 +74,5 @@ def _read_array(stream: Any, dtype: str, shape: list[int]) -> npt.NDArray[Any]:
     count = int(np.prod(shape, dtype=np.int64))
     values = np.fromfile(stream, np.dtype(dtype), count)
     if len(values) != count:
-        raise ValueError("it ends too early")
+        raise ValueError("it is truncated")
     return values.reshape(shape)

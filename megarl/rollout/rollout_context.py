@@ -279,7 +279,7 @@ class RolloutRunner:
 
     @property
     def _running_stream(self) -> GroupStream:
-        assert self._stream is not None, "start_stream comes first"
+        assert self._stream is not None, "call start_stream first"
         return self._stream
 
     async def _run_unless_stream_fails(self, work: Coroutine[Any, Any, T]) -> T:

@@ -80,7 +80,7 @@ class Interpreter:
     async def run(self, code: str, seconds: float | None = None) -> Output:
         """Run code for at most `seconds`, by default the limit that the session was created with.
 
-        Concurrent calls run one at a time, and each waits until fewer than `sandbox.processes` boxes are running. Code
+        Concurrent calls run one at a time, and each waits until fewer than `sandbox.max_boxes` boxes are running. Code
         that hangs or exceeds a limit is killed with all its processes: the output says so, the state is lost, and the
         next call starts a new session. Never raises for what the code does; raises SandboxError if there is no box.
         """
@@ -167,7 +167,7 @@ class Sandbox:
     ) -> Result:
         """Run a command with files (by relative path) in a new box. `fetch` names files to return.
 
-        Waits until fewer than `sandbox.processes` boxes are running; the wait does not count as run time. Raises
+        Waits until fewer than `sandbox.max_boxes` boxes are running; the wait does not count as run time. Raises
         ConfigError if boxes cannot work here, SandboxError if one could not be created, and ValueError for an invalid
         command or a path outside the box.
         """
@@ -206,7 +206,7 @@ class Sandbox:
         return HarnessResult(parse_results(blobs[2], nonce, count), count, _result(response, blobs))
 
     async def interpreter(self, limits: Limits = Limits()) -> Interpreter:  # noqa: B008
-        """Create a session. It occupies one of `sandbox.processes` only during a call.
+        """Create a session. It occupies one of `sandbox.max_boxes` only during a call.
 
         `limits.seconds` applies to each call. Raises ConfigError if boxes cannot work here, or if the backend keeps no
         state.

@@ -21,7 +21,7 @@ def check_path(name: str) -> str:
         or len(name) > 1000
         or len(parts) > 32
     ):
-        raise ValueError(f"{name[:80]!r} is no path within a box: a/b.txt is, and no . or .. or empty part")
+        raise ValueError(f"{name[:80]!r} is not a path inside the sandbox: a/b.txt is, and no . or .. or empty part")
     return name
 
 

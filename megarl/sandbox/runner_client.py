@@ -165,7 +165,7 @@ class RunnerClient:
             )
         setup = {
             "root": f"/tmp/megarl-sandbox-{os.getuid()}",
-            "processes": self._settings.processes,
+            "processes": self._settings.max_boxes,
             "bwrap": bwrap,
             "python": os.path.realpath(sys.base_prefix),
             "packages": _find_packages(),

@@ -28,7 +28,7 @@ class SandboxFusion:
 
     def __init__(self, settings: SandboxConfig) -> None:
         self._url = settings.backend.rstrip("/") + "/run_code"
-        self._max_boxes = settings.processes
+        self._max_boxes = settings.max_boxes
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
         self._box_limit = asyncio.Semaphore(self._max_boxes)

@@ -264,11 +264,11 @@ def _pack_sampling_masks(rollouts: Rollouts) -> tuple[SamplingMask, ...] | None:
         )
         if len(mask) != rollout.num_actions:
             raise ValueError(
-                f"a rollout whose policy chose {rollout.num_actions} tokens says of {len(mask)} what they could be"
+                f"a rollout whose policy chose {rollout.num_actions} tokens has sampling masks of {len(mask)}"
             )
         token_mask = mask.index_select((is_action.cumsum(0) - 1).where(is_action, -1))
         if bool((outside := token_mask.excludes(torch.tensor(rollout.token_ids))).any()):
-            raise ValueError(f"token {int(outside.nonzero()[0])} of a rollout is not among those that could be chosen")
+            raise ValueError(f"token {int(outside.nonzero()[0])} of a rollout is not in its sampling mask")
         masks.append(token_mask)
     return tuple(masks)
 
@@ -328,7 +328,7 @@ def reads(*columns: str) -> Callable[[Loss], Loss]:
     unknown column.
     """
     if unknown := [name for name in columns if name not in TOKEN_COLUMNS]:
-        raise ConfigError(f"@reads: {unknown[0]!r} is no column of a batch; there are {', '.join(TOKEN_COLUMNS)}")
+        raise ConfigError(f"@reads: {unknown[0]!r} is not a column of a batch; columns are {', '.join(TOKEN_COLUMNS)}")
 
     def mark(loss: Loss) -> Loss:
         loss.reads = columns  # type: ignore[attr-defined]

@@ -117,9 +117,9 @@ def assign_episode_ids(group: torch.Tensor, episode: torch.Tensor, **shared: tor
     starts_episode = torch.ones_like(is_branch)
     starts_episode[1:] = ~is_branch[1:] | (pairs[1:] != pairs[:-1]).any(dim=1)
     if len((first_pairs := pairs[is_branch & starts_episode]).unique(dim=0)) < len(first_pairs):
-        raise ValueError("branches of an episode do not follow each other")
+        raise ValueError("branches of an episode are not adjacent")
     episodes = Episodes(starts_episode.cumsum(0) - 1)
     for name, column in shared.items():
         if not torch.equal(episodes.expand(episodes.take_last(column)), column):
-            raise ValueError(f"branches of an episode have another {name} each")
+            raise ValueError(f"branches of an episode differ in {name}")
     return episodes.expand(episodes.first)

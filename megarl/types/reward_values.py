@@ -53,7 +53,7 @@ def parse_reward(value: Any, turns: int, subject: str = "it") -> Reward:
     """
     if isinstance(value, Mapping):
         if unknown := [name for name in value if name not in ("reward", "parts", "turns")]:
-            raise RewardError(f"{subject} returned {unknown[0]!r}, which is none of reward, parts, turns")
+            raise RewardError(f"{subject} returned {unknown[0]!r}, which is not reward, parts or turns")
         if "reward" not in value and value.get("turns") is None:
             raise RewardError(f"{subject} returned neither `reward` nor `turns`")
         present = {name: item for name, item in value.items() if item is not None or name == "reward"}
@@ -61,7 +61,7 @@ def parse_reward(value: Any, turns: int, subject: str = "it") -> Reward:
     if not isinstance(value, Reward):
         return Reward(parse_number(value, subject))
     if not isinstance(value.parts, Mapping) or not all(isinstance(name, str) and name for name in value.parts):
-        raise RewardError(f"{subject} returned `parts` that are no mapping of names to numbers")
+        raise RewardError(f"{subject} returned `parts` that are not a mapping of names to numbers")
     turn_rewards = value.turns.tolist() if hasattr(value.turns, "tolist") else value.turns
     if not isinstance(turn_rewards, list | tuple):
         raise RewardError(f"{subject} returned `turns` that are a {type(turn_rewards).__name__}, not a list of numbers")
@@ -97,15 +97,15 @@ def parse_number(value: Any, subject: str) -> float:
         try:
             text = repr(str(value)[:80])
         except Exception:  # __str__ is user code
-            text = "which cannot be shown"
+            text = "which cannot be displayed"
         if isinstance(value, Awaitable):
-            text = "which nobody awaits: make it a function by `async def`"
+            text = "which is not awaited: make it a function by `async def`"
         raise RewardError(f"{subject} returned a {type(value).__name__}, {text}; it must return a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise RewardError(f"{subject} returned {value}; it must return a finite number")
     if abs(value) > MAX_REWARD:
         size = f"{value:g}" if isinstance(value, float) or value.bit_length() < 1000 else "a number of many digits"
         raise RewardError(
-            f"{subject} returned {size}; beyond {MAX_REWARD:g} the advantages of all others drown in fp32: scale it"
+            f"{subject} returned {size}; beyond {MAX_REWARD:g} all other advantages vanish in fp32: scale it"
         )
     return float(value)

@@ -91,7 +91,7 @@ class Turn:
         if not self.is_action and logprobs.size:
             raise ValueError("only an action turn carries logprobs")
         if (self.reward or self.cached_tokens >= 0) and not self.is_action:
-            raise ValueError("only an action turn has a reward, and tokens that were cached for it")
+            raise ValueError("only an action turn has a reward, and cached tokens")
         if self.versions and sum(tokens for _, tokens in self.versions) != len(self.token_ids):
             raise ValueError(f"a turn of {len(self.token_ids)} tokens with versions of others: {self.versions}")
         if self.versions and self.versions[-1][0] != self.weight_version:

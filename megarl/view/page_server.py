@@ -104,18 +104,18 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         host = self.headers.get("Host", "").rpartition(":")
         if host[0] not in HOSTS or host[2] != str(self.server.server_address[1]):
-            self._answer(421, "text/plain", "This machine is served under its own name alone.\n")
+            self._answer(421, "text/plain", "This host name is not served.\n")
             return
         match = _PATH.fullmatch(self.path)
         if match is None or not hmac.compare_digest(match[1], self.server.key):
-            self._answer(404, "text/plain", "There is nothing here; the address with its key is in the terminal.\n")
+            self._answer(404, "text/plain", "Not found; the terminal shows the address with its key.\n")
             return
         if match[2] is None:
             self._answer(200, "text/html", self.server.render_page())
         elif (text := self.server.render_block(match[2])) is not None:
             self._answer(200, "text/javascript", text)
         else:
-            self._answer(404, "text/plain", "There is no such block.\n")
+            self._answer(404, "text/plain", "No such block.\n")
 
     def _answer(self, status: int, kind: str, text: str) -> None:
         content = text.encode()

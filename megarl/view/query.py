@@ -173,7 +173,7 @@ def _number_condition(name: str, sign: str, text: str, option: str) -> Condition
     try:
         number = float(text)
     except ValueError:
-        raise ConfigError(f"{option}: {name} is a number, and {text[:30]!r} is none") from None
+        raise ConfigError(f"{option}: {name} is a number, but {text[:30]!r} is not") from None
     if math.isnan(number):
         raise ConfigError(f"{option}: nothing can be compared with {text[:30]!r}")
     compare = _OPERATORS[sign]

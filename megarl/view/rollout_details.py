@@ -169,7 +169,7 @@ def _read_group_details(
             yield _build_detail(table.slice(row, 1), step, words)
         except (*READ_ERRORS, RecursionError) as error:
             number = numbers_table.column("number")[row].as_py()
-            notes.add(f"{part.path}: rollout {number} makes no sense and is left out: {format_error(error)}")
+            notes.add(f"{part.path}: rollout {number} is inconsistent and is excluded: {format_error(error)}")
 
 
 def _build_detail(row: pa.Table, step: int, words: TokenDecoder) -> Detail:
@@ -188,7 +188,7 @@ def _build_detail(row: pa.Table, step: int, words: TokenDecoder) -> Detail:
     )
     version_spans = values_json["turn_versions"] or {}
     if not len(lengths) == len(written) == len(versions) == len(rewards) == len(cached):
-        raise ValueError("its turns are not as many in every column")
+        raise ValueError("its columns disagree on the number of turns")
     detail["turns"] = [
         {
             "tokens": int(count),

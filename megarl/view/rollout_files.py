@@ -45,7 +45,7 @@ class Notes(list[str]):
         if len(self) < MAX_NOTES:
             self.append(text)
         elif len(self) == MAX_NOTES:
-            self.append("and more of the kind, which is not said")
+            self.append("and further problems, which are not listed")
 
 
 def list_steps(run_dir: Path, notes: Notes) -> list[int]:
@@ -56,7 +56,7 @@ def list_steps(run_dir: Path, notes: Notes) -> list[int]:
         notes.add(f"{run_dir / 'rollouts'} cannot be read: {error.strerror}")
         return []
     if not steps:
-        notes.add(f"{run_dir} has no recorded rollouts: none is done yet, or track.rollouts is off")
+        notes.add(f"{run_dir} has no recorded rollouts: no step is done yet, or track.save_rollouts is off")
     return steps
 
 
@@ -69,25 +69,24 @@ def open_parts(run_dir: Path, step: int, notes: Notes) -> list[Part]:
             missing = [name for name in REQUIRED_COLUMNS if name not in part.names]
             wrong = [name for name in part.names & set(SCHEMA.names) if not _fits(part, name)]
         except READ_ERRORS as error:
-            notes.add(f"{path} is damaged, or no file of recorded rollouts, and is left out: {format_error(error)}")
+            notes.add(f"{path} is damaged, or not a file of recorded rollouts, and is excluded: {format_error(error)}")
             continue
         if missing or any(name in REQUIRED_COLUMNS for name in wrong):
             notes.add(
-                f"{path} is no file of recorded rollouts and is left out: column {(missing + wrong)[0]!r} is amiss"
+                f"{path} is not a file of recorded rollouts and is excluded: column {(missing + wrong)[0]!r} is "
+                f"missing or invalid"
             )
             continue
         if (file_format := part.read_metadata("format")) != FORMAT and file_format + 1 not in COLUMNS_SINCE_FORMAT:
             notes.add(
-                f"{path.parent.parent} has files of format {file_format}, and this program knows format {FORMAT}: "
-                "shown is what they have in common"
+                f"{path.parent.parent} has files of format {file_format}, and this program knows format {FORMAT}: only "
+                f"their common columns are shown"
             )
         parts.append(part)
     if not parts:
         notes.add(f"{step_folder(run_dir, step)} has no file that can be read")
     elif (total := parts[0].read_metadata("total")) > (num_rows := sum(part.file.metadata.num_rows for part in parts)):
-        notes.add(
-            f"{step_folder(run_dir, step)} has {num_rows} of the {total} rollouts of its step: it is half written"
-        )
+        notes.add(f"{step_folder(run_dir, step)} has {num_rows} of the {total} rollouts of its step: it is incomplete")
     return parts
 
 
@@ -108,7 +107,7 @@ def read_group(part: Part, group: int, columns: Sequence[str], notes: Notes) -> 
         return part.file.read_row_group(group, list(columns))
     except READ_ERRORS as error:
         rows = part.file.metadata.row_group(group).num_rows
-        notes.add(f"{part.path}: {rows} rollouts are damaged and left out: {format_error(error)}")
+        notes.add(f"{part.path}: {rows} rollouts are damaged and excluded: {format_error(error)}")
         return None
 
 

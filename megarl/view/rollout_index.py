@@ -164,7 +164,7 @@ def _index_group(table: pa.Table, texts: dict[str, _TextTable]) -> dict[str, np.
     lengths, ends = flatten_lists(table, "turn_lengths")
     is_action, other_ends = flatten_lists(table, "turn_is_action")
     if not np.array_equal(ends, other_ends) or (len(lengths) and lengths.min() < 0):
-        raise ValueError("turns are not as many in every column, or of a negative length")
+        raise ValueError("columns disagree on the number of turns, or a length is negative")
     result = {
         "length": sums(lengths, ends),
         "actions": sums(lengths * is_action, ends),

@@ -77,7 +77,7 @@ def _remedies(band: Band) -> dict[str, str]:
 def read_run(path: Path) -> RunData:
     """Load a run folder. Raises ConfigError if it does not exist; other problems become notes."""
     if not path.is_dir():
-        raise ConfigError(f"there is no run folder {path}; name one, such as runs/quickstart/run-1")
+        raise ConfigError(f"no run folder {path}; name one, such as runs/quickstart/run-1")
     run = RunData(path, path.resolve().name or str(path))
     run.is_running = _is_running(path)
     _read_config(run)
@@ -109,16 +109,16 @@ def _read_config(run: RunData) -> None:
     run.bands = {name: band for name, band in BANDS.items() if (band.lower, band.upper) != (None, None)}
     if not file.is_file():
         run.notes.append(
-            f"{run.path} has no config.yaml: it is half written or no run folder; bands are the usual ones"
+            f"{run.path} has no config.yaml: it is incomplete or not a run folder; using the default bands"
         )
         return
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
-            raise ValueError("it is no mapping")
+            raise ValueError("it is not a mapping")
         run.algorithm = str(tree.get("algorithm", "?"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        run.notes.append(f"{file} cannot be read ({_line(error)}); bands are the usual ones")
+        run.notes.append(f"{file} cannot be read ({_line(error)}); using the default bands")
         return
     try:
         guards = load_config(file).guards
@@ -126,7 +126,7 @@ def _read_config(run: RunData) -> None:
             run.bands, run.has_band_alarms = load_bands(guards), True
     except (ConfigError, OSError, ValueError, RecursionError, TypeError) as error:
         problem = _line(error).partition(" (known here:")[0]  # the list is long, and that of this version
-        run.notes.append(f"{file} is of another version of MegaRL ({problem}); bands are the usual ones")
+        run.notes.append(f"{file} is of another version of MegaRL ({problem}); using the default bands")
 
 
 def _read_metrics(run: RunData) -> None:
@@ -134,7 +134,7 @@ def _read_metrics(run: RunData) -> None:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        run.notes.append(f"{run.path} has no metrics.jsonl: no step is done yet, or it is no run folder")
+        run.notes.append(f"{run.path} has no metrics.jsonl: no step is done yet, or it is not a run folder")
         return
     except OSError as error:
         run.notes.append(f"{file} cannot be read ({_line(error)})")
@@ -147,7 +147,7 @@ def _read_metrics(run: RunData) -> None:
             row = exact_json.loads(line)
             step = row["step"]
             if type(step) is not int or not 0 <= step < 2**53:
-                raise ValueError("its step is no number")
+                raise ValueError("its step is not a number")
         except (ValueError, LookupError, TypeError, RecursionError):
             if number < len(lines) or not run.is_running:  # a running process may be writing the last line
                 invalid_lines.append(number)
@@ -159,7 +159,7 @@ def _read_metrics(run: RunData) -> None:
         invalid_text = f"line {invalid_lines[0]}" + (
             f" and {len(invalid_lines) - 1} more" if len(invalid_lines) > 1 else ""
         )
-        run.notes.append(f"{file}: {invalid_text} cannot be read and is left out")
+        run.notes.append(f"{file}: {invalid_text} cannot be read and is excluded")
     if not run.metrics:
         run.notes.append(f"{file} has no metrics yet")
 
@@ -181,7 +181,7 @@ def _read_alarms(run: RunData) -> None:
         if alarm_match := _ALARM.fullmatch(line):
             alarms.append((step, alarm_match[1], alarm_match[2][:2000]))
     if len(alarms) > MAX_ALARMS:
-        run.notes.append(f"{file} has {len(alarms)} alarms, of which the last {MAX_ALARMS} are shown")
+        run.notes.append(f"{file} has {len(alarms)} alarms; the last {MAX_ALARMS} are shown")
     run.alarms = alarms[-MAX_ALARMS:]
 
 

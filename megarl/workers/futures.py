@@ -46,7 +46,7 @@ class Future(Generic[T]):
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Metrics of one optimizer step. `sync` makes them known to all ranks."""
+    """Metrics of one optimizer step. `sync` creates them known to all ranks."""
 
     local: Mapping[str, float] | None
     """Metrics on this rank; None if the role's model is elsewhere."""

@@ -86,9 +86,9 @@ class ModelWorker(Worker):
         self.distribution: BatchDispatcher = dispatcher
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of `guards.memory`, on which the role's ranks have agreed, on all ranks; empty if it is
+        """Return the metrics of `guards.oom_retry`, on which the role's ranks have agreed, on all ranks; empty if it is
         off."""
-        if not self.config.guards.memory or not self.members:
+        if not self.config.guards.oom_retry or not self.members:
             return {}
         local = None if self.model is None else self.model.oom_retry.metrics
         synced = ranks.broadcast_object(local, self.members[0]) if self.is_disaggregated else local

@@ -10,10 +10,10 @@ from megarl.engine.sglang_engine import EngineRestart
 from megarl.parallel import ranks
 
 _REMEDIES = {
-    "died": "see why in its log; where memory was short, lower rollout.sglang.mem_fraction_static, "
+    "died": "see its log; if it ran out of memory, lower rollout.sglang.mem_fraction_static, "
     "rollout.sglang.max_total_tokens or rollout.concurrency",
-    "hangs": "see what it was at in its log; where it is only slow, raise rollout.hang_timeout",
-    "did not start again": "see why in its log; where it is only slow, raise rollout.start_timeout",
+    "hangs": "see its log; if it is only slow, raise rollout.hang_timeout",
+    "did not start again": "see its log; if it is only slow, raise rollout.start_timeout",
 }
 
 
@@ -106,7 +106,7 @@ class EngineRecovery:
             self.restart_s = max(self.restart_s, longest)
             if restarted:
                 names = ", ".join(map(str, sorted(restarted)))
-                self._log(f"engine {names} has started again, {longest:.1f} s after it was found lost")
+                self._log(f"engine {names} restarted, {longest:.1f} s after its loss was detected")
 
     def on_weight_sync(self, whole: bool) -> None:
         """Record a weight sync: all running engines have the current weights if `whole`, otherwise none has."""
@@ -125,7 +125,7 @@ class EngineRecovery:
     def _record_loss(self, lost: _EngineLoss) -> None:
         name, config = f"engine {lost.engine}", self._config
         if self._faults.get(lost.engine) == lost.fault:
-            fault_text = f"{name} {_past_tense(lost.fault)} twice in a row, without a step between"
+            fault_text = f"{name} {_past_tense(lost.fault)} twice in a row without a completed step"
             raise ConfigError(f"{fault_text}: {_REMEDIES[lost.fault]}. {lost.text}")
         self._faults[lost.engine] = lost.fault
         self.restarting.add(lost.engine)
@@ -133,7 +133,7 @@ class EngineRecovery:
         self.restarts += 1
         self.detection_s = max(self.detection_s, lost.detection_s)
         reason = lost.text.partition(";")[0]
-        self._log(f"{name} {_past_tense(lost.fault)} and is started again ({reason}; see {config.run.dir}/logs)")
+        self._log(f"{name} {_past_tense(lost.fault)} and is being restarted ({reason}; see {config.run.dir}/logs)")
 
 
 def _past_tense(fault: str) -> str:

@@ -33,7 +33,7 @@ class ReferenceWorker(Worker):
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return log-probs, [T]. The reference routes for itself: the recorded experts are those of other weights."""
         with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
-            what, temperature = "log-probs by the first weights", self.actor.temperature
+            what, temperature = "log-probs with the initial weights", self.actor.temperature
             return self.actor._forward(
                 batch.with_(routing=None), what, temperature, within=self.use_reference_weights()
             )

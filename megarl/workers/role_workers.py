@@ -76,14 +76,14 @@ def resolve_worker(
     if role in declared.workers:
         return declared.workers[role]
     if backend:
-        choices = f"it has {', '.join(builtin)}" if builtin else "it has none that are known by name"
-        raise ConfigError(f"roles.{role}.backend={backend}: there is no such backend of the {role}; {choices}")
+        choices = f"it has {', '.join(builtin)}" if builtin else "it has no named backends"
+        raise ConfigError(f"roles.{role}.backend={backend}: no such backend for the {role}; {choices}")
     if builtin:
         return next(iter(builtin.values()))
     if entry := plugins.list_entry_points(ENTRY_POINT_GROUP).get(role):
         return entry.value
     raise ConfigError(
-        f"nobody plays the role {role} of algorithm={declared.name}: name its worker in the controller's `workers`, "
+        f"no worker for the role {role} of algorithm={declared.name}: name its worker in the controller's `workers`, "
         f"set roles.{role}.worker to its module:name, or call flow.register_worker({role!r}, ...)"
     )
 
@@ -109,7 +109,7 @@ def load_worker(config: Config, declared: Requirements, role: str, registered: R
     resolved = resolve_worker(config, declared, role, registered)
     factory = plugins.load(resolved, f"the worker of the role {role}") if isinstance(resolved, str) else resolved
     if not callable(factory):
-        raise ConfigError(f"the worker of the role {role} is a {type(factory).__name__}: it must be a class of workers")
+        raise ConfigError(f"the worker of the role {role} is a {type(factory).__name__}: it must be a worker class")
     options = worker_options(config, role, registered)
     try:
         inspect.signature(factory).bind_partial(None, **options)

@@ -444,7 +444,7 @@ class RolloutWorker(Worker):
         step = source.recorded_step(self.step)
         where = f"rollout.replay={self.config.rollout.replay}, step {step}"
         if greedy:
-            raise ConfigError(f"{where}: only sampled rollouts are recorded, but this algorithm also generates greedily")
+            raise ConfigError(f"{where}: greedy rollouts are not recorded, but this algorithm generates some")
         recorded = read_records(source.folder, step, self.job.rank, self.job.world, needs_trainer_columns(self.config))
         local_records = [record for record in recorded if record.rollout.group in groups]
         # Order by recorded number, since the mapping of files to ranks may differ.

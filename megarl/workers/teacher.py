@@ -32,7 +32,7 @@ class TeacherWorker(ModelWorker):
             )
         hf, config = load_hf_config(path), role_config(self.config, self.name)
         if is_classifier(hf):
-            raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of words")
+            raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of tokens")
         train = dataclasses.replace(config.train, replay_routing=False)  # records hold the policy's experts
         self.build(hf, path, dataclasses.replace(config, train=train, lora=LoraConfig()), trains=False)
 
@@ -45,4 +45,4 @@ class TeacherWorker(ModelWorker):
 
     @property
     def _remedy(self) -> str:
-        return f"look at the model of roles.{self.name}.model"
+        return f"check the model of roles.{self.name}.model"

@@ -126,9 +126,7 @@ class ToolMonitor:
         tool.step_calls, tool.unchecked_calls = tool.step_calls + calls, tool.unchecked_calls + calls
         if calls.num_failed and not tool.is_logged:
             tool.is_logged = True
-            self._log(
-                f"step {step}: {_describe_failures(name, calls)}: {calls.first_error}; logs/tools_*.log has more"
-            )
+            self._log(f"step {step}: {_describe_failures(name, calls)}: {calls.first_error}; logs/tools_*.log has more")
         if tool.unchecked_calls.num_calls < MIN_CALLS:
             return
         checked, tool.unchecked_calls = tool.unchecked_calls, ToolCallStats()

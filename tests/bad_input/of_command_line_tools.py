@@ -131,7 +131,7 @@ VIEW = [
     view("nothing given", ("RUN_DIR", "required")),
     view("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
     view("a file", ("no run folder",), "FOLDER/train.jsonl"),
-    view("no run", ("has no recorded rollouts", "track.rollouts"), "FOLDER/model"),
+    view("no run", ("has no recorded rollouts", "track.save_rollouts"), "FOLDER/model"),
     view("a negative number", ("--show", "from 0", "-3"), "FOLDER/r", "--show", "-3", prepare=run()),
     view("half a rollout", ("--show", "whole number"), "FOLDER/r", "--show", "1.5", prepare=run()),
     view("a number beyond number", ("--show", "whole number"), "FOLDER/r", "--show", "9" * 5000, prepare=run()),
@@ -174,7 +174,7 @@ mismatch = tool("mismatch")
 MISMATCH = [
     mismatch("nothing given", ("RUN_DIR", "required")),
     mismatch("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
-    mismatch("no run", ("has no recorded rollouts", "track.rollouts"), "FOLDER/model"),
+    mismatch("no run", ("has no recorded rollouts", "track.save_rollouts"), "FOLDER/model"),
     mismatch("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=run()),
     mismatch("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=run()),
     mismatch("fewer than none", ("--worst", "from 0"), "FOLDER/r", "--worst", "-1", prepare=run()),
@@ -401,7 +401,7 @@ PARITY = [
 
 again = tool("replay_step")
 AGAIN = [
-    again("no run", ("FOLDER/model is no run folder",), "FOLDER/model", "--step", "1"),
+    again("no run", ("FOLDER/model is not a run folder",), "FOLDER/model", "--step", "1"),
     again("no step", ("required: --step",), "FOLDER/r", prepare=run()),
     again("step 0", ("--step: must be from 1",), "FOLDER/r", "--step", "0", prepare=run()),
     again(

@@ -327,46 +327,62 @@ SEVERAL = [
         (TWO,),
         third({"prompt": "x", "answer": 1}, {"prompt": "x", "answer": 2}),
     ),
-    Case("a file twice", ("named twice", "data.weights"), ("data.train=[FOLDER/train.jsonl,FOLDER/train.jsonl]",)),
+    Case(
+        "a file twice", ("named twice", "data.mixture_weights"), ("data.train=[FOLDER/train.jsonl,FOLDER/train.jsonl]",)
+    ),
     Case(
         "a weight too many",
-        ("data.weights has 3 numbers", "2 files", "one for each"),
-        (TWO, "data.weights=[1,1,1]"),
+        ("data.mixture_weights has 3 numbers", "2 files", "one for each"),
+        (TWO, "data.mixture_weights=[1,1,1]"),
         third(PROMPT, PROMPT),
     ),
-    Case("weights of one file", ("data.weights has 2 numbers", "1 files"), (*PROMPTS, "data.weights=[1,1]")),
-    Case("a weight of zero", ("data.weights[1] must be a number, above 0", "not 0"), (TWO, "data.weights=[1,0]")),
-    Case("a weight below zero", ("data.weights[0] must be a number, above 0",), (TWO, "data.weights=[-1,2]")),
-    Case("a weight that is a word", ("data.weights[1] must be a number",), (TWO, "data.weights=[1,much]")),
-    Case("weights that are no list", ("data.weights must be a list",), (TWO, "data.weights=3")),
+    Case(
+        "weights of one file",
+        ("data.mixture_weights has 2 numbers", "1 files"),
+        (*PROMPTS, "data.mixture_weights=[1,1]"),
+    ),
+    Case(
+        "a weight of zero",
+        ("data.mixture_weights[1] must be a number, above 0", "not 0"),
+        (TWO, "data.mixture_weights=[1,0]"),
+    ),
+    Case(
+        "a weight below zero",
+        ("data.mixture_weights[0] must be a number, above 0",),
+        (TWO, "data.mixture_weights=[-1,2]"),
+    ),
+    Case(
+        "a weight that is a word", ("data.mixture_weights[1] must be a number",), (TWO, "data.mixture_weights=[1,much]")
+    ),
+    Case("weights that are no list", ("data.mixture_weights must be a list",), (TWO, "data.mixture_weights=3")),
     Case(
         "a weight too small to count",
-        ("data.weights", "1e-05", "less than one prompt in 10000", "raise it"),
-        (TWO, "data.weights=[1,0.00001]"),
+        ("data.mixture_weights", "1e-05", "less than one prompt in 10000", "raise it"),
+        (TWO, "data.mixture_weights=[1,0.00001]"),
         third(PROMPT, PROMPT),
     ),
     Case(
         "an order of words",
         ("own.jsonl:3: 'level' is 'hard'", "no number"),
-        (*PROMPTS, "data.order=level"),
+        (*PROMPTS, "data.curriculum_key=level"),
         third(LEVELS[0], PROMPT | {"level": "hard"}),
     ),
     Case(
         "an order of nothing",
-        ("data.order=depth", "no row of FOLDER/own.jsonl"),
-        (*PROMPTS, "data.order=depth"),
+        ("data.curriculum_key=depth", "no row of FOLDER/own.jsonl"),
+        (*PROMPTS, "data.curriculum_key=depth"),
         third(*LEVELS),
     ),
     Case(
         "sft: an order of words",
         ("own.jsonl:3: 'level' is 'hard'", "no number"),
-        (*SFT, "data.order=level"),
+        (*SFT, "data.curriculum_key=level"),
         third(TALK | {"level": 1}, TALK | {"level": "hard"}),
     ),
     Case(
         "pairs: an order of words",
         ("own.jsonl:3: 'level' is 'hard'", "no number"),
-        (*PAIRS, "data.order=level"),
+        (*PAIRS, "data.curriculum_key=level"),
         third(PAIR | {"level": 1}, PAIR | {"level": "hard"}),
     ),
 ]

@@ -178,8 +178,8 @@ CASES = [
     Case("run.dir with a configuration", ("config.yaml", "a new folder"), (), only("config.yaml", "a: 1\n")),
     Case("run.dir in use", ("in use by process 7 on elsewhere", "wait for it", "run.dir"), (), hold),
     Case("run.dir in use, to resume", ("in use by process 7 on elsewhere",), (RESUME,), hold),
-    Case("a run already", ("holds this run already", "run.resume=auto", "run.dir"), (), earlier()),
-    Case("a run already, of two ranks", ("holds this run already",), ("parallel.world_size=2",), earlier()),
+    Case("a run already", ("already contains this run", "run.resume=auto", "run.dir"), (), earlier()),
+    Case("a run already, of two ranks", ("already contains this run",), ("parallel.world_size=2",), earlier()),
     Case(
         "another run, of two ranks",
         ("belongs to another run", "run.seed: 1 -> 5"),
@@ -223,7 +223,7 @@ CASES = [
     *kept("model.path", given=("model.path=FOLDER/other",), prepare=model_elsewhere),
     *kept("critic.path", given=("critic.path=FOLDER/other",), prepare=model_elsewhere),
     *kept("data.train", given=("data.train=FOLDER/eval.jsonl",)),
-    *kept("data.weights", "[] -> [1]", given=("data.weights=[1]",)),
+    *kept("data.mixture_weights", "[] -> [1]", given=("data.mixture_weights=[1]",)),
     *kept("data.prompts_per_step", "4 -> 8", given=("data.prompts_per_step=8",)),
     *kept("data.shuffle", given=("data.shuffle=false",)),
     *kept("lora.rank", "0 -> 4", given=("lora.rank=4",)),
@@ -274,7 +274,7 @@ CASES = [
     Case("both checkpoints damaged", (*NONE_WHOLE, "step_000012: host.json is missing"), (RESUME,), both_damaged),
     Case(
         "checkpoints a file",
-        ("cannot look for checkpoints in FOLDER/run/checkpoints", "Not a directory"),
+        ("cannot list checkpoints in FOLDER/run/checkpoints", "Not a directory"),
         (RESUME,),
         earlier(lambda run: (run / "checkpoints").write_text("")),
     ),

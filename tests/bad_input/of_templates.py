@@ -79,7 +79,7 @@ CASES = [
         "knows no tools",
         text(TEMPLATE, "{% for m in messages %}" + TURN + "{% endfor %}" + HEAD),
         "no place for calls of tools",
-        "it leaves calls out",
+        "it omits calls",
     ),
     template("knows two roles in turns", text(TEMPLATE, ALTERNATING), "no place for calls of tools", "must alternate"),
     template(

@@ -31,7 +31,7 @@ def test_every_rank_gathers_every_tensor_bitwise(
         assert f"rank {world - 1} lacks {name}" in faults["missing"], rank
         assert f"{name} on rank {world - 1} has shape (1, {4 // etp}), not (8, {4 // etp})" in faults["misshapen"]
         assert f"{name} on rank {world - 1} is torch.float32, not torch.bfloat16" in faults["dtype"]
-        assert f"rank {world - 1} has value_head.weight, which the table does not know" in faults["unknown"]
+        assert f"rank {world - 1} has value_head.weight, which is not in the table" in faults["unknown"]
 
 
 def row(megatron: str, expert: int | None = None) -> Param:
@@ -64,7 +64,7 @@ def test_owners() -> None:
 def test_layouts_that_own_nothing_twice_or_not_at_all() -> None:
     with pytest.raises(ConfigError, match="the 4 experts of layer 1 do not divide by parallel.ep=3; .* 1, 2, 4"):
         find_owners(TABLE, [[0], [1]], ep=3)
-    with pytest.raises(ConfigError, match="layer 1 is on no pipeline stage"):
+    with pytest.raises(ConfigError, match="layer 1 is not on any pipeline stage"):
         find_owners(TABLE, [[0], []], ep=1)
     with pytest.raises(ConfigError, match="layer 0 is on the pipeline stages 0 and 1"):
         find_owners(TABLE, [[0], [0, 1]], ep=1)

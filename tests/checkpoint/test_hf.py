@@ -362,7 +362,7 @@ def test_a_repeated_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
 
 
 def test_folders_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no model folder"):
+    with pytest.raises(ConfigError, match="no model folder"):
         open_hf(tmp_path / "absent")
     with pytest.raises(ConfigError, match="no config.json"):
         open_hf(tmp_path)

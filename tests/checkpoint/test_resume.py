@@ -148,7 +148,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run: Run, tmp_path: Path
     alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_00000{lost}: No space left on device"
     for text in (result["out"], (folder / "log.txt").read_text()):
         assert text.count(alarm) == 1, text
-        assert "earlier checkpoints are intact. Training goes on; make room" in text
+        assert "earlier checkpoints are intact. Training continues; free disk space" in text
     assert checkpoints(folder) == ["latest", *[f"step_00000{step}" for step in (1, 2, 3) if step != lost]]
     assert (folder / "export/model.safetensors").is_file()
 
@@ -166,7 +166,7 @@ def test_an_export_waits_for_room(run: Run, tmp_path: Path) -> None:
     result = run(tmp_path / "run", "run.num_rollout=1", disk="no_room_for_the_export_at_first")
     assert (result["code"], result["err"]) == (0, ""), result
     assert result["out"].count("ALARM: cannot export to ") == 1
-    assert "MB are needed, and 0.0 MB are free. Waiting for room, for up to 7200 s" in result["out"]
+    assert "MB are needed, and 0.0 MB are free. Waiting for space, for up to 7200 s" in result["out"]
     assert (tmp_path / "run/export/model.safetensors").is_file() and not (tmp_path / "run/export.tmp").exists()
 
 

@@ -32,7 +32,7 @@ def test_checkpoints_are_whole_or_not_there(tmp_path: Path, run_ranks: Run) -> N
         "rng missing": "rng_00001.pt is missing",
         "rng truncated": "rng_00000.pt is truncated or of another size",
         "host missing": "host.json is missing",
-        "host foreign": "host.json does not say which step it is of",
+        "host foreign": "host.json does not name its step",
         "manifest missing": "manifest.json is missing",
         "manifest text": "manifest.json is broken",
         "manifest binary": "manifest.json is broken",

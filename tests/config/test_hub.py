@@ -42,7 +42,7 @@ def test_the_copy_in_the_cache_is_taken(cached: Path, tmp_path: Path) -> None:
 
 def test_one_that_is_not_there_is_said_with_the_command(cached: Path) -> None:
     assert folder_of("other/not-here") == "other/not-here"
-    with pytest.raises(ConfigError, match="model.path=other/not-here: there is no such folder; .*hf download NAME"):
+    with pytest.raises(ConfigError, match="model.path=other/not-here: no such folder; .*hf download NAME"):
         folder_config("other/not-here", "model.path")
-    with pytest.raises(ConfigError, match="/nowhere: there is no such folder; put the model there"):
+    with pytest.raises(ConfigError, match="/nowhere: no such folder; put the model there"):
         folder_config("/nowhere", "model.path")

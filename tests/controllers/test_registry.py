@@ -90,7 +90,7 @@ def test_entries_are_those_of_the_group() -> None:
         ("lab_controllers:Mine", "1 / 0", r"cannot import lab_controllers of .*ZeroDivisionError: division by zero$"),
         ("lab_controllers:Mine", "import sys; sys.exit(3)", r"cannot import lab_controllers of .*SystemExit: 3$"),
         ("lab_controllers:Mine", "", r"lab_controllers has no 'Mine'; it has Controller, SFTController$"),
-        ("lab_controllers:Mine", "Mine = 3", r"Mine is a int, and no Controller: derive it from megarl\.controllers"),
+        ("lab_controllers:Mine", "Mine = 3", r"Mine is a int, not a Controller: derive it from megarl\.controllers"),
         ("lab_controllers:Mine", "class Mine: ...", r"Mine is another class, and no Controller"),
         ("lab_controllers:Mine", "class Mine(Controller): ...", r"Mine lacks load_items, roles, step, which every"),
         (
@@ -121,7 +121,7 @@ def test_entries_are_those_of_the_group() -> None:
         (
             "lab_controllers:Mine",
             "class Mine(SFTController):\n    @classmethod\n    def roles(cls, config): return ('actor', 'actor')",
-            r"lists actor twice; once will do$",
+            r"lists actor twice; name it once$",
         ),
         (
             "lab_controllers:Mine",

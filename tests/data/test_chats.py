@@ -57,7 +57,7 @@ def test_parts_are_joined_and_a_call_needs_no_content() -> None:
         ([USER | {"tool_calls": [CALL]}], "has tool_calls, but role user"),
         ([{"role": "assistant", "tool_calls": "f(1)"}], r"calls 'f\(1\)', not {'function'"),
         ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], "calls .*, not {'function'"),
-        ([{"role": "assistant", "tool_calls": CALL}], "tool_calls that are no list"),
+        ([{"role": "assistant", "tool_calls": CALL}], "tool_calls that are not a list"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
             "calls f with '5'; argum",
@@ -90,7 +90,7 @@ def test_tools_in_every_form() -> None:
         ({"function": "f"}, "neither a name", "not a tool schema"),
         ({"function": {"name": ""}}, "neither a name", "not a tool schema"),
         ("f", "", "'tools' holds 'f', not a tool schema"),
-        ({"name": "f", "parameters": "{}"}, "", "the tool f has parameters that are no object"),
+        ({"name": "f", "parameters": "{}"}, "", "the tool f has parameters that are not an object"),
     ],
 )
 def test_tools_that_are_none(tool: Any, name_problem: str, schema_problem: str) -> None:

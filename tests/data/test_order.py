@@ -71,7 +71,7 @@ def test_each_set_of_a_mixture_has_its_own() -> None:
 def test_a_checkpoint_of_another_order_is_refused() -> None:
     state = loader().state_dict()
     loader().load_state_dict(state)
-    with pytest.raises(ConfigError, match="data.order"):
+    with pytest.raises(ConfigError, match="data.curriculum_key"):
         loader(order="").load_state_dict(state)
 
 
@@ -84,7 +84,9 @@ def test_numbers_are_found_in_columns_and_in_the_fields_of_extra_ones() -> None:
 
 @pytest.mark.parametrize("value", ["3", True, [1], {"a": 1}])
 def test_what_is_no_number_is_named_with_its_row(value: Any) -> None:
-    with pytest.raises(ConfigError, match="a.jsonl:7: 'level' is .*, which is no number; data.order=level .*null"):
+    with pytest.raises(
+        ConfigError, match="a.jsonl:7: 'level' is .*, which is not a number; data.curriculum_key=level .*null"
+    ):
         OrderKeys("level").add({"level": value}, "a.jsonl:7")
 
 
@@ -96,14 +98,16 @@ def test_a_number_beyond_floats() -> None:
 def test_a_column_that_no_row_has() -> None:
     keys = OrderKeys("level")
     keys.add({"x": 1}, "a.jsonl:1")
-    with pytest.raises(ConfigError, match="data.order=level: no row of a.jsonl, b.jsonl has a number in that column"):
+    with pytest.raises(
+        ConfigError, match="data.curriculum_key=level: no row of a.jsonl, b.jsonl has a number in that column"
+    ):
         check_has_keys(keys.to_array(), "level", ("a.jsonl", "b.jsonl"))
     keys.add({"level": 1}, "b.jsonl:1")
     found = keys.to_array()
     assert found is not None and found.tolist()[1:] == [1.0]
     check_has_keys(found, "level", ("a.jsonl", "b.jsonl"))
     assert OrderKeys("").to_array() is None
-    with pytest.raises(ConfigError, match="data.order=level: this algorithm's items have no columns"):
+    with pytest.raises(ConfigError, match="data.curriculum_key=level: this algorithm's items have no columns"):
         PromptLoader(list("ab"), 1, 1, order="level")
 
 
@@ -114,5 +118,5 @@ def test_nan_is_no_number_to_order_by(tmp_path: Path) -> None:
     pq.write_table(pa.table({"extra_info": [{"level": 1.0}, {"level": NAN}]}), nested)
     for file, where in ((lines, "a.jsonl:3"), (table, "a.parquet, row 2"), (nested, "b.parquet, row 1")):
         check_no_nan(file, "another")
-        with pytest.raises(ConfigError, match=f"{where}: 'level' is NaN, by which data.order=level cannot"):
+        with pytest.raises(ConfigError, match=f"{where}: 'level' is NaN, by which data.curriculum_key=level cannot"):
             check_no_nan(file, "level")

@@ -139,7 +139,7 @@ def test_a_mistake_is_named_by_its_line(row: Any, message: str, tmp_path: Path) 
 def test_files_without_pairs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no pair"):
         read(write(tmp_path / "a.jsonl", ""))
-    with pytest.raises(ConfigError, match="there is no data file"):
+    with pytest.raises(ConfigError, match="no data file"):
         read(tmp_path / "b.jsonl")
     with pytest.raises(ConfigError, match="'.csv' is not known"):
         read(write(tmp_path / "c.csv", ""))

@@ -160,7 +160,7 @@ def test_duplicate_ids_name_both_places(tmp_path):
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(ConfigError, match="there is no data file .*nowhere.jsonl; check data.train"):
+    with pytest.raises(ConfigError, match="no data file .*nowhere.jsonl; check data.train"):
         read_prompts(tmp_path / "nowhere.jsonl")
     with pytest.raises(ConfigError, match="is a folder; name a .parquet or .jsonl file"):
         read_prompts(tmp_path)

@@ -55,7 +55,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "cut off": (b'{"a": 1}\n{"a": "x', r"a\.jsonl:2: not JSON: Unterminated string .*\(column 7\)"),
     "cut off by the next": (b'{"a": "x\n{"a": 1}', r"a\.jsonl:1: not JSON: Unterminated string .*\(column 7\)"),
     "open at the end": (b'{"a": 1, \n{"a": 1}', r"a\.jsonl:1: not JSON: Expecting property name .*\(column 10\)"),
-    "an indented file": (b'{\n "a": 1\n}', r"a\.jsonl:1: not JSON: .*; a line is to hold one whole object"),
+    "an indented file": (b'{\n "a": 1\n}', r"a\.jsonl:1: not JSON: .*; a line must hold one complete object"),
     "two on a line": (b'{"a": 1}{"a": 2}', r"a\.jsonl:1: not JSON: Extra data \(column 9\)"),
     "a list": (b'[{"a": 1}]', r"a\.jsonl:1: a list, not an object of named columns"),
     "null": (b"null", r"a\.jsonl:1: a NoneType, not an object"),
@@ -87,9 +87,9 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     for name, message in {
         "pipe.jsonl": "no regular file",
         "zero.jsonl": "no regular file",
-        "gone.jsonl": "there is no data file",
+        "gone.jsonl": "no data file",
         ".": "is a folder",
-        "x" * 300 + ".jsonl": "there is no data file x*: File name too long".replace("x*", ".*x"),
+        "x" * 300 + ".jsonl": "no data file x*: File name too long".replace("x*", ".*x"),
     }.items():
         with pytest.raises(ConfigError, match=message):
             list(read_rows(tmp_path / name))

@@ -43,7 +43,7 @@ def test_it_is_looked_at_where_it_will_be_needed(tree: dict[str, Any], monkeypat
 @pytest.mark.parametrize("tree", [CODE, PYTHON], ids=["a reward", "an environment"])
 def test_where_there_can_be_none_it_is_said_at_once(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_client.shutil, "which", lambda name, path="": None)
-    with pytest.raises(ConfigError, match="runs what the policy writes: .*bubblewrap"):
+    with pytest.raises(ConfigError, match="runs code that the policy writes: .*bubblewrap"):
         looked(tree, monkeypatch)
 
 

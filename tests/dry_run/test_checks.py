@@ -88,7 +88,7 @@ def test_evaluation_on_training_data_is_warned_of(
         (line,) = warned(algorithm, train, held_out)
         assert line.startswith(f"data.eval={held_out} is data.train={train}: an evaluation on training data")
     (line,) = warned(algorithm, train, same)
-    assert line.startswith("data.eval: 1 of the first 2 rows are in data.train, too, such as ")
+    assert line.startswith("data.eval: 1 of the first 2 rows are also in data.train, such as ")
     assert warned(algorithm, train, new) == []
 
 
@@ -99,7 +99,7 @@ def test_a_column_environment_without_environments_is_warned_of(tmp_path: Path) 
     (line,) = warned("grpo", file, other)
     assert line == (
         f"{file}, train-1: the column 'environment' is 'Guess', but rollout.environments is empty, so no environment "
-        "is used; set it, or leave the column out"
+        "is used; set it, or omit the column"
     )
 
 

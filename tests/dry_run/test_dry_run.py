@@ -193,7 +193,7 @@ def test_lora_is_planned(plan) -> None:
         (["train.replay_routing=true", "algorithm=sft"], r"sft has no engine whose routing could be replayed"),
         (
             ["train.replay_routing=true", "rollout.replay=/"],
-            r"rollout.replay=/ has no folder rollouts; name a run with track.rollouts=true",
+            r"rollout.replay=/ has no folder rollouts; name a run with track.save_rollouts=true",
         ),
         (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot be told what to choose"),
         (
@@ -224,8 +224,14 @@ def test_lora_is_planned(plan) -> None:
         (["rollout.sglang.mem_fraction=0.5"], r"mem_fraction is not a field of SGLang's.*did you mean mem_fr"),
         (["rollout.sglang.tp_size=2"], r"rollout.sglang.tp_size cannot be set; it is decided by rollout.tp"),
         (["lora.rank=65"], r"lora.rank=65 is beyond the model's hidden_size=64"),
-        (["lora.targets=[linear_qkv]"], r"lora.targets is set, but lora.rank=0 trains all weights; set lora.rank"),
-        (["lora.rank=8", "lora.targets=[q_proj]"], r"q_proj names no linear layer of this model; it has linear_fc1, l"),
+        (
+            ["lora.target_modules=[linear_qkv]"],
+            r"lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank",
+        ),
+        (
+            ["lora.rank=8", "lora.target_modules=[q_proj]"],
+            r"q_proj names no linear layer of this model; it has linear_fc1, l",
+        ),
         (
             ["train.mtp_loss_coef=0.1"],
             r"this Qwen3MoeForCausalLM has no layers of multi-token prediction .* set it to 0",
@@ -330,7 +336,10 @@ def test_every_mistake_is_told_at_once(plan) -> None:
         ),
         (["algorithm=sft", "reward.model=/x"], "reward.model is set, but sft has no rollouts to score"),
         (["algorithm=sft", "run.ppo_epochs=2", "run.num_update=2"], "passes over the data are steps: run.num_rollout"),
-        (["data.train=[nowhere.jsonl,train.parquet]", "data.weights=[1,2]"], "data.train=train.parquet is not here"),
+        (
+            ["data.train=[nowhere.jsonl,train.parquet]", "data.mixture_weights=[1,2]"],
+            "data.train=train.parquet not found",
+        ),
         (["reward.model=/x"], "reward.model=/x not found; planned as if it were the policy's model"),
         (["critic.path=/x"], "critic.path=/x not found; planned as if it were the policy's model"),
         (["data.train=nowhere.jsonl"], "data.train=nowhere.jsonl not found; it must exist when the run starts"),

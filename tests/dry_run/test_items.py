@@ -85,8 +85,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
     ),
     "no number to order by": (
         [{"level": "x"}],
-        {"rollout": SLOW, "data": {"order": "difficulty"}},
-        ("data.order=difficulty: no row of", "has a number in that column"),
+        {"rollout": SLOW, "data": {"curriculum_key": "difficulty"}},
+        ("data.curriculum_key=difficulty: no row of", "has a number in that column"),
     ),
     "all prompts too long": (
         [{"prompt": "many words " * 100}] * 2,
@@ -96,12 +96,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
     "too few that are short enough": (
         [{}, {"prompt": "many words " * 100}],
         {"rollout": {**SLOW, "oversample": 2.0}, "data": {"prompts_per_step": 2}},
-        ("has 4 prompts under way, but data.train has 1",),
+        ("has 4 prompts in flight, but data.train has 1",),
     ),
     "a data set of the Hub": (
         [{}],
         {"data": {"train": "openai/gsm8k"}},
-        ("data.train=openai/gsm8k: there is no such file", "end in .jsonl or .parquet", "hf download"),
+        ("data.train=openai/gsm8k: no such file", "end in .jsonl or .parquet", "hf download"),
     ),
     "an address": ([{}], {"data": {"train": "s3://bucket/a.jsonl"}}, ("no such file: it is an address", "copy it")),
     "a pattern": ([{}], {"data": {"train": "data/*.jsonl"}}, ("no such file; several are a list",)),
@@ -123,7 +123,7 @@ def test_the_dry_run_decides(name: str, model: Path, tmp_path: Path) -> None:
 def test_a_dangling_link(model: Path, tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to("nowhere.jsonl")
     error = wrong(config(model, tmp_path, [{}], data={"train": str(tmp_path / "link.jsonl")}))
-    assert "link.jsonl: there is no such file: it is a link to nowhere.jsonl, which is not there" in error
+    assert "link.jsonl: no such file: it is a link to nowhere.jsonl, which does not exist" in error
 
 
 def test_a_backend_of_the_sandbox_that_there_is_not(model: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_what_is_well_passes_and_long_rows_are_counted(model: Path, tmp_path: Pa
     made = config(model, tmp_path, [NAMES, {}, {"prompt": "many words " * 100}], rollout={"tools": [CALCULATOR]})
     report = validate(made, dry_run=True)
     assert report.errors == []
-    assert f"{tmp_path}/own.jsonl: 1 of 3 rows are too long and will be left out" in report.warnings
+    assert f"{tmp_path}/own.jsonl: 1 of 3 rows are too long and will be excluded" in report.warnings
 
 
 def test_further_rows_are_read_while_something_is_open(
@@ -158,7 +158,7 @@ def test_further_rows_are_read_while_something_is_open(
     long: dict[str, Any] = {"prompt": "many words " * 100}
     made = config(model, tmp_path, [long, long, long, {"level": 1}, {"tools": ["none"]}], rollout=SLOW)
     assert wrong(made) == ""  # the fourth is short enough, and nobody looks at the fifth
-    made = config(model, tmp_path, [{}, {}, {}, {"level": 1}], rollout=SLOW, data={"order": "level"})
+    made = config(model, tmp_path, [{}, {}, {}, {"level": 1}], rollout=SLOW, data={"curriculum_key": "level"})
     assert wrong(made) == ""
 
 

@@ -111,7 +111,7 @@ def test_a_server_that_does_not_start_is_said_at_once(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install -e .[mcp]")
     file = tmp_path / "servers.json"
     file.write_text(json.dumps({"mcpServers": {"one": {"command": "/no/such"}}}))
-    said = f"rollout.tools: mcp:{file} cannot be begun: .*MCP server one did not start: .*/no/such"
+    said = f"rollout.tools: mcp:{file} cannot be started: .*MCP server one did not start: .*/no/such"
     with pytest.raises(ConfigError, match=said):
         load_catalog(RolloutConfig(tools=(f"mcp:{file}",)))
 

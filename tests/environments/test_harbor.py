@@ -206,8 +206,8 @@ def test_a_box_that_was_ended_is_worth_nothing(tmp_path: Path, episode: Callable
 
     task_folder(tmp_path / "greet")
     text, after, reward = episode(tmp_path, exhausting)
-    assert "the machine ended, and with it all files" in text
-    assert after == "Error: the machine is gone" and reward == {"reward": 0.0}
+    assert "the machine stopped; all its files are lost" in text
+    assert after == "Error: the machine was lost" and reward == {"reward": 0.0}
 
 
 @needs_boxes
@@ -254,7 +254,7 @@ def test_an_image_without_an_engine_is_refused(tmp_path: Path, monkeypatch: pyte
     with_image(task_folder(tmp_path / "greet"))
     monkeypatch.setenv("PATH", str(tmp_path))
     containers.find_runtime.cache_clear()
-    said = "task greet has an image of its own: no container can be had here: there is no docker; there is no podman"
+    said = "task greet has its own image: containers are not available here: there is no docker; there is no podman"
     with pytest.raises(ConfigError, match=said):
         harbor.environment(str(tmp_path))
     containers.find_runtime.cache_clear()
@@ -265,7 +265,7 @@ def test_an_image_without_an_engine_is_refused(tmp_path: Path, monkeypatch: pyte
     [
         ("[", "task.toml cannot be read"),
         ("steps = [{name = 'a'}]", "has several steps"),
-        ("[verifier]\nenvironment_mode = 'separate'", "wants its verifier in a container of its own"),
+        ("[verifier]\nenvironment_mode = 'separate'", "needs a separate container for its verifier"),
         ("[environment]\ngpus = 1", "wants GPUs"),
         ("[environment]\nnetwork_mode = 'allowlist'", "wants the network mode 'allowlist'"),
         ("[environment]\nmcp_servers = [{name = 'a'}]", "has `mcp_servers` in its environment"),
@@ -281,7 +281,7 @@ def test_tasks_that_cannot_be_run(tmp_path: Path, settings: str, said: str) -> N
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="no folder"):
         read_tasks(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="has no folder with a task.toml"):
         read_tasks(str(tmp_path))

@@ -73,7 +73,7 @@ def test_an_adapter_makes_a_class_of_what_follows_its_prefix(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("error", "complaint"),
     [
-        (ConfigError("there is no such file"), "rollout.environments: mcp:x: there is no such file"),
+        (ConfigError("no such file"), "rollout.environments: mcp:x: no such file"),
         (ImportError("no module mcp"), "rollout.environments: mcp:x cannot be had: ImportError: no module mcp"),
         (SystemExit(3), "rollout.environments: mcp:x cannot be had: SystemExit: 3"),
     ],

@@ -88,7 +88,7 @@ def test_a_session_over_stdio(with_servers: Callable[..., Any], monkeypatch: pyt
         assert schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
         assert await session.call("add", {"a": 2, "b": 3}) == "5"
         assert [await session.call("count", {}) for _ in range(2)] == ["1", "2"]  # it has a state, and is ours alone
-        assert await session.call("picture", {}) == "a dot\n[image (image/png) is left out: only text can be read]"
+        assert await session.call("picture", {}) == "a dot\n[image (image/png) is omitted: only text is supported]"
         assert "fails" in await failing(session, "fails")
         assert "valid integer" in await failing(session, "add", a="x", b=1)
         assert await session.call("count", {}) == "3"
@@ -153,9 +153,9 @@ def test_a_call_that_hangs_ends_with_its_session(with_servers: Callable[..., Any
         ({"url": "http://127.0.0.1:1/mcp"}, "one did not start: ConnectError"),
         (
             script("import sys; print('hello'); sys.exit('no key')"),
-            r"wrote 1 lines that are no messages of MCP \(no key\)",
+            r"wrote 1 lines that are not MCP messages \(no key\)",
         ),
-        (script("while True: print('hello')"), "wrote 100. lines that are no messages of MCP"),
+        (script("while True: print('hello')"), "wrote 100. lines that are not MCP messages"),
         (script("import sys; sys.exit(2)"), "one did not start"),
         ({"command": "cat"}, "one did not start"),  # an echo of what was asked
         (script("import time; print('{}', flush=True); time.sleep(60)"), "one did not answer within 3 s"),
@@ -210,7 +210,7 @@ def test_what_is_no_text_is_named() -> None:
         ({"command": "a", "type": "http"}, "is of type 'http', which does not fit `command`"),
         ({"url": "http://a", "type": "sse"}, "is of type sse, which MCP has given up"),
         ({"url": "a:1"}, "`url` must begin with http:// or https://"),
-        ({"command": "a", "disabled": True}, "names no server that is not disabled"),
+        ({"command": "a", "disabled": True}, "has no enabled server"),
     ],
 )
 def test_entries_that_are_wrong(tmp_path: Path, entry: Any, said: str) -> None:

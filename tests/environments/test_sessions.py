@@ -139,7 +139,7 @@ def test_what_is_no_tool_is_not_called() -> None:
         return [await session.call(number, name, {}) for number, name in enumerate(names)]
 
     for name, result in zip(names, within(play, "Odd"), strict=True):
-        assert result == ToolResult(f"Error: there is no tool {name!r}; there are: act, pid", False)
+        assert result == ToolResult(f"Error: unknown tool {name!r}; there are: act, pid", False)
 
 
 def test_environments_and_tools_together() -> None:
@@ -158,7 +158,7 @@ def test_environments_and_tools_together() -> None:
     [
         ("raise", "Error: it is odd in two lines"),
         ("exit", "Error: 0"),
-        ("bytes", "Error: the tool returned bytes; it must return text, or what JSON can hold"),
+        ("bytes", "Error: the tool returned bytes; it must return text, or a JSON value"),
         ("nan", "NaN"),
         ("nothing", "null"),
         ("set", "Error: Object of type set is not JSON serializable"),
@@ -213,8 +213,8 @@ def test_a_tool_that_ends_its_conversation(tmp_path: Path, how: str, why: str) -
         ("hang", "Odd: reset was stopped after 2 s"),
         ("number", "Odd: reset raised TypeError: it returned a int: it must return None, text or messages"),
         ("bytes", "Odd: reset raised TypeError: it returned a bytes"),
-        ("assistant", "Odd: what reset returned ends with the assistant's words"),
-        ("half", "Odd: what reset returned are no messages: .*unknown role 'odd'"),
+        ("assistant", "Odd: reset returned messages that end with the assistant's"),
+        ("half", "Odd: reset did not return messages: .*unknown role 'odd'"),
         ("memory:3000000000", "Odd: reset raised MemoryError"),
     ],
 )
@@ -349,7 +349,7 @@ def test_an_agent_runs_once_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_agent_is_not_begun() -> None:
-    with pytest.raises(RuntimeError, match="odd_worlds:agent is an agent, which is run, not begun"):
+    with pytest.raises(RuntimeError, match="odd_worlds:agent is an agent, which is run, not reset"):
         within(lambda sessions: sessions.open_session(prompt("url")), "agent")
 
 

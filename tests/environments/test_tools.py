@@ -106,7 +106,7 @@ def test_whatever_a_tool_does_the_next_call_works(tmp_path: Path) -> None:
         "mute": "Error: _Mute",
         "interrupts": "Error: KeyboardInterrupt",
         "noisy": "Error: no such thing",
-        "octets": "Error: the tool returned bytes; it must return text, or what JSON can hold",
+        "octets": "Error: the tool returned bytes; it must return text, or a JSON value",
         "generates": "Error: Object of type generator is not JSON serializable",
         "nan": "NaN",
         "nothing": "null",
@@ -356,7 +356,7 @@ def test_a_module_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(worker_process, "LOAD_LIMIT_S", 2.0)
-    with pytest.raises(ConfigError, match="rollout.tools: slow_module:f was not loaded in another process after 2 s"):
+    with pytest.raises(ConfigError, match="rollout.tools: slow_module:f did not load in another process within 2 s"):
         load_tools(["slow_module:f"])
 
 

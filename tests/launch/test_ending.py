@@ -27,19 +27,19 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_rank() -> None:
     """What torch.distributed says of it, without where in its source."""
     error = raised(RuntimeError(GLOO))
-    error.add_note("the whole traceback is in runs/x/logs/rank_3.log")
+    error.add_note("the full traceback is in runs/x/logs/rank_3.log")
     assert classify_error(error) == (
         "lost",
         1,
         "error: rank 3 lost another rank: Connection closed by peer [127.0.0.1]:4711; "
-        "the whole traceback is in runs/x/logs/rank_3.log",
+        "the full traceback is in runs/x/logs/rank_3.log",
     )
-    broken = WeightSyncError("round 2 broke off between the ranks 3 and 1")
+    broken = WeightSyncError("round 2 failed between ranks 3 and 1")
     said = classify_error(raised(ConfigError(str(broken)), broken))
     assert said == ("lost", 1, f"error: rank 3 lost another rank: {broken}")
-    said = classify_error(raised(ConnectionError("rank 1 is gone: Connection reset by peer")))
-    assert said == ("lost", 1, "error: rank 3 lost another rank: rank 1 is gone: Connection reset by peer")
-    assert classify_error(raised(ConnectionError("the service is gone: Connection reset by peer")))[0] == "fault"
+    said = classify_error(raised(ConnectionError("rank 1 disconnected: Connection reset by peer")))
+    assert said == ("lost", 1, "error: rank 3 lost another rank: rank 1 disconnected: Connection reset by peer")
+    assert classify_error(raised(ConnectionError("the service disconnected: Connection reset by peer")))[0] == "fault"
 
 
 def test_an_engine_that_is_gone_is_no_lost_rank() -> None:
@@ -57,9 +57,9 @@ def test_a_fault_without_a_log_has_its_traceback() -> None:
     assert (kind, status) == ("fault", 1) and lines[0].startswith("Traceback")
     assert lines[-1].startswith("error: rank 3 failed: KeyError: 'x' (") and lines[-1].endswith(", in raised)")
     error = raised(KeyError("x"))
-    error.add_note("the whole traceback is in a.log")
+    error.add_note("the full traceback is in a.log")
     assert classify_error(error)[2].count("\n") == 0 and classify_error(error)[2].endswith(
-        "; the whole traceback is in a.log"
+        "; the full traceback is in a.log"
     )
     assert classify_error(raised(SystemExit(0)))[:2] == ("fault", 1)
 

@@ -81,7 +81,7 @@ def free_port(folder: Path) -> None:
     ("hang", "where"),
     [
         ("loop_in_python", "which is at"),
-        ("loop_in_c", "which computes, and lets no Python run"),
+        ("loop_in_c", "which computes without releasing the GIL"),
         ("sleep", "which is at"),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_stopped_rank_is_named_though_it_writes_nothing(tmp_path: Path) -> Non
     os.kill(int((tmp_path / "there_1").read_text()), signal.SIGSTOP)
     code, lines = ended(process)
     assert code == 1 and "which is stopped (SIGSTOP)" in lines[-1], lines
-    assert lines[-1].endswith("but for rank 1, which could not write its own")
+    assert lines[-1].endswith("but for rank 1, which could not write its stacks")
     assert "in barrier" in (tmp_path / "logs/rank_0.log").read_text()
 
 
@@ -114,5 +114,5 @@ def test_a_rank_that_is_ten_times_slower_is_named_and_the_run_goes_on(tmp_path: 
     code, lines = ended(run_of(tmp_path, ranks_that(SLOW)))
     (line,) = [line for line in lines if " is slow" in line]
     assert code == 0
-    assert f"rank 1 on node {os.uname().nodename} is slow, and the others wait for it: " in line, lines
+    assert f"rank 1 on node {os.uname().nodename} is slow and delays the others: " in line, lines
     assert " s of work in actor_update, " in line

@@ -261,7 +261,7 @@ def test_torchrun_ends_as_documented(tmp_path: Path) -> None:
     saves.terminate()
     assert saves.communicate(timeout=300)[1] == "saved step 3\n" and saves.returncode == 85
     waits.terminate()
-    _, text = waits.communicate(timeout=300)  # before ours: torch's warnings of the address that does not answer
+    _, text = waits.communicate(timeout=300)  # before ours: torch's warnings of the address that does not respond
     assert text.endswith("ended by SIGTERM\n") and text.count("ended by") == 1 and waits.returncode == 143, text
     assert not list((tmp_path / "scratch").iterdir())
 

@@ -57,10 +57,10 @@ def test_the_cause_may_be_on_another_node() -> None:
 
 def test_a_node_that_does_not_answer_is_named() -> None:
     end, _ = combine_reports([NodeReport("n1", codes={0: 1}, words=(LOST,)), None])
-    assert end.text == "error: the launcher of node number 1 does not answer"
+    assert end.text == "error: the launcher of node number 1 does not respond"
     assert combine_reports([NodeReport("n1", codes={0: -9}), None])[0].kind == "killed"
-    problem = NodeReport("n1", problem="the nodes did not come together: RuntimeError: x")
-    assert combine_reports([problem, None])[0].text.endswith("number 1 does not answer")
+    problem = NodeReport("n1", problem="the nodes did not join: RuntimeError: x")
+    assert combine_reports([problem, None])[0].text.endswith("number 1 does not respond")
     assert combine_reports([problem, problem])[0].text == f"error: torchrun: {problem.problem}"
 
 
@@ -96,7 +96,7 @@ def test_what_no_launcher_of_the_job_has_said_is_refused(monkeypatch: pytest.Mon
         second.agree_port(2, 0)
     somebody.set("0/next", '[true, 0, "", 0.0, ""]')
     after = second.decide_next(0, NodeReport("n1"), None)
-    assert not after.should_restart and "does not answer any more: refused" in after.text
+    assert not after.should_restart and "no longer responds: refused" in after.text
     monkeypatch.setenv("MEGARL_SECRET", "b" * 32)
     with pytest.raises(ForgedError, match="its nodes have different secrets, see MEGARL_SECRET in SECURITY.md"):
         MultiNode(1, 2, "127.0.0.1", port).agree_port(0, 0)

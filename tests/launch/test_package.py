@@ -125,7 +125,7 @@ sys.exit(main())
 """)
     command = [sys.executable, "-I", "-W", "ignore", str(tmp_path / "program.py"), "train", str(tmp_path / "a.yaml")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    remedy = "bash launch/install.sh in a checkout, or by pip as launch/README.md says"
+    remedy = "bash launch/install.sh in a checkout, or pip as described in launch/README.md"
     assert (done.returncode, done.stderr) == (2, f"error: the package {package} is not installed: {remedy}\n")
 
 

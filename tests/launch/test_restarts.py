@@ -12,7 +12,7 @@ from megarl.launch.restarts import RestartPolicy, RestartTracker, append_to_log,
 
 KILLED = RunOutcome(137, "error: rank 1 was killed by SIGKILL", "killed")
 FAULT = RunOutcome(
-    1, "Traceback:\n  in f\nerror: rank 1 failed: KeyError: 'x'; the whole traceback is in a/1.log", "fault"
+    1, "Traceback:\n  in f\nerror: rank 1 failed: KeyError: 'x'; the full traceback is in a/1.log", "fault"
 )
 
 
@@ -64,7 +64,7 @@ def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
         said.append(restarts.decide(KILLED, rules))
         checkpoint(tmp_path, step)
     assert all(one.should_restart and one.wait_s == 2 for one in said)
-    assert "from the start, as there is no checkpoint yet (restart 1 of this run, 1 of 2" in said[0].text
+    assert "from the beginning, since there is no checkpoint yet (restart 1 of this run, 1 of 2" in said[0].text
     assert "from checkpoint step_000005 (restart 6 of this run, 1 of 2" in said[5].text
     assert [restarts.decide(KILLED, rules).should_restart for _ in range(3)] == [True, True, False]
 

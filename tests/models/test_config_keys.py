@@ -278,7 +278,7 @@ def test_rope_scaling_beside_rope_parameters_is_refused_unless_they_mean_the_sam
 def test_two_names_of_an_option_must_agree(name: str, key: str, other: str) -> None:
     hf = {**complete(name), key: 4, other: 4}
     assert derived(hf)
-    with pytest.raises(ConfigError, match=f"{key}=4 and {other}=8 are two names of an option; leave one out"):
+    with pytest.raises(ConfigError, match=f"{key}=4 and {other}=8 are two names of an option; remove one"):
         derived(hf | {other: 8})
 
 

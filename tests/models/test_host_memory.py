@@ -21,7 +21,7 @@ pytestmark = pytest.mark.alone
 
 
 def of(batch: BatchSize, routing: RoutingShape | None = None, **sections: Any) -> dict[str, dict[str, float]]:
-    small = {"train": {"max_tokens_per_gpu": 10}, "rollout": {"max_context": 10}, "track": {"rollouts": False}}
+    small = {"train": {"max_tokens_per_gpu": 10}, "rollout": {"max_context": 10}, "track": {"save_rollouts": False}}
     config = from_dict(small | sections)
     return bytes_by_phase(config, load_requirements(config), batch, routing)
 
@@ -142,5 +142,5 @@ def test_records_are_recorded_unless_they_are_left_out() -> None:
     shape = RoutingShape(5, (1, 2, 3), 4, 256)
     assert recording_bytes(config, BatchSize(800, 80, 10), shape) == 36 * 800 * 2  # 12 bytes of routing beside 12
     assert recording_bytes(config, BatchSize(1 << 20, 80, 10), shape) == 36 * (1 << 20)
-    without = from_dict({"algorithm": "grpo", "track": {"records": False}})
+    without = from_dict({"algorithm": "grpo", "track": {"save_replay_data": False}})
     assert recording_bytes(without, BatchSize(800, 80, 10), shape) == 36 * 800

@@ -71,7 +71,7 @@ def test_a_change_holds_from_the_next_step_on_and_is_said_once(tmp_path: Path) -
 
 BAD = {
     "not YAML": (b"reward: {weights: [\n", "is not valid YAML"),
-    "a tag": (b"reward: !!python/object:os.system {}\n", "has no place in a configuration"),
+    "a tag": (b"reward: !!python/object:os.system {}\n", "is not allowed in a configuration"),
     "an unknown part": (b"reward: {weights: {gsm: 1}}\n", "no part of the reward is called 'gsm'; did you mean gsm8k"),
     "NaN": (b"reward: {weights: {gsm8k: .nan}}\n", "reward.weights.gsm8k must be a number"),
     "infinite": (b"reward: {weights: {gsm8k: -.inf}}\n", "must be a number"),
@@ -80,7 +80,7 @@ BAD = {
     "no weights": (b"reward: {weights:}\n", "must be a mapping"),
     "a list": (b"- reward\n", "holds a list, not a mapping of sections"),
     "a section that is none": (b"reward: 1\n", "reward must be a section of keys"),
-    "another key": (b"reward: {timeout: 5}\n", "reward.timeout cannot change while the run goes on (what can: reward"),
+    "another key": (b"reward: {timeout: 5}\n", "reward.timeout cannot change during a run (keys that can: reward"),
     "another section": (b"actor_optimizer: {lr: 1}\n", "actor_optimizer.lr cannot change while the run goes on"),
     "a part of it good": (b"reward: {weights: {gsm8k: 1}, timeout: 5}\n", "reward.timeout cannot change"),
     "a key twice": (b"reward: {weights: {gsm8k: 1, gsm8k: 2}}\n", "gsm8k is there twice"),
@@ -108,7 +108,7 @@ def test_a_bad_file_changes_nothing_and_says_so_once(tmp_path: Path, name: str) 
     had, said = lab.steps(3)
     assert had == [] and len(said) == 1 and "\n" not in said[0], said
     assert said[0].startswith("warning: ") and complaint in said[0], said
-    assert str(lab.file) in said[0] and said[0].endswith("; nothing is changed by it")
+    assert str(lab.file) in said[0] and said[0].endswith("; it changes nothing")
     lab.file.write_bytes(b"#\n" + content)
     assert len(lab.steps(2)[1]) == 1, "it has been changed, and is not better"
     lab.file.write_text("reward: {weights: {gsm8k: 0.5}}\n")
@@ -134,7 +134,7 @@ def test_what_is_no_file_changes_nothing(tmp_path: Path, what: str, monkeypatch:
     had, said = lab.steps(3)
     complaints = {
         "a directory": "is a folder",
-        "a pipe": "is no regular file",
+        "a pipe": "is not a regular file",
         "a secret": "cannot be read: Permission denied",
     }
     assert had == [] and [complaints[what] in one for one in said] == [True] if what in complaints else not said

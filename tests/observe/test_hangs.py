@@ -33,13 +33,14 @@ def test_one_that_says_nothing_by_itself_comes_first() -> None:
     every = [said(False, "b"), said(True, "a"), said(False, "is stopped (SIGSTOP)", stacks=False, silent=True)]
     late, line = summarize_states(every, ["n"] * 3, 5, LOGS)
     assert late == 2 and "for rank 2 on node n which is stopped (SIGSTOP)." in line
-    assert line.endswith("rank_N.log, but for rank 2, which could not write its own")
+    assert line.endswith("rank_N.log, but for rank 2, which could not write its stacks")
 
 
 def test_a_node_that_says_nothing_comes_before_all() -> None:
     late, line = summarize_states([said(False, "b"), None, None], ["n1", "n2", "n2"], 5, LOGS)
     assert late == 1
-    assert "rank 1 on node n2 whose node says nothing; and for rank 2 on node n2 whose node says nothing" in line
+    silent = "on node n2 whose node does not respond"
+    assert f"rank 1 {silent}; and for rank 2 {silent}" in line
 
 
 def test_where_all_wait_nobody_is_to_blame() -> None:

@@ -91,12 +91,12 @@ def test_a_profiler_that_fails_is_said_once(tmp_path: Path) -> None:
     clock, lines = Clock(), []
     profile = StepProfiler((1, 2), clock, tmp_path, 0, lines.append, refuses)
     take(profile, clock, range(1, 4))
-    assert lines == ["could not profile: another one is at work; training goes on without it"]
+    assert lines == ["could not profile: another one is at work; training continues without it"]
 
 
 def test_steps_that_the_run_does_not_have() -> None:
-    check_profile(from_dict({"run": {"num_rollout": 4}, "track": {"profile": [3, 4]}}))
-    with pytest.raises(ConfigError, match="track.profile names step 5, but run.num_rollout=4"):
-        check_profile(from_dict({"run": {"num_rollout": 4}, "track": {"profile": [3, 5]}}))
-    with pytest.raises(ConfigError, match=r"track.profile\[0\] must be"):
-        from_dict({"track": {"profile": [0]}})
+    check_profile(from_dict({"run": {"num_rollout": 4}, "track": {"profile_steps": [3, 4]}}))
+    with pytest.raises(ConfigError, match="track.profile_steps names step 5, but run.num_rollout=4"):
+        check_profile(from_dict({"run": {"num_rollout": 4}, "track": {"profile_steps": [3, 5]}}))
+    with pytest.raises(ConfigError, match=r"track.profile_steps\[0\] must be"):
+        from_dict({"track": {"profile_steps": [0]}})

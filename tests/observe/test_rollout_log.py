@@ -340,7 +340,7 @@ def test_what_cannot_be_written_is_said_once_and_by_the_caller(tmp_path: Path) -
         log.write(step, 1, [0], [example()])
     log.close()
     ((text, thread),) = said
-    assert text.startswith("could not record rollouts: ") and text.endswith("; training goes on without them")
+    assert text.startswith("could not record rollouts: ") and text.endswith("; training continues without them")
     assert str(tmp_path / "rollouts") in text and thread is threading.main_thread()
 
 
@@ -422,10 +422,10 @@ def test_steps_and_parts_that_are_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 of the 4 rollouts of its step, rollout 0 is missing"):
         read_rollouts(tmp_path, 1)
     write_part(part_file(tmp_path, 1, 2), 1, 4, [2, 3], [example(), example()])
-    with pytest.raises(ConfigError, match="has rollout 2 twice: its files are of two runs"):
+    with pytest.raises(ConfigError, match="has rollout 2 twice: its files are from two runs"):
         read_rollouts(tmp_path, 1)
     write_part(part_file(tmp_path, 1, 2), 1, 5, [3], [example()])
-    with pytest.raises(ConfigError, match="of 4 and of 5 rollouts: of two runs"):
+    with pytest.raises(ConfigError, match="of 4 and of 5 rollouts: from two runs"):
         read_rollouts(tmp_path, 1)
     write_part(part_file(tmp_path, 1, 2), 1, 4, [0, 3, 4], [example()] * 3)
     with pytest.raises(ConfigError, match="has a rollout 4, but its step has 4"):

@@ -159,7 +159,7 @@ def test_what_ends_a_run_is_written_down(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank_1.log"]
     text = (tmp_path / "logs/rank_1.log").read_text()
     assert "Traceback" in text and "in fail" in text
-    assert fault.__notes__ == [f"the whole traceback is in {tmp_path}/logs/rank_1.log"]
+    assert fault.__notes__ == [f"the full traceback is in {tmp_path}/logs/rank_1.log"]
     assert not hasattr(mistake, "__notes__")
     said = (tmp_path / "log.txt").read_text()
     assert "ConfigError: run.dir is wrong\n" in said and "  ended by SIGTERM\n" in said and "Zero" not in said

@@ -31,10 +31,10 @@ def test_a_rank_that_is_slow_for_two_steps_is_named_once_and_when_it_no_longer_i
     lines = [line for _, line in said]
     assert [bool(line) for line in lines] == [False, False, True, False, True, False, False]
     assert lines[2] == (
-        "step 2: rank 2 on node n2 is slow, and the others wait for it: 10.0 s of work in u, 10.0 times as much as the "
+        "step 2: rank 2 on node n2 is slow and delays the others: 10.0 s of work in u, 10.0 times as much as the "
         "others' 1.0 s"
     )
-    assert lines[4] == "step 4: rank 2 on node n2 is as fast as the others again"
+    assert lines[4] == "step 4: rank 2 on node n2 is no longer slow"
     assert said[1][0] == {"perf/slowest_rank": 2.0, "perf/slowest_ratio": 10.0}
     assert said[0][0]["perf/slowest_ratio"] == 1.0
 

@@ -163,7 +163,7 @@ def test_a_flood_is_bounded_and_says_how_many_it_left_out(server: Server, monkey
     go.set()
     hook.close()
     assert len(server.bodies) <= module._QUEUE_SIZE + 2
-    assert any("further alarms were left out" in body["text"] for body in server.bodies)
+    assert any("further alarms were dropped" in body["text"] for body in server.bodies)
 
 
 def test_private_addresses_are_refused_unless_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_private_addresses_are_refused_unless_they_are_allowed(monkeypatch: pyte
     "url", ["hooks.example.com/marked", "ftp://a/marked", "https://", "https://a:x/marked", "http://a b/marked"]
 )
 def test_what_is_no_url_is_refused_without_being_repeated(url: str) -> None:
-    with pytest.raises(ConfigError, match="track.webhook is no address such as") as refused:
+    with pytest.raises(ConfigError, match="track.webhook is not a URL such as") as refused:
         check_webhook(url)
     assert "marked" not in str(refused.value)
 

@@ -127,7 +127,7 @@ def test_algorithms_with_other_roles() -> None:
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"actor": "4-8"}, {}, r"placement.actor=4-8 names rank 8, but the job has the ranks 0 to 7"),
     ({"actor": "0-99999999"}, {}, r"names rank 99999999"),
-    ({"actor": ""}, {}, r"placement.actor= names no ranks: write ranks as 0-3"),
+    ({"actor": ""}, {}, r"placement.actor= lists no ranks: write ranks as 0-3"),
     ({"actor": None}, {}, r"placement.actor=None names no ranks"),
     ({"actor": True}, {}, r"placement.actor=True names no ranks"),
     ({"actor": [0, 1]}, {}, r"names no ranks"),
@@ -139,7 +139,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"actor": "0-3,2"}, {}, r"names rank 2 twice"),
     ({"critc": "0-3"}, {}, r"placement.critc: ppo has no such role; did you mean placement.critic\?"),
     ({"actor": "cpu"}, {}, r"placement.actor=cpu, but the actor computes on ranks"),
-    ({"reward": "cpu"}, {"reward": {"model": "x"}}, r"placement.reward=cpu, but reward.model is computed on ranks"),
+    ({"reward": "cpu"}, {"reward": {"model": "x"}}, r"placement.reward=cpu, but reward.model runs on ranks"),
     ({"actor": "0-3", "reference": "4-7"}, {}, r"placement.reference=4-7, but the reference is the actor's model"),
     ({"actor": "0-3", "critic": "2-7"}, {}, r"has the actor on 0-3 and the critic on 2-7, which share some"),
     ({"actor": "0-3", "rollout": "0-5"}, {}, r"share some ranks: put two roles on the same ranks"),
@@ -196,8 +196,8 @@ def test_a_script_places_roles_as_the_key_does(units: dict[str, Any]) -> None:
 
 def test_roles_that_are_read_before_the_run(units: dict[str, Any]) -> None:
     assert units["unread"] == [
-        "RoleUnavailable: flow.actor is not there before flow.run(...): the workers start in it",
-        "RoleUnavailable: flow.judge is not there before flow.run(...): the workers start in it",
+        "RoleUnavailable: flow.actor is not available before flow.run(...), which starts the workers",
+        "RoleUnavailable: flow.judge is not available before flow.run(...), which starts the workers",
         "AttributeError: a HybridFlow has no 'teacher'",
     ]
 

@@ -72,7 +72,7 @@ def test_each_fault_names_tensor_and_rank(local: dict[str, torch.Tensor]) -> Non
         return find_shard_problems({**local, **changed}, PARAMS, TRAIN, 3, 4)
 
     assert problems(**{EXPERT: torch.zeros(2, 4)}) == [f"{EXPERT} on rank 3 has shape (2, 4), not (8, 4)"]
-    assert problems(value_head=torch.zeros(1)) == ["rank 3 has value_head, which the table does not know"]
+    assert problems(value_head=torch.zeros(1)) == ["rank 3 has value_head, which is not in the table"]
     for value in (float("nan"), float("inf")):
         broken = local[EXPERT].clone()
         broken[1, 2] = value

@@ -137,7 +137,7 @@ def test_what_the_engine_had_cached_is_a_number_of_what_it_was_asked_for_or_noth
 @pytest.mark.parametrize(
     ("said", "status", "complaint"),
     [
-        ({"detail": "Request running timeout reached."}, 503, "did not end the answer within rollout.request_timeout"),
+        ({"detail": "Request running timeout reached."}, 503, "did not finish within rollout.request_timeout"),
         ({"error": {"message": "too long"}}, 400, "refused to generate: .*too long"),
         ("Internal Server Error", 500, "refused to generate: Internal Server Error"),
         ("{not json", 200, "cannot be read"),
@@ -177,12 +177,12 @@ def test_of_an_answer_that_was_cut_off_only_what_is_whole_is_kept() -> None:
     assert (out.token_ids.tolist(), out.finish_reason, out.abort_reason) == (
         [8],
         "abort",
-        "the engine cut the answer off: Aborted",
+        "the engine aborted the answer: Aborted",
     )
     for odd in ({"output_token_logprobs": ...}, {"output_token_logprobs": [[None, 8, None]]}):
         out = ask(answer(finish_reason=cut, **odd))
         assert (len(out.token_ids), len(out.logprobs), out.finish_reason) == (0, 0, "abort")
-    assert ask(answer(finish_reason=None)).abort_reason.endswith("it does not say why")
+    assert ask(answer(finish_reason=None)).abort_reason.endswith("it gives no reason")
 
 
 CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}

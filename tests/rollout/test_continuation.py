@@ -160,7 +160,7 @@ def test_a_turn_that_ended_otherwise_is_closed_first() -> None:
         (FAMILIES["qwen"], [{**USER, "content": [{"type": "file", "file": {}}]}], "a part of type 'file'"),
         (FAMILIES["qwen"], [TOOL, {**OTHER, "audio": {"id": "a"}}], "message 1, of role assistant, has 'audio'"),
         (FAMILIES["qwen"], [{**ASKS, "tool_calls": [{"type": "function"}]}], "message 0 calls .*not {'function'"),
-        (FAMILIES["qwen"], [{**ASKS, "tool_calls": 3}], "message 0 has tool_calls that are no list"),
+        (FAMILIES["qwen"], [{**ASKS, "tool_calls": 3}], "message 0 has tool_calls that are not a list"),
     ],
 )
 def test_what_has_no_place_is_one_line(chat: ChatTemplate, messages: list[Any], complaint: str | None) -> None:

@@ -161,7 +161,7 @@ def test_what_is_late_is_aborted_also_in_the_engine(qwen3_moe: Running) -> None:
     talks.close()
     assert len(rollouts) == 256 and [r.group for r in rollouts] == [g for g in range(4) for _ in range(64)]
     late = [rollout for rollout in rollouts if rollout.status == "aborted"]
-    assert len(late) > 100 and {r.failure for r in late} == {"it was not done within rollout.step_timeout"}
+    assert len(late) > 100 and {r.failure for r in late} == {"it did not finish within rollout.step_timeout"}
     qwen3_moe.engine._call("/flush_cache")  # it refuses as long as it has anything to do
     assert generate(qwen3_moe.engine)
 
@@ -197,7 +197,7 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_star
 
         *long, short = asyncio.run(ask())
         assert [type(out) for out in long] == [RequestFailed] * 2
-        assert {str(out) for out in long} == {"the engine did not end the answer within rollout.request_timeout"}
+        assert {str(out) for out in long} == {"the engine did not finish within rollout.request_timeout"}
         assert short.finish_reason == "length" and len(short.token_ids) == 1
 
         def kill() -> None:

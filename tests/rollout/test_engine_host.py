@@ -57,7 +57,7 @@ def test_a_host_that_ends_time_and_again_is_given_up(
         rank.connect(host.path)
     host.close()
     said = capfd.readouterr().err.splitlines()
-    who = "the process that engines are started from"
-    again = [f"{who} ended (exit status 3), and is started again"] * 3
-    assert said == [*again, f"{who} ended 4 times within 60 s each, and is not started again"]
+    who = "the engine host process"
+    again = [f"{who} ended (exit status 3) and is restarted"] * 3
+    assert said == [*again, f"{who} ended 4 times within 60 s each, and is not restarted"]
     assert not Path(host.path).parent.exists()

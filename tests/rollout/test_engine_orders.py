@@ -96,7 +96,7 @@ def test_replicated_attention_redundant_experts_and_a_fused_shared_one(host: str
     }
     new = tiny_models.save(tiny_models.deepseek_v3(seed=6), tmp_path / "new")
     with start(host, tiny_models.deepseek_v3(), tmp_path, tp=2, ep=2, sglang=settings) as running:
-        moved = "the engine's experts are not where their numbers say (init_expert_location)"
+        moved = "the engine's experts are not at their index (init_expert_location)"
         assert [rank["odd"] for rank in looked_at(running.engine, 2)] == [[moved], [moved]]
         before = checksums(running.engine)
         overwrite(running.engine, layout, new, 1)

@@ -94,7 +94,7 @@ def test_what_is_not_done_at_the_deadline_is_aborted_also_what_has_not_begun() -
     script = Fails("1", None, "3", call("4"), *[None] * 6)
     rollouts = gather(script, [PROMPT], 7, deadline_in=0.3, concurrency=2)
     assert [rollout.status for rollout in rollouts] == ["stop", "aborted", "stop", *["aborted"] * 4]
-    assert {rollout.failure for rollout in rollouts} == {"", "it was not done within rollout.step_timeout"}
+    assert {rollout.failure for rollout in rollouts} == {"", "it did not finish within rollout.step_timeout"}
     assert rollouts[3].num_actions == len(said(call("4")).token_ids) and rollouts[3].tool_calls == 1
     assert rollouts[6].num_actions == 0
 

@@ -361,8 +361,8 @@ def test_a_slow_tool_does_not_outlast_the_deadline() -> None:
 
 
 def test_an_answer_that_was_cut_off_says_why() -> None:
-    rollout, _ = converse(Generation((), (), "abort", 1, abort_reason="the engine cut the answer off: Aborted"))
-    assert rollout.failure == "the engine cut the answer off: Aborted"
+    rollout, _ = converse(Generation((), (), "abort", 1, abort_reason="the engine aborted the answer: Aborted"))
+    assert rollout.failure == "the engine aborted the answer: Aborted"
 
 
 def test_sampling_params() -> None:

@@ -123,7 +123,7 @@ def test_sampling_that_an_engine_can_tell_of(settings: dict[str, Any]) -> None:
     [
         ({"top_p": 0.9}, "rollout.top_p=0.9 without rollout.top_k: SGLang does not say what could have been sampled"),
         ({"min_p": 0.1}, "rollout.min_p=0.1 without rollout.top_k: .*; set rollout.top_k, too, such as to 1000"),
-        ({"top_k": 0}, "rollout.top_k=0 leaves nothing to choose; set it to -1 for all tokens"),
+        ({"top_k": 0}, "rollout.top_k=0 leaves nothing to sample; set it to -1 for all tokens"),
         ({"top_k": 1}, "rollout.top_k=1 leaves nothing to choose; .* or rollout.temperature=0, which is greedy"),
         (
             {"top_p": 0.9, "top_k": 20, "draft_tokens": 2},

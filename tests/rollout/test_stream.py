@@ -234,7 +234,7 @@ def test_what_lasts_too_long_is_aborted_by_itself() -> None:
         assert taken is not None
         return [one.failure for one in taken.rollouts if one.status == "aborted"]
 
-    assert set(asyncio.run(run())) == {"it was not done within rollout.step_timeout"}
+    assert set(asyncio.run(run())) == {"it did not finish within rollout.step_timeout"}
 
 
 def test_it_says_from_when_to_when_its_engine_was_at_work() -> None:

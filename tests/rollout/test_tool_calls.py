@@ -77,5 +77,5 @@ def test_every_family_has_a_parser_that_sglang_has() -> None:
 
 
 def test_a_parser_that_sglang_does_not_have() -> None:
-    with pytest.raises(ConfigError, match="tool_call_parser=qwen26 is no parser of SGLang's; did you mean qwen25"):
+    with pytest.raises(ConfigError, match="tool_call_parser=qwen26 is not a parser of SGLang; did you mean qwen25"):
         parser_name("qwen26", {"architectures": ["Qwen2ForCausalLM"]})

@@ -143,7 +143,7 @@ def test_what_is_written_over_afterwards_is_found() -> None:
         (["experts", -2, 0, 4, 0, 6, 0, -1], "index -2 does not fit it"),
         (["experts", 0, 0, 4, 0, 6, 0, -1], "bytes 0:96 are outside of the bucket, which has 64"),
         (["matrix", -1, 0, 4, 0, 6, -2, -1], "bytes -2:46 are outside of the bucket"),
-        (["matrix", -1, 0, 4, 0, 6, 1, -1], "byte 1 is no place for bfloat16"),
+        (["matrix", -1, 0, 4, 0, 6, 1, -1], "byte 1 does not fit bfloat16"),
         (["matrix", -1, 0, 4, 0, 6, 0, 60], "bytes 60:68 are outside of the bucket"),
         (["matrix", -1, 0, 4], "TypeError"),
     ],
@@ -216,7 +216,7 @@ def test_describe_says_where_sglang_has_its_experts(
     stand_in = SimpleNamespace(get_global_expert_location_metadata=lambda: table)
     monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", stand_in)  # type: ignore[arg-type]
     odd = obey(Model(), {"do": "describe"})["odd"]
-    assert odd == (["the engine's experts are not where their numbers say (init_expert_location)"] if moved else [])
+    assert odd == (["the engine's experts are not at their index (init_expert_location)"] if moved else [])
 
 
 def test_finish_has_sglang_compute_what_it_derives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,13 +155,13 @@ def test_what_the_engine_cannot_do_is_noted_and_it_gets_no_more_orders() -> None
 @pytest.mark.parametrize("draft", [False, True])
 def test_an_engine_that_refuses_is_noted(draft: bool) -> None:
     hand_over, engine = hand_off()
-    engine.fail = "engine 0 does not answer"
+    engine.fail = "engine 0 does not respond"
     buckets = [bucket(0, 0), bucket(0, 0)]
     hand_over.open(buckets, draft)
     hand_over(buckets[0], order(0, 0))
     hand_over.close()
     assert hand_over.send_order({"do": "describe"}) == {}
-    assert hand_over.errors[0] == str(hand_over.failure) == "engine 0 does not answer"
+    assert hand_over.errors[0] == str(hand_over.failure) == "engine 0 does not respond"
 
 
 def test_other_bits_than_were_sent_are_noted_by_name() -> None:
@@ -172,7 +172,7 @@ def test_other_bits_than_were_sent_are_noted_by_name() -> None:
     hand_over.open(buckets)
     hand_over(buckets[0], wrong)
     hand_over.close()
-    assert hand_over.errors == ["the engine holds other weights than were sent: weight (1)"]
+    assert hand_over.errors == ["the engine's weights differ from those sent: weight (1)"]
 
 
 def test_an_engine_that_dies_in_the_middle_is_noted_at_once_and_what_became_of_it_comes_first(
@@ -191,7 +191,7 @@ def test_an_engine_that_dies_in_the_middle_is_noted_at_once_and_what_became_of_i
     def order_(payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
         Obedient.call_loader(engine, payloads, draft, lasting)
         if engine.fail:
-            raise EngineLost("died", "engine 0 does not answer")
+            raise EngineLost("died", "engine 0 does not respond")
 
     monkeypatch.setattr(weight_loader, "serve_orders", dies)
     monkeypatch.setattr(engine, "call_loader", order_)
@@ -202,7 +202,7 @@ def test_an_engine_that_dies_in_the_middle_is_noted_at_once_and_what_became_of_i
     hand_over(buckets[1], order(0, 1))  # its rank goes on taking part
     hand_over.close()
     assert isinstance(hand_over.failure, EngineLost) and hand_over.failure.fault == "died"
-    assert hand_over.errors == ["engine 0 does not answer", "an engine's rank has ended in the middle of a push"]
+    assert hand_over.errors == ["engine 0 does not respond", "an engine rank exited during a weight sync"]
 
 
 @pytest.mark.parametrize("connects", [False, True])

@@ -64,7 +64,7 @@ async def service(folder, answer=None, seen=None):
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]
-    sandbox = Sandbox(SandboxConfig(backend=f"http://127.0.0.1:{port}/", processes=3))
+    sandbox = Sandbox(SandboxConfig(backend=f"http://127.0.0.1:{port}/", max_boxes=3))
     try:
         yield sandbox
     finally:

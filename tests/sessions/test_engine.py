@@ -196,7 +196,7 @@ def test_a_client_that_goes_away_frees_the_engine(running: Running) -> None:
         else:
             pytest.fail("the engine goes on with what nobody waits for")
         (branch,) = recording.collect_branches()
-        assert branch.status == "aborted" and branch.failure == "the session asked the policy for nothing"
+        assert branch.status == "aborted" and branch.failure == "the session made no request"
 
     everything(running, test)
 

@@ -48,7 +48,7 @@ def test_models() -> None:
         assert (await served.client.models.retrieve("policy")).id == "policy"
         with pytest.raises(openai.NotFoundError):
             await served.client.models.retrieve("gpt-4o")
-        with pytest.raises(openai.BadRequestError, match="'gpt-4o' does not exist; there is 'policy'") as refused:
+        with pytest.raises(openai.BadRequestError, match="'gpt-4o' does not exist; use 'policy'") as refused:
             await served.client.chat.completions.create(model="gpt-4o", messages=ASK)
         assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
         with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
@@ -92,7 +92,7 @@ def test_headers_of_any_bytes_and_a_body_that_is_compressed_are_refused_in_words
                 headers = {"Authorization": own, "Content-Encoding": b"gzip"}
                 answer = await client.post(url, content=body, headers=headers)
                 assert answer.status_code == 400
-                assert "has the encoding 'gzip'; send it as it is" in answer.json()["error"]["message"]
+                assert "has the encoding 'gzip'; send it unencoded" in answer.json()["error"]["message"]
         assert (await served.create(ASK)).choices[0].message.content == "a"
 
     run(test, Numbered("a"))
@@ -141,12 +141,12 @@ def test_openais_client_asks_again_where_the_engine_failed() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_none() -> None:
-    cut = replace(said("It is", finish="abort"), abort_reason="the engine cut the answer off: gone")
+    cut = replace(said("It is", finish="abort"), abort_reason="the engine aborted the answer: gone")
 
     async def test(served: Served) -> None:
         with pytest.raises(openai.InternalServerError, match="cut the answer off"):
             await served.create(ASK)
-        assert served.recording.collect_branches()[0].failure == "the engine cut the answer off: gone"
+        assert served.recording.collect_branches()[0].failure == "the engine aborted the answer: gone"
 
     run(test, Script(cut))
 
@@ -172,7 +172,7 @@ def test_a_session_that_is_late_has_failed() -> None:
                     await served.create([*ASK, answer.choices[0].message, *ASK])
             (branch,) = served.recording.collect_branches()
             assert (branch.status, branch.num_turns) == ("aborted", 1)
-            assert branch.failure == "it was not done within rollout.step_timeout"
+            assert branch.failure == "it did not finish within rollout.step_timeout"
 
     asyncio.run(asyncio.wait_for(late(), 240))
 
@@ -189,7 +189,7 @@ def test_closing_answers_what_is_under_way() -> None:
             async for _ in await waiting[1]:
                 pass
         (branch,) = served.recording.collect_branches()
-        assert (branch.status, branch.failure) == ("aborted", "the session asked the policy for nothing")
+        assert (branch.status, branch.failure) == ("aborted", "the session made no request")
 
     lines: Any = (None, None)
     run(test, Fails(*lines), retries=2)

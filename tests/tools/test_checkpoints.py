@@ -181,7 +181,7 @@ def test_a_list_says_of_each_checkpoint_what_it_is_and_what_is_wrong_with_it(too
     for line, name in ((first, "step_000003"), (second, "step_000012")):
         assert line.startswith(f"{name}  whole  4 ranks; tp=2 ep=4  ")
         assert f"config {'c' * 16} code {'r' * 16}" in line and line.endswith("  actor") and " MB in " in line
-    assert third.startswith("step_000013.tmp  DAMAGED: was never finished")
+    assert third.startswith("step_000013.tmp  DAMAGED: was never completed")
     flip(run / "checkpoints/step_000012/rng_00000.pt")
     (run / "checkpoints/step_000003/host.json").unlink()
     rows = json.loads(tool("list", run, "--json"))
@@ -297,9 +297,9 @@ def test_what_cannot_be_converted_is_one_line_and_nothing_is_left(
         return line
 
     assert "exists; name a folder that is not there yet" in refused(run, tmp_path / "there")
-    assert "there is no folder" in refused(run, tmp_path / "a/b")
-    assert "there is no folder" in refused(tmp_path / "nothing", out)
-    assert "is no checkpoint (manifest.json is missing) and no run folder" in refused(tmp_path / "there", out)
+    assert "no folder" in refused(run, tmp_path / "a/b")
+    assert "no folder" in refused(tmp_path / "nothing", out)
+    assert "is neither a checkpoint (manifest.json is missing) nor a run folder" in refused(tmp_path / "there", out)
     assert "has no critic; it has actor" in refused(run, out, "--role", "critic")
     assert "no adapters (lora.rank=0)" in refused(run, out, "--adapter")
     assert "model.pth" in refused(run, out, "model.pth=x")
@@ -319,7 +319,7 @@ def test_what_cannot_be_converted_is_one_line_and_nothing_is_left(
     assert "is damaged: actor/.metadata differs from its checksum" in refused(newest, out)
     (newest / "actor/.metadata").unlink()
     (newest / "manifest.json").unlink()
-    assert "is no whole checkpoint: manifest.json is missing" in refused(newest, out)
+    assert "is not a complete checkpoint: manifest.json is missing" in refused(newest, out)
     assert tool("convert", run, out).startswith(f"{out}: the actor of {run}/checkpoints/step_000003")
 
 

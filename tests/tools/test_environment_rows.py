@@ -64,7 +64,7 @@ def test_a_data_set_of_verifiers_becomes_prompts(tmp_path: Path) -> None:
     "spec, target, said",
     [
         ("mcp:a.json", "rows.jsonl", "is neither harbor:FOLDER nor verifiers:NAME"),
-        ("harbor:none", "rows.jsonl", "there is no folder none"),
+        ("harbor:none", "rows.jsonl", "no folder none"),
         ("harbor:none", "rows.json", "must end in .jsonl"),
     ],
 )

@@ -72,7 +72,7 @@ def test_the_engine_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["none"], "there is no run folder"),
+        (["none"], "no run folder"),
         (["r", "--step", "9"], "has no rollouts of step 9; it has steps 1 to 3"),
         (["r", "--step", "3"], "has no log-probs of the trainer for step 3: the trainer looks every"),
         (["r", "--worst", "-1"], "--worst"),

@@ -214,7 +214,7 @@ def test_stages_in_parts(main: Callable[[list[str]], int], capsys: pytest.Captur
 
 
 def test_more_than_the_least_is_said() -> None:
-    """Engines of TP24 on nodes of 12: what is sent inside of nodes is not levelled as well."""
+    """Engines of TP24 on nodes of 12: what is sent inside nodes is not levelled as well."""
     hf = load_hf_config(ROOT / "configs/models/qwen3_30b_a3b.json") | {"num_attention_heads": 96}
     train = TrainLayout(96, 4, 8, even_stages(48, 3))
     for tp, ep, said in ((24, 4, True), (4, 4, False)):
@@ -271,7 +271,7 @@ def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
         (("--gpus-per-node", "7"), "parallel.world_size=64 is not a multiple of parallel.ranks_per_node=7"),
         (("--bucket-mb", "0"), "--bucket-mb: must be from 1 to 1048576, not 0"),
         (("--wire", "fp8", "--engine", "tp=8"), "cannot be sent as FP8"),
-        (("--train-ranks", "0-31"), "a layout of 64 ranks of the trainer cannot lie on 32 ranks"),
+        (("--train-ranks", "0-31"), "a layout of 64 trainer ranks cannot be placed on 32 ranks"),
         (("--engine-ranks", "0-x"), "--engine-ranks must be ranks such as 0-3,8,9, not '0-x'"),
         (("--engine-ranks", "0-6"), "which share some ranks"),
     ],

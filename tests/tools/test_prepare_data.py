@@ -99,7 +99,7 @@ def test_bad_rows_leave_nothing(tmp_path, train, message):
 
 def test_missing_files_and_folders(tmp_path):
     done = run(tmp_path / "nowhere", tmp_path / "out")
-    assert done.returncode == 2 and "there is no folder" in done.stderr
+    assert done.returncode == 2 and "no folder" in done.stderr
     done = run(write(tmp_path / "in", train=ROWS), tmp_path / "out")
     assert done.returncode == 2 and "must have one of test.jsonl, test.json" in done.stderr
     (tmp_path / "file").write_text("")

@@ -231,7 +231,7 @@ def test_mistakes_are_one_line(run_dir: Path, tmp_path: Path, capsys: pytest.Cap
     (damaged := tmp_path / "damaged" / "timeline").mkdir(parents=True)
     (damaged / "rank_00000.json").write_text("[\nnothing\n")
     for arguments, text in (
-        ([tmp_path / "none"], "there is no run folder"),
+        ([tmp_path / "none"], "no run folder"),
         ([empty], "once it has done a step"),
         ([damaged.parent], "have no step yet, or are damaged"),
         ([run_dir, "--steps", "5-"], "names no steps; write 3-5, or 4; the timeline has the steps 1 to 1"),

@@ -44,7 +44,7 @@ def test_a_page_of_two_runs_leaves_the_first_ones_page(tmp_path: Path) -> None:
 def test_nothing_is_written_into_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
     assert view.main([str(tmp_path / "other")]) == 2
-    assert f"error: {tmp_path / 'other'} is no run folder" in capsys.readouterr().err
+    assert f"error: {tmp_path / 'other'} is not a run folder" in capsys.readouterr().err
     assert not list((tmp_path / "other").iterdir())
 
 
@@ -79,7 +79,7 @@ def test_an_empty_folder_is_a_page_with_notes(tmp_path: Path, capsys: pytest.Cap
     ("arguments", "words"),
     [
         ([], "RUN"),
-        (["RUN/none"], "there is no run folder"),
+        (["RUN/none"], "no run folder"),
         (["RUN", "-o", "RUN/no/a.html"], "make it first"),
         (["RUN", "-o", "RUN"], "is a folder"),
         (["RUN", "-o", "/dev/null"], "no regular file"),

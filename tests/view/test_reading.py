@@ -137,7 +137,7 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
     run, index = read_run(tmp_path), read_index(tmp_path)
     assert len(run.notes) == 2 and "config.yaml" in run.notes[0] and "metrics.jsonl" in run.notes[1]
     assert len(index) == 0 and "has no recorded rollouts" in index.notes[0]
-    with pytest.raises(ConfigError, match="there is no run folder"):
+    with pytest.raises(ConfigError, match="no run folder"):
         read_run(tmp_path / "none")
 
 
@@ -153,9 +153,7 @@ def test_of_a_broken_folder_the_rest_is_shown(run_dir: Path) -> None:
     assert "of another version of MegaRL (unknown key nobody)" in run.notes[0] and "line 2 and 1 more" in run.notes[1]
     assert index.columns["step"].tolist() == [1, 1, 2, 2, 3, 3]
     damaged = [note for note in index.notes if "is damaged" in note]
-    assert len(damaged) == 2 and any(
-        "2 of the 4 rollouts of its step: it is half written" in one for one in index.notes
-    )
+    assert len(damaged) == 2 and any("2 of the 4 rollouts of its step: it is incomplete" in one for one in index.notes)
     assert all("\n" not in note for note in (*run.notes, *index.notes))
 
 

@@ -236,7 +236,7 @@ def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
             "the model returned",
         ),
         ("too good", "/v1: its score 7 is not from 0 to 5"),
-        ("gone", "(2 tries); see that it runs, or set roles.reward.options.url"),
+        ("gone", "(2 tries); check that it runs, or set roles.reward.options.url"),
     ],
 )
 def test_all_ranks_say_the_same_of_what_is_wrong(found: dict[str, Any], job: str, complaint: str) -> None:

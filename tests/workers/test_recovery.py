@@ -119,7 +119,7 @@ def test_the_same_fault_twice_without_a_step_between_ends_the_run(monkeypatch: p
     *errors, _ = ranks_of(monkeypatch, work)
     assert len(set(errors)) == 1
     if again == "died":
-        assert errors[0].startswith("engine 0 died twice in a row, without a step between: see why in its log; ")
+        assert errors[0].startswith("engine 0 died twice in a row without a completed step: see why in its log; ")
         assert errors[0].endswith("engine 0 is not running; the last lines of its log: short of memory")
     else:
         assert errors[0] == ""

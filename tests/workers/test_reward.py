@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-LATE = "it took longer than reward.timeout=0.3 s; make it faster or raise that"
+LATE = "it took longer than reward.timeout=0.3 s; make it faster or raise reward.timeout"
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def test_an_engine_that_holds_something_else_is_found_before_anything_is_trained
     found = units["comparing"]
     w13 = "model.layers.0.mlp.experts.w13_weight"
     assert found["right"]["problem"] == ""
-    assert f"the engines as they have started: {w13} has shape" in found["halved"]["problem"]
+    assert f"the engines at their start: {w13} has shape" in found["halved"]["problem"]
     assert "model.layers.0.mlp.experts has the rows of up before those of gate" in found["swapped"]["problem"]
     assert "moe_runner_backend" in found["swapped"]["problem"]
     assert [found[name]["usable"] for name in ("right", "halved", "swapped")] == [True, False, False]

@@ -40,10 +40,10 @@ def test_a_tool_that_fails_on_every_call_ends_the_run() -> None:
         watched.step(1, f=ToolCallStats(32, 32, "no licence (OSError at f.py:3)"), g=ToolCallStats(5, 0))
     assert str(error.value) == (
         "32 of 32 calls of the tool f failed, more than rollout.max_tool_failed_frac=0.99 allows: no licence (OSError "
-        "at f.py:3); mend the tool, or raise that key"
+        "at f.py:3); fix the tool, or raise that key"
     )
     assert watched.said == [
-        "step 1: 32 of 32 calls of the tool f failed: no licence (OSError at f.py:3); logs/tools_*.log has others"
+        "step 1: 32 of 32 calls of the tool f failed: no licence (OSError at f.py:3); logs/tools_*.log has more"
     ]
     assert watched.alarms == ["step 1: 32 of 32 calls of the tool f failed: no licence (OSError at f.py:3)"]
 

@@ -267,7 +267,7 @@ def _lost_line(job: Job, since: float) -> str:
             continue
         if at < since - 1:
             return ""
-        if re.search(r"engine \d+ ", line) and re.search(r"lost|died|hangs|hung|not running|does not answer", line):
+        if re.search(r"engine \d+ ", line) and re.search(r"lost|died|hangs|hung|not running|does not respond", line):
             return line
     return ""
 

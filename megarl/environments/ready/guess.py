@@ -23,7 +23,7 @@ class Guess:
             number: a whole number
         """
         if self._is_solved:
-            return "right, and found before"
+            return "right, and already guessed"
         least, most = self._range
         self._tries += 1 + (not least <= number <= most)
         if number == self._number:

@@ -29,7 +29,7 @@ class Python:
         output = await self._session.run(code)
         texts = [output.stdout.rstrip("\n"), output.stderr.rstrip("\n")]
         if output.reason not in ("", "exit"):
-            texts.append(f"Error: the code went beyond its limit of {output.reason}; all names are lost")
+            texts.append(f"Error: the code exceeded its limit of {output.reason}; all names are lost")
         return "\n".join(text for text in texts if text)
 
     async def close(self) -> None:

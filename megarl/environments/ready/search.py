@@ -22,7 +22,7 @@ class Search:
 
     def reset(self, corpus: str = "") -> None:
         if not (corpus or self.corpus):
-            raise ValueError("there is no corpus: give each prompt a column `corpus`, or a class of your own one")
+            raise ValueError("no corpus: give each prompt a column `corpus`, or define one in a class of your own")
         self._index = build_index(corpus or self.corpus)
 
     def search(self, query: str, count: int = 3) -> str:
@@ -54,6 +54,6 @@ def build_index(corpus: str) -> sqlite3.Connection:
                 document = json.loads(line)
                 row = (str(document.get("title", "")), str(document["text"]))
             except (ValueError, LookupError, AttributeError, TypeError) as error:
-                raise ValueError(f"{corpus}, line {number}, is no document with a `text`: {error!r}") from None
+                raise ValueError(f"{corpus}, line {number}, is not a document with a `text`: {error!r}") from None
             index.execute("INSERT INTO documents VALUES (?, ?)", row)
     return index

@@ -197,7 +197,7 @@ class TrackerWorker:
         if self._is_reported or not self._failures:
             return ""
         self._is_reported = True
-        return f"could not write {self.title}: {self._failures[0]}; training goes on without it"
+        return f"could not write {self.title}: {self._failures[0]}; training continues without it"
 
     def close(self) -> None:
         """Wait up to `CLOSE_TIMEOUT_S` for pending writes."""
@@ -210,7 +210,7 @@ class TrackerWorker:
             pass
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._failures.append(f"it does not take what it was given within {CLOSE_TIMEOUT_S:.0f} s")
+            self._failures.append(f"it did not accept its data within {CLOSE_TIMEOUT_S:.0f} s")
 
     def _put(self, step: int, work: Callable[[TrackerAdapter], None]) -> None:
         if self._is_disabled:
@@ -222,7 +222,7 @@ class TrackerWorker:
         try:
             self._queue.put_nowait(work)
         except queue.Full:
-            self._failures.append(f"it is behind by {QUEUE_SIZE} writings, and what comes now is left out")
+            self._failures.append(f"{QUEUE_SIZE} writes are pending; further ones are dropped")
 
     def _serve(self) -> None:
         adapter: TrackerAdapter | None = None

@@ -47,7 +47,7 @@ def check_trackers(names: Sequence[str]) -> None:
             is_installed = False
         if not is_installed:
             raise ConfigError(
-                f"track.trackers: {name} is not installed; `{info.install_command}`, or take it out of the list"
+                f"track.trackers: {name} is not installed; run `{info.install_command}`, or remove it from the list"
             )
 
 

@@ -63,4 +63,4 @@ def _require_key() -> None:
     except (OSError, netrc.NetrcParseError):
         login = None
     if login is None:
-        raise RuntimeError("there is no key: export WANDB_API_KEY, or WANDB_MODE=offline")
+        raise RuntimeError("no API key: export WANDB_API_KEY, or WANDB_MODE=offline")

@@ -269,7 +269,7 @@ class Assignment:
         self.rank_map = build_rank_map(train, engine, ranks_per_node)
         self.world, self.ranks_per_node = self.rank_map.world, self.rank_map.ranks_per_node
         if self.ranks_per_node > 63:
-            raise ConfigError(f"a node of {self.ranks_per_node} ranks: plans are made for 63 at the most")
+            raise ConfigError(f"a node of {self.ranks_per_node} ranks: plans support at most 63")
         self.layer_kinds = list_layer_kinds(hf, train, engine, wire, min_piece)
         self.byte_index = build_byte_index(self.layer_kinds)
         layers_of: dict[tuple[int, int], list[int | None]] = {}

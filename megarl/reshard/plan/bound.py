@@ -26,7 +26,7 @@ node, where the network carries no byte into a node twice:
 
 **Both quantities of a sender at once.** A rank with much to send inside of its node should send less over the network;
 then others have to send more over it. If nobody may send more than `cap` over the network, take two disjoint sets of
-ranks, U and V. The jobs inside of nodes that only U can do, and those over the network that only U and V can do, are
+ranks, U and V. The jobs inside nodes that only U can do, and those over the network that only U and V can do, are
 done by U and V. Of the latter, V does at most `cap` |V|, so some rank of U sends at least
 
     (bytes of the former + bytes of the latter - cap |V|) / |U|    in all.
@@ -331,7 +331,7 @@ class Busiest(NamedTuple):
 
 
 class TransferJobs:
-    """Bytes to move, over the network or inside of a node, by the set of ranks that can move them."""
+    """Bytes to move, over the network or inside a node, by the set of ranks that can move them."""
 
     def __init__(self) -> None:
         self.bytes: dict[tuple[bool, int, int, bytes], int] = {}

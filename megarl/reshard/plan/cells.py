@@ -200,12 +200,12 @@ def _boxes(
         if name and scale and any(edge % BLOCK and edge != shape[i // 2] for i, edge in enumerate(box)):
             raise ConfigError(
                 f"{name} cannot be sent as FP8: the engine cuts it at {interval.start} and {interval.stop}, through a "
-                f"block of {BLOCK}; choose another tensor or expert parallel size for the engine, or an engine in BF16"
+                f"block of {BLOCK}; use another tensor or expert parallel size for the engine, or an engine in BF16"
             )
         if name and scale and interval.offset % BLOCK:
             raise ConfigError(
                 f"{name} cannot be sent as FP8: in the engine's tensor it begins at {interval.offset}, within a block "
-                f"of {BLOCK}; take an engine in BF16"
+                f"of {BLOCK}; use an engine in BF16"
             )
         if scale:
             box = [box[0] // BLOCK, -(-box[1] // BLOCK), box[2] // BLOCK, -(-box[3] // BLOCK)]

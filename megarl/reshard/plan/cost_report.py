@@ -78,7 +78,7 @@ class LinkSpeeds:
 class CostReport:
     """A plan with all ranks' messages.
 
-    Arrays are [rounds, ranks] bytes: sent and received over the network (between nodes) and inside of a node, and
+    Arrays are [rounds, ranks] bytes: sent and received over the network (between nodes) and inside a node, and
     staged. node_matrix: [nodes, nodes] bytes from node to node.
     """
 
@@ -235,8 +235,8 @@ def compute_metrics(report: CostReport, bound: Bound, links: LinkSpeeds) -> dict
         "modelled_seconds": float(f"{report.round_seconds(links).sum():.4g}"),
         "modelled_seconds_if_nobody_waits": float(f"{report.busiest_seconds(links):.4g}"),
         "model": {
-            "what": "modelled, not measured: these bandwidths per GPU and direction; handing over and packing go on "
-            "while a round is on the wire",
+            "what": "modelled, not measured: these bandwidths per GPU and direction; hand-off and packing overlap with "
+            "the transfer of a round",
             "nic_bytes_per_second": links.network_bandwidth,
             "nvlink_bytes_per_second": links.nvlink_bandwidth,
             "seconds_per_round": links.round_overhead,
@@ -259,17 +259,17 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
         f"Each GPU{'' if report.plan.rank_map.is_colocated else ' of an engine'} needs "
         f"{format_bytes(bound.needed_bytes / engines)}, "
         f"has {format_bytes(bound.local_bytes / engines)} of it and receives {format_bytes(received.sum() / engines)}; "
-        f"a gather of the whole model would bring it {format_bytes(bound.model_bytes)}"
+        f"a gather of the whole model would send it {format_bytes(bound.model_bytes)}"
         + (f", {gathered / received.sum():.0f} times as much." if received.any() else ".")
     ]
     if nodes > 1:
         sentences.append(
-            f"{format_bytes(network_in.sum() / engines)} of that come over the network, once for each node that needs "
+            f"{format_bytes(network_in.sum() / engines)} of that cross the network, once for each node that needs "
             f"them, and {format_bytes((received - network_in).sum() / engines)} from GPUs of the same node."
         )
         ends = (
-            ("sends", network_out, "nic_send", "who alone have what they send", train.world),
-            ("receives", network_in, "nic_recv", "of what their nodes need and lack", engines),
+            ("sends", network_out, "nic_send", "the only holders of what they send", train.world),
+            ("receives", network_in, "nic_recv", "for what their nodes need and lack", engines),
         )
         for verb, values, name, reason, num_ranks in ends:
             rank, minimum, forced = int(values.argmax()), getattr(bound, name), bound.forced_on[name]
@@ -279,33 +279,32 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
             )
             if forced:
                 line += (
-                    f" No plan can do with less than {format_bytes(minimum)}: that is the share of each of "
+                    f" No plan needs less than {format_bytes(minimum)}: that is the share of each of "
                     f"{_describe_ranks(forced, report.plan)}, {reason}."
                 )
             sentences.append(line)
         if bound.send_beside > 1.001 * bound.send:
             sentences.append(
                 f"Over all links the busiest GPU sends {format_bytes(sent.max())}. Were the network of no account, "
-                f"{format_bytes(bound.send)} would do: those that have most to send inside of their nodes would leave "
-                "the "
+                f"{format_bytes(bound.send)} would suffice: GPUs that send most inside their nodes would leave the "
                 f"network to others. Some GPU sends {format_bytes(bound.send_beside)} at least, or one sends more than "
                 f"{NETWORK_SLACK:g} of the least over the network."
             )
         if (ratio := sent.max() / max(bound.send_beside, 1.0)) > NETWORK_SLACK:
             sentences.append(
                 f"The busiest GPU sends {ratio:.2f} of what some GPU has to send in all where the network is spared: "
-                "the planner levels what goes over the network first, and what goes inside of nodes not as well in "
-                "engines of such a size."
+                "the planner levels what goes over the network first, and what goes inside nodes less well for engines "
+                "of this size."
             )
     seconds, busiest = float(report.round_seconds(links).sum()), report.busiest_seconds(links)
     sentences.append(
         f"It goes in {report.plan.rounds} rounds through staging of two buckets of "
         f"{report.plan.bucket_bytes >> 20} MiB. "
         f"Modelled, not measured, at {links.network_bandwidth / 1e9:g} GB/s of network and "
-        f"{links.nvlink_bandwidth / 1e9:g} GB/s inside of "
-        f"a node per GPU and direction, {1e6 * links.round_overhead:g} us between rounds and "
-        f"{1e3 * links.send_overhead:g} ms at least for each, to hand over the one before: {seconds:.3g} s if all go "
-        f"through the rounds in step, {busiest:.3g} s if nobody waited for another."
+        f"{links.nvlink_bandwidth / 1e9:g} GB/s inside a node per GPU and direction, {1e6 * links.round_overhead:g} us "
+        f"between rounds and "
+        f"{1e3 * links.send_overhead:g} ms at least for each, to hand over the one before: {seconds:.3g} s if all "
+        f"ranks run the rounds in lockstep, {busiest:.3g} s if no rank waited for another."
     )
     if minimum := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
         sentences[-1] += (
@@ -373,9 +372,9 @@ def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds,
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>",
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
-        "<h2>Who sends to whom</h2>",
+        "<h2>Traffic between GPUs</h2>",
         f"<p class='note'>{_legend(report)}</p>",
-        _render_map(report) if has_several_nodes else "<p>There is one node: nothing leaves it.</p>",
+        _render_map(report) if has_several_nodes else "<p>There is one node: nothing crosses the network.</p>",
         f"<h2>Each GPU's bytes {scope}</h2>",
         "<p class='note'>GPUs in order, the stages behind one another. Dashed: the least that is possible for the "
         "busiest one; dotted: the mean.</p>",
@@ -386,7 +385,7 @@ def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds,
         "<h2>Rounds</h2>",
         "<p class='note'>Modelled milliseconds of each round: what the busiest GPU of the round takes. A model, not a "
         f"measurement: {links.network_bandwidth / 1e9:g} GB/s of network, {links.nvlink_bandwidth / 1e9:g} GB/s inside "
-        "of a node.</p>",
+        f"a node.</p>",
         _render_chart(seconds, 0.0, "ms", INTRANODE_COLOUR, [(0, "")], unit="ms"),
         "</html>",
     ]
@@ -401,7 +400,7 @@ def _legend(report: CostReport) -> str:
     )
     return (
         f"Rows send, columns receive; a row or column is {unit}. "
-        f"{network} over the network, {intranode} inside of a node; the darker, the "
+        f"{network} over the network, {intranode} inside a node; the darker, the "
         "more. Lines divide the stages of the trainer (rows) and the engines (columns). Hover for figures."
     )
 

@@ -40,8 +40,8 @@ def _refused_all(choices: str, why: str) -> dict[str, Verdict]:
     return dict.fromkeys(choices.split(), _refused(why))
 
 
-_UNREAD = "nobody has read what it does to weights"
-_LORA = "for adapters of its own, which are merged before a push here"
+_UNREAD = "its effect on weights has not been reviewed"
+_LORA = "for adapters in the engine; MegaRL merges adapters before a weight sync"
 
 RUNNERS: dict[str, Verdict] = {
     "triton": _supported("w13 is [gate; up], w2 as in the checkpoint, scales FP32"),
@@ -67,29 +67,29 @@ A2A: dict[str, Verdict] = {
     **_refused_all("megamoe flashinfer_megamoe", "repacks experts"),
     **_refused_all("ascend_fuseep ascend_tp", "for Ascend"),
     **_refused_all("mori mooncake nixl flashinfer deepep_v2 pplx", _UNREAD),
-    "customized": _refused("it is anybody's code"),
+    "customized": _refused("it runs arbitrary code"),
 }
 """Choices of moe_a2a_backend."""
 
-_ITSELF = "the engine quantises by itself, at its start, what it is given in another type afterwards"
+_ITSELF = "the engine quantises at its start; synced weights have another type"
 _INTEGERS = "matrices as packed integers, which training has no values for"
 
 QUANTISATIONS: dict[str, Verdict] = {
-    "fp8": _refused(f"{_ITSELF}; a checkpoint whose config.json has quantization_config in blocks of 128 is carried"),
+    "fp8": _refused(f"{_ITSELF}; a checkpoint whose config.json has quantization_config in blocks of 128 is supported"),
     "mxfp8": _refused(f"{_ITSELF}; scales of 32 are not implemented"),
-    "w8a8_fp8": _refused("a scale for each row, which a push does not make"),
-    "unquant": _refused("undoes what the checkpoint says of itself"),
+    "w8a8_fp8": _refused("a scale for each row, which a weight sync does not produce"),
+    "unquant": _refused("overrides what the checkpoint declares"),
     **_refused_all(
         "auto-round auto-round-int8 awq awq_marlin bitsandbytes gguf gptq gptq_marlin moe_wna16 w4afp8 w8a8_int8",
         _INTEGERS,
     ),
-    **_refused_all("compressed-tensors modelopt", "of many kinds, of which none is implemented"),
+    **_refused_all("compressed-tensors modelopt", "of many kinds, none of which is implemented"),
     "humming": _refused("repacks weights"),
+    **_refused_all("mlx_q4 mlx_q8 modelslim mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4", "for other hardware"),
     **_refused_all(
-        "mlx_q4 mlx_q8 modelslim mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4", "for other kinds of machines"
+        "modelopt_fp4 modelopt_mixed mxfp4 nvfp4_online petit_nvfp4", "FP4, which a weight sync does not produce"
     ),
-    **_refused_all("modelopt_fp4 modelopt_mixed mxfp4 nvfp4_online petit_nvfp4", "FP4, which a push does not make"),
-    "modelopt_fp8": _refused("a scale for each tensor, which a push does not make"),
+    "modelopt_fp8": _refused("a scale for each tensor, which a weight sync does not produce"),
 }
 """Choices of quantization as a setting. `models/fp8.py` reads the checkpoint's own quantization_config."""
 
@@ -103,10 +103,10 @@ FP8_GEMM: dict[str, Verdict] = {
 """Choices of fp8_gemm_runner_backend."""
 
 PLACEMENTS: dict[str, Verdict] = {
-    "init_expert_location": _refused("experts must be where their numbers say; trivial, the default, is that"),
+    "init_expert_location": _refused("experts must be at their index; trivial, the default, ensures that"),
     "ep_num_redundant_experts": _refused("copies of experts, which EPLB moves while the engine runs"),
     "enable_eplb": _refused("moves experts while the engine runs"),
-    "elastic_ep_backend": _refused("places experts anew when a rank is gone"),
+    "elastic_ep_backend": _refused("relocates experts when a rank fails"),
     "moe_dp_size": _refused("another grid of experts than rollout.ep and rollout.tp"),
     "enable_waterfill": _refused("has the shared expert among the routed ones, on whichever rank has least to do"),
     "enable_paged_experts": _refused(_UNREAD),
@@ -139,7 +139,7 @@ def check_blackwell(settings: Mapping[str, Any], fp8: bool) -> None:
                 reason = f", which rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']} needs"
             raise ConfigError(
                 f"rollout.sglang.{name}=deep_gemm{reason}: with an FP8 checkpoint it repacks the scales on this GPU "
-                "(Blackwell), so weights cannot be pushed; leave both out, or convert the weights to bfloat16"
+                f"(Blackwell), so weights cannot be synced; remove both, or convert the weights to bfloat16"
             )
 
 
@@ -207,15 +207,15 @@ _ALLOWED: dict[str, Any] = {
 """Allowed values of settings in the other groups, in addition to SGLang's default."""
 
 _REMEDIES = {
-    "init_expert_location": "experts must be where their numbers say; leave it out",
-    "enable_eplb": "experts would move while the engine runs; leave it out",
-    "ep_num_redundant_experts": "experts would move while the engine runs; leave it out",
-    "pp_size": "weights can be pushed to engines without pipeline parallelism only; leave it out",
-    "quantization": "an engine that quantises by itself what it is given cannot be pushed to; take an FP8 checkpoint, "
+    "init_expert_location": "experts must be at their index; remove it",
+    "enable_eplb": "experts would move while the engine runs; remove it",
+    "ep_num_redundant_experts": "experts would move while the engine runs; remove it",
+    "pp_size": "weights can be synced only to engines without pipeline parallelism; remove it",
+    "quantization": "weights cannot be synced to an engine that quantises them itself; use an FP8 checkpoint, "
     "whose config.json has quantization_config",
-    "cpu_offload_gb": "weights that are elsewhere cannot be pushed to; set rollout.tp higher instead",
+    "cpu_offload_gb": "offloaded weights cannot be synced; set rollout.tp higher instead",
     "delete_ckpt_after_loading": "it would delete model.path",
-    "enable_lora": "adapters are merged before they are pushed; set lora.rank",
+    "enable_lora": "adapters are merged before a weight sync; set lora.rank",
     "json_model_override_args": "the engine's model must be the trainer's; change config.json in model.path",
 }
 _NO_SAFE_DEFAULT = {"moe_runner_backend", "speculative_moe_runner_backend"}
@@ -240,11 +240,11 @@ def check(settings: Mapping[str, Any]) -> None:
             continue
         if (value is None) if name in _NO_SAFE_DEFAULT else (value == field.default):
             continue
-        remedy = _REMEDIES.get(name, f"take one of {', '.join(allowed)}" if allowed else "leave it out")
+        remedy = _REMEDIES.get(name, f"use one of {', '.join(allowed)}" if allowed else "remove it")
         verdict = TABLES.get(name.removeprefix("speculative_"), {}).get(str(value)) or PLACEMENTS.get(name)
         if verdict is not None and name not in _REMEDIES:
             remedy = f"{verdict.why}; {remedy}"
-        raise ConfigError(f"rollout.sglang.{name}={value} is not known to leave an engine's weights in place: {remedy}")
+        raise ConfigError(f"rollout.sglang.{name}={value} may change an engine's weights: {remedy}")
 
 
 def choose_runner(settings: Mapping[str, Any], blackwell: bool) -> dict[str, str]:

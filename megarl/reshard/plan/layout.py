@@ -64,7 +64,7 @@ class TrainLayout:
     def __post_init__(self) -> None:
         _check_ranks(self.ranks, "trainer")
         if self.ranks and len(self.ranks) != self.world:
-            raise ConfigError(f"a layout of {self.world} ranks of the trainer cannot lie on {len(self.ranks)} ranks")
+            raise ConfigError(f"a layout of {self.world} trainer ranks cannot be placed on {len(self.ranks)} ranks")
         for size, of in ((self.tp * self.cp, "tp x cp"), (self.ep * self.etp, "ep x etp")):
             if self.world % self.pp or self.stage_ranks % size:
                 raise ConfigError(
@@ -95,7 +95,7 @@ class TrainLayout:
         for stage, layers in enumerate(self.stages):
             if layer in layers:
                 return stage
-        raise ConfigError(f"layer {layer} is on no pipeline stage")
+        raise ConfigError(f"layer {layer} is not on any pipeline stage")
 
     def num_shards(self, expert: bool) -> int:
         """Return the number of shards of a parameter."""
@@ -253,7 +253,7 @@ def even_stages(num_layers: int, pp: int, counts: Sequence[int] = ()) -> tuple[t
     if not counts:
         counts = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
     if len(counts) != pp or sum(counts) != num_layers or min(counts) < 0:
-        raise ConfigError(f"{list(counts)} are not the layers of {pp} stages that have {num_layers} together")
+        raise ConfigError(f"{list(counts)} are not layer counts of {pp} stages with {num_layers} in total")
     starts = [sum(counts[:stage]) for stage in range(pp)]
     return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
 
@@ -362,7 +362,7 @@ def find_shard_problems(
         if list(local[name].shape) != shape:
             problems.append(f"{name} on rank {rank} has shape {tuple(local[name].shape)}, not {tuple(shape)}")
     unknown = sorted(local.keys() - expected - {TIED_EMBEDDING})
-    problems += [f"rank {rank} has {name}, which the table does not know" for name in unknown]
+    problems += [f"rank {rank} has {name}, which is not in the table" for name in unknown]
     return problems + [f"{name} on rank {rank} is not finite" for name in _find_nonfinite(local)]
 
 
@@ -404,8 +404,8 @@ def find_engine_problems(
 def find_layout_problems(oddities: Iterable[str]) -> list[str]:
     """Explain the layout oddities that an engine reports (see `engine.weight_loader.find_layout_oddities`) and that
     a weight sync cannot serve; one line each."""
-    remedy = "leave moe_runner_backend, fp8_gemm_runner_backend and the like out of rollout.sglang"
-    return [f"in the engine, {line}: weights would be pushed to the wrong places; {remedy}" for line in oddities]
+    remedy = "remove moe_runner_backend, fp8_gemm_runner_backend and similar keys from rollout.sglang"
+    return [f"in the engine, {line}: weights would be written to the wrong places; {remedy}" for line in oddities]
 
 
 def plan_digest(*values: Any) -> str:
@@ -421,4 +421,4 @@ def find_digest_mismatch(digests: Mapping[int, str]) -> str:
     if not others:
         return ""
     some = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
-    return f"rank(s) {some} have another model or layout than rank {first}: start all with the same configuration"
+    return f"rank(s) {some} have another model or layout than rank {first}: start all ranks with the same configuration"

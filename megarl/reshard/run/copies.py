@@ -90,7 +90,7 @@ def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.d
         )
     stop = offset + view.numel() * dtype.itemsize
     if offset < 0 or stop > buffer.numel() or offset % dtype.itemsize:
-        raise ValueError(f"bytes {offset}:{stop} of a buffer of {buffer.numel()} are no place for {dtype}")
+        raise ValueError(f"bytes {offset}:{stop} of a buffer of {buffer.numel()} do not fit {dtype}")
     if view.device != buffer.device:
         raise ValueError(f"a box on {view.device} and a buffer on {buffer.device}")
     return buffer[offset:stop].view(dtype).view(view.shape)

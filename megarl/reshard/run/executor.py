@@ -187,7 +187,7 @@ class Executor:
             if number == 0:
                 self._pack(step.sends, local, grids, send_buffers[current], verified_samples)
             self._pack_forwards(step.sends, send_buffers[current], receive_buffers[other])
-            what = f"the push of version {version}, round {number} of {len(self.prepared_rounds)}"
+            what = f"the weight sync of version {version}, round {number} of {len(self.prepared_rounds)}"
             requests = _transfer(
                 [
                     (placed.message.peer, receive_buffers[current][placed.begin : placed.end])
@@ -322,7 +322,7 @@ def _transfer(
         works = dist.batch_isend_irecv(operations)
     except RuntimeError as error:  # a peer was already lost
         among = ", ".join(map(str, sorted(set(peers))))
-        raise WeightSyncError(f"{what} broke off between the ranks {rank} and one of {among}: {error}") from error
+        raise WeightSyncError(f"{what} failed between ranks {rank} and one of {among}: {error}") from error
     if len(works) == len(peers):
         return list(zip(works, peers, strict=True))
     return [(work, peers[0]) for work in works]  # NCCL returns one request for the group
@@ -333,7 +333,7 @@ def _wait(requests: Sequence[tuple[dist.Work, int]], what: str, rank: int) -> No
         try:
             request.wait()
         except RuntimeError as error:
-            raise WeightSyncError(f"{what} broke off between the ranks {rank} and {peer}: {error}") from error
+            raise WeightSyncError(f"{what} failed between ranks {rank} and {peer}: {error}") from error
 
 
 def _to_scale_slices(intervals: Sequence[ShardSlice]) -> list[ShardSlice]:

@@ -28,10 +28,10 @@ class Opaque:
         self.kind = kind
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError(f"a {self.kind} is no plain value")
+        raise TypeError(f"a {self.kind} is not a plain value")
 
     def __bool__(self) -> bool:
-        raise TypeError(f"a {self.kind} is no plain value")
+        raise TypeError(f"a {self.kind} is not a plain value")
 
 
 def encode(value: Any, max_values: int = 1 << 20) -> Any:

@@ -145,7 +145,7 @@ def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from None
+        raise ValueError(f"it is not JSON: {error}") from None
 
 
 _BUILTIN = frozenset([*dir(builtins), "__name__"])
@@ -229,7 +229,7 @@ def parse_humaneval(test: str, entry_point: str, prompt: str) -> Problem:
     if not checks or len(checks[-1].args.args) != 1:
         raise ValueError("its `test` defines no function check(candidate)")
     if not entry_point.isidentifier():
-        raise ValueError(f"its `entry_point` {entry_point[:80]!r} is no name of a function")
+        raise ValueError(f"its `entry_point` {entry_point[:80]!r} is not a function name")
     check = checks[-1]
     candidate = check.args.args[0].arg
     helpers = ast.unparse(
@@ -289,7 +289,7 @@ def parse_python(source: str, what: str) -> ast.Module:
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{what} is no Python: {error}") from None
+        raise ValueError(f"{what} is not valid Python: {error}") from None
 
 
 def collect_bound_names(tree: ast.AST) -> set[str]:
@@ -417,7 +417,7 @@ def _parse_text(text: str) -> Problem:
         try:
             return _parse_value(json.loads(text))
         except json.JSONDecodeError as error:
-            raise ValueError(f"the ground truth is no JSON: {error}") from None
+            raise ValueError(f"the ground truth is not JSON: {error}") from None
         except RecursionError:
             raise ValueError("the ground truth is JSON that is too deep") from None
     return parse_test_module(text)
@@ -443,7 +443,7 @@ def _parse_mapping(truth: Mapping[str, Any]) -> Problem:
         setup = "\n".join([*map(str, imports), str(truth.get("test_setup_code") or truth.get("setup_code") or "")])
         sources = _read_list(truth, "test_list")
         if not all(isinstance(item, str) for item in sources):
-            raise ValueError("its `test_list` is no list of assertions")
+            raise ValueError("its `test_list` is not a list of assertions")
         return parse_statements(sources, setup)
     if "entry_point" in truth and "test" in truth:
         return parse_humaneval(
@@ -475,7 +475,7 @@ def _parse_cases(value: Any, key: str) -> list[Any]:
     except ValueError as error:
         raise ValueError(f"its `{key}` cannot be read: {error}") from None
     if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
-        raise ValueError(f"its `{key}` is no list of tests, but {_shown(cases)}")
+        raise ValueError(f"its `{key}` is not a list of tests, but {_shown(cases)}")
     return cases
 
 
@@ -531,7 +531,7 @@ def _line(text: str, number: int) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"its test {number} has a line that is no JSON: {_shown(text)}") from None
+        raise ValueError(f"its test {number} has a line that is not JSON: {_shown(text)}") from None
 
 
 def _to_stdio(value: Any, what: str) -> str:
@@ -562,7 +562,7 @@ def _json_field(value: Any, key: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"its `{key}` is no JSON: {error}") from None
+        raise ValueError(f"its `{key}` is not JSON: {error}") from None
 
 
 def _name(value: Any) -> str:
@@ -571,7 +571,7 @@ def _name(value: Any) -> str:
         return ""
     name = str(value).rpartition(".")[2]
     if not name.isidentifier():
-        raise ValueError(f"{_shown(value)} is no name of a function")
+        raise ValueError(f"{_shown(value)} is not a function name")
     return name
 
 

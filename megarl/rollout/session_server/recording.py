@@ -37,7 +37,7 @@ _MAX_EXTRA_REQUESTS = 32
 
 Further ones get an error, to stop agents that never end.
 """
-_TIMEOUT_REASON = "it was not done within rollout.step_timeout"
+_TIMEOUT_REASON = "it did not finish within rollout.step_timeout"
 
 
 @dataclass
@@ -175,7 +175,7 @@ class AgentSession:
         )
         failure = self.failure or next(iter(self._unanswered.values()), "")
         if not branches:
-            failure = failure or "the session asked the policy for nothing"
+            failure = failure or "the session made no request"
             branches = (PartialRollout.begin(self._prompt, self._seed),)
         return (
             tuple(replace(partial, status="aborted", failure=failure) for partial in branches) if failure else branches
@@ -264,7 +264,7 @@ class AgentSession:
             async with asyncio.timeout_at(self._deadline):
                 choices = [await self._context.renderer.read_answer(one, asked, node) for one in generations]
             if not all(one.is_prefix_of(choice.message) for one, choice in zip(told, choices, strict=False)):
-                raise RequestFailed("the answer has become another than the client was told of while it was written")
+                raise RequestFailed("the final answer differs from what was streamed to the client")
         except TimeoutError:
             self.fail(_TIMEOUT_REASON)
             raise self._fail_request(node, self.failure, 503) from None
@@ -282,7 +282,7 @@ class AgentSession:
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
             self.fail(_TIMEOUT_REASON)
         if self._closed or self.failure:
-            reason = f"the session has failed: {self.failure}" if self.failure else "the session is closed"
+            reason = f"the session failed: {self.failure}" if self.failure else "the session is closed"
             raise RequestRefused(reason, status=503, code="session_closed")
 
     def _fail_request(self, node: Node, reason: str, status: int) -> RequestRefused:
@@ -326,7 +326,7 @@ class AgentSession:
         if self.metrics.over_max_turns > _MAX_EXTRA_REQUESTS:
             max_turns = self._context.config.max_turns
             raise RequestRefused(
-                f"the policy has had its {max_turns} turns (rollout.max_turns)", "messages", "max_turns_exceeded"
+                f"the policy has used its {max_turns} turns (rollout.max_turns)", "messages", "max_turns_exceeded"
             )
         return TreePosition(found, history, found.tokens, 0, is_past_last_turn=True)
 
@@ -386,7 +386,7 @@ class AgentSession:
                 if generation.finish_reason != "abort" or is_complete:
                     return generation
                 if not halt.is_set():
-                    raise RequestFailed(generation.abort_reason or "the engine cut the answer off")
+                    raise RequestFailed(generation.abort_reason or "the engine aborted the answer")
             if policy is self._policy:
                 self._policy_ready.clear()
 

@@ -106,7 +106,7 @@ def normalize_messages(messages: Any, heard: MessageCache | None = None) -> tupl
         normalized.append(parsed)
     if normalized[-1]["role"] == "assistant":
         at = f"messages[{len(normalized) - 1}]"
-        raise RequestRefused(f"{at}: the last message is the assistant's own; there is nothing for it to answer", at)
+        raise RequestRefused(f"{at}: the last message is the assistant's; there is nothing to answer", at)
     if heard is not None:
         heard.store(messages, tuple(normalized))
     return tuple(normalized)
@@ -123,7 +123,7 @@ def _normalize_message(message: Any, at: str, names: dict[str, str]) -> Message:
     if message.get("audio") is not None:
         raise RequestRefused(f"{at}.audio: audio is not supported", f"{at}.audio")
     if message.get("function_call") is not None:
-        raise RequestRefused(f"{at}.function_call is of an old form; use tool_calls", f"{at}.function_call")
+        raise RequestRefused(f"{at}.function_call is deprecated; use tool_calls", f"{at}.function_call")
     calls = message.get("tool_calls")
     if role == "assistant":
         reasoning = message.get("reasoning_content")
@@ -277,10 +277,10 @@ _NO_EFFECT_FIELDS = {"user", "metadata", "store", "service_tier", "safety_identi
 _ACCEPTED_FIELDS = (_SUPPORTED_FIELDS | _NO_EFFECT_FIELDS) - {"tool_choice"}
 """Fields accepted with any value."""
 _UNSUPPORTED_FIELDS = {
-    "functions": "it is of an old form; use tools",
-    "function_call": "it is of an old form; use tool_choice",
+    "functions": "it is deprecated; use tools",
+    "function_call": "it is deprecated; use tool_choice",
     "audio": "audio is not supported",
-    "web_search_options": "there is no search",
+    "web_search_options": "search is not supported",
     "prediction": "predicted outputs are not supported",
 }
 
@@ -320,10 +320,10 @@ def parse_request(
         raise RequestRefused("the body must be a JSON object")
     present = {name: value for name, value in fields.items() if value is not None}
     if "model" not in present:
-        raise RequestRefused(f"'model' is missing; there is {model!r}", "model")
+        raise RequestRefused(f"'model' is missing; the model is {model!r}", "model")
     if present["model"] != model:
         requested = str(present["model"])[:80]
-        raise RequestRefused(f"the model {requested!r} does not exist; there is {model!r}", "model", "model_not_found")
+        raise RequestRefused(f"the model {requested!r} does not exist; use {model!r}", "model", "model_not_found")
     for name, reason in _UNSUPPORTED_FIELDS.items():
         if name in present:
             raise RequestRefused(f"'{name}': {reason}", name)
@@ -332,7 +332,7 @@ def parse_request(
     messages, tools = normalize_messages(present.get("messages"), heard), normalize_tools(present.get("tools"))
     choice = present.get("tool_choice", "auto")
     if not isinstance(choice, str | dict) or choice not in ("auto", "none", "required") and isinstance(choice, str):
-        raise RequestRefused("'tool_choice' must be 'none' or 'auto'; others are not followed", "tool_choice")
+        raise RequestRefused("'tool_choice' must be 'none' or 'auto'; others are not supported", "tool_choice")
     stream = _read_flag(present, "stream")
     limits = [_read_count(present, name) for name in ("max_tokens", "max_completion_tokens") if name in present]
     return CompletionRequest(
@@ -399,7 +399,7 @@ def _read_stops(value: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise RequestRefused("'stop' must be a string or a list of strings, none of them empty", "stop")
     if len(stops) > MAX_STOPS:
-        raise RequestRefused(f"'stop' has {len(stops)} strings; there may be {MAX_STOPS}", "stop")
+        raise RequestRefused(f"'stop' has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
     return tuple(replace_surrogates(stops))
 
 

@@ -84,7 +84,7 @@ class SessionServer:
             seed: seed recorded in its rollouts
             halt: as in `AgentSession.set_policy`
         """
-        assert self.url, "start comes first"
+        assert self.url, "call start first"
         recording = AgentSession(self._context, self.url, prompt, policy, params, deadline, seed, halt)
         self._sessions[recording.id] = recording
         return recording
@@ -118,18 +118,18 @@ class SessionServer:
         if name not in self._warned:
             self._warned.add(name)
             self._log(
-                f"a client asks for {name!r}, which is not followed: the run's own settings of sampling rule, so that "
-                "what is sampled is what is trained"
+                f"a client asks for {name!r}, which is ignored: the run's sampling settings apply, so that training "
+                f"matches sampling"
             )
 
     def _find_session(self, request: web.Request) -> AgentSession:
         recording = self._sessions.get(request.match_info["id"])
         if recording is None:
-            raise RequestRefused("there is no such session, or it is closed", status=404, code="session_not_found")
+            raise RequestRefused("no such session, or it is closed", status=404, code="session_not_found")
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         client_key = key.strip().encode(errors="replace")  # headers may hold any bytes
         if kind.lower() != "bearer" or not hmac.compare_digest(client_key, recording.key.encode()):
-            raise RequestRefused("the key is not this session's", status=401, code="invalid_api_key")
+            raise RequestRefused("the key belongs to another session", status=401, code="invalid_api_key")
         return recording
 
     async def _handle_models(self, request: web.Request) -> web.StreamResponse:
@@ -147,7 +147,7 @@ class SessionServer:
         body = await request.read()
         try:
             if coding := request.headers.get("Content-Encoding"):
-                raise RequestRefused(f"the body has the encoding {coding[:40]!r}; send it as it is")
+                raise RequestRefused(f"the body has the encoding {coding[:40]!r}; send it unencoded")
             asked = parse_request(body, recording.model, recording.params, recording.message_cache)
             position = recording.locate_request(asked)
         except RequestRefused:
@@ -239,7 +239,7 @@ async def _handle_errors(
 
 def _describe_http_error(request: web.Request, error: web.HTTPException) -> str:
     if error.status == 404:
-        return f"there is no {request.path[:200]}; sessions have /v1/chat/completions and /v1/models"
+        return f"there is no {request.path[:200]}; sessions serve /v1/chat/completions and /v1/models"
     if error.status == 413:
         return f"the body is larger than {MAX_BODY_BYTES} bytes"
     return f"{request.method} {request.path[:200]}: {error.reason}"

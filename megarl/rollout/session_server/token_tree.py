@@ -222,7 +222,7 @@ def _make_partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, see
     routing, num_routed = [], 0
     for node in path:
         if node.generation is not None and node.generation.routing is not None:
-            assert node.num_routed_before == num_routed, "the records of a path follow on each other"
+            assert node.num_routed_before == num_routed, "the records of a path are consecutive"
             routing.append(node.generation.routing)
             num_routed += len(node.generation.routing)
     leaf, sampled = path[-1], list(actions.values())

@@ -26,7 +26,7 @@ megarl.fetch = (name) => {
     script.onerror = () => {
       script.remove();
       megarl.waiting.delete(name);
-      pending.failed(new Error(megarl.overview.live ? "the server does not answer; does tools/view.py still run?"
+      pending.failed(new Error(megarl.overview.live ? "the server does not respond; does tools/view.py still run?"
         : `the file ${script.getAttribute("src")} is not beside this page; keep the two together`));
     };
     document.head.append(script);

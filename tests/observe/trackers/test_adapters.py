@@ -156,7 +156,7 @@ def test_wandb_without_a_key_is_said_and_asks_nobody(tmp_path: Path, monkeypatch
     tracker.log(1, FIGURES)
     tracker.close()
     (text,) = said
-    assert "W&B: there is no key: export WANDB_API_KEY, or WANDB_MODE=offline" in text
+    assert "W&B: no API key: export WANDB_API_KEY, or WANDB_MODE=offline" in text
 
 
 def test_mlflow_in_the_run_folder(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_failure_is_said_once_and_the_next_step_is_tried(tmp_path: Path, monke
     for step in (1, 2, 3):
         tracker.log(step, {"x": 1.0})
     tracker.close()
-    assert said == ["could not write MLflow: no way to https://***@example.com/x; training goes on without it"], (
+    assert said == ["could not write MLflow: no way to https://***@example.com/x; training continues without it"], (
         "and without the password"
     )
     assert sinks[0].given == [(3, {"x": 1.0})]
@@ -148,7 +148,7 @@ def test_one_that_never_opens_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
         tracker.log(step, {"x": 1.0})
     tracker.close()
     assert len(tried) == adapter.MAX_FAILURES and said == [
-        "could not write SwanLab: no key; training goes on without it"
+        "could not write SwanLab: no key; training continues without it"
     ]
 
 

@@ -150,7 +150,7 @@ def test_texts_of_python() -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: parse_statements(["assert f(1) =="]), "its test 'assert f(1) ==' is no Python: "),
+        (lambda: parse_statements(["assert f(1) =="]), "its test 'assert f(1) ==' is not valid Python: "),
         (lambda: parse_statements(["assert 1 == 1"]), "its test 'assert 1 == 1' calls no function of an answer"),
         (lambda: parse_statements(["assert True"]), "calls no function of an answer"),
         (lambda: parse_statements([]), "it has no tests"),
@@ -170,7 +170,7 @@ def test_texts_of_python() -> None:
         (lambda: parse_test_module("x = 1"), "calls no function of an answer"),
         (lambda: parse_humaneval("def verify(f): pass", "f", ""), "its `test` defines no function check(candidate)"),
         (lambda: parse_humaneval("def check(): pass", "f", ""), "its `test` defines no function check(candidate)"),
-        (lambda: check("assert candidate(1) == 2", "a b"), "its `entry_point` 'a b' is no name of a function"),
+        (lambda: check("assert candidate(1) == 2", "a b"), "its `entry_point` 'a b' is not a function name"),
         (lambda: check("assert candidate(1) == 2", "inc", "def"), "its `prompt` is no Python"),
         (lambda: check("assert tolerant(candidate(1), 2)"), "uses tolerant, which nothing defines"),
         (lambda: check("pass"), "it has no tests"),
