@@ -46,7 +46,14 @@ def test_what_guards_know_is_kept_by_a_checkpoint(folder: Path, host: str, tmp_p
     """Two steps, and two more after a resume: the KL is said once, as is a figure that stays out of its band."""
     run_dir = tmp_path / "run"
     bands = "guards.bands={actor/entropy: [50, 60], perf/tokens_per_second_per_rank: [1, null]}"
-    guards = ["guards.kl=1e-12", "kl.estimator=k3", "kl.place=loss", "guards.alarms=true", bands, "guards.memory=true"]
+    guards = [
+        "guards.kl=1e-12",
+        "kl.estimator=k3",
+        "kl.place=loss",
+        "guards.alarms=true",
+        bands,
+        "guards.oom_retry=true",
+    ]
     settings = [*GRPO, *guards, "actor_optimizer.lr=1e-3", "actor_optimizer.warmup_fraction=0"]
     train(folder, run_dir, *settings, "run.num_rollout=2", host=host)
     train(folder, run_dir, *settings, "run.num_rollout=4", "run.resume=auto", host=host)

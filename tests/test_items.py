@@ -84,7 +84,7 @@ def test_of_what_a_step_takes_whole_no_passes_are_said(reader: Any) -> None:
 def test_ids_and_sources_of_several_files(reader: Any) -> None:
     files = [write("m/train.jsonl", *prompts(2, data_source="gsm8k")), write("n/train.jsonl", *prompts(2))]
     files.append(write("own.jsonl", {"prompt": "x", "ground_truth": 1, "id": 0}))
-    flow = reader(train=files, weights=[1, 1, 2])
+    flow = reader(train=files, mixture_weights=[1, 1, 2])
     found = flow.load_prompts(flow.config.data.train)
     assert found.names == ("m/train", "n/train", "own") and found.sizes == (2, 2, 1)
     assert [prompt.id for prompt in found] == ["m/train-0", "m/train-1", "n/train-0", "n/train-1", "own-0"]
@@ -107,7 +107,9 @@ def test_numbers_stay_with_their_prompts_where_others_are_left_out(reader: Any) 
     rows = [{**row, "level": 9 - number} for number, row in enumerate(prompts(3))]
     rows.insert(1, {"prompt": "x" * 10, "ground_truth": 1, "level": 100})
     rows.insert(3, {"prompt": "y", "ground_truth": 1})
-    flow = reader(train=write("a.jsonl", *rows), eval=write("e.jsonl", *prompts(1, level="hard")), order="level")
+    flow = reader(
+        train=write("a.jsonl", *rows), eval=write("e.jsonl", *prompts(1, level="hard")), curriculum_key="level"
+    )
     found = flow.load_prompts(flow.config.data.train)
     assert np.array_equal(found.keys, [9, 8, np.nan, 7], equal_nan=True)
     assert flow.load_prompts(flow.config.data.eval).keys is None  # and its columns are its own
@@ -115,10 +117,10 @@ def test_numbers_stay_with_their_prompts_where_others_are_left_out(reader: Any) 
 
 def test_an_order_that_no_file_knows(reader: Any) -> None:
     files = [write("a.jsonl", *prompts(2)), write("b.jsonl", *prompts(2))]
-    flow = reader(train=files, order="level")
+    flow = reader(train=files, curriculum_key="level")
     with pytest.raises(ConfigError, match="data.curriculum_key=level: no row of a.jsonl, b.jsonl has a number"):
         flow.load_prompts(flow.config.data.train)
-    flow = reader(train=[files[0], write("c.jsonl", *prompts(1, level=3))], order="level")
+    flow = reader(train=[files[0], write("c.jsonl", *prompts(1, level=3))], curriculum_key="level")
     assert np.array_equal(flow.load_prompts(flow.config.data.train).keys, [np.nan, np.nan, 3], equal_nan=True)
 
 
@@ -129,7 +131,7 @@ def test_conversations_of_several_files_in_several_forms(reader: Any) -> None:
         write("a.jsonl", {"messages": talk, "n": 2}, long, {"messages": talk, "id": "z"}),
         write("b.jsonl", {"q": "hi", "a": "yes", "n": 1, "data_source": "own"}),
     ]
-    flow = reader(train=files, order="n", prompt_key="q", label_key="a")
+    flow = reader(train=files, curriculum_key="n", prompt_key="q", label_key="a")
     found = flow.load_conversations(flow.config.data.train)
     assert found.names == ("a", "b") and len(found) == 3
     assert [talk.prompt.data_source for talk in found] == ["a", "a", "own"]
@@ -142,7 +144,7 @@ def test_conversations_of_several_files_in_several_forms(reader: Any) -> None:
 def test_pairs_of_several_files(reader: Any) -> None:
     pair = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
     hh = {"chosen": "\n\nHuman: hi\n\nAssistant: yes", "rejected": "\n\nHuman: hi\n\nAssistant: no", "n": 1}
-    flow = reader(train=[write("a.jsonl", pair), write("b.jsonl", hh)], order="n", weights=[1, 3])
+    flow = reader(train=[write("a.jsonl", pair), write("b.jsonl", hh)], curriculum_key="n", mixture_weights=[1, 3])
     found = flow.load_preferences(flow.config.data.train)
     assert [one.chosen.prompt.data_source for one in found] == ["a", "b"]
     assert ["".join(map(chr, one.rejected.token_ids)) for one in found] == ["(u:hi;(a:no;"] * 2

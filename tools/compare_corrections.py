@@ -59,7 +59,7 @@ def settings(options: argparse.Namespace, name: str, staleness: int, seed: int) 
         *("parallel.world_size=2", "parallel.ranks_per_node=2"),
         *trials.quickstart(options.folder),
         *(f"run.num_rollout={options.steps}", f"run.eval_every={options.steps}", "run.export=false"),
-        *("track.trackers=[]", "track.rollouts=false"),
+        *("track.trackers=[]", "track.save_rollouts=false"),
         *options.overrides,
         *(f"run.seed={seed}", f"rollout.max_staleness={staleness}", *CORRECTIONS[name]),
     ]

@@ -54,10 +54,10 @@ def find_step(run_dir: Path, step: int | None) -> int:
     """Return the requested step, or the last recorded one, which another process may still be writing. Raises
     ConfigError."""
     if not run_dir.is_dir():
-        raise ConfigError(f"there is no run folder {run_dir}; name one, such as runs/quickstart/run-1")
+        raise ConfigError(f"no run folder {run_dir}; name one, such as runs/quickstart/run-1")
     steps = recorded_steps(run_dir)
     if not steps:
-        raise ConfigError(f"{run_dir} has no recorded rollouts (track.rollouts writes them)")
+        raise ConfigError(f"{run_dir} has no recorded rollouts (track.save_rollouts writes them)")
     if step is None:
         return steps[-1] if len(steps) == 1 or is_complete(run_dir, steps[-1]) else steps[-2]
     if step not in steps:

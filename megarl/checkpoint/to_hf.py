@@ -167,7 +167,7 @@ def convert(
     if config.lora.rank:
         scale = config.lora.alpha / config.lora.rank
         factors = {param.megatron: param for param in adapter_params(table, config.lora)}
-        for param in adapted_weights(table, config.lora.targets):
+        for param in adapted_weights(table, config.lora.target_modules):
             a, b = (factors[name] for name in factor_names(param.megatron))
             merged[param.megatron] = a, b, scale
     stream = list(iter_hf_tensors(weights, table, merged))
@@ -190,5 +190,5 @@ def convert_adapter(folder: Path, out: Path, config: Config, table: Sequence[Par
         for number, tensor in enumerate(param.hf)
     }
     base = str(Path(config.model.path).resolve())
-    tensors = peft_tensors(factors, adapted_weights(table, settings.targets), settings.rank)
+    tensors = peft_tensors(factors, adapted_weights(table, settings.target_modules), settings.rank)
     save_adapter(out, tensors, peft_config(table, settings, base))

@@ -32,7 +32,7 @@ class SandboxConfig:
     sandbox does not start if its layers are not available."""
     memory_mb: Annotated[int, Range(16, 1_048_576)] = 512
     """MiB that one box may use for all its processes and files together; a caller may override it."""
-    processes: Annotated[int, Range(1, 4096)] = 16
+    max_boxes: Annotated[int, Range(1, 4096)] = 16
     """Boxes that run at once on a machine, over all its ranks and reward processes; others queue. An interpreter counts
     only while a call runs."""
 
@@ -202,7 +202,7 @@ class LoraConfig:
     trains all weights. Applies to policy and critic; raise their learning rates about tenfold."""
     alpha: PositiveFloat = 32.0
     """The output of the adapters is scaled by alpha / rank."""
-    targets: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] = ()
     """Linear layers that get an adapter, by Megatron's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, MLA's
     linear_q_down_proj ...), qualified by their parent where it matters (experts.linear_fc1, shared_experts.linear_fc2);
     empty for all layers of attention, MLPs and experts."""
@@ -214,14 +214,14 @@ class TrackConfig:
     """Trackers that receive the metrics, in addition to metrics.jsonl. W&B, SwanLab and MLflow read keys and projects
     from their own environment variables (WANDB_API_KEY, WANDB_MODE=offline, ...); without key or network the run
     continues."""
-    rollouts: bool = True
+    save_rollouts: bool = True
     """Record every rollout in the run folder, as parquet."""
-    records: bool = True
-    """With `track.rollouts`: also record each token's expert routing (`train.replay_routing`) and sampling mask
+    save_replay_data: bool = True
+    """With `track.save_rollouts`: also record each token's expert routing (`train.replay_routing`) and sampling mask
     (`rollout.top_k`) if there are any, which a replay of the rollouts needs. They take one byte per MoE layer and
     expert of a token (two with more than 256 experts), and 4 bytes per id of the sampling mask. For a large model this
     exceeds everything else: 464 bytes per token of DeepSeek-V3, next to 12."""
-    profile: tuple[PositiveInt, ...] = ()
+    profile_steps: tuple[PositiveInt, ...] = ()
     """Steps to profile, such as [3, 4]: with CUDA for `nsys profile -c cudaProfilerApi`, with NVTX ranges by phase and
     role; without CUDA, torch's profiler writes a Chrome trace of each rank into the run folder."""
     webhook: str = ""
@@ -356,10 +356,10 @@ class DataConfig:
     """Training prompts, one or more files: .parquet with verl's columns, or .jsonl. Conversations for SFT, pairs for
     a reward model; `data/README.md` documents the columns. Rows longer than the model's context, or
     `rollout.max_context`, are dropped and counted."""
-    weights: tuple[Annotated[float, Range(above=0, most=1_000_000)], ...] = ()
+    mixture_weights: tuple[Annotated[float, Range(above=0, most=1_000_000)], ...] = ()
     """One weight per file of `data.train`: its share in every step; each file then has its own epochs. Empty joins the
     files into one data set."""
-    order: str = ""
+    curriculum_key: str = ""
     """Numeric column that sorts the first epoch in ascending order: a curriculum. Later epochs are shuffled; without
     `data.shuffle` all are sorted. Ties, and rows without a number, stay where the shuffle puts them."""
     eval: tuple[PathStr, ...] = ()
@@ -543,7 +543,7 @@ class GuardsConfig:
     kl: Annotated[float, Range(above=0, most=1000)] | None = None
     """KL to the reference, in nats per token, above which `kl.coef` falls to 0 and stays there until the user changes
     it, because the penalty rather than the reward would drive the policy."""
-    memory: bool = False
+    oom_retry: bool = False
     """After an out-of-memory error on any rank, all ranks repeat the pass with half as many tokens per micro-batch,
     down to one sequence, and then with all layers recomputed. `megatron/oom_retry.py` documents what is covered."""
     alarms: bool = False

@@ -169,7 +169,7 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, valued: bool = Fal
     adapters = 0.0
     trains_all = lora is None or lora.rank == 0
     if lora is not None and lora.rank:
-        for param in adapted_weights(table, lora.targets):
+        for param in adapted_weights(table, lora.target_modules):
             rows, columns = sum(tensor.shape[0] for tensor in param.hf), param.hf[0].shape[1]
             adapters += 2 * _active_share(param, chosen) * lora.rank * (rows + columns)
     vocab_size = 1 if valued else int(hf["vocab_size"])

@@ -81,7 +81,7 @@ def step_bytes(
     routing: shape of the replayed routing records; None without replay.
     """
     largest = max(bytes_by_phase(config, declared, batch, routing).values(), key=lambda parts: sum(parts.values()))
-    if config.track.rollouts:
+    if config.track.save_rollouts:
         machine_tokens = _machine_share(config) * batch.tokens
         recorded = machine_tokens * (
             TOKEN_BYTES + 2 * FLOAT_BYTES + _routing_bytes(routing) + _mask_bytes(config, batch)
@@ -108,7 +108,7 @@ def checkpoint_copy(config: Config, states: Mapping[str, int], trained: Iterable
 def recording_bytes(config: Config, batch: BatchSize, routing: RoutingShape | None = None) -> float:
     """Return the working memory for recording a step, beside the recorded values themselves, in bytes."""
     home_ranks, extra_records = _num_home_ranks(config), 0.0
-    if config.track.records:
+    if config.track.save_replay_data:
         extra_records = (_routing_bytes(routing) + _mask_bytes(config, batch)) / (TOKEN_BYTES + 2 * FLOAT_BYTES)
     return (
         home_ranks

@@ -44,13 +44,17 @@ def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Par
     for target in targets:
         if not any(_matches_target(target, path) for path in paths.values()):
             known = sorted({path.rpartition(".")[2] for path in paths.values()})
-            raise ConfigError(f"lora.targets: {target} names no linear layer of this model; it has {', '.join(known)}")
+            raise ConfigError(
+                f"lora.target_modules: {target} names no linear layer of this model; it has {', '.join(known)}"
+            )
     return [p for p in linear if not targets or any(_matches_target(target, paths[p.megatron]) for target in targets)]
 
 
 def adapter_params(params: Iterable[Param], lora: LoraConfig) -> list[Param]:
     """Return the table of all adapters of a model, A and B of each weight in turn. Raises as `adapted_weights`."""
-    return [factor for param in adapted_weights(params, lora.targets) for factor in factor_params(param, lora.rank)]
+    return [
+        factor for param in adapted_weights(params, lora.target_modules) for factor in factor_params(param, lora.rank)
+    ]
 
 
 def factor_params(param: Param, rank: int) -> tuple[Param, Param]:
@@ -91,7 +95,7 @@ def peft_tensors(tensors: Mapping[str, torch.Tensor], params: Iterable[Param], r
 
 def peft_config(params: Sequence[Param], lora: LoraConfig, base: str) -> dict[str, Any]:
     """Return PEFT's adapter_config.json for a model with this table. base: folder of the base model."""
-    adapted = {tensor.name for param in adapted_weights(params, lora.targets) for tensor in param.hf}
+    adapted = {tensor.name for param in adapted_weights(params, lora.target_modules) for tensor in param.hf}
     modules = sorted(name.removesuffix(".weight") for name in adapted)
     last_names = sorted({module.rpartition(".")[2] for module in modules})
     matching = {t.name for p in params for t in p.hf if t.name.removesuffix(".weight").rpartition(".")[2] in last_names}

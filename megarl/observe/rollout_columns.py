@@ -37,11 +37,11 @@ columns hold the tokens of all turns concatenated; `turn_lengths` splits them:
     turn_cached_tokens   [int32]  tokens before a policy turn that the engine had cached when the turn was requested; -1
                                   for other turns, and if the engine did not report it
 
-The routing and support columns are null if not recorded or if `track.records` is off, the next three if the rollout is
-not an agent's. Files of earlier formats lack later columns (`COLUMNS_SINCE_FORMAT`), which are read as null. JSON is
-`exact_json`: NaN is {"float": "nan"}. In plain strings a lone surrogate, which parquet cannot hold, is written as
-\\ud800. The file's metadata have `megarl.format`, `megarl.step`, `megarl.total` (rollouts of the whole step, over the
-files of all ranks) and `megarl.vocabulary` (a hash of the tokenizer's vocabulary).
+The routing and support columns are null if not recorded or if `track.save_replay_data` is off, the next three if the
+rollout is not an agent's. Files of earlier formats lack later columns (`COLUMNS_SINCE_FORMAT`), which are read as null.
+JSON is `exact_json`: NaN is {"float": "nan"}. In plain strings a lone surrogate, which parquet cannot hold, is written
+as \\ud800. The file's metadata have `megarl.format`, `megarl.step`, `megarl.total` (rollouts of the whole step, over
+the files of all ranks) and `megarl.vocabulary` (a hash of the tokenizer's vocabulary).
 """
 
 from __future__ import annotations

@@ -67,5 +67,5 @@ class ActorWorker(TrainingWorker):
             gather_hf(self.local_model.local_adapters(), self.local_model.adapter_params(), self.local_model.ranks)
         )
         if self.local_model.ranks.role_rank == 0:
-            tensors = peft_tensors(factors, adapted_weights(table, lora.targets), lora.rank)
+            tensors = peft_tensors(factors, adapted_weights(table, lora.target_modules), lora.rank)
             save_adapter(folder, tensors, peft_config(table, lora, str(Path(self.config.model.path).resolve())))

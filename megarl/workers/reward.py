@@ -126,7 +126,7 @@ class RewardWorker(Worker):
             max_concurrent = MAX_CONCURRENT
             if any(getattr(function, "sandboxed", False) for function in self.functions.values()):
                 # More calls would only wait for a box.
-                max_concurrent = max(1, self.config.sandbox.processes // (ranks_on_node * size))
+                max_concurrent = max(1, self.config.sandbox.max_boxes // (ranks_on_node * size))
             self._pool = RewardPool(self.functions, config.functions, config.timeout, size, log, limits, max_concurrent)
             self._prefetch = RewardPrefetch(self._pool.submit)
             if self.job.rank in rollout_ranks:

@@ -74,7 +74,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "reward.timeout": ("0",),
     "guards.ppo_kl": ("0", ".nan"),
     "guards.kl": ("-1",),
-    "guards.memory": ("yes",),
+    "guards.oom_retry": ("yes",),
     "reward.processes": ("-1", "1.5", "many"),
     "reward.max_failed_frac": ("1.5", ".nan", "-0.1"),
     "algorithm": ("ppoo", "null", "[ppo]"),

@@ -173,7 +173,7 @@ CASES = [
     ),
     Case(
         "a recording without rollouts",
-        ("rollout.replay=FOLDER/recorded", "no folder rollouts", "track.rollouts=true"),
+        ("rollout.replay=FOLDER/recorded", "no folder rollouts", "track.save_rollouts=true"),
         REPLAY,
         lambda folder: (folder / "recorded").mkdir(),
     ),
@@ -245,7 +245,12 @@ CASES = [
     ),
     Case(
         "routing that was not recorded",
-        ("train.replay_routing=true", "row 0, has no routing", "track.records", "or set train.replay_routing=false"),
+        (
+            "train.replay_routing=true",
+            "row 0, has no routing",
+            "track.save_replay_data",
+            "or set train.replay_routing=false",
+        ),
         (*REPLAY, "train.replay_routing=true"),
         recorded(),
     ),

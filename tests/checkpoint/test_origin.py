@@ -17,7 +17,7 @@ pytestmark = pytest.mark.alone
 
 def test_a_configuration_is_known_by_the_keys_that_matter() -> None:
     first = config_hash(from_dict({"run": {"dir": "a"}}))
-    assert first == config_hash(from_dict({"run": {"dir": "b", "resume": "auto"}, "track": {"rollouts": False}}))
+    assert first == config_hash(from_dict({"run": {"dir": "b", "resume": "auto"}, "track": {"save_rollouts": False}}))
     others = [{"run": {"seed": 2}}, {"parallel": {"tp": 2}}, {"data": {"train": ["a.jsonl"]}}]
     assert len({first, *(config_hash(from_dict(tree)) for tree in others)}) == 4
     assert len(first) == 16 and int(first, 16) >= 0

@@ -110,7 +110,7 @@ def test_a_checkpoint_of_other_shares_is_refused() -> None:
     state = loader([(4, 1), (5, 3)]).state_dict()
     loader([(4, 2), (5, 6)]).load_state_dict(state)  # the same ones
     for sets in ([(4, 1), (5, 2)], [(5, 3), (4, 1)], [(4, 1), (6, 3)]):
-        with pytest.raises(ConfigError, match="other training prompts.*data.weights"):
+        with pytest.raises(ConfigError, match="other training prompts.*data.mixture_weights"):
             loader(sets).load_state_dict(state)
     with pytest.raises(ConfigError, match="other training prompts"):
         PromptLoader(joined([4, 5]), 3, 1).load_state_dict(state)
@@ -128,12 +128,14 @@ def test_weights_become_small_whole_numbers() -> None:
     assert round_weights([0.1, 0.2]) == (1, 2) and round_weights([1e-6, 2e-6]) == (1, 2)
     third = round_weights([0.33333, 0.33333, 0.33334])
     assert sum(third) == MAX_PATTERN_LENGTH and third == (3333, 3333, 3334)
-    with pytest.raises(ConfigError, match=r"data.weights=\[1, 1e-05\]: 1e-05 is less than one prompt in 10000; raise"):
+    with pytest.raises(
+        ConfigError, match=r"data.mixture_weights=\[1, 1e-05\]: 1e-05 is less than one prompt in 10000; raise"
+    ):
         round_weights([1, 1e-5])
 
 
 def test_the_weights_must_be_of_the_data_sets() -> None:
-    with pytest.raises(ConfigError, match="data.weights has 3 numbers, but there are 2 data sets"):
+    with pytest.raises(ConfigError, match="data.mixture_weights has 3 numbers, but there are 2 data sets"):
         PromptLoader(joined([3, 4]), 1, 1, weights=[1, 2, 3])
 
 
@@ -143,7 +145,7 @@ def test_names_are_as_short_as_sets_them_apart() -> None:
     assert name_datasets(["gsm8k/train.parquet", "math/train.parquet"]) == ("gsm8k/train", "math/train")
     assert name_datasets(["/d/x/train.jsonl", "train.jsonl"]) == ("x/train", "train")
     assert name_datasets(["x/a.jsonl", "x/a.parquet"]) == ("x/a.jsonl", "x/a.parquet")
-    with pytest.raises(ConfigError, match="x/a.jsonl is named twice; .*data.weights"):
+    with pytest.raises(ConfigError, match="x/a.jsonl is named twice; .*data.mixture_weights"):
         name_datasets(["x/a.jsonl", "y.jsonl", "x/./a.jsonl"])
 
 

@@ -25,7 +25,7 @@ PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
 SECTIONS = {field.name for field in fields(Config)}
 FREE = ("model.megatron", "rollout.sglang", "train.ddp", "roles", "placement", "options", "expect", "critic.parallel")
 """Keys of others, and mappings of the reader's own."""
-FREE += ("reward.weights", "guards.bands", "loss.options", "data.weights")
+FREE += ("reward.weights", "guards.bands", "loss.options", "data.mixture_weights")
 ENDS = {"py", "md", "yaml", "json", "jsonl", "safetensors", "parquet", "sh", "pt", "txt", "html"}
 OBJECTS = {f"rollout.{name}" for name in ("prompt", "answer", "messages", "turns", "status", "update_weights")}
 """Of values and roles that have a section's name."""

@@ -109,4 +109,4 @@ def test_nan_in_the_column_that_orders_is_refused(tmp_path: Path) -> None:
         '{"prompt": "x", "ground_truth": 1, "level": NaN}\n{"prompt": "y", "ground_truth": 1, "level": 1}\n'
     )
     with pytest.raises(ConfigError, match="train.jsonl:1: 'level' is NaN"):
-        warned("grpo", file, file, order="level")
+        warned("grpo", file, file, curriculum_key="level")

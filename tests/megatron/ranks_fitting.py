@@ -54,7 +54,7 @@ def build(guarded: bool, role: str = "actor", aux: bool = False, **train: Any) -
     """aux: with losses of the router, which are of a micro-batch, and so are others where these are cut otherwise."""
     from megarl.megatron.trainer_model import MegatronModel
 
-    sections: dict[str, Any] = {"guards": {"memory": guarded}, "actor_optimizer": ADAM, "train": train}
+    sections: dict[str, Any] = {"guards": {"oom_retry": guarded}, "actor_optimizer": ADAM, "train": train}
     sections["model"] = {"megatron": tiny.AUX_LOSSES if aux else {}}
     config = tiny.config(world=2, **SIZES, **sections, critic={"optimizer": ADAM})
     place = parallel_ranks.create_layout(config.parallel)

@@ -203,7 +203,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     weights, value = truth.weights(), "logprobs" if role == "actor" else "values"
 
     def build(rank: int = RANK, recompute: bool = False, layout: dict[str, int] = layout) -> Any:
-        options = {"lora": {"rank": rank, "alpha": ALPHA, "targets": targets}, "model": {}}
+        options = {"lora": {"rank": rank, "alpha": ALPHA, "target_modules": targets}, "model": {}}
         if recompute or (layout.get("pp", 1) > 1 and "recompute_granularity" not in megatron):
             options["model"] = {"megatron": megatron}
         chosen = tiny.config(**layout, **sections, **options)

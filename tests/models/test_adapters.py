@@ -62,8 +62,10 @@ def test_targets_by_name_and_place() -> None:
 
 @pytest.mark.parametrize("target", ["linear_qkvv", "q_proj", "router", "experts", "output_layer", "linear_q_proj", ""])
 def test_a_target_that_names_nothing_is_an_error(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"lora.targets: {target} names no linear layer of this model; it has .*fc1"):
-        adapter_params(table("qwen3_moe"), LoraConfig(rank=4, targets=("linear_proj", target)))
+    with pytest.raises(
+        ConfigError, match=f"lora.target_modules: {target} names no linear layer of this model; it has .*fc1"
+    ):
+        adapter_params(table("qwen3_moe"), LoraConfig(rank=4, target_modules=("linear_proj", target)))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe"])
@@ -133,7 +135,7 @@ def test_peft_tensors_share_a_and_have_their_own_rows_of_b() -> None:
 
 def test_peft_config() -> None:
     def config(family: str, *targets: str) -> dict[str, Any]:
-        return peft_config(table(family), LoraConfig(rank=4, alpha=8, targets=targets), "/models/base")
+        return peft_config(table(family), LoraConfig(rank=4, alpha=8, target_modules=targets), "/models/base")
 
     whole = config("qwen3_moe")
     assert (whole["peft_type"], whole["r"], whole["lora_alpha"], whole["base_model_name_or_path"]) == (

@@ -65,7 +65,7 @@ def test_within_a_hundredth_of_what_torch_counts(family: str) -> None:
 def test_adapters_alone_are_trained() -> None:
     """W x + B (A x), of which torch counts the passes."""
     hf = TINY.HF["llama"]
-    whole, adapted = model_flops(hf), model_flops(hf, LoraConfig(rank=4, targets=("linear_proj",)))
+    whole, adapted = model_flops(hf), model_flops(hf, LoraConfig(rank=4, target_modules=("linear_proj",)))
     x = torch.randn(LENGTH, 64, requires_grad=True)
     w, a, b = torch.randn(32, 64), torch.randn(4, 64, requires_grad=True), torch.randn(32, 4, requires_grad=True)
     with FlopCounterMode(display=False) as counter:

@@ -98,6 +98,6 @@ def test_each_alarm_has_its_paragraph(metric: str) -> None:
                 assert key in paragraph, key
 
 
-@pytest.mark.parametrize("guard", ["guards.ppo_kl", "guards.kl", "guards.memory"])
+@pytest.mark.parametrize("guard", ["guards.ppo_kl", "guards.kl", "guards.oom_retry"])
 def test_each_guard_has_its_paragraph(guard: str) -> None:
     assert f"### `{guard}`\n" in PAGE

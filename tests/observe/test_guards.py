@@ -69,7 +69,7 @@ def test_a_kl_that_explodes_is_said_once() -> None:
 
 
 def test_memory_is_said_when_there_is_less_of_it() -> None:
-    said = Said(memory=True)
+    said = Said(oom_retry=True)
 
     def metrics(often: float, budget: float, recomputes: float = 0.0) -> dict[str, float]:
         names = {"out_of_memory": often, "token_budget": budget, "recomputes": recomputes}
@@ -80,7 +80,7 @@ def test_memory_is_said_when_there_is_less_of_it() -> None:
     first, second = said.alarms
     assert first.startswith("step 2: out of memory, 2 times so far: micro-batches of the reward model have 768 tokens")
     assert "train.max_tokens_per_gpu=768" in first and "recomputed" not in first and "all layers recomputed" in second
-    resumed = said.resumed(memory=True)
+    resumed = said.resumed(oom_retry=True)
     resumed.guards.check(5, metrics(3, 768, 1))
     assert not resumed.alarms
 

@@ -28,7 +28,7 @@ QUICK = re.findall(r"^def (\w+)", attacks.QUICK + own_attacks.QUICK, re.M)
 @pytest.fixture(scope="module")
 def box():
     os.environ["A_SECRET"] = SECRET
-    boxes = Boxes(processes=4, memory_mb=256)
+    boxes = Boxes(max_boxes=4, memory_mb=256)
     yield boxes
     boxes.end()
     del os.environ["A_SECRET"]
@@ -85,7 +85,7 @@ def test_it_gets_nothing(quick, name):
 @pytest.fixture(scope="module")
 def heavy():
     """Of one command, so that the first ones have boxes that waited."""
-    boxes = Boxes(processes=4, memory_mb=256)
+    boxes = Boxes(max_boxes=4, memory_mb=256)
     warm(boxes)
     yield boxes.all(
         {
@@ -106,7 +106,7 @@ def test_it_takes_no_more_than_it_may(heavy, name):
 
 def test_boxes_that_wait_take_no_notice_of_another():
     """They are the same user as it is, and their gates are pipes as it has them, too."""
-    boxes = Boxes(processes=4)
+    boxes = Boxes(max_boxes=4)
     try:
         found = warm(boxes)
         pids = [boxes.sandbox.runner_pid, *found, *found.values()]
@@ -126,7 +126,7 @@ def test_boxes_that_wait_take_no_notice_of_another():
 
 
 def test_open_files_that_a_box_hands_out_are_taken_by_nobody():
-    boxes = Boxes(processes=2)
+    boxes = Boxes(max_boxes=2)
     try:
         for _ in range(3):
             boxes.run_harness("send(0, 0)", 1)

@@ -23,7 +23,7 @@ pytestmark = [needs_boxes, pytest.mark.alone]
 
 @pytest.fixture(scope="module")
 def box():
-    boxes = Boxes(processes=4)
+    boxes = Boxes(max_boxes=4)
     yield boxes
     boxes.end()
 
@@ -166,7 +166,7 @@ def test_a_run_that_is_cancelled_is_ended(box):
 
 def test_no_more_boxes_at_once_than_may_be():
     """Of two sandboxes with two processes together."""
-    boxes = [Boxes(processes=2), Boxes(processes=2)]
+    boxes = [Boxes(max_boxes=2), Boxes(max_boxes=2)]
     source = "import time; print(time.time()); time.sleep(0.3); print(time.time())"
 
     async def both():
@@ -182,7 +182,7 @@ def test_no_more_boxes_at_once_than_may_be():
 
 def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
     monkeypatch.setattr(RunnerClient, "has_cgroups", False)
-    boxes = Boxes(processes=3)
+    boxes = Boxes(max_boxes=3)
     layers = boxes.probe()
     assert "memory watchdog" in layers.layers and "memory cgroup" not in layers.layers
     fork = "import os, time\nfor _ in range(4): os.fork()\n"
@@ -292,7 +292,7 @@ def test_the_probe_says_what_protects(box):
 
 
 def test_settings_of_the_run_reach_any_process(monkeypatch):
-    monkeypatch.setenv(VARIABLE, '{"backend": "none", "memory_mb": 99, "processes": 3}')
+    monkeypatch.setenv(VARIABLE, '{"backend": "none", "memory_mb": 99, "max_boxes": 3}')
     assert Sandbox.from_environment().settings == SandboxConfig("none", 99, 3)
     settings = SandboxConfig("http://sandbox:8080", 77, 5)
     for name, value in to_environment(settings).items():
@@ -300,7 +300,7 @@ def test_settings_of_the_run_reach_any_process(monkeypatch):
     assert Sandbox.from_environment().settings == settings
     monkeypatch.delenv(VARIABLE)
     assert Sandbox.from_environment().settings == SandboxConfig()
-    for text in ("[]", "{", '{"memory": 1}', '{"processes": 0}'):
+    for text in ("[]", "{", '{"memory": 1}', '{"max_boxes": 0}'):
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(ConfigError, match="sandbox|SANDBOX"):
             Sandbox.from_environment()

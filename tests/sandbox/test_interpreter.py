@@ -18,7 +18,7 @@ pytestmark = [needs_boxes, pytest.mark.alone]
 
 @pytest.fixture(scope="module")
 def box():
-    boxes = Boxes(processes=2)
+    boxes = Boxes(max_boxes=2)
     yield boxes
     boxes.end()
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def box():
-    boxes = Boxes(processes=16)
+    boxes = Boxes(max_boxes=16)
     yield boxes
     boxes.end()
 
@@ -51,7 +51,7 @@ def test_few_wait_of_one_form_and_of_all(box):
             assert len(waiting(box)) <= MAX_IDLE + 1  # the one that has just run may not be gone
         time.sleep(0.3)
         assert len(waiting(box)) <= MAX_IDLE
-    few = Boxes(processes=2)
+    few = Boxes(max_boxes=2)
     try:
         warm(few, nests=2)
         time.sleep(0.3)

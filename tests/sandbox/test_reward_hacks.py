@@ -53,7 +53,7 @@ def solved(found):
 
 @pytest.fixture(scope="module")
 def graded():
-    boxes = Boxes(processes=4)
+    boxes = Boxes(max_boxes=4)
     limits = Limits(seconds=3, output_bytes=1 << 18)
     programs = {"honest": HONEST, **HACKS, "insider": "FORGED = [1, 2, 3]" + INSIDER}
     began = time.monotonic()

@@ -41,7 +41,7 @@ CONFIG = from_dict(
         "placement": {"actor": 1, "rollout": 0} if APART else {},
         "actor_optimizer": {"lr": 1e-4, "schedule": "linear", "warmup_fraction": 0.25, "eps": 1e-6},
         "train": {"max_tokens_per_gpu": 48},
-        "guards": {"ppo_kl": 0.05, "memory": True},
+        "guards": {"ppo_kl": 0.05, "oom_retry": True},
         "kl": {"place": "none"},
     }
 )

@@ -154,7 +154,7 @@ class Now:
         budget = model.config.train.max_tokens_per_gpu * model.ranks.cp
         places = dict(ranks.all_gather_objects(place))
         model.dispatcher = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replay_shape)
-        model.oom_retry = SimpleNamespace(  # as if `guards.memory` were off
+        model.oom_retry = SimpleNamespace(  # as if `guards.oom_retry` were off
             run=lambda batch, plan, work, trains: (work(plan), plan), track_current=lambda micros: micros, metrics={}
         )
 
