@@ -71,7 +71,7 @@ def single(**more: Any) -> Any:
     """GRPO with one update, which asks for no log-probs before it."""
     tree = {
         "algorithm": "grpo",
-        "kl": {"place": "none"},
+        "kl": {"apply_to": "none"},
         "rollout": {"samples_per_prompt": 8, "verify_weights_every": 3},
     }
     return from_dict(tree | {"model": {"dtype": "float32"}} | more)
