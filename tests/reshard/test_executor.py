@@ -15,6 +15,7 @@ from late_wire import push_as_threads
 
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 from megarl.reshard.plan.planner import ReshardPlan
+from megarl.reshard.run import executor as executor_module
 from megarl.reshard.run.executor import Executor
 
 SEEDS = (*(str(seed) for seed in range(20)), "40", "43", "50", "58")
@@ -126,9 +127,9 @@ def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monk
         ReshardPlan(hf, case.train, case.engine, 1, 17 << 10, "fp32"), 0, 3, partial(torch.empty, dtype=torch.uint8)
     )
     rounds, seen, given = len(executor.prepared_rounds), [], []
-    wire = executor._exchange
+    wire = executor_module._transfer
 
-    def exchange(*arguments: Any) -> Any:
+    def transfer(*arguments: Any) -> Any:
         seen.append("wire")
         return wire(*arguments)
 
@@ -136,7 +137,7 @@ def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monk
         seen.append("give")
         given.append((buffer, order["push"]))
 
-    monkeypatch.setattr(executor, "_exchange", exchange)
+    monkeypatch.setattr(executor_module, "_transfer", transfer)
     executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 1, lambda: seen.append("settle"))
     assert rounds > 4 and len(given) == rounds
     assert seen == ["wire", "settle", *["wire", "give", "settle"] * (rounds - 1), "give"]
