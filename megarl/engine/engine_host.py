@@ -73,8 +73,7 @@ def _reap() -> bool:
 
 
 def _kill_children(is_spared: Callable[[int], bool], grace: float) -> None:
-    """Kill the children, and their orphans as these are reparented, until none is left; those that `is_spared` after
-    `grace` seconds."""
+    """Kill the children, and adopted orphans, until none is left; those that `is_spared` only after `grace` seconds."""
     deadline = time.monotonic() + grace
     while children := list_children():
         for pid in children:
@@ -176,8 +175,7 @@ class EngineHost:
                     _remove_engine_files(folder)
 
     def _clean_up(self) -> None:
-        """Remove the folders of dead supervisors; also the host's own if its starter is gone and no supervisor uses
-        it."""
+        """Remove dead supervisors' folders, and the host's if its starter is gone and no supervisor uses it."""
         self._remove_dead_folders()
         with contextlib.suppress(OSError):
             if _has_ended(self._starter) and not any(path.is_dir() for path in self._folder.iterdir()):

@@ -58,8 +58,7 @@ class Policy(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Abort all running requests; each returns what it has generated so far. Later requests, and those still on
-        their way, are not affected."""
+        """Abort the running requests; each returns what it has generated. Later requests are not affected."""
         ...
 
 

@@ -328,8 +328,7 @@ class Engine:
             raise EngineError(f"engine {self.index} lacks weights; sync them first")
 
     def begin_update(self) -> None:
-        """Open a weight update, in which `call_loader` may be called. The engine is unusable until `end_update` with
-        a version."""
+        """Open a weight update for `call_loader`. The engine is unusable until `end_update` with a version."""
         self.is_usable = False
         self._call("/begin_weight_update")
 
@@ -501,8 +500,7 @@ async def watch(engine: Engine, client: Client, hang_timeout: float, start_numbe
 
 
 class EngineRestart:
-    """Restarts one engine, on each rank that has processes of it. `report_lost` may be called from any thread, all else
-    from one."""
+    """Restarts one engine, on each rank with processes of it. Only `report_lost` may be called from any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -564,8 +562,7 @@ class EngineRestart:
                 self._submit_start()
 
     def wait(self) -> float:
-        """Wait for the restart and return the seconds it took, 0 if there was none. If it failed, `pop_error` returns
-        the error."""
+        """Wait for the restart; return its seconds, 0 if there was none. `pop_error` returns its error."""
         future = self._start_future
         if future is None:
             return 0.0

@@ -241,8 +241,7 @@ class ToolCallParser(Protocol):
 
 
 def make_parser(client: ToolCallParser, name: str, marker: str) -> ParseFunction:
-    """Return a function that parses with SGLang's parser `name`, in the engine. Text without `marker` has no call
-    and is not sent."""
+    """Return a function that runs SGLang's parser `name` in the engine, on text that contains `marker`."""
 
     async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
         if not schemas or (marker and marker not in text):
@@ -324,8 +323,7 @@ def check_parser(
 async def find_misread_tool(
     chat: ChatTemplate, client: ToolCallParser, name: str, marker: str, is_family_default: bool
 ) -> str:
-    """Run `check_parser` with a given client. Raises ConfigError as `ChatTemplate.render_calls` does, and what the
-    client raises."""
+    """Run `check_parser` with a given client. Raises what `ChatTemplate.render_calls` and the client raise."""
 
     async def parses_tool(parser: str, tool: str) -> bool:
         for text, arguments in chat.render_calls(tool):

@@ -109,8 +109,7 @@ class WeightChannel:
         self._listener.listen(1)
 
     def wait_connected(self, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for the engine rank to connect; return False if `is_over` reports first that it will not. Raises
-        EngineTimeout."""
+        """Wait for the engine rank to connect; False if `is_over` first says that it will not. Raises EngineTimeout."""
         self._listener.settimeout(_POLL_S)
         deadline = time.monotonic() + self.timeout
         try:
@@ -142,8 +141,7 @@ class WeightChannel:
             raise EngineError(f"an engine rank exited during a weight sync ({error})") from None
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the answer to the order. Raises EngineError if the engine rank is gone, or could not execute the
-        order."""
+        """Wait for the answer. Raises EngineError if the engine rank is gone, or could not execute the order."""
         assert self._connection is not None
         try:
             answer = _receive_json(self._connection)
@@ -327,8 +325,7 @@ _LAYOUT_MARKERS = {
 
 
 def find_layout_oddities(model: torch.nn.Module) -> list[str]:
-    """List the layers whose weights, by the model's own account, are not where the layout tables expect them; one
-    line each."""
+    """List the layers that say that their weights are not where the layout tables expect them; one line each."""
     oddities = []
     for name, module in model.named_modules():
         method = getattr(module, "weight_load_method", None) or getattr(module, "quant_method", None)

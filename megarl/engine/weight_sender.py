@@ -48,8 +48,7 @@ class OrderBuffer:
         return pack_payload(tensors + [(f"bucket{number or ''}", bucket) for number, bucket in enumerate(buckets)])
 
     def read_answer(self) -> dict[str, Any]:
-        """Return the engine rank's answer to the last order. Raises EngineError if there is none, or the order
-        failed."""
+        """Return the answer to the last order. Raises EngineError if there is none, or the order failed."""
         try:
             answer = weight_loader.read_answer(self._answer)
         except ValueError:

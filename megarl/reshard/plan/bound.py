@@ -181,8 +181,7 @@ def compute_bound(
 
 
 def list_layer_columns(hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire) -> list[LayerColumns]:
-    """Return the columns of the whole model: embedding, layers, multi-token prediction layers (outside of the
-    decoder), norm and head."""
+    """Return the columns of the whole model: embedding, layers, multi-token prediction layers, norm and head."""
     family = family_of(hf)
     family.check(hf)
     experts = family.num_experts(hf)

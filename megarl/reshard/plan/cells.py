@@ -189,8 +189,7 @@ def _cells(
 def _boxes(
     side: Sequence[ShardSlice], source: int, shape: tuple[int, ...], scale: bool, name: str = ""
 ) -> list[tuple[int, int, int, int]]:
-    """Return a shard's boxes (r0, r1, c0, c1) of a tensor, or of its scale grid. With `name`, the tensor's, raise
-    ConfigError if the shard cuts a block."""
+    """Return a shard's boxes (r0, r1, c0, c1) of a tensor or its scale grid. With `name`, blocks must not be cut."""
     boxes = []
     for interval in side:
         if interval.source != source:

@@ -96,8 +96,7 @@ class CostReport:
     node_matrix: Floats
 
     def round_seconds(self, links: LinkSpeeds) -> Floats:
-        """Return the duration of each round if all ranks go through the rounds in step: that of the round's busiest
-        rank."""
+        """Return the duration of each round, that of its busiest rank, if all ranks go through them in step."""
         out = links.transfer_seconds(self.network_out, self.inside_out)
         into = links.transfer_seconds(self.network_in, self.inside_in)
         seconds: Floats = np.maximum(np.maximum(out, into).max(axis=1), links.send_overhead) + links.round_overhead
@@ -112,8 +111,7 @@ class CostReport:
 
 
 def tabulate_messages(rank: RankPlan) -> Messages:
-    """Return a rank's messages, computed from its tables, of which there is one per kind of layer, without an object
-    per piece."""
+    """Return a rank's messages, computed from its tables without an object per piece."""
     byte_index = rank.plan.assignment.byte_index
     width = np.array([(c.c1 - c.c0) * c.item_bytes for c in byte_index.cells], dtype=np.int64)
     by_table: dict[tuple[int, int], np.ndarray] = {}
@@ -199,8 +197,7 @@ def build_report(build_plan: Callable[[], ReshardPlan]) -> CostReport:
 
 
 def compute_metrics(report: CostReport, bound: Bound, links: LinkSpeeds) -> dict[str, Any]:
-    """Return machine-readable metrics: the plan compared with the bound; bytes of all ranks together, or of the
-    busiest one."""
+    """Return the plan compared with the bound; bytes of all ranks together, or of the busiest one."""
     network_out, network_in = report.network_out.sum(0), report.network_in.sum(0)
     sent, received = network_out + report.inside_out.sum(0), network_in + report.inside_in.sum(0)
     metrics: dict[str, Any] = {
@@ -483,8 +480,7 @@ def _render_chart(
     marks: list[tuple[int, str]],
     unit: str = "",
 ) -> str:
-    """Render one column per value. lower_bound: drawn as a dashed line if not 0. marks: (first index, label) of each
-    section."""
+    """Render one column per value, and a dashed line at `lower_bound`. marks: (first index, label) of sections."""
 
     def format_value(value: float) -> str:
         return f"{value:.3g} {unit}" if unit else format_bytes(value)

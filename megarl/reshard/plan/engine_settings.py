@@ -128,8 +128,7 @@ def supported_choices(setting: str) -> tuple[str, ...]:
 
 
 def check_blackwell(settings: Mapping[str, Any], fp8: bool) -> None:
-    """Raise ConfigError for a setting that repacks the scales of an FP8 checkpoint on Blackwell. settings: as passed
-    to the engine."""
+    """Raise ConfigError for a setting of an engine that repacks the scales of an FP8 checkpoint on Blackwell."""
     if not fp8:
         return
     for name in ("moe_runner_backend", "speculative_moe_runner_backend", "fp8_gemm_runner_backend"):
@@ -232,8 +231,7 @@ ENVIRONMENT = {
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting of `rollout.sglang` that is not known to leave the weights in place, among
-    those that `server_args.check` allows."""
+    """Raise ConfigError for a setting of `rollout.sglang` that is not known to leave the weights in place."""
     for name, value in settings.items():
         field, allowed = load_fields()[name], _ALLOWED.get(name)
         if field.group in _UNRESTRICTED_GROUPS or allowed is _ANY or (allowed is not None and value in allowed):

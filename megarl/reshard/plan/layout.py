@@ -182,8 +182,7 @@ class EngineLayout:
         return slot
 
     def expert_indices(self, position: int, param: Param, num_experts: int) -> list[int]:
-        """Return every index of this expert in a rank's stacked tensor, several if it is replicated there; [0] for
-        tensors that are not stacked."""
+        """Return every index of this expert in a rank's stacked tensor; [0] for tensors that are not stacked."""
         slot = self.slot_of(param)
         if slot is None:
             return []
@@ -248,8 +247,7 @@ def _to_shard_slices(spec: ShardSpec) -> list[ShardSlice]:
 
 
 def even_stages(num_layers: int, pp: int, counts: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
-    """Divide consecutive layers over stages, `counts` per stage; without counts as evenly as possible, with larger
-    stages first."""
+    """Divide consecutive layers over stages: `counts` per stage, or evenly, with larger stages first."""
     if not counts:
         counts = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
     if len(counts) != pp or sum(counts) != num_layers or min(counts) < 0:
@@ -314,8 +312,7 @@ class RankMap(NamedTuple):
 
 
 def build_rank_map(train: TrainLayout, engine: EngineLayout, ranks_per_node: int) -> RankMap:
-    """Build the rank map. Raises ConfigError if engines do not divide their ranks, or if a layout over the whole job
-    is not whole nodes."""
+    """Build the rank map. Raises ConfigError if engines do not divide their ranks, or the job is not whole nodes."""
     train_ranks = np.array(train.ranks or range(train.world), dtype=np.int64)
     engine_ranks = np.array(engine.ranks, dtype=np.int64) if engine.ranks else train_ranks
     if len(engine_ranks) % engine.tp:
@@ -402,8 +399,7 @@ def find_engine_problems(
 
 
 def find_layout_problems(oddities: Iterable[str]) -> list[str]:
-    """Explain the layout oddities that an engine reports (see `engine.weight_loader.find_layout_oddities`) and that
-    a weight sync cannot serve; one line each."""
+    """Explain the oddities of `weight_loader.find_layout_oddities`, which a weight sync cannot serve; one line each."""
     remedy = "remove moe_runner_backend, fp8_gemm_runner_backend and similar keys from rollout.sglang"
     return [f"in the engine, {line}: weights would be written to the wrong places; {remedy}" for line in oddities]
 
@@ -414,8 +410,7 @@ def plan_digest(*values: Any) -> str:
 
 
 def find_digest_mismatch(digests: Mapping[int, str]) -> str:
-    """Describe which ranks plan from other inputs than the first rank of `digests` (rank -> digest, the reference
-    first); empty if none."""
+    """Describe which ranks plan from other inputs than the first of `digests` (rank -> digest); empty if none."""
     first = next(iter(digests))
     others = [rank for rank, value in digests.items() if value != digests[first]]
     if not others:

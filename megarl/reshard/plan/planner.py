@@ -180,8 +180,7 @@ class ReshardPlan:
     def _overlap_blocks(
         self, round_blocks: list[RoundBlock], sizes: np.ndarray, overheads: np.ndarray, forwarded: np.ndarray
     ) -> list[RoundBlock]:
-        """Overlap each block's forward-only round, in which the network would be idle, with the next block's first
-        round, if both fit into one."""
+        """Overlap each block's forward-only round with the next block's first round, if both fit into one."""
         blocks: list[RoundBlock] = []
         first = 0
         for block in round_blocks:

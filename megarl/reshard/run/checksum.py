@@ -42,8 +42,7 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Yield the elements in row-major order, as contiguous tensors [n] of at most `limit`; copies no more than that
-    at once."""
+    """Yield the elements in row-major order, as contiguous [n] of at most `limit`; copies no more than that at once."""
     if tensor.is_contiguous():
         yield from tensor.as_strided((tensor.numel(),), (1,)).split(
             limit

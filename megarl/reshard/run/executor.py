@@ -131,8 +131,7 @@ class Executor:
         return _PreparedRound(sends, receives, local, orders)
 
     def _targets(self, piece: TensorPiece) -> tuple[EngineSlot, str, list[tuple[int, int, int, int, int]]]:
-        """Return slot, tensor name, and (index, rows, columns) of each copy; more than one if the engine holds an
-        expert repeatedly."""
+        """Return slot, tensor name, and (index, rows, columns) of each copy; several if an expert is replicated."""
         engine, position = self.plan.engine, self.position
         slot = engine.slot_of(piece.param)
         assert slot is not None and position is not None
@@ -285,8 +284,7 @@ class Executor:
         ]
 
     def _reduce_max(self, tensors: list[torch.Tensor], ranks: Sequence[int]) -> list[torch.Tensor]:
-        """Elementwise maximum over ranks, see `scale_grids.MaxReduce`. Not an all-reduce, because NCCL's maximum may
-        lose a NaN."""
+        """Elementwise maximum, see `scale_grids.MaxReduce`. NCCL's all-reduce may lose a NaN."""
         maximum = torch.cat([tensor.reshape(-1) for tensor in tensors])
         peers = self.plan.rank_map.train[list(ranks)].tolist()
         received = {rank: torch.empty_like(maximum) for rank in peers if rank != self.rank}
@@ -337,8 +335,7 @@ def _wait(requests: Sequence[tuple[dist.Work, int]], what: str, rank: int) -> No
 
 
 def _to_scale_slices(intervals: Sequence[ShardSlice]) -> list[ShardSlice]:
-    """Convert slices of the tensor to slices of its scale grid. The planner has checked that the engine cuts both
-    alike."""
+    """Convert slices of a tensor to slices of its scale grid, which the engine cuts alike."""
     return [
         ShardSlice(item.source, item.dim, item.start // BLOCK, -(-item.stop // BLOCK), item.offset // BLOCK)
         for item in intervals
@@ -363,8 +360,7 @@ def _place_messages(
     received_offsets: Mapping[Any, tuple[int, int]] | None = None,
     source: Callable[[TensorPiece], tuple[str, int, int, int, int, int]] | None = None,
 ) -> tuple[list[_PlacedMessage], int]:
-    """Lay messages out one after another; return them with the end offset. received_offsets: of the previous
-    round's pieces, to forward them from."""
+    """Lay messages out one after another; return them with the end offset. received_offsets: of what they forward."""
     placed = []
     for message in messages:
         offsets, hash_offset = compute_offsets(message.pieces, begin)

@@ -39,8 +39,7 @@ class BlockScales(NamedTuple):
 
 
 def has_split_blocks(param: Param, train: TrainLayout) -> bool:
-    """Return whether any shard of Megatron's layout holds only part of a block of the parameter. The same on all
-    ranks."""
+    """Return whether any shard of Megatron's layout holds only part of a block. The same on all ranks."""
     for part in range(train.num_shards(param.expert is not None)):
         counts: dict[tuple[int, int], int] = {}  # (source, block) -> rows or columns in this shard
         for interval in train.slices_of_shard(part, param):

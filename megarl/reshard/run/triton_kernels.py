@@ -241,8 +241,7 @@ def _scale(bits, MAX: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def _quotient(values, factor, HARDWARE: tl.constexpr):
-    """Return x * (1 / scale) as e4m3fn bytes: round to nearest even, saturate to the largest value, NaN without its
-    sign."""
+    """Return x * (1 / scale) as e4m3fn bytes: round to nearest even, saturate, drop the sign of NaN."""
     y = values.to(tl.float32) * tl.div_rn(tl.full((), 1.0, tl.float32), factor)
     if HARDWARE:
         code = y.to(tl.float8e4nv).to(tl.int8, bitcast=True)
@@ -271,7 +270,7 @@ _FIELDS = 7  # per table row, including the first tile
 
 
 def hashes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """Return [n] int64, see `checksum.device_hashes`, and the indices of the tensors that are not rows of adjacent
+    """Return [n] int64, see `copies.device_hashes`, and the indices of the tensors that are not rows of adjacent
     elements. The hashes of these are left 0."""
     unsupported: list[int] = []
     result = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
