@@ -100,7 +100,7 @@ class Checkpointer:
         self.store.rollback_before = min((number for _, _, number in states if number is not None), default=None)
         is_due = stop or bool(run.save_every and (is_last or step % run.save_every == 0))
         if self.store.pending_step is not None and (is_due or all(is_written for _, is_written, _ in states)):
-            self._finish_save(raise_on_error=False)  # memory allows only one at a time
+            self._finish_save()  # memory allows only one at a time
         if is_due:
             self.save_error = self._save(
                 step, in_background=run.save_async and not (stop or is_last), raise_on_error=stop
@@ -137,23 +137,26 @@ class Checkpointer:
 
             return RankWrite(write, finish)
 
-        with self.clock.phase("save"), exit_status.defer_sigterm():
-            try:
-                self.store.begin(step, host, stage, self.needs.checkpoint)
-            except StorageError as error:
-                return self._handle_save_error(error, step, raise_on_error)
-        return None if in_background else self._finish_save(raise_on_error)
+        error = self._try(step, lambda: self.store.begin(step, host, stage, self.needs.checkpoint), raise_on_error)
+        return error if error is not None or in_background else self._finish_save(raise_on_error)
 
-    def _finish_save(self, raise_on_error: bool) -> StorageError | None:
+    def _finish_save(self, raise_on_error: bool = False) -> StorageError | None:
         """Wait for the pending write and complete its checkpoint. Errors as in `_save`."""
-        step = self.store.pending_step
-        assert step is not None
+        assert self.store.pending_step is not None
+        return self._try(self.store.pending_step, self.store.finish, raise_on_error)
+
+    def _try(self, step: int, action: Callable[[], object], raise_on_error: bool) -> StorageError | None:
         with self.clock.phase("save"), exit_status.defer_sigterm():
             try:
-                self.store.finish()
+                action()
+                return None
             except StorageError as error:
-                return self._handle_save_error(error, step, raise_on_error)
-        return None
+                if raise_on_error:
+                    raise
+                failure = error
+        continues = step < self.last_step
+        self.log.alarm(f"{failure}. {'Training continues; free disk space' if continues else 'No checkpoint follows'}")
+        return failure
 
     def finish_on_error(self, error: Exception) -> None:
         """Complete the pending checkpoint of a run that ends by an error that all ranks share, after which they can
@@ -167,18 +170,7 @@ class Checkpointer:
                 time.sleep(0.02)
                 arrived = ranks.add_to_counter(name, 0)
             if arrived == self.job.world:
-                self._finish_save(raise_on_error=False)
-
-    def cancel(self) -> None:
-        """Stop the writer threads of a run that ends for any reason."""
-        self.store.cancel()
-
-    def _handle_save_error(self, error: StorageError, step: int, raise_on_error: bool) -> StorageError:
-        if raise_on_error:
-            raise error
-        continues = step < self.last_step
-        self.log.alarm(f"{error}. {'Training continues; free disk space' if continues else 'No checkpoint follows'}")
-        return error
+                self._finish_save()
 
     def export(self) -> None:
         """Write the trained model. If the disk is full, wait for room: the export is the point of the run."""
@@ -193,7 +185,7 @@ class Checkpointer:
                     return
             except OSError as error:
                 is_late = ranks.broadcast_object(time.monotonic() - began > timeout)
-                if _is_any_asked_to_stop() or is_late:
+                if is_late or any(ranks.all_gather_objects(exit_status.is_stop_requested())):
                     checkpoints = self.store.list_checkpoints() or ["none, for run.save_every=0"]
                     raise ConfigError(
                         f"could not export to {folder}: {error}; free disk space and restart with run.resume=auto, "
@@ -239,22 +231,19 @@ class Checkpointer:
             raise ConfigError(
                 f"run.num_rollout={run.num_rollout}, but {folder} is of step {step}; set it to that or more"
             )
+
+        def check_data() -> None:
+            """Check that the data are those that the checkpoint was written with, before anything starts."""
+            host = host_state(folder) if folder else None
+            if isinstance(host, dict) and isinstance(saved := host.get("loader"), dict):  # otherwise `resume` raises
+                self.loader.check(saved, run.resume == "forced")
+
         if folder is not None:
-            self._check_data(folder)
+            ranks.run_on_all(check_data, lead=True)
         self.log.begin(step)
         if folder is None:
             self.log.log(describe_fresh_start(self.log.run_dir))
         return folder
-
-    def _check_data(self, folder: Path) -> None:
-        """Check that the data are those that the checkpoint was written with, before anything starts."""
-
-        def check() -> None:
-            host = host_state(folder)
-            if isinstance(host, dict) and isinstance(saved := host.get("loader"), dict):  # otherwise `resume` raises
-                self.loader.check(saved, self.config.run.resume == "forced")
-
-        ranks.run_on_all(check, lead=True)
 
     def resume(self, folder: Path) -> int:
         """Restore a checkpoint and return its step. Raises ConfigError for one that is not of this program."""
@@ -272,15 +261,15 @@ class Checkpointer:
                 f"to continue from an older checkpoint"
             ) from None
 
-        def restore() -> None:
-            for role, model in self.trained_models().items():
-                restore_model(model, folder / role)
-
-        ranks.run_on_all(restore)
+        ranks.run_on_all(lambda: self._restore_models(folder))
         for worker in self.workers.values():
             worker.restore(folder)
         self.controller.restore(folder, row_exchange.WorldComm())
         return step
+
+    def _restore_models(self, folder: Path) -> None:
+        for role, model in self.trained_models().items():
+            restore_model(model, folder / role)
 
     def rollback(self, step: int) -> None:
         """Roll all trained models back after too many skipped updates in a row: restore weights and optimizer states
@@ -300,17 +289,13 @@ class Checkpointer:
                 f"step since had all its updates"
             )
         if self.store.pending_step is not None:
-            self._finish_save(raise_on_error=False)  # it may be the newest one before the failure
+            self._finish_save()  # it may be the newest one before the failure
         folder = self.store.find_newest(before=first_skipped) or self.store.find_newest()
         if folder is None:
             raise ConfigError(f"{reason}. There is no checkpoint to roll back to; set run.save_every to write them")
 
-        def restore() -> None:
-            for role, model in self.trained_models().items():
-                restore_model(model, folder / role)
-
         with self.clock.phase("rollback"), ranks.with_timeout(self.config.run.storage_timeout_s):
-            ranks.run_on_all(restore)
+            ranks.run_on_all(lambda: self._restore_models(folder))
         for worker in self.workers.values():
             if isinstance(worker, TrainingWorker):
                 worker.on_rollback()
@@ -320,8 +305,3 @@ class Checkpointer:
             f"step {step}: {reason}. Rolled back weights and optimizer states to {folder}; training continues with the "
             f"next data. The run stops if this happens again before a step with all its updates"
         )
-
-
-def _is_any_asked_to_stop() -> bool:
-    """Return whether any rank has received a stop signal; the same on all ranks."""
-    return any(ranks.all_gather_objects(exit_status.is_stop_requested()))

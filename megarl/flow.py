@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from megarl.item_reader import ItemReader
 from megarl.checkpoint import disk_space
 from megarl.checkpointing import Checkpointer
 from megarl.config import Config, ConfigError, load_config
@@ -29,6 +28,7 @@ from megarl.dry_run.data_and_tools import check_offered, read_chat, should_check
 from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.dry_run.plan import validate
 from megarl.dry_run.rollout_checks import check_enough_prompts
+from megarl.item_reader import ItemReader
 from megarl.launch import exit_status
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops
@@ -289,7 +289,7 @@ class HybridFlow:
         finally:
             gc.unfreeze()  # libraries report objects that are still frozen at exit as leaks
             if self.checkpointer is not None:
-                self.checkpointer.cancel()
+                self.checkpointer.store.cancel()  # stops writer threads
             for worker in reversed(self.workers.values()):
                 worker.close()
             if self.watchdog is not None:
