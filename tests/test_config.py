@@ -151,8 +151,8 @@ BAD = {
     "int for bool": ({"run": {"export": 1}}, r"run\.export must be true or false, not 1"),
     "int for text": ({"run": {"dir": 1}}, r"run\.dir must be text, not 1"),
     "choice": (
-        {"kl": {"place": "rewards"}},
-        r"kl\.place must be one of reward, loss, none, not 'rewards'; did you mean reward\?",
+        {"kl": {"apply_to": "rewards"}},
+        r"kl\.apply_to must be one of reward, loss, none, not 'rewards'; did you mean reward\?",
     ),
     "number for list": ({"reward": {"functions": 3}}, r"reward\.functions must be a list of text, not 3"),
     "number in list": ({"reward": {"functions": [3]}}, r"reward\.functions\[0\] must be text, not 3"),
@@ -252,7 +252,7 @@ def test_what_passes_through_is_plain():
 
 
 def test_bad_files_and_overrides(tmp_path):
-    with pytest.raises(ConfigError, match="there is no configuration file nowhere.yaml"):
+    with pytest.raises(ConfigError, match="no configuration file nowhere.yaml"):
         load_config("nowhere.yaml")
     with pytest.raises(ConfigError, match="a.yaml is not valid YAML"):
         load_config(write(tmp_path, "run: {dir: "))

@@ -13,7 +13,7 @@ from megarl.rollout.partial_store import read_groups
 
 CUT = ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.4"]
 """The last cuts most: the likeliest tokens of random weights are about as likely as others."""
-PLAIN = ["algorithm=grpo", "kl.place=loss", "run.export=false", "rollout.max_turns=2"]
+PLAIN = ["algorithm=grpo", "kl.apply_to=loss", "run.export=false", "rollout.max_turns=2"]
 SURPLUS = ["rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_staleness=2"]
 
 

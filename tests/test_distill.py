@@ -25,7 +25,7 @@ def test_the_policy_comes_nearer_to_its_teacher(folder: Path, tmp_path: Path, ho
     given = ["algorithm=distill", f"roles={{teacher: {{model: {folder}/teacher}}}}", "reward.functions=[]"]
     given += ["run.num_rollout=12", "run.num_update=2", "run.ppo_epochs=1", "run.save_every=0", "run.export=false"]
     given += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "rollout.samples_per_prompt=16"]
-    given += ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "kl.place=none"]
+    given += ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "kl.apply_to=none"]
     given += [
         "options={advantage_clip: 5, center_advantages: true}",
         "actor_optimizer.lr=0.001",
@@ -41,6 +41,6 @@ def test_the_policy_comes_nearer_to_its_teacher(folder: Path, tmp_path: Path, ho
 
 
 def test_a_teacher_that_is_missing_costs_no_start(folder: Path, tmp_path: Path) -> None:
-    done = start(folder, tmp_path / "run", "algorithm=distill", "kl.place=none")
+    done = start(folder, tmp_path / "run", "algorithm=distill", "kl.apply_to=none")
     assert done.returncode == 2 and "roles.teacher.model is not set; it must name the HF folder" in done.stderr
     assert not (tmp_path / "run" / "logs").exists()

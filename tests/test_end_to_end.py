@@ -249,7 +249,7 @@ def test_replayed_routing_closes_the_gap_of_bf16(
 
 OVERSAMPLED = [
     *("algorithm=grpo", "rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_staleness=2"),
-    *("run.export=false", "kl.place=none", "correction.kind=icepop"),
+    *("run.export=false", "kl.apply_to=none", "correction.kind=icepop"),
 ]
 
 
@@ -323,7 +323,7 @@ def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
     model = tiny_models.save(tiny_models.deepseek_v3(num_nextn_predict_layers=1), tmp_path / "model")
     overrides = [
         f"model.path={model}",
-        *("algorithm=grpo", "reward.functions=[sum_reward:same]", "kl.place=none"),
+        *("algorithm=grpo", "reward.functions=[sum_reward:same]", "kl.apply_to=none"),
         *(
             "train.mtp_loss_coef=1.0",
             "rollout.draft_tokens=2",
@@ -380,7 +380,7 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
     )
     overrides = ["algorithm=grpo", f"model.path={tmp_path}/sft/export", f"data.train={held_out}", "run.num_rollout=1"]
     overrides += [f"data.eval={held_out}", "run.eval_every=1", "run.export=false", "rollout.temperature=0.05"]
-    overrides += ["kl.place=none", "data.prompts_per_step=2", "rollout.samples_per_prompt=2"]
+    overrides += ["kl.apply_to=none", "data.prompts_per_step=2", "rollout.samples_per_prompt=2"]
     (text,) = [
         block
         for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -456,7 +456,7 @@ def test_rewards_that_are_all_too_slow_end_the_run_once_too_many_have_failed(
         r"error: (\d+) of 16 rollouts have no reward, more than reward.max_failed_frac=0.1 allows "
         r"\(the other (\d+) were "
     )
-    match = re.match(said + r"not judged any more\): \1 x hanging: it took longer than reward.timeout=4 s", line)
+    match = re.match(said + r"not graded\): \1 x hanging: it took longer than reward.timeout=4 s", line)
     assert match and int(match[1]) in (2, 3, 4) and int(match[1]) + int(match[2]) == 16, line
 
 
@@ -477,7 +477,7 @@ def test_weights_of_the_control_file_hold_from_the_next_step_on_and_in_a_resume(
     log = (run / "log.txt").read_text()
     assert "control.yaml, from step 1 on: reward.weights={'even': 0.25}" in log
     assert "as control.yaml has set it: reward.weights={'even': 0.25}" in log
-    assert "no part of the reward is called 'evn'; did you mean even" in log and "nothing is changed by it" in log
+    assert "no part of the reward is called 'evn'; did you mean even" in log and "it changes nothing" in log
 
 
 def test_an_engine_that_is_another_policy_stops_the_run_and_the_layer_is_named(
@@ -488,7 +488,7 @@ def test_an_engine_that_is_another_policy_stops_the_run_and_the_layer_is_named(
     launched = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2", "tests/sabotaged.py"]
     single = (
         "algorithm=grpo",
-        "kl.place=none",
+        "kl.apply_to=none",
         "run.num_update=1",
         "run.ppo_epochs=1",
         "run.save_every=0",
@@ -497,7 +497,7 @@ def test_an_engine_that_is_another_policy_stops_the_run_and_the_layer_is_named(
     command = [*launched, *command_of(folder, tmp_path / "run", *single)[3:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "the engines and the trainer are two policies: on the same tokens" in done.stderr
+    assert "engines and trainer compute different policies: on the same tokens" in done.stderr
     named = "Layer 1: the engines' weights differ from the trainer's (model.layers.1.self_attn.o_proj.weight)"
     assert named in done.stderr
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]

@@ -15,7 +15,7 @@ from whole_run import ENVIRONMENT, make_folder, start
 
 from megarl.observe.rollout_log import read_rollouts
 
-GRPO = ["algorithm=grpo", "kl.place=reward", "run.num_update=1", "run.ppo_epochs=1"]
+GRPO = ["algorithm=grpo", "kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
 GRPO += ["run.save_every=0", "run.distributed_timeout_s=120"]
 DYING = ["roles={rollout: {worker: dying_engines:Dying}}", "rollout.hang_timeout=30", "rollout.concurrency=6"]
 ONE = ["placement={actor: 0, rollout: 1}", "parallel.world_size=2", "parallel.tp=1", "parallel.ep=1"]

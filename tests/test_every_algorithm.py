@@ -16,7 +16,7 @@ def test_two_steps_of_every_recipe(host: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "q", "qwen3_moe")
     steps = STEPS * len(names())
     overrides = [f"run.num_rollout={steps}", "run.save_every=0", "algorithm=every_algorithm:EveryAlgorithm"]
-    train(folder, tmp_path / "run", *overrides, "kl.place=reward", "run.export=false", host=host)
+    train(folder, tmp_path / "run", *overrides, "kl.apply_to=reward", "run.export=false", host=host)
     rows = [row for row in metrics_of(tmp_path / "run") if "recipe" in row]
     assert [int(row["recipe"]) for row in rows] == [step // STEPS for step in range(steps)]
     for row in rows:

@@ -29,7 +29,7 @@ def test_a_policy_that_goes_too_far_goes_back_and_the_third_time_ends_the_run(
     wild = ["actor_optimizer.lr=0.02", "actor_optimizer.warmup_fraction=0", "run.num_rollout=5", "guards.ppo_kl=0.05"]
     done = start(folder, tmp_path / "run", *GRPO, *placement, *wild, host=host)
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
-    (said,) = [line for line in done.stderr.splitlines() if "in a row have ended in going back" in line]
+    (said,) = [line for line in done.stderr.splitlines() if "consecutive steps were rolled back" in line]
     assert said.startswith("error: step 3: actor/ppo_kl ") and "lower actor_optimizer.lr" in said
     steps = metrics_of(tmp_path / "run")
     assert [step["guards/rollbacks"] for step in steps] == [1, 2, 3]
@@ -49,7 +49,7 @@ def test_what_guards_know_is_kept_by_a_checkpoint(folder: Path, host: str, tmp_p
     guards = [
         "guards.kl=1e-12",
         "kl.estimator=k3",
-        "kl.place=loss",
+        "kl.apply_to=loss",
         "guards.alarms=true",
         bands,
         "guards.oom_retry=true",

@@ -24,7 +24,7 @@ NO_PATHS = {
     "data.label_key",
     "data.curriculum_key",
     "data.prompt_key",
-    "loss.policy",
+    "loss.policy_loss",
     "lora.target_modules",
     "reward.functions",
     "rollout.environments",
@@ -120,10 +120,14 @@ def test_specs(spec: str, expanded: str, home: Path) -> None:
         ("run.dir", "$NOWHERE/x", "run.dir: the environment variable NOWHERE is not set; set it"),
         ("run.dir", "${NOWHERE}", "run.dir: the environment variable NOWHERE is not set"),
         ("run.dir", "$EMPTY/x", r"run.dir: the environment variable EMPTY is not set \(it is empty\)"),
-        ("run.dir", "$NESTED/x", "run.dir: the environment variable NESTED holds a variable itself"),
+        ("run.dir", "$NESTED/x", "run.dir: the environment variable NESTED refers to another variable"),
         ("run.dir", "a/${SCRATCH:-b}", r"run.dir: '\$\{SCRATCH:-b\}' is not a variable; write \$NAME"),
-        ("run.dir", "a/${SCRATCH", r"run.dir: '\$\{SCRATCH' is no variable"),
-        ("run.dir", "~nobody-of-that-name/x", "run.dir: '~nobody-of-that-name/x' begins with ~, but that is no user's"),
+        ("run.dir", "a/${SCRATCH", r"run.dir: '\$\{SCRATCH' is not a variable"),
+        (
+            "run.dir",
+            "~nobody-of-that-name/x",
+            "run.dir: '~nobody-of-that-name/x' begins with ~, but that is not a user's",
+        ),
         ("run.dir", "./~/x", "run.dir: './~/x' begins with ~"),
         ("data.train", "[a, $NOWHERE/b]", r"data.train\[1\]: the environment variable NOWHERE is not set"),
         ("roles.teacher.model", "$NOWHERE", "roles.teacher.model: the environment variable NOWHERE is not set"),
@@ -145,8 +149,8 @@ def test_what_cannot_be_expanded_is_said(
 def test_dollars_and_tildes_that_are_none_stay(tmp_path: Path) -> None:
     for text in ("a$", "cost$.jsonl", "a~b", "runs/~x", "a$1", "s3://bucket/$"):
         assert expand(text, "run.dir") == text
-    config = from_dict({"data": {"prompt_key": "$x"}, "loss": {"policy": "~a"}})
-    assert config.data.prompt_key == "$x" and config.loss.policy == "~a"
+    config = from_dict({"data": {"prompt_key": "$x"}, "loss": {"policy_loss": "~a"}})
+    assert config.data.prompt_key == "$x" and config.loss.policy_loss == "~a"
 
 
 def test_a_variable_may_begin_with_a_tilde(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

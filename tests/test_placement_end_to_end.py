@@ -117,7 +117,7 @@ BESIDE = ["rollout.asynchronous=true", "run.save_every=0"]
 TWO = [
     "placement={actor: 0, rollout: 1}",
     *("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"),
-    *("algorithm=grpo", "kl.place=none"),
+    *("algorithm=grpo", "kl.apply_to=none"),
 ]
 
 

@@ -114,7 +114,7 @@ def stopped(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -
     run.wait_for(run.seen.exists)
     os.killpg(run.process.pid, signal.SIGTERM)
     run.wait.unlink()
-    assert run.ended() == (85, ["asked to stop: saved step 1, start again with run.resume=auto"])
+    assert run.ended() == (85, ["stopped on request: saved step 1, resume with run.resume=auto"])
     assert run.saved() == ["step_000001"]
     saved = run.run_dir / "checkpoints" / "step_000001"
     assert {"actor", "critic", "host.json"} <= {path.name for path in saved.iterdir()}
@@ -159,7 +159,7 @@ def test_a_critic_that_is_killed_costs_no_step(whole: Path, folder: Path, tmp_pa
     os.kill(run.rank(1), signal.SIGKILL)
     code, (line,) = run.ended()
     assert code == 0 and line.startswith("error: rank 1 (critic) was killed by SIGKILL"), line
-    assert "; starting again in 2 s from checkpoint step_" in line
+    assert "; restarting in 2 s from checkpoint step_" in line
     assert {row["step"] for row in steps_of(run.run_dir)} == {1, 2, 3}
     assert_same_weights(whole, run.run_dir)
 
@@ -203,7 +203,7 @@ def test_grpo_with_a_reward_model_on_a_rank_of_its_own(folder: Path, host: str, 
     model = tmp_path / "reward_model"
     make_reward_model(folder / "model", model)
     given = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
-    given += ["kl.place=reward", "run.num_update=1", "run.ppo_epochs=1"]
+    given += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
     split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.replay_routing=true"]
     train(folder, tmp_path / "split", *split, *given, host=host)
     rows = steps_of(tmp_path / "split")

@@ -26,21 +26,21 @@ def test_every_recipe_is_a_whole_controller_and_sets_keys_that_are_there(name: s
 
 def test_what_the_user_sets_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(
-        RECIPES, "mine", Recipe("no.such:Module", {"kl.place": "loss", "kl.coef": 0.5, "loss.clip": 0.3})
+        RECIPES, "mine", Recipe("no.such:Module", {"kl.apply_to": "loss", "kl.coef": 0.5, "loss.clip": 0.3})
     )
     config = from_dict({"algorithm": "mine", "kl": {"coef": 0.25}})
-    assert (config.kl, config.loss.clip) == (KLConfig(place="loss", coef=0.25), 0.3)
+    assert (config.kl, config.loss.clip) == (KLConfig(apply_to="loss", coef=0.25), 0.3)
     path = tmp_path / "a.yaml"
     path.write_text("algorithm: ppo\nloss:\n  clip: 0.1\n")
-    config = load_config(path, ["algorithm=mine", "kl.place=none"])  # an override of the name brings its recipe
-    assert (config.kl.place, config.kl.coef, config.loss.clip) == ("none", 0.5, 0.1)
+    config = load_config(path, ["algorithm=mine", "kl.apply_to=none"])  # an override of the name brings its recipe
+    assert (config.kl.apply_to, config.kl.coef, config.loss.clip) == ("none", 0.5, 0.1)
     assert from_dict({}) == Config()
 
 
 def test_the_given_tree_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, "mine", Recipe("no.such:Module", {"kl.place": "loss", "options": {"a": 1}}))
+    monkeypatch.setitem(RECIPES, "mine", Recipe("no.such:Module", {"kl.apply_to": "loss", "options": {"a": 1}}))
     tree = {"kl": {"coef": 0.25}}
-    assert apply_recipe(tree, "mine") == {"kl": {"place": "loss", "coef": 0.25}, "options": {"a": 1}}
+    assert apply_recipe(tree, "mine") == {"kl": {"apply_to": "loss", "coef": 0.25}, "options": {"a": 1}}
     assert tree == {"kl": {"coef": 0.25}}
     with pytest.raises(ConfigError, match="^kl "):
         from_dict({"algorithm": "mine", "kl": 3})
@@ -62,7 +62,12 @@ def test_the_complete_recipes_are_what_their_papers_say() -> None:
     """DAPO (arXiv:2503.14476), VAPO (arXiv:2504.05118), PF-PPO (arXiv:2409.06957), Dr. GRPO (arXiv:2503.20783)."""
     dapo, vapo, pf_ppo, dr_grpo = (from_dict({"algorithm": name}) for name in ("dapo", "vapo", "pf_ppo", "dr_grpo"))
     for one in (dapo, vapo):
-        assert (one.loss.clip, one.loss.clip_high, one.loss.mean, one.kl.place) == (0.2, 0.28, "token", "none")
+        assert (one.loss.clip, one.loss.clip_high, one.loss.agg_mode, one.kl.apply_to) == (
+            0.2,
+            0.28,
+            "token-mean",
+            "none",
+        )
     found = find_controller("dapo").read_options(dapo)
     assert (found.max_num_gen_batches, found.overlong_buffer) == (10, 0.2) and dapo.advantage.group_std
     found = find_controller("vapo").read_options(vapo)
@@ -70,7 +75,7 @@ def test_the_complete_recipes_are_what_their_papers_say() -> None:
     assert vapo.critic.warmup_steps == 50 and vapo.advantage.gamma == 1.0 and vapo.rollout.samples_per_prompt > 1
     found = find_controller("pf_ppo").read_options(pf_ppo)
     assert (found.filter, found.buffer) == (0.8, 10_000)
-    assert (dr_grpo.advantage.group_std, dr_grpo.loss.mean) == (False, "constant")
+    assert (dr_grpo.advantage.group_std, dr_grpo.loss.agg_mode) == (False, "seq-mean-token-sum-norm")
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov"])
@@ -78,4 +83,6 @@ def test_a_recipe_of_a_loss_has_that_loss(name: str) -> None:
     config = from_dict({"algorithm": name})
     if name == "clip_cov":  # the paper's loss is -A rho of what is not marked: no clip of 0.2, no dual clip of 3
         assert (config.loss.clip, config.loss.clip_high, config.loss.dual_clip) == (1.0, 100.0, None)
-    assert config.loss.policy == name and (config.loss.mean == "sequence") == (name in ("gspo", "sapo", "gmpo"))
+    assert config.loss.policy_loss == name and (config.loss.agg_mode == "seq-mean-token-mean") == (
+        name in ("gspo", "sapo", "gmpo")
+    )

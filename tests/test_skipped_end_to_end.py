@@ -14,7 +14,7 @@ pytestmark = pytest.mark.nightly
 
 GRPO = [
     "algorithm=grpo",
-    "loss.policy=odd_losses:spoilt",
+    "loss.policy_loss=odd_losses:spoilt",
     "run.export=false",
     "run.max_skipped_updates=1",
     "parallel.tp=1",
@@ -81,7 +81,7 @@ def test_a_second_time_without_a_good_step_between_ends_the_run_and_says_so(
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
     (said,) = [line for line in done.stderr.splitlines() if "had gone back" in line]
     assert said.startswith("error: 4 updates of the actor in a row were skipped, from step 3 on")
-    assert "The models had gone back to step 1 for that already" in said
+    assert "The models were already rolled back to step 1 for this reason" in said
     assert len(metrics_of(run_dir)) == 3 and len(lines_of(run_dir, "ALARM")) == 1
 
 

@@ -40,7 +40,7 @@ def settings(options: argparse.Namespace) -> list[str]:
     folder = options.folder
     return [
         "algorithm=grpo",
-        "kl.place=none",
+        "kl.apply_to=none",
         "placement={actor: 0, rollout: 1}",
         *("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"),
         *(f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"),

@@ -270,7 +270,7 @@ def sides(options: argparse.Namespace, folder: Path) -> Iterator[Side]:
     longest = 2 * PROMPT_TOKENS if options.work == "shared" else 192
     overrides = [
         "algorithm=grpo",
-        "kl.place=loss",
+        "kl.apply_to=loss",
         f"kl.coef={KL}",
         f"actor_optimizer.lr={LR}",
         "actor_optimizer.schedule=constant",

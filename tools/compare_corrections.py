@@ -33,7 +33,7 @@ from megarl.engine.sglang_engine import start_host
 CONFIG = "configs/quickstart_async.yaml"
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "uncorrected": ("correction.proximal=trainer",),
-    "drawn": (),
+    "behavior": (),
     "bypass": ("correction.proximal=engine", "rollout.verify_weights_every=1"),  # so that the ratio is still measured
     "tis": ("correction.kind=tis",),
     "decoupled": ("correction.kind=tis", "correction.high=1e9"),
@@ -55,7 +55,7 @@ FIGURES = {
 
 def settings(options: argparse.Namespace, name: str, staleness: int, seed: int) -> list[str]:
     return [
-        *("algorithm=grpo", "kl.place=none", "placement={actor: 0, rollout: 1}"),
+        *("algorithm=grpo", "kl.apply_to=none", "placement={actor: 0, rollout: 1}"),
         *("parallel.world_size=2", "parallel.ranks_per_node=2"),
         *trials.quickstart(options.folder),
         *(f"run.num_rollout={options.steps}", f"run.eval_every={options.steps}", "run.export=false"),

@@ -15,7 +15,7 @@ import torch
 from megarl.algorithms.token_stats import iter_blocks, masked_select, sequence_sums
 from megarl.types import AllReduce, local_all_reduce
 
-Estimator = Literal["group", "rloo", "reinforce_baseline", "opo"]
+Estimator = Literal["grpo", "rloo", "reinforce_pp_baseline", "opo"]
 """Estimators of `sequence_advantages`."""
 
 
@@ -27,20 +27,20 @@ def sequence_advantages(
     group_std: bool = True,
     excluded: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [N] advantages by the estimator `advantage.kind`. `spread_to_tokens` broadcasts them to tokens.
+    """Return [N] advantages by the estimator `advantage.estimator`. `spread_to_tokens` broadcasts them to tokens.
 
-    reward, group: [N]. actions: [N] action tokens of each. group_std: for `group` only. excluded: [N] bool, samples to
+    reward, group: [N]. actions: [N] action tokens of each. group_std: for `grpo` only. excluded: [N] bool, samples to
     exclude from every mean, deviation and baseline; their reward may be anything, even NaN, and their advantage is 0.
     """
-    if estimator == "group":
+    if estimator == "grpo":
         return group_advantages(reward, group, group_std, excluded)
     if estimator == "rloo":
         return rloo_advantages(reward, group, excluded)
-    if estimator == "reinforce_baseline":
+    if estimator == "reinforce_pp_baseline":
         return whiten_sequences(group_advantages(reward, group, False, excluded), actions, excluded)
     if estimator == "opo":
         return opo_advantages(reward, group, actions, excluded)
-    raise ValueError(f"estimator must be group, rloo, reinforce_baseline or opo, not {estimator!r}")
+    raise ValueError(f"estimator must be grpo, rloo, reinforce_pp_baseline or opo, not {estimator!r}")
 
 
 def group_advantages(

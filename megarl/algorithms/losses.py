@@ -158,8 +158,8 @@ def positive_nll(logprobs: torch.Tensor, part: TrainBatch) -> TokenLoss:
         L = -1 / (sum_{o in T} |o|) sum_{o in T} sum_t log pi(a_t | s_t),   T: responses with a reward above 0
 
     The loss is normalized by the tokens of these responses in the global mini-batch, `part.counts.positive_actions`,
-    independent of `loss.mean`: for the returned [T], sum(loss_weights * loss) is this part's share of L. `logprobs` [T]
-    with a gradient. Metric: `actor/nll_loss`, L. Both are 0 for a mini-batch without such responses.
+    independent of `loss.agg_mode`: for the returned [T], sum(loss_weights * loss) is this part's share of L. `logprobs`
+    [T] with a gradient. Metric: `actor/nll_loss`, L. Both are 0 for a mini-batch without such responses.
     """
     assert part.counts is not None and part.loss_weights is not None
     lengths = part.cu_seqlens.diff().to(logprobs.device)

@@ -1,10 +1,10 @@
-"""Policy losses of `loss.policy` and their options. `POLICY_LOSSES` is the table; `README.md` lists the papers.
+"""Policy losses of `loss.policy_loss` and their options. `POLICY_LOSSES` is the table; `README.md` lists the papers.
 
 - PPO's clipped loss, with dual clip.
 - GSPO, GSPO-token and GMPO use one importance ratio per sequence, the geometric mean of its tokens' ratios. Each action
-  token carries the loss of its sequence: `loss.mean: sequence` then gives the papers' mean over sequences, while
-  `token` weights a sequence by its length. Sequences must be whole, which they are in a micro-batch on every rank
-  that computes a loss. A branch of an episode counts as a sequence.
+  token carries the loss of its sequence: `loss.agg_mode: seq-mean-token-mean` then gives the papers' mean over
+  sequences, while `token-mean` weights a sequence by its length. Sequences must be whole, which they are in a
+  micro-batch on every rank that computes a loss. A branch of an episode counts as a sequence.
 - CISPO and SAPO weight a token instead of clipping it: CISPO by a bounded ratio, SAPO by a soft gate.
 - Clip-Cov and KL-Cov (arXiv:2505.22617) mask or penalize the few tokens that make the policy's entropy fall.
 

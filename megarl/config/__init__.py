@@ -109,13 +109,13 @@ SYNONYMS = {
     "kl_coef": "kl.coef",
     "kl_loss_coef": "kl.coef",
     "beta": "kl.coef",
-    "adv_estimator": "advantage.kind",
+    "adv_estimator": "advantage.estimator",
     "clip_ratio": "loss.clip",
     "clip_range": "loss.clip",
     "epsilon": "loss.clip",
     "epsilon_high": "loss.clip_high",
     "clip_ratio_high": "loss.clip_high",
-    "loss_agg_mode": "loss.mean",
+    "loss_agg_mode": "loss.agg_mode",
     "entropy_coeff": "loss.entropy_coef",
     "epochs": "run.ppo_epochs",
     "num_epochs": "run.ppo_epochs",
@@ -166,9 +166,27 @@ RENAMED_KEYS = {
     "guards.memory": "guards.oom_retry",
     "lora.targets": "lora.target_modules",
     "sandbox.processes": "sandbox.max_boxes",
+    "advantage.kind": "advantage.estimator",
+    "kl.most": "kl.max_coef",
+    "kl.place": "kl.apply_to",
+    "loss.policy": "loss.policy_loss",
+    "loss.mean": "loss.agg_mode",
+    "loss.length": "loss.scale_factor",
 }
 """Keys of MegaRL 0.1 and their names today."""
-RENAMED_VALUES: dict[str, dict[str, str]] = {}
+RENAMED_VALUES = {
+    "advantage.estimator": {
+        "group": "grpo",
+        "reinforce": "reinforce_pp",
+        "reinforce_baseline": "reinforce_pp_baseline",
+    },
+    "loss.agg_mode": {
+        "token": "token-mean",
+        "sequence": "seq-mean-token-mean",
+        "constant": "seq-mean-token-sum-norm",
+    },
+    "correction.proximal": {"drawn": "behavior"},
+}
 """Values of MegaRL 0.1 by key, and their names today."""
 
 

@@ -393,20 +393,21 @@ class LossConfig:
     """Clip range of the value update; null disables it."""
     entropy_coef: Weight = 0.0
     """Weight of the entropy bonus."""
-    policy: str = "ppo"
+    policy_loss: str = "ppo"
     """The policy loss: ppo, gspo, gspo_token, gmpo, cispo, sapo, clip_cov, kl_cov, or `module:name` of a fork.
     `algorithms/README.md` lists the papers. The clips above apply to ppo and clip_cov; other losses have their own."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the policy loss, such as `{clip_low: 0.0003}` for gspo; `algorithms/README.md` lists them."""
-    mean: Literal["token", "sequence", "constant"] = "token"
-    """How token losses are averaged in an update: `token`, over all action tokens with equal weight, as in DAPO
-    (arXiv:2503.14476 section 3.3); `sequence`, over sequences, each the mean over its action tokens, as in GRPO's paper
-    (arXiv:2402.03300 eq. 3), where a token of a long response counts less; `constant`, over sequences, each the sum
-    over its action tokens divided by `loss.length`, as in Dr. GRPO (arXiv:2503.20783). An agent's episode counts as one
-    sequence, however many it consists of. Metrics are always means over action tokens."""
-    length: PositiveInt | None = None
-    """Divisor of `loss.mean=constant`; null for the tokens that the policy may generate in a conversation, which are
-    `rollout.max_new_tokens` times `rollout.max_turns`, at most `rollout.max_context`."""
+    agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """How token losses are averaged in an update, by verl's names: `token-mean`, over all action tokens with equal
+    weight, as in DAPO (arXiv:2503.14476 section 3.3); `seq-mean-token-mean`, over sequences, each the mean over its
+    action tokens, as in GRPO's paper (arXiv:2402.03300 eq. 3), where a token of a long response counts less;
+    `seq-mean-token-sum-norm`, over sequences, each the sum over its action tokens divided by `loss.scale_factor`, as in
+    Dr. GRPO (arXiv:2503.20783). An agent's episode counts as one sequence, however many it consists of. Metrics are
+    always means over action tokens."""
+    scale_factor: PositiveInt | None = None
+    """Divisor of `loss.agg_mode=seq-mean-token-sum-norm`; null for the tokens that the policy may generate in a
+    conversation, which are `rollout.max_new_tokens` times `rollout.max_turns`, at most `rollout.max_context`."""
     truncated: Literal["train", "mask", "drop"] = "train"
     """Rollouts truncated by a token limit or the number of turns: trained on like others; masked, that is without a
     loss of their own but counted in their group (DAPO's overlong filtering, arXiv:2503.14476 section 3.4); or dropped
@@ -415,9 +416,9 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    kind: Literal["group", "rloo", "reinforce", "reinforce_baseline", "opo"] = "group"
-    """Baseline of a reward in GRPO: `group`, its group's mean; `rloo`, the mean of the others of its group (RLOO);
-    `reinforce`, normalization over the whole batch (REINFORCE++); `reinforce_baseline`, its group's mean, then
+    estimator: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"] = "grpo"
+    """Baseline of a reward in GRPO: `grpo`, its group's mean; `rloo`, the mean of the others of its group (RLOO);
+    `reinforce_pp`, normalization over the whole batch (REINFORCE++); `reinforce_pp_baseline`, its group's mean, then
     normalization over the batch (REINFORCE++ with baseline); `opo`, its group's length-weighted mean (OPO).
     `algorithms/README.md` lists the papers."""
     gamma: Share = 1.0
@@ -428,12 +429,12 @@ class AdvantageConfig:
     whiten: bool = True
     """PPO: normalize advantages to mean 0 and standard deviation 1 over the global batch's action tokens."""
     group_std: bool = True
-    """GRPO, `advantage.kind=group`: divide by the group's standard deviation; Dr. GRPO does not."""
+    """GRPO, `advantage.estimator=grpo`: divide by the group's standard deviation; Dr. GRPO does not."""
 
 
 @dataclass(frozen=True)
 class KLConfig:
-    place: Literal["reward", "loss", "none"] = "reward"
+    apply_to: Literal["reward", "loss", "none"] = "reward"
     """Where the KL to the reference policy enters; `none` builds no reference. Many recipes set it, such as `loss` for
     grpo (`controllers/README.md`)."""
     estimator: Literal["k1", "k2", "k3", "k3_unbiased"] | None = None
@@ -445,7 +446,7 @@ class KLConfig:
     """Initial coefficient."""
     target: Annotated[float, Range(above=0, most=1000)] | None = 0.015
     """Adaptive controller's target in nats per token (arXiv:1909.08593); null keeps the coefficient fixed."""
-    most: Weight = 0.2
+    max_coef: Weight = 0.2
     """Upper bound of the coefficient under the adaptive controller."""
     horizon: PositiveInt = 10000
     """Rollouts over which the adaptive controller closes the gap."""
@@ -453,7 +454,7 @@ class KLConfig:
     @property
     def resolved_estimator(self) -> Literal["k1", "k2", "k3", "k3_unbiased"]:
         """The estimator, with its default resolved."""
-        return self.estimator or ("k3_unbiased" if self.place == "loss" else "k1")
+        return self.estimator or ("k3_unbiased" if self.apply_to == "loss" else "k1")
 
 
 @dataclass(frozen=True)
@@ -472,11 +473,11 @@ class CorrectionConfig:
     """Smallest ratio; null is 0 for tis, 0.5 for icepop and mis, 0.95 for reject."""
     high: Annotated[float, Range(above=0, most=1_000_000_000)] | None = None
     """Largest ratio; null is 2 for tis and mis, 5 for icepop, 1.05 for reject."""
-    proximal: Literal["drawn", "trainer", "engine"] | None = None
+    proximal: Literal["behavior", "trainer", "engine"] | None = None
     """Log-probs in the denominator of the loss's clipped ratio. `trainer`: the trainer's at the beginning of the step,
     which with `kind` tis is decoupled PPO (arXiv:2505.24298); `engine`: the engine's, which saves computing the
-    trainer's; `drawn`: the trainer's, but the engine's for tokens of older weights. null is trainer for the kinds with
-    weights, drawn for none and reject."""
+    trainer's; `behavior`: the trainer's, but the engine's for tokens of older weights. null is trainer for the kinds
+    with weights, behavior for none and reject."""
 
     @property
     def has_weights(self) -> bool:
@@ -495,9 +496,9 @@ class CorrectionConfig:
         return (low if self.low is None else self.low), (high if self.high is None else self.high)
 
     @property
-    def resolved_proximal(self) -> Literal["drawn", "trainer", "engine"]:
+    def resolved_proximal(self) -> Literal["behavior", "trainer", "engine"]:
         """The proximal policy, with its default resolved."""
-        return self.proximal or ("trainer" if self.has_weights else "drawn")
+        return self.proximal or ("trainer" if self.has_weights else "behavior")
 
 
 _CORRECTION_DEFAULTS: dict[str, tuple[Literal["token", "sequence", "geometric"], float, float]] = {

@@ -29,9 +29,9 @@ class Recipe:
 PPO = "megarl.controllers.ppo:PPOController"
 GRPO = "megarl.controllers.grpo:GRPOController"
 
-_NO_KL = {"kl.place": "none"}
-_KL_LOSS = {"kl.place": "loss"}
-_GROUP = {"advantage.kind": "group", "advantage.group_std": True}
+_NO_KL = {"kl.apply_to": "none"}
+_KL_LOSS = {"kl.apply_to": "loss"}
+_GROUP = {"advantage.estimator": "grpo", "advantage.group_std": True}
 
 RECIPES: dict[str, Recipe] = {
     # --- with a critic ---
@@ -45,43 +45,51 @@ RECIPES: dict[str, Recipe] = {
             "options": {"critic_lam": 1.0, "length_adaptive_alpha": 0.05, "positive_nll_coef": 0.1},
             "loss.clip": 0.2,
             "loss.clip_high": 0.28,
-            "loss.mean": "token",
+            "loss.agg_mode": "token-mean",
             "critic.warmup_steps": 50,
         },
     ),
     # arXiv:2409.06957: filters for samples with a reliable reward, and buffers them.
     "pf_ppo": Recipe("megarl.controllers.pf_ppo:PFPPOController"),
     # --- relative to the other samples of the prompt ---
-    # arXiv:2402.03300, with the KL in the loss (eq. 3). Its mean over sequences is `loss.mean=sequence`.
+    # arXiv:2402.03300, with the KL in the loss (eq. 3). Its mean over sequences is `loss.agg_mode=seq-mean-token-mean`.
     "grpo": Recipe(GRPO, {**_KL_LOSS, **_GROUP}),
     # arXiv:2503.20783: no normalization by the group's deviation or by the response's length.
     "dr_grpo": Recipe(
-        GRPO, {**_NO_KL, "advantage.kind": "group", "advantage.group_std": False, "loss.mean": "constant"}
+        GRPO,
+        {
+            **_NO_KL,
+            "advantage.estimator": "grpo",
+            "advantage.group_std": False,
+            "loss.agg_mode": "seq-mean-token-sum-norm",
+        },
     ),
     # arXiv:2503.14476: clip-higher, dynamic sampling until the batch is full, token mean, overlong penalty.
     "dapo": Recipe(
         "megarl.controllers.dapo:DAPOController",
-        {**_NO_KL, **_GROUP, "loss.clip": 0.2, "loss.clip_high": 0.28, "loss.mean": "token"},
+        {**_NO_KL, **_GROUP, "loss.clip": 0.2, "loss.clip_high": 0.28, "loss.agg_mode": "token-mean"},
     ),
     # arXiv:2402.14740: leave-one-out baseline; the KL is in the reward.
-    "rloo": Recipe(GRPO, {"advantage.kind": "rloo", "kl.place": "reward"}),
+    "rloo": Recipe(GRPO, {"advantage.estimator": "rloo", "kl.apply_to": "reward"}),
     # arXiv:2501.03262: no group, the KL in the reward, normalized over the batch; the second has the group's mean as
     # baseline and the KL in the loss.
-    "reinforce_pp": Recipe(GRPO, {"advantage.kind": "reinforce", "kl.place": "reward"}),
-    "reinforce_pp_baseline": Recipe(GRPO, {**_KL_LOSS, "advantage.kind": "reinforce_baseline", "kl.estimator": "k2"}),
+    "reinforce_pp": Recipe(GRPO, {"advantage.estimator": "reinforce_pp", "kl.apply_to": "reward"}),
+    "reinforce_pp_baseline": Recipe(
+        GRPO, {**_KL_LOSS, "advantage.estimator": "reinforce_pp_baseline", "kl.estimator": "k2"}
+    ),
     # arXiv:2505.23585: on policy, length-weighted baseline, no KL, no entropy bonus.
-    "opo": Recipe(GRPO, {**_NO_KL, "advantage.kind": "opo"}),
+    "opo": Recipe(GRPO, {**_NO_KL, "advantage.estimator": "opo"}),
     # arXiv:2310.10505: the greedy response's reward is the baseline.
-    "remax": Recipe("megarl.controllers.remax:ReMaxController", {"kl.place": "reward"}),
+    "remax": Recipe("megarl.controllers.remax:ReMaxController", {"kl.apply_to": "reward"}),
     # --- GRPO with another loss ---
     # arXiv:2507.18071, with its clip range, two orders of magnitude below that of token ratios.
-    "gspo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "gspo", "loss.mean": "sequence"}),
+    "gspo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "gspo", "loss.agg_mode": "seq-mean-token-mean"}),
     # arXiv:2506.13585.
-    "cispo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "cispo", "loss.mean": "token"}),
+    "cispo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "cispo", "loss.agg_mode": "token-mean"}),
     # arXiv:2511.20347.
-    "sapo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "sapo", "loss.mean": "sequence"}),
+    "sapo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "sapo", "loss.agg_mode": "seq-mean-token-mean"}),
     # arXiv:2507.20673.
-    "gmpo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "gmpo", "loss.mean": "sequence"}),
+    "gmpo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "gmpo", "loss.agg_mode": "seq-mean-token-mean"}),
     # arXiv:2505.22617. Neither loss has PPO's clip or a dual clip: Clip-Cov's clip range is as wide as the keys allow
     # (its authors' scripts bound the ratio by 2).
     "clip_cov": Recipe(
@@ -89,16 +97,16 @@ RECIPES: dict[str, Recipe] = {
         {
             **_NO_KL,
             **_GROUP,
-            "loss.policy": "clip_cov",
+            "loss.policy_loss": "clip_cov",
             "loss.clip": 1.0,
             "loss.clip_high": 100.0,
             "loss.dual_clip": None,
         },
     ),
-    "kl_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy": "kl_cov"}),
+    "kl_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "kl_cov"}),
     # --- without a reward ---
     # Reverse KL to the role `teacher`, in place of a KL to the reference.
-    "distill": Recipe("megarl.controllers.distill:DistillController", {"kl.place": "none"}),
+    "distill": Recipe("megarl.controllers.distill:DistillController", {"kl.apply_to": "none"}),
     "sft": Recipe("megarl.controllers.sft:SFTController"),
     # arXiv:2203.02155, section 3.5.
     "reward_model": Recipe("megarl.controllers.reward_model:RewardModelController"),

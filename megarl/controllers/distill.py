@@ -65,9 +65,9 @@ class DistillController(PolicyController):
 
     @classmethod
     def read_options(cls, config: Config) -> Any:
-        if config.kl.place != "none":
+        if config.kl.apply_to != "none":
             raise ConfigError(
-                f"kl.place={config.kl.place} with algorithm={config.algorithm}: distillation penalizes the "
+                f"kl.apply_to={config.kl.apply_to} with algorithm={config.algorithm}: distillation penalizes the "
                 "KL to the teacher; set it to none"
             )
         return super().read_options(config)

@@ -1,8 +1,9 @@
 """Group relative policy optimisation (arXiv:2402.03300): the group's mean is the baseline; there is no critic.
 
-The paper's loss is a mean over sequences of each sequence's token mean (eq. 3): set `loss.mean: sequence`. The default
-is a mean over all tokens of the update, as in DAPO (arXiv:2503.14476, section 3.3). Like the paper, the recipe puts the
-KL into the loss. A KL in the reward is subtracted before rewards are compared, in groups whose rewards differ.
+The paper's loss is a mean over sequences of each sequence's token mean (eq. 3): set `loss.agg_mode:
+seq-mean-token-mean`. The default is a mean over all tokens of the update, as in DAPO (arXiv:2503.14476, section 3.3).
+Like the paper, the recipe puts the KL into the loss. A KL in the reward is subtracted before rewards are compared, in
+groups whose rewards differ.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class GRPOController(PolicyUpdateController):
 
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
-        reference = ("reference",) if config.kl.place != "none" else ()
+        reference = ("reference",) if config.kl.apply_to != "none" else ()
         return ("rollout", "actor", *reference, "reward")
 
     @classmethod
@@ -44,7 +45,8 @@ class GRPOController(PolicyUpdateController):
         group-relative."""
         requirements = super().declare_requirements(config)
         return replace(
-            requirements, is_group_relative=requirements.is_group_relative and config.advantage.kind != "reinforce"
+            requirements,
+            is_group_relative=requirements.is_group_relative and config.advantage.estimator != "reinforce_pp",
         )
 
     def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
@@ -56,7 +58,7 @@ class GRPOController(PolicyUpdateController):
 
         # 2. Advantages of each action token.
         kl, kl_mean = self.token_kl(batch, policy)
-        penalty = self.kl.coef * kl if kl is not None and config.kl.place == "reward" else None
+        penalty = self.kl.coef * kl if kl is not None and config.kl.apply_to == "reward" else None
         advantages = self.compute_advantages(batch, experience.trained_rollouts, penalty, experience.baseline)
         batch, metrics = self.mask_again(flow, experience, batch.with_(advantages=advantages), metrics)
 
@@ -76,13 +78,13 @@ class GRPOController(PolicyUpdateController):
         """Return [T] advantages. penalty: [T] KL penalty to take off the reward; baseline: [N], see `Experience`."""
         config, episodes, cu, mask = self.config.advantage, batch.episodes, batch.cu_episodes, batch.loss_mask
         reward = episodes.take_last(batch.sequence_reward)
-        if baseline is None and config.kind != "reinforce":
+        if baseline is None and config.estimator != "reinforce_pp":
             # One value per episode: its reward relative to its group's. A KL in the reward counts as its sum.
             group, actions = episodes.take_last(batch.group), episodes.sum_branches(rollouts.actions)
             if penalty is not None:
                 sums = episodes.sum_branches(batch.all_gather(sequence_sums(penalty, batch.cu_seqlens)))
                 reward = penalised_rewards(reward, sums, group)
-            per_episode = sequence_advantages(config.kind, reward, group, actions, config.group_std)
+            per_episode = sequence_advantages(config.estimator, reward, group, actions, config.group_std)
             return spread_to_tokens(episodes.expand(per_episode)[batch.local_indices], batch.cu_seqlens, mask)
         # One value per token: the outcome, minus the KL from this token on.
         outcome = batch.local_episodes.take_last(batch.sequence_reward[batch.local_indices])
@@ -97,5 +99,5 @@ class GRPOController(PolicyUpdateController):
         only a KL in the reward, a loss that needs them, or the comparison with the engine every
         `rollout.verify_weights_every` steps asks for them."""
         config = self.config
-        is_needed = config.kl.place == "reward" or needs_old_logprobs(config)
+        is_needed = config.kl.apply_to == "reward" or needs_old_logprobs(config)
         return is_needed or self.steps % config.rollout.verify_weights_every == 0

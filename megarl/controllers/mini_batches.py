@@ -18,29 +18,25 @@ from megarl.types import Counts, ModelOutput, TokenLoss, TrainBatch
 from megarl.workers.futures import UpdateMetrics, sync_metrics
 
 
-def find_policy_loss(name: str) -> PolicyLoss:
-    """Return the loss that `loss.policy` names. Raises ConfigError if there is no such loss, or the object is not
-    one."""
-    if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name]
-    if ":" not in name:
+def load_policy_loss(config: Config) -> tuple[PolicyLoss, Any]:
+    """Return the loss that `loss.policy_loss` names, and `loss.options` as its options type. Raises ConfigError for an
+    invalid loss or option."""
+    name = config.loss.policy_loss
+    loss: Any = POLICY_LOSSES.get(name)
+    if loss is None and ":" not in name:
         match = closest_match(name, POLICY_LOSSES)
         hint = f"; did you mean {match}?" if match else ""
         raise ConfigError(
-            f"loss.policy must be one of {', '.join(POLICY_LOSSES)}, or module:name of a loss, not {name[:200]!r}{hint}"
+            f"loss.policy_loss must be one of {', '.join(POLICY_LOSSES)}, or module:name of a loss, not "
+            f"{name[:200]!r}{hint}"
         )
-    loss = plugins.load(name, "loss.policy")
-    if isinstance(loss, PolicyLoss):
-        return loss
-    if not callable(loss):
-        raise ConfigError(f"loss.policy={name} is a {type(loss).__name__}, and neither a PolicyLoss nor a function")
-    return PolicyLoss(loss)
-
-
-def load_policy_loss(config: Config) -> tuple[PolicyLoss, Any]:
-    """Return the loss that `loss.policy` names, and `loss.options` as its options type. Raises ConfigError for an
-    invalid loss or option."""
-    loss = find_policy_loss(config.loss.policy)
+    loss = loss or plugins.load(name, "loss.policy_loss")
+    if not isinstance(loss, PolicyLoss):
+        if not callable(loss):
+            raise ConfigError(
+                f"loss.policy_loss={name} is a {type(loss).__name__}, and neither a PolicyLoss nor a function"
+            )
+        loss = PolicyLoss(loss)
     return loss, strict.build_dataclass(loss.options, config.loss.options, "loss.options.", root=Config)
 
 
@@ -51,14 +47,14 @@ def needs_old_logprobs(config: Config) -> bool:
 
 
 def set_loss_weights(mini: TrainBatch, actions: torch.Tensor, config: Config) -> TrainBatch:
-    """Return the mini-batch with `loss_weights`, each token's share in the mean that `loss.mean` names, and with
+    """Return the mini-batch with `loss_weights`, each token's share in the mean that `loss.agg_mode` names, and with
     `counts`, the denominators of its metrics. An episode counts as one sequence. actions: [N] action tokens of each
     sequence."""
     episodes = int((mini.episodes.sum_branches(actions) > 0).sum())
     counts = Counts(int(actions.sum()), int((actions > 0).sum()), int(actions[mini.sequence_reward > 0].sum()))
-    if config.loss.mean == "token":
+    if config.loss.agg_mode == "token-mean":
         weights = token_mean_weights(mini.loss_mask, counts.actions)
-    elif config.loss.mean == "sequence":
+    elif config.loss.agg_mode == "seq-mean-token-mean":
         weights = sequence_mean_weights(mini.cu_episodes, mini.loss_mask, episodes)
     else:
         weights = constant_weights(mini.loss_mask, max_response_length(config), episodes)
@@ -66,10 +62,10 @@ def set_loss_weights(mini: TrainBatch, actions: torch.Tensor, config: Config) ->
 
 
 def max_response_length(config: Config) -> int:
-    """Return the divisor of `loss.mean=constant`: the maximum number of tokens that the policy may write in a
-    conversation."""
+    """Return the divisor of `loss.agg_mode=seq-mean-token-sum-norm`: the maximum number of tokens that the policy may
+    write in a conversation."""
     rollout = config.rollout
-    return config.loss.length or min(rollout.max_new_tokens * rollout.max_turns, rollout.max_context)
+    return config.loss.scale_factor or min(rollout.max_new_tokens * rollout.max_turns, rollout.max_context)
 
 
 def mark_tokens(mini: TrainBatch, config: Config, seed: int) -> TrainBatch:
@@ -79,7 +75,9 @@ def mark_tokens(mini: TrainBatch, config: Config, seed: int) -> TrainBatch:
     if loss.mark is None or mini.advantages is None:
         return mini
     if mini.old_logprobs is None:
-        raise ConfigError(f"loss.policy={config.loss.policy} selects tokens by old_logprobs, which the batch lacks")
+        raise ConfigError(
+            f"loss.policy_loss={config.loss.policy_loss} selects tokens by old_logprobs, which the batch lacks"
+        )
     return mini.with_(marked=loss.mark(mini, options, seed))
 
 
@@ -91,10 +89,10 @@ def split_mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator
     """Split a batch into `run.num_update` mini-batches over `run.ppo_epochs` passes, each pass in its own order.
     Episodes are split, so that branches of one stay together.
 
-    Each mini-batch carries `loss_weights`, each token's share in the mean that `loss.mean` names over this mini-batch;
-    the `counts` that its metrics are averaged over; and the tokens `marked` by the policy loss, if it marks any.
-    Mini-batches without a trained token are left out: there may be fewer sequences than mini-batches, or their losses
-    may be masked.
+    Each mini-batch carries `loss_weights`, each token's share in the mean that `loss.agg_mode` names over this
+    mini-batch; the `counts` that its metrics are averaged over; and the tokens `marked` by the policy loss, if it marks
+    any. Mini-batches without a trained token are left out: there may be fewer sequences than mini-batches, or their
+    losses may be masked.
     """
     # [N], so that every rank knows the size of a mini-batch's mean.
     actions = batch.all_gather(sequence_sums(batch.loss_mask.int(), batch.cu_seqlens))

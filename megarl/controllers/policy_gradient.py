@@ -6,7 +6,6 @@ do, the model is at fault and its worker ends the run (`workers/model_worker.py`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -86,7 +85,7 @@ def policy_loss_columns(config: Config, batch: TrainBatch | None = None) -> tupl
     names = ["old_logprobs", "advantages"]
     if batch is not None and batch.old_logprobs is None:
         names += ["rollout_logprobs", "staleness"]
-    if config.kl.place == "loss":
+    if config.kl.apply_to == "loss":
         names.append("ref_logprobs")
     if load_policy_loss(config)[0].mark is not None:
         names.append("marked")
@@ -96,8 +95,8 @@ def policy_loss_columns(config: Config, batch: TrainBatch | None = None) -> tupl
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef: float) -> TokenLoss:
-    """Return the loss that `loss.policy` names, times the correction's weights, plus the KL to the reference where
-    `kl.place` is `loss`, minus the entropy bonus.
+    """Return the loss that `loss.policy_loss` names, times the correction's weights, plus the KL to the reference where
+    `kl.apply_to` is `loss`, minus the entropy bonus.
 
     The ratio is to `old_logprobs`. A batch without them is for a single update: the old policy is then the current one
     and the ratio is 1, except for tokens sampled by older weights, whose ratio is to the engine's log-probs of that
@@ -120,7 +119,7 @@ def policy_loss(output: ModelOutput, batch: TrainBatch, config: Config, kl_coef:
     metrics["actor/pg_loss"] = loss.detach()
     if batch.old_logprobs is None and batch.staleness is None:
         metrics["rollout/logprob_diff_mean"] = (output.logprobs.detach() - batch.rollout_logprobs).abs()
-    if config.kl.place == "loss":
+    if config.kl.apply_to == "loss":
         assert batch.ref_logprobs is not None
         kl = kl_estimate(output.logprobs, batch.ref_logprobs, config.kl.resolved_estimator, batch.loss_mask, old)
         # k3_unbiased weights by the ratio to the behavior policy, so it needs the correction, too.
@@ -155,7 +154,7 @@ class PolicyUpdateController(PolicyController):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         kl = config.kl
-        self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon, max_coef=kl.most, max_kl=config.guards.kl)
+        self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon, max_coef=kl.max_coef, max_kl=config.guards.kl)
         self.steps = 0
 
     def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
@@ -245,12 +244,15 @@ def mask_nonfinite(
     columns = {f"{name} of the batch": getattr(batch, name) for name in batch.columns()}
     for output in outputs:
         columns |= {item.name: value for item in fields(output) if (value := getattr(output, item.name)) is not None}
-    nonfinite = {name: mask for name, values in columns.items() if (mask := _nonfinite_mask(values, batch)) is not None}
-    is_hit = torch.zeros(len(batch.local_indices), dtype=torch.int64)
-    for mask in nonfinite.values():
-        is_hit += sequence_sums(mask.int(), batch.cu_seqlens)
+    # A finite sum proves quickly that all values are finite.
+    nonfinite = {
+        name: sequence_sums((batch.loss_mask & ~torch.isfinite(values)).int(), batch.cu_seqlens)
+        for name, values in columns.items()
+        if values.is_floating_point() and not bool(torch.isfinite(values.sum()))
+    }
     episodes = batch.local_episodes
-    is_hit = episodes.expand(episodes.sum_branches(is_hit)) > 0
+    num_nonfinite = sum(nonfinite.values(), torch.zeros(len(batch.local_indices), dtype=torch.int64))
+    is_hit = episodes.expand(episodes.sum_branches(num_nonfinite)) > 0
     if not (count := int(batch.all_reduce(is_hit.sum()))):
         return batch, list(outputs), {}
     step_records = [
@@ -258,7 +260,7 @@ def mask_nonfinite(
             "prompt": rollout.prompt.id,
             "group": rollout.group,
             "seed": rollout.seed,
-            "not_finite": _count_nonfinite(nonfinite, batch, number),
+            "not_finite": {name: int(counts[number]) for name, counts in nonfinite.items() if counts[number]},
         }
         for number, rollout in enumerate(rollouts.local)
         if is_hit[number]
@@ -268,10 +270,15 @@ def mask_nonfinite(
     )
     is_masked = torch.repeat_interleave(is_hit, batch.cu_seqlens.diff())
     floats = [name for name in batch.columns() if getattr(batch, name).is_floating_point()]
-    cleaned = {name: getattr(batch, name).masked_fill(is_masked, 0.0) for name in floats}
+
+    def mask_columns(columns: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        return {name: None if x is None else x.masked_fill(is_masked, 0.0) for name, x in columns.items()}
+
     return (
-        batch.with_(loss_mask=batch.loss_mask & ~is_masked, **cleaned),
-        [_mask_output(output, is_masked) for output in outputs],
+        batch.with_(
+            loss_mask=batch.loss_mask & ~is_masked, **mask_columns({name: getattr(batch, name) for name in floats})
+        ),
+        [ModelOutput(**mask_columns(vars(output))) for output in outputs],
         {METRIC: float(count)},
     )
 
@@ -279,26 +286,3 @@ def mask_nonfinite(
 def add_metrics(metrics: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics with the counts of another `mask_nonfinite` added."""
     return {**metrics, **{name: value + metrics.get(name, 0.0) for name, value in counts.items()}}
-
-
-def _nonfinite_mask(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor | None:
-    """Return [T] bool of non-finite action tokens; None if all values are finite, which a finite sum proves quickly."""
-    if not values.is_floating_point() or bool(torch.isfinite(values.sum())):
-        return None
-    return batch.loss_mask & ~torch.isfinite(values)
-
-
-def _count_nonfinite(nonfinite: Mapping[str, torch.Tensor], batch: TrainBatch, number: int) -> dict[str, int]:
-    """Return the number of non-finite tokens of a sequence, by column."""
-    begin, end = batch.cu_seqlens[number : number + 2].tolist()
-    counts: Counter[str] = Counter({name: int(mask[begin:end].sum()) for name, mask in nonfinite.items()})
-    return {name: count for name, count in counts.items() if count}
-
-
-def _mask_output(output: ModelOutput, is_masked: torch.Tensor) -> ModelOutput:
-    values: dict[str, Any] = {item.name: getattr(output, item.name) for item in fields(output)}
-    if all(value is None for value in values.values()):
-        return output
-    return ModelOutput(
-        **{name: None if value is None else value.masked_fill(is_masked, 0.0) for name, value in values.items()}
-    )

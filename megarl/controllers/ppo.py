@@ -36,7 +36,7 @@ class PPOController(PolicyUpdateController):
 
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
-        reference = ("reference",) if config.kl.place != "none" else ()
+        reference = ("reference",) if config.kl.apply_to != "none" else ()
         return ("rollout", "actor", *reference, "critic", "reward")
 
     def num_updates(self, role: str) -> int:
@@ -56,7 +56,7 @@ class PPOController(PolicyUpdateController):
         # 2. Advantages: the outcome on an episode's last action, the KL penalty on every action, then GAE.
         kl, kl_mean = self.token_kl(batch, policy)
         outcome = batch.local_episodes.take_last(batch.sequence_reward[batch.local_indices])
-        penalty = kl if config.kl.place == "reward" else None
+        penalty = kl if config.kl.apply_to == "reward" else None
         rewards = token_rewards(outcome, cu, mask, penalty, self.kl.coef, batch.turn_rewards)
         advantages, returns = self.compute_advantages(batch, experience.trained_rollouts, rewards, values)
         if config.advantage.whiten:
@@ -73,7 +73,11 @@ class PPOController(PolicyUpdateController):
         @reads(*policy_loss_columns(config, batch))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             loss = policy_loss(output, part, config, self.kl.coef)
-            return add_positive_nll(loss, output, part, self.options.positive_nll_coef)
+            if not (coef := self.options.positive_nll_coef):
+                return loss
+            assert output.logprobs is not None
+            nll = positive_nll(output.logprobs, part)
+            return replace(loss, loss=loss.loss + coef * nll.loss, metrics={**loss.metrics, **nll.metrics})
 
         warms_up = self.steps < config.critic.warmup_steps
         losses = {"critic": critic_loss} if warms_up else {"critic": critic_loss, "actor": actor_loss}
@@ -85,26 +89,11 @@ class PPOController(PolicyUpdateController):
         self, batch: TrainBatch, rollouts: Rollouts, rewards: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [T] advantages and returns by GAE; with `critic_lam`, the returns use a lambda of their own."""
-        gamma, lam, critic_lam = (
-            self.config.advantage.gamma,
-            self.compute_lambda(batch, rollouts),
-            self.options.critic_lam,
-        )
-        if critic_lam is None and isinstance(lam, float):
-            return gae(rewards, values, batch.loss_mask, batch.cu_episodes, gamma, lam)
-        critic_lam = self.config.advantage.lam if critic_lam is None else critic_lam
-        return decoupled_gae(rewards, values, batch.loss_mask, batch.cu_episodes, gamma, lam, critic_lam)
-
-    def compute_lambda(self, batch: TrainBatch, rollouts: Rollouts) -> float | torch.Tensor:
-        """Return the policy's GAE lambda: one value, or one for each local episode."""
+        config, critic_lam = self.config.advantage, self.options.critic_lam
+        lam: float | torch.Tensor = config.lam
         if alpha := self.options.length_adaptive_alpha:
-            return length_adaptive_lam(batch.local_episodes.sum_branches(rollouts.actions[batch.local_indices]), alpha)
-        return self.config.advantage.lam
-
-
-def add_positive_nll(loss: TokenLoss, output: ModelOutput, part: TrainBatch, weight: float) -> TokenLoss:
-    if not weight:
-        return loss
-    assert output.logprobs is not None
-    nll = positive_nll(output.logprobs, part)
-    return replace(loss, loss=loss.loss + weight * nll.loss, metrics={**loss.metrics, **nll.metrics})
+            lam = length_adaptive_lam(batch.local_episodes.sum_branches(rollouts.actions[batch.local_indices]), alpha)
+        if critic_lam is None and isinstance(lam, float):
+            return gae(rewards, values, batch.loss_mask, batch.cu_episodes, config.gamma, lam)
+        critic_lam = config.lam if critic_lam is None else critic_lam
+        return decoupled_gae(rewards, values, batch.loss_mask, batch.cu_episodes, config.gamma, lam, critic_lam)

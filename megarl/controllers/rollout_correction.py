@@ -125,7 +125,7 @@ def compute_old_logprobs(flow: Flow, batch: TrainBatch, needed: bool = True) -> 
     settings = flow.config.correction
     if settings.resolved_proximal == "engine":
         return Future.completed(ModelOutput(logprobs=batch.rollout_logprobs))
-    if not needed and settings.kind == "none" and settings.resolved_proximal == "drawn":
+    if not needed and settings.kind == "none" and settings.resolved_proximal == "behavior":
         return Future.completed(ModelOutput())
     return flow.actor.forward(batch)
 
@@ -144,7 +144,7 @@ def apply_correction(
     if policy.logprobs is None:
         check_same_policy(flow, batch)
         return batch, {}
-    old = policy.logprobs if settings.resolved_proximal != "drawn" else behavior_logprobs(batch, policy)
+    old = policy.logprobs if settings.resolved_proximal != "behavior" else behavior_logprobs(batch, policy)
     batch = batch.with_(old_logprobs=old)
     if settings.resolved_proximal == "engine":
         if steps % config.rollout.verify_weights_every:
@@ -168,7 +168,7 @@ def check_correction(config: Config, requirements: Requirements) -> None:
     settings, (low, high) = config.correction, config.correction.bounds
     kind, level, proximal = settings.kind, settings.resolved_level, settings.resolved_proximal
     key = f"correction.kind={kind}"
-    if kind == "none" and proximal == "drawn":
+    if kind == "none" and proximal == "behavior":
         return
     if not requirements.has_rollout or not requirements.is_off_policy:
         why = "its loss has no ratio to the sampling policy" if requirements.has_rollout else "it does not generate"
@@ -187,7 +187,8 @@ def check_correction(config: Config, requirements: Requirements) -> None:
         )
     if kind == "reject" and proximal == "engine":
         raise ConfigError(
-            f"{key} needs the trainer's log-probs, which correction.proximal=engine does not compute; set it to drawn"
+            f"{key} needs the trainer's log-probs, which correction.proximal=engine does not compute; set it to "
+            "behavior"
         )
 
 

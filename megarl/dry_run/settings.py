@@ -321,23 +321,25 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
             warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
     if "reference" not in declared.roles:
         return
-    if kl.place == "loss" and kl.estimator == "k1":
+    if kl.apply_to == "loss" and kl.estimator == "k1":
         raise ConfigError(
-            "kl.estimator=k1 with kl.place=loss: the gradient of k1 is that of the log-prob, whose mean is zero, and "
-            "does not restrain the policy; set kl.estimator to null, or kl.place to reward"
+            "kl.estimator=k1 with kl.apply_to=loss: the gradient of k1 is that of the log-prob, whose mean is zero, "
+            "and does not restrain the policy; set kl.estimator to null, or kl.apply_to to reward"
         )
-    if kl.place == "reward" and kl.estimator == "k3_unbiased":
+    if kl.apply_to == "reward" and kl.estimator == "k3_unbiased":
         raise ConfigError(
-            "kl.estimator=k3_unbiased with kl.place=reward: it differs from k3 only in its gradient as a loss; set "
-            "kl.estimator to null, which is k1 there, or kl.place to loss"
+            "kl.estimator=k3_unbiased with kl.apply_to=reward: it differs from k3 only in its gradient as a loss; set "
+            "kl.estimator to null, which is k1 there, or kl.apply_to to loss"
         )
-    if kl.target is not None and kl.coef > kl.most:
+    if kl.target is not None and kl.coef > kl.max_coef:
         raise ConfigError(
-            f"kl.coef={kl.coef:g} is above kl.most={kl.most:g}, the adaptive controller's bound; lower the first, "
-            "raise the second, or set kl.target to null, which keeps the coefficient as it is"
+            f"kl.coef={kl.coef:g} is above kl.max_coef={kl.max_coef:g}, the adaptive controller's bound; lower the "
+            "first, raise the second, or set kl.target to null, which keeps the coefficient as it is"
         )
     if kl.target is not None and kl.coef == 0:
-        warnings.append("kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.place to none")
+        warnings.append(
+            "kl.coef=0 stays 0: the adaptive controller multiplies it; set it above 0, or kl.apply_to to none"
+        )
 
 
 def check_schedule(config: Config, declared: Requirements) -> None:

@@ -31,8 +31,8 @@ def check_guards(config: Config, declared: Requirements, warnings: list[str]) ->
         raise ConfigError(f"guards.ppo_kl is set, but algorithm={declared.name} has no actor/ppo_kl; remove it")
     if guards.kl is not None and "reference" not in declared.roles:
         raise ConfigError(
-            f"guards.kl is set, but algorithm={declared.name} with kl.place={config.kl.place} has no reference; remove "
-            f"it"
+            f"guards.kl is set, but algorithm={declared.name} with kl.apply_to={config.kl.apply_to} has no reference; "
+            "remove it"
         )
     if guards.ppo_kl is not None and config.run.num_update == 1 and not config.rollout.asynchronous:
         warnings.append(

@@ -17,7 +17,7 @@ from megarl.algorithms.advantages import (
 pytestmark = pytest.mark.alone
 
 F64 = torch.float64
-KINDS = ["group", "rloo", "reinforce_baseline", "opo"]
+KINDS = ["grpo", "rloo", "reinforce_pp_baseline", "opo"]
 
 
 def test_group_advantages_by_hand():
@@ -74,7 +74,7 @@ def test_a_penalty_tells_nobody_apart_whose_rewards_are_equal():
     penalty = torch.tensor([0.25, 0.5, -0.125, 0.0, 1e-9], dtype=F64)
     found = penalised_rewards(reward, penalty, group)
     assert found.tolist() == [0.75, 0.1, 0.625, 0.1, 0.1]
-    for kind in ("group", "rloo", "opo"):
+    for kind in ("grpo", "rloo", "opo"):
         advantages = sequence_advantages(kind, found, group, torch.tensor([1, 2, 3, 4, 5])).tolist()
         assert advantages[0] > 0 > advantages[2] and advantages[1::2] + advantages[4:] == [0.0] * 3
 
@@ -115,11 +115,11 @@ def of_a_loop(kind, reward, group, actions):
         else:
             baseline = sum(rewards) / len(rewards)
         centred = own - baseline
-        if kind == "group":
+        if kind == "grpo":
             variance = sum((x - baseline) ** 2 for x in rewards) / max(1, len(rewards) - 1)
             centred /= variance**0.5 + 1e-6
         result.append(0.0 if len(set(rewards)) == 1 else centred)
-    if kind == "reinforce_baseline":
+    if kind == "reinforce_pp_baseline":
         count = sum(actions)
         mean = sum(n * x for n, x in zip(actions, result, strict=True)) / count
         variance = sum(n * (x - mean) ** 2 for n, x in zip(actions, result, strict=True)) / count
@@ -164,6 +164,6 @@ def test_only_the_group_has_a_deviation():
     reward, group, actions = torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int64), torch.ones(3)
     for kind in KINDS:
         with_std, without = (sequence_advantages(kind, reward, group, actions, group_std=std) for std in (True, False))
-        assert torch.equal(with_std, without) == (kind != "group")
+        assert torch.equal(with_std, without) == (kind != "grpo")
     with pytest.raises(ValueError, match="opo, not 'remax'"):
         sequence_advantages("remax", reward, group, actions)

@@ -88,8 +88,8 @@ def test_other_estimates_as_losses_have_other_gradients():
 
 
 def test_by_default_the_estimator_is_the_right_one_for_its_place():
-    assert (KLConfig().resolved_estimator, KLConfig(place="loss").resolved_estimator) == ("k1", "k3_unbiased")
-    assert KLConfig(place="loss", estimator="k2").resolved_estimator == "k2"
+    assert (KLConfig().resolved_estimator, KLConfig(apply_to="loss").resolved_estimator) == ("k1", "k3_unbiased")
+    assert KLConfig(apply_to="loss", estimator="k2").resolved_estimator == "k2"
 
 
 @pytest.mark.parametrize("kind", ["k3", "k3_unbiased"])

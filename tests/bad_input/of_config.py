@@ -110,7 +110,7 @@ CASES = [
     ),
     Case("only the critic learns", ("critic.warmup_steps=2", "num_rollout"), ("critic.warmup_steps=2",)),
     Case("nearly greedy", ("rollout.temperature=1e-09", "0.001"), ("rollout.temperature=1e-9",)),
-    Case("k1 as a loss", ("kl.estimator=k1", "set kl.estimator to null"), ("kl.place=loss", "kl.estimator=k1")),
+    Case("k1 as a loss", ("kl.estimator=k1", "set kl.estimator to null"), ("kl.apply_to=loss", "kl.estimator=k1")),
     Case(
         "a group of one",
         ("rollout.samples_per_prompt=1", "2 or more"),
@@ -143,6 +143,6 @@ CASES = [
         ("guards.alarms=true", "guards.bands={actor/entropy: [0.6, 0.4]}"),
     ),
     Case("bands that nobody looks at", ("guards.bands", "guards.alarms=false"), ("guards.bands={a: [0, 1]}",)),
-    Case("a KL to nothing", ("guards.kl", "no reference"), ("guards.kl=1", "kl.place=none")),
+    Case("a KL to nothing", ("guards.kl", "no reference"), ("guards.kl=1", "kl.apply_to=none")),
     Case("mtp without layers", ("train.mtp_loss_coef", "set it to 0"), ("train.mtp_loss_coef=0.5",)),
 ]

@@ -58,7 +58,7 @@ CASES = [
         "a backend that is none", "{backend: grpc}", "roles.reward.backend=grpc", "megatron, transformers, pool, http"
     ),
     reward("a service without an address", "{backend: http}", "roles.reward.options.url is not set"),
-    reward("a service of no address", "{backend: http, options: {url: judge}}", "'judge' is no address"),
+    reward("a service of no address", "{backend: http, options: {url: judge}}", "'judge' is not a URL"),
     reward("an option that is none", "{backend: http, options: {urls: x}}", "did you mean roles.reward.options.url"),
     reward("an option of nobody", "{options: {url: x}}", "roles.reward.options.url", "takes no options"),
     reward("two services", "{backend: [http, judge]}", "name one of http and judge"),
@@ -79,7 +79,7 @@ CASES = [
     reward(
         "a judge and a policy as a model",
         "{backend: judge, options: {url: 'http://a', model: m}}",
-        "has no score.weight: it is no reward model",
+        "has no score.weight: it is not a reward model",
         given=MODEL,
     ),
     reward(
@@ -88,7 +88,7 @@ CASES = [
         "has no {answer}",
     ),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
-    reward("a policy as a classifier", "{backend: transformers}", "is no sequence classifier", given=MODEL),
+    reward("a policy as a classifier", "{backend: transformers}", "is not a sequence classifier", given=MODEL),
     reward("options that are a list", "{options: [1]}", "roles.reward.options must be a mapping"),
     Case(
         "reward: a classifier of two labels",
@@ -96,11 +96,11 @@ CASES = [
         ("roles={reward: {backend: transformers}}", "reward.model=FOLDER/judge"),
         judge,
     ),
-    taught("none", "roles.teacher.model is not set", given=("kl.place=none",)),
-    taught("not there", "roles.teacher.model=FOLDER/teacher: there is no such folder"),
+    taught("none", "roles.teacher.model is not set", given=("kl.apply_to=none",)),
+    taught("not there", "roles.teacher.model=FOLDER/teacher: no such folder"),
     taught("other words", "has another tokenizer than model.path", "the teacher reads", prepare=other_words),
-    taught("fewer words", "has a vocabulary of 512", "at least as many words", prepare=fewer_words),
-    taught("beside a reference", "kl.place=loss with algorithm=distill", "none", given=("kl.place=loss",)),
+    taught("fewer words", "has a vocabulary of 512", "at least its vocabulary", prepare=fewer_words),
+    taught("beside a reference", "kl.apply_to=loss with algorithm=distill", "none", given=("kl.apply_to=loss",)),
     taught("a bound of nothing", "options.advantage_clip", given=("options={advantage_clip: 0}",)),
     Case("a worker that is not there", ("no_such_lab",), ("roles={reward: {worker: 'no_such_lab:Judge'}}",)),
     Case("a role of nobody", ("roles.jugde", "has no such role"), ("roles={jugde: {}}",)),

@@ -45,7 +45,7 @@ def bomb() -> str:
 
 
 FILES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "no file": (no_config, ("there is no configuration file", FILE)),
+    "no file": (no_config, ("no configuration file", FILE)),
     "a folder": (a_folder, ("is a folder; name the configuration file", FILE)),
     "binary": (holds(bytes(range(256))), ("not UTF-8 text", "save it as UTF-8")),
     "zeros": (holds(b"run: {seed: 1}\0\0"), ("no text", FILE)),
@@ -71,12 +71,12 @@ FILES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "a tag of YAML's": (with_line("kl: !!omap [a: 1]\n"), ("line 8: the tag",)),
     "a binary tag": (with_line("kl: {coef: !!binary aaaa}\n"), ("line 8: the tag",)),
     "a time tag": (with_line("kl: {coef: !!timestamp x}\n"), ("line 8: the tag",)),
-    "a section twice": (with_line("run: {seed: 3}\n"), ("run is there twice", "line 2 and line 8")),
+    "a section twice": (with_line("run: {seed: 3}\n"), ("run is set twice", "line 2 and line 8")),
     "a key twice": (
         with_line("kl:\n  coef: 1\n  target: 2\n  coef: 3\n"),
-        ("coef is there twice", "line 9 and line 11"),
+        ("coef is set twice", "line 9 and line 11"),
     ),
-    "a key twice in what passes through": (with_line("train:\n  ddp: {a: 1, a: 1}\n"), ("a is there twice", "line 9")),
+    "a key twice in what passes through": (with_line("train:\n  ddp: {a: 1, a: 1}\n"), ("a is set twice", "line 9")),
     "a number for a key": (with_line("1: 2\n"), ("line 8: 1 is not a key",)),
     "null for a key": (with_line("null: 2\n"), ("line 8: null is not a key",)),
     "true for a key": (with_line("true: 2\n"), ("line 8: true is not a key",)),
@@ -113,7 +113,7 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a minus": (("run-seed=1",), ("is not of the form",)),
     "another alphabet": (("run.ѕeed=1",), ("unknown key run.", "run.seed")),
     "no value for a number": (("run.num_rollout=",), ("run.num_rollout must be a whole number", "not None")),
-    "no value for a section": (("kl=",), ("kl is a section of keys", "kl.place")),
+    "no value for a section": (("kl=",), ("kl is a section of keys", "kl.apply_to")),
     "a number for a section": (("critic.optimizer=3",), ("critic.optimizer is a section of keys",)),
     "text for a section": (("run=fast",), ("run is a section of keys",)),
     "a key of a number": (("run.seed.x=1",), ("run.seed must be a whole number", "not {'x': 1}")),
@@ -128,7 +128,7 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "twice the same": (("kl.coef=0.1", "kl.coef=0.1"), ("kl.coef is given twice",)),
     "a whole and a part": (("rollout.sglang={a: 1}", "rollout.sglang.b=2"), ("rollout.sglang is given twice",)),
     "a part and the whole": (("rollout.sglang.b=2", "rollout.sglang={a: 1}"), ("rollout.sglang.b is given twice",)),
-    "a key twice in a mapping": (("rollout.sglang={a: 1, a: 2}",), ("a is there twice",)),
+    "a key twice in a mapping": (("rollout.sglang={a: 1, a: 2}",), ("a is set twice",)),
     "a number for a key": (("rollout.sglang={1: 2}",), ("1 is not a key",)),
     "two lines": (("data.prompt_key=a\nb",), ("data.prompt_key must be text",)),
     "half a character": (("data.prompt_key=a\udcff",), ("data.prompt_key must be text",)),

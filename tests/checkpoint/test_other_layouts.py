@@ -25,7 +25,7 @@ algorithm: ppo
 run: {num_rollout: 3, num_update: 2, save_every: 1, keep_checkpoints: 9}
 model: {dtype: float32}
 data: {prompts_per_step: 4}
-kl: {place: none}
+kl: {apply_to: none}
 reward: {functions: ["sum_reward:even"]}
 rollout: {samples_per_prompt: 4, max_context: 256, max_new_tokens: 64}
 actor_optimizer: {lr: 0.001, warmup_fraction: 0.0, eps: 1.0e-3}

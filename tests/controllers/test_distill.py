@@ -145,7 +145,7 @@ def test_what_it_declares() -> None:
 @pytest.mark.parametrize(
     ("sections", "complaint"),
     [
-        ({"kl": {"place": "loss"}}, "kl.place=loss with algorithm=distill: .* set it to none"),
+        ({"kl": {"apply_to": "loss"}}, "kl.apply_to=loss with algorithm=distill: .* set it to none"),
         ({"options": {"reward_coef": -1}}, "options.reward_coef"),
         ({"options": {"advantage_clip": 0}}, "options.advantage_clip"),
         ({"options": {"weight": 1}}, "unknown key options.weight"),

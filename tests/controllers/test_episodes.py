@@ -144,23 +144,27 @@ class Role:
 
 
 TREES: dict[str, dict[str, Any]] = {
-    "grpo": {"algorithm": "grpo", "kl": {"place": "reward", "coef": 0.5}},
-    "grpo, a mean over sequences": {"algorithm": "grpo", "loss": {"mean": "sequence"}},
+    "grpo": {"algorithm": "grpo", "kl": {"apply_to": "reward", "coef": 0.5}},
+    "grpo, a mean over sequences": {"algorithm": "grpo", "loss": {"agg_mode": "seq-mean-token-mean"}},
     "dr_grpo": {"algorithm": "dr_grpo"},
-    "rloo": {"algorithm": "rloo", "loss": {"mean": "sequence", "truncated": "mask"}},
+    "rloo": {"algorithm": "rloo", "loss": {"agg_mode": "seq-mean-token-mean", "truncated": "mask"}},
     "opo": {"algorithm": "opo", "loss": {"truncated": "drop"}},
-    "reinforce_pp": {"algorithm": "reinforce_pp", "kl": {"place": "reward", "coef": 0.5}},
+    "reinforce_pp": {"algorithm": "reinforce_pp", "kl": {"apply_to": "reward", "coef": 0.5}},
     "reinforce_pp_baseline": {"algorithm": "reinforce_pp_baseline"},
-    "remax": {"algorithm": "remax", "loss": {"mean": "sequence"}},
-    "dapo": {"algorithm": "dapo", "loss": {"length": 20}, "options": {"max_num_gen_batches": 1}},
+    "remax": {"algorithm": "remax", "loss": {"agg_mode": "seq-mean-token-mean"}},
+    "dapo": {"algorithm": "dapo", "loss": {"scale_factor": 20}, "options": {"max_num_gen_batches": 1}},
     "clip_cov": {"algorithm": "clip_cov"},
     "corrected": {"algorithm": "grpo", "correction": {"kind": "tis", "level": "sequence", "high": 1.2}},
     "rejected": {"algorithm": "grpo", "correction": {"kind": "reject", "high": 1.25, "low": 0.8}},
-    "ppo": {"algorithm": "ppo", "kl": {"place": "reward", "coef": 0.5}, "advantage": {"gamma": 0.9, "lam": 0.8}},
-    "ppo, a mean over sequences": {"algorithm": "ppo", "loss": {"mean": "sequence"}, "options": {"critic_lam": 1.0}},
+    "ppo": {"algorithm": "ppo", "kl": {"apply_to": "reward", "coef": 0.5}, "advantage": {"gamma": 0.9, "lam": 0.8}},
+    "ppo, a mean over sequences": {
+        "algorithm": "ppo",
+        "loss": {"agg_mode": "seq-mean-token-mean"},
+        "options": {"critic_lam": 1.0},
+    },
     "vapo": {"algorithm": "vapo", "options": {"length_adaptive_alpha": 0.5}, "critic": {"warmup_steps": 0}},
-    "distill": {"algorithm": "distill", "options": {"reward_coef": 0.5}, "loss": {"mean": "sequence"}},
-    "pf_ppo": {"algorithm": "pf_ppo", "options": {"drop_prob": 0.7, "buffer_size": 12}, "kl": {"place": "none"}},
+    "distill": {"algorithm": "distill", "options": {"reward_coef": 0.5}, "loss": {"agg_mode": "seq-mean-token-mean"}},
+    "pf_ppo": {"algorithm": "pf_ppo", "options": {"drop_prob": 0.7, "buffer_size": 12}, "kl": {"apply_to": "none"}},
 }
 
 
@@ -241,12 +245,16 @@ class Given(Played):
 
 def test_groups_by_hand() -> None:
     """Mean 1/3, not 1/2; of OPO (4 * 1) / (4 + 2 + 2) = 1/2; each episode a third of the mean over sequences."""
-    for kind, first in (("group", 2 / 3), ("rloo", 1.0), ("opo", 1 / 2)):
-        tree = {"algorithm": "grpo", "advantage": {"kind": kind, "group_std": False}, "loss": {"mean": "sequence"}}
-        config = from_dict(tree | {"kl": {"place": "none"}})
+    for kind, first in (("grpo", 2 / 3), ("rloo", 1.0), ("opo", 1 / 2)):
+        tree = {
+            "algorithm": "grpo",
+            "advantage": {"estimator": kind, "group_std": False},
+            "loss": {"agg_mode": "seq-mean-token-mean"},
+        }
+        config = from_dict(tree | {"kl": {"apply_to": "none"}})
         flow: Any = Given(config, BRANCHED)
         make_controller(config).step(flow, [])
-        other = {"group": -1 / 3, "rloo": -1 / 2, "opo": -1 / 2}[kind]
+        other = {"grpo": -1 / 3, "rloo": -1 / 2, "opo": -1 / 2}[kind]
         assert of_actions(flow, "advantages") == pytest.approx([first] * 4 + [other] * 4)
         assert of_actions(flow, "loss_weights") == pytest.approx([1 / 12] * 4 + [1 / 6] * 4)
 
@@ -268,8 +276,8 @@ def test_ppo_by_hand() -> None:
 
 def test_means_by_hand() -> None:
     batch = TrainBatch.from_rollouts(BRANCHED)
-    for mean, weights in (("token", [1 / 8] * 8), ("constant", [1 / 21] * 8)):
-        config = from_dict({"loss": {"mean": mean, "length": 7}})
+    for mean, weights in (("token-mean", [1 / 8] * 8), ("seq-mean-token-sum-norm", [1 / 21] * 8)):
+        config = from_dict({"loss": {"agg_mode": mean, "scale_factor": 7}})
         mini = set_loss_weights(batch, torch.tensor([1, 3, 2, 2]), config)
         assert mini.loss_weights is not None
         assert mini.loss_weights[mini.loss_mask].tolist() == pytest.approx(weights)

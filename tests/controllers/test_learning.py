@@ -125,11 +125,11 @@ class TableFlow:
         return UpdateMetrics(self.policy._descend(batch, loss_fn, self.policy.value_optimizer))
 
 
-@pytest.mark.parametrize(("algorithm", "mean"), [("ppo", "token"), ("grpo", "sequence")])
-@pytest.mark.parametrize("kl", [{"place": "reward"}, {"place": "loss"}, {"place": "none"}])
+@pytest.mark.parametrize(("algorithm", "mean"), [("ppo", "token-mean"), ("grpo", "seq-mean-token-mean")])
+@pytest.mark.parametrize("kl", [{"apply_to": "reward"}, {"apply_to": "loss"}, {"apply_to": "none"}])
 def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any], mean: str) -> None:
     tree = {"algorithm": algorithm, "kl": kl, "run": {"num_update": 2, "ppo_epochs": 2}}
-    config = from_dict(tree | {"rollout": {"samples_per_prompt": 8}, "loss": {"mean": mean}})
+    config = from_dict(tree | {"rollout": {"samples_per_prompt": 8}, "loss": {"agg_mode": mean}})
     controller: Controller = make_controller(config)
     flow: Any = TableFlow(config)
     prompts = [Prompt(id=str(i), messages=()) for i in range(4)]
@@ -141,7 +141,7 @@ def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any], mean: str
     assert means[0] < 0.4 and sum(means[-5:]) / 5 > 0.85, means
     assert flow.calls[:4] == ["generate", "score", "sleep", "push"]
     assert result.metrics["rollout/logprob_diff"] < 1e-6
-    if kl["place"] != "none":
+    if kl["apply_to"] != "none":
         assert result.metrics["actor/kl_to_reference"] > 0.05  # it has moved away from where it began
     restored = make_controller(config)
     restored.load_state_dict(controller.state_dict())
@@ -160,7 +160,7 @@ def test_every_recipe_learns_a_table(name: str, updates: int) -> None:
     Dr. GRPO's constant, which is of long answers and makes gradients as small as this optimizer's eps."""
     tree = {"algorithm": name, "run": {"num_update": updates}, "rollout": {"samples_per_prompt": 8}}
     options = {"length_adaptive_alpha": 5.0} if name == "vapo" else {}
-    config = from_dict(tree | {"critic": {"warmup_steps": 2}, "options": options, "loss": {"length": 2}})
+    config = from_dict(tree | {"critic": {"warmup_steps": 2}, "options": options, "loss": {"scale_factor": 2}})
     controller, flow, means = make_controller(config), TableFlow(config), []
     for _ in range(40):
         result = controller.step(flow, [Prompt(id=str(i), messages=()) for i in range(8)])  # type: ignore[arg-type]
@@ -195,23 +195,23 @@ def taken(config: Config, prompts: int, everyone: Comm, world: int) -> list[dict
 @pytest.mark.parametrize(
     ("algorithm", "mean", "kl"),
     [
-        ("ppo", "token", "reward"),
-        ("grpo", "sequence", "reward"),
-        ("grpo", "token", "loss"),
-        ("vapo", "token", "none"),
-        ("pf_ppo", "token", "reward"),
-        ("remax", "token", "reward"),
-        ("dapo", "token", "none"),
-        ("dr_grpo", "constant", "none"),
-        ("reinforce_pp", "sequence", "reward"),
-        ("clip_cov", "token", "loss"),
+        ("ppo", "token-mean", "reward"),
+        ("grpo", "seq-mean-token-mean", "reward"),
+        ("grpo", "token-mean", "loss"),
+        ("vapo", "token-mean", "none"),
+        ("pf_ppo", "token-mean", "reward"),
+        ("remax", "token-mean", "reward"),
+        ("dapo", "token-mean", "none"),
+        ("dr_grpo", "seq-mean-token-sum-norm", "none"),
+        ("reinforce_pp", "seq-mean-token-mean", "reward"),
+        ("clip_cov", "token-mean", "loss"),
     ],
 )
 def test_a_step_is_the_same_however_its_sequences_lie(
     algorithm: str, mean: str, kl: str, truncated: str, prompts: int
 ) -> None:
-    tree = {"algorithm": algorithm, "kl": {"place": kl, "target": 0.01}, "run": {"num_update": 4, "ppo_epochs": 2}}
-    tree |= {"rollout": {"samples_per_prompt": 8}, "loss": {"mean": mean, "truncated": truncated}}
+    tree = {"algorithm": algorithm, "kl": {"apply_to": kl, "target": 0.01}, "run": {"num_update": 4, "ppo_epochs": 2}}
+    tree |= {"rollout": {"samples_per_prompt": 8}, "loss": {"agg_mode": mean, "truncated": truncated}}
     config = from_dict(tree | {"critic": {"warmup_steps": 0}})
     alone = taken(config, prompts, LOCAL, 1)
     for world in (1, 2, 3):
@@ -222,9 +222,9 @@ def test_a_step_is_the_same_however_its_sequences_lie(
         torch.testing.assert_close(first, alone, rtol=within, atol=within)
 
 
-@pytest.mark.parametrize("mean", ["token", "sequence"])
+@pytest.mark.parametrize("mean", ["token-mean", "seq-mean-token-mean"])
 def test_mini_batches_cover_each_epoch_once(mean: str) -> None:
-    config = from_dict({"run": {"num_update": 4, "ppo_epochs": 2}, "loss": {"mean": mean}})
+    config = from_dict({"run": {"num_update": 4, "ppo_epochs": 2}, "loss": {"agg_mode": mean}})
     rollouts = [Rollout(Prompt(str(i), ()), (Turn((i,)), Turn((i, i), (0.0, 0.0), True)), group=i) for i in range(7)]
     batch = TrainBatch.from_rollouts(rollouts)
     parts = list(split_mini_batches(batch, config, seed=3))

@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, float]] = {
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.1, "clip_cov_ub": 100.0},
     "kl_cov": {"kl_cov_ratio": 0.2},
 }
-MEANS = ("token", "sequence", "constant")
+MEANS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def of_a_fork(sampled: PolicyLossInput, clip: Clip, options: NoOptions) -> TokenLoss:
@@ -59,34 +59,37 @@ class ForksOptions:
 WHOLE = PolicyLoss(of_a_fork, ForksOptions)
 
 
-def config(policy: str = "ppo", mean: str = "token", kl: str = "none", **run: int) -> Config:
-    loss = {"policy": policy, "mean": mean, "length": 7, "options": OPTIONS.get(policy, {})}
-    return from_dict({"loss": loss, "kl": {"place": kl}, "run": run, "algorithm": "grpo"})
+def config(policy: str = "ppo", mean: str = "token-mean", kl: str = "none", **run: int) -> Config:
+    loss = {"policy_loss": policy, "agg_mode": mean, "scale_factor": 7, "options": OPTIONS.get(policy, {})}
+    return from_dict({"loss": loss, "kl": {"apply_to": kl}, "run": run, "algorithm": "grpo"})
 
 
 def test_a_name_and_its_options() -> None:
-    loss, options = load_policy_loss(from_dict({"loss": {"policy": "gspo", "options": {"clip_low": "1e-3"}}}))
+    loss, options = load_policy_loss(from_dict({"loss": {"policy_loss": "gspo", "options": {"clip_low": "1e-3"}}}))
     assert loss is POLICY_LOSSES["gspo"] and options == GSPOOptions(clip_low=0.001, clip_high=4e-4)
     assert load_policy_loss(Config()) == (POLICY_LOSSES["ppo"], NoOptions())
     here = f"{__name__}:"
     sys.modules.setdefault(__name__, sys.modules[__name__])
-    assert load_policy_loss(from_dict({"loss": {"policy": here + "of_a_fork"}})) == (PolicyLoss(of_a_fork), NoOptions())
-    found = load_policy_loss(from_dict({"loss": {"policy": here + "WHOLE", "options": {"size": 3}}}))
+    assert load_policy_loss(from_dict({"loss": {"policy_loss": here + "of_a_fork"}})) == (
+        PolicyLoss(of_a_fork),
+        NoOptions(),
+    )
+    found = load_policy_loss(from_dict({"loss": {"policy_loss": here + "WHOLE", "options": {"size": 3}}}))
     assert found == (WHOLE, ForksOptions(3.0))
 
 
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        ({"policy": "gpso"}, "did you mean gspo"),
-        ({"policy": "no_module:x"}, "loss.policy: cannot import no_module"),
-        ({"policy": f"{__name__}:MEANS"}, "is a tuple, and neither"),
+        ({"policy_loss": "gpso"}, "did you mean gspo"),
+        ({"policy_loss": "no_module:x"}, "loss.policy_loss: cannot import no_module"),
+        ({"policy_loss": f"{__name__}:MEANS"}, "is a tuple, and neither"),
         ({"options": {"clip_low": 1}}, "unknown key loss.options.clip_low"),
-        ({"policy": "gspo", "options": {"clip_lo": 1}}, "did you mean loss.options.clip_low"),
-        ({"policy": "gspo", "options": {"clip_low": 0}}, "loss.options.clip_low must be a number, above 0"),
-        ({"policy": "kl_cov", "options": {"kl_cov_ratio": 2}}, "loss.options.kl_cov_ratio"),
-        ({"policy": "cispo", "options": {"max_ratio": "many"}}, "loss.options.max_ratio"),
-        ({"policy": "cispo", "options": {"most": 5}}, "did you mean loss.options.max_ratio"),
+        ({"policy_loss": "gspo", "options": {"clip_lo": 1}}, "did you mean loss.options.clip_low"),
+        ({"policy_loss": "gspo", "options": {"clip_low": 0}}, "loss.options.clip_low must be a number, above 0"),
+        ({"policy_loss": "kl_cov", "options": {"kl_cov_ratio": 2}}, "loss.options.kl_cov_ratio"),
+        ({"policy_loss": "cispo", "options": {"max_ratio": "many"}}, "loss.options.max_ratio"),
+        ({"policy_loss": "cispo", "options": {"most": 5}}, "did you mean loss.options.max_ratio"),
     ],
 )
 def test_what_is_wrong_is_named(loss: dict[str, Any], says: str) -> None:
@@ -99,7 +102,9 @@ def test_the_readmes_loss_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     code = readme.partition("    # lab/losses.py\n")[2].partition("\n    loss: {policy")[0]
     (tmp_path / "readmes_losses.py").write_text(textwrap.dedent(code))
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings = from_dict({"loss": {"policy": "readmes_losses:SOFT", "options": {"power": 3}}, "kl": {"place": "none"}})
+    settings = from_dict(
+        {"loss": {"policy_loss": "readmes_losses:SOFT", "options": {"power": 3}}, "kl": {"apply_to": "none"}}
+    )
     batch, new = made()
     (mini,) = split_mini_batches(batch, settings, seed=0)
     logprobs = new.clone().requires_grad_()
@@ -116,7 +121,7 @@ def test_the_constant_is_what_may_be_written() -> None:
 
     assert length({}, {"max_new_tokens": 100, "max_turns": 3, "max_context": 1000}) == 300
     assert length({}, {"max_new_tokens": 100, "max_turns": 30, "max_context": 1000}) == 1000
-    assert length({"length": 5}, {"max_new_tokens": 100}) == 5
+    assert length({"scale_factor": 5}, {"max_new_tokens": 100}) == 5
 
 
 def test_when_log_probs_of_before_are_needed() -> None:
@@ -204,11 +209,11 @@ def test_metrics_are_means_over_action_tokens_under_each_mean(policy: str) -> No
     batch = batch.with_(returns=torch.arange(len(new)).float())
     found = {mean: learned(config(policy, mean, num_update=1), batch, new, 1000) for mean in MEANS}
     for mean in MEANS:
-        assert found[mean]["metrics"][0] == pytest.approx(found["token"]["metrics"][0], rel=1e-6)
+        assert found[mean]["metrics"][0] == pytest.approx(found["token-mean"]["metrics"][0], rel=1e-6)
     assert len({round(value["loss"][0], 4) for value in found.values()}) == 3
     assert batch.old_logprobs is not None
     apart = (batch.old_logprobs - new)[batch.loss_mask].mean()
-    assert found["sequence"]["metrics"][0]["actor/ppo_kl"] == pytest.approx(float(apart), rel=1e-5)
+    assert found["seq-mean-token-mean"]["metrics"][0]["actor/ppo_kl"] == pytest.approx(float(apart), rel=1e-5)
 
 
 def test_means_by_hand() -> None:
@@ -216,7 +221,11 @@ def test_means_by_hand() -> None:
     mask = torch.tensor([0, 1, 0, 0, 1, 1, 1]).bool()
     zeros = torch.zeros(7)
     batch = TrainBatch(zeros, torch.tensor([0, 2, 3, 7]), mask, torch.arange(3), torch.tensor([1.0, 1.0, -1.0]), zeros)
-    for mean, one, other in (("token", 1 / 4, 1 / 4), ("sequence", 1 / 2, 1 / 6), ("constant", 1 / 14, 1 / 14)):
+    for mean, one, other in (
+        ("token-mean", 1 / 4, 1 / 4),
+        ("seq-mean-token-mean", 1 / 2, 1 / 6),
+        ("seq-mean-token-sum-norm", 1 / 14, 1 / 14),
+    ):
         (mini,) = split_mini_batches(batch, config(mean=mean), seed=0)
         assert mini.loss_weights is not None and mini.counts == Counts(actions=4, sequences=2, positive_actions=1)
         assert mini.loss_weights.tolist() == pytest.approx([0, one, 0, 0, other, other, other])
@@ -254,7 +263,7 @@ def test_a_single_update_needs_no_log_probs_of_before(policy: str) -> None:
 def test_what_may_not_lack_them() -> None:
     batch, new = made()
     lacking = batch.with_(old_logprobs=None)
-    with pytest.raises(ConfigError, match="loss.policy=kl_cov chooses tokens by old_logprobs"):
+    with pytest.raises(ConfigError, match="loss.policy_loss=kl_cov selects tokens by old_logprobs"):
         list(split_mini_batches(lacking, config("kl_cov"), seed=0))
     (first, *_) = split_mini_batches(lacking, config(num_update=2), seed=0)
     with pytest.raises(AssertionError, match="second update"):
@@ -283,7 +292,7 @@ def test_ppo_is_what_it_was_bit_by_bit() -> None:
     args = (new, batch.old_logprobs, batch.advantages, batch.loss_mask)
     expected = ppo_policy_loss(*args, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     found = policy_loss(
-        ModelOutput(logprobs=new), batch, from_dict({"loss": {"clip_high": 0.28}, "kl": {"place": "none"}}), 0
+        ModelOutput(logprobs=new), batch, from_dict({"loss": {"clip_high": 0.28}, "kl": {"apply_to": "none"}}), 0
     )
     assert torch.equal(found.loss, expected.loss)
     assert all(torch.equal(found.metrics[name], value) for name, value in expected.metrics.items())
@@ -292,20 +301,20 @@ def test_ppo_is_what_it_was_bit_by_bit() -> None:
 @pytest.mark.parametrize(
     ("policy", "kind", "mean"),
     [
-        ("gspo", "group", "sequence"),
-        ("gspo_token", "group", "sequence"),
-        ("gmpo", "opo", "sequence"),
-        ("cispo", "rloo", "token"),
-        ("sapo", "reinforce", "sequence"),
-        ("clip_cov", "reinforce_baseline", "token"),
-        ("kl_cov", "group", "constant"),
+        ("gspo", "grpo", "seq-mean-token-mean"),
+        ("gspo_token", "grpo", "seq-mean-token-mean"),
+        ("gmpo", "opo", "seq-mean-token-mean"),
+        ("cispo", "rloo", "token-mean"),
+        ("sapo", "reinforce_pp", "seq-mean-token-mean"),
+        ("clip_cov", "reinforce_pp_baseline", "token-mean"),
+        ("kl_cov", "grpo", "seq-mean-token-sum-norm"),
     ],
 )
 def test_each_learns_a_table(policy: str, kind: str, mean: str) -> None:
-    tree: dict[str, Any] = {"algorithm": "grpo", "kl": {"place": "none"}, "run": {"num_update": 2, "ppo_epochs": 2}}
+    tree: dict[str, Any] = {"algorithm": "grpo", "kl": {"apply_to": "none"}, "run": {"num_update": 2, "ppo_epochs": 2}}
     options = OPTIONS.get(policy, {})
-    loss = {"policy": policy, "mean": mean, "length": 2, "options": options}
-    tree |= {"loss": loss, "advantage": {"kind": kind}}
+    loss = {"policy_loss": policy, "agg_mode": mean, "scale_factor": 2, "options": options}
+    tree |= {"loss": loss, "advantage": {"estimator": kind}}
     settings = from_dict(tree | {"rollout": {"samples_per_prompt": 8}})
     controller, flow = make_controller(settings), TableFlow(settings, LOCAL)
     rewards = []

@@ -116,7 +116,7 @@ def nll(flow: Flow) -> float:
 
 
 def test_ppo_with_steps_of_sft_between() -> None:
-    config = from_dict({"kl": {"place": "none"}, "run": {"num_rollout": 3, "num_update": 1}})
+    config = from_dict({"kl": {"apply_to": "none"}, "run": {"num_rollout": 3, "num_update": 1}})
     controller = PPOWithLessons(config)
     assert PPOWithLessons.declare_requirements(config).roles == ("rollout", "actor", "critic", "reward")
     assert (controller.num_updates("actor"), controller.num_updates("critic")) == (6, 3)
@@ -135,7 +135,7 @@ def test_ppo_with_steps_of_sft_between() -> None:
 
 
 def test_a_greedy_baseline() -> None:
-    config = from_dict({"kl": {"place": "none"}, "run": {"num_update": 1}})
+    config = from_dict({"kl": {"apply_to": "none"}, "run": {"num_update": 1}})
     declared = ReMax.declare_requirements(config)
     assert declared.has_rollout and not declared.is_group_relative and declared.is_off_policy
     flow, controller = Flow(config), ReMax(config)

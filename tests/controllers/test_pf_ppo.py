@@ -42,7 +42,7 @@ def test_of_the_others_the_share_is_left_out() -> None:
 
 def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
     options = {"drop_prob": 1.0, "buffer_size": 6}
-    config = from_dict({"algorithm": "pf_ppo", "kl": {"place": "none"}, "options": options})
+    config = from_dict({"algorithm": "pf_ppo", "kl": {"apply_to": "none"}, "options": options})
     controller: Any = make_controller(config)
     prompts = [Prompt("a", ()), Prompt("b", ())]
     generation = [[0.0, 0.5, 1.0], [3.0, 2.0, 2.5]]
@@ -67,7 +67,7 @@ def test_a_batch_is_filled_up_from_the_buffer(tmp_path: Path) -> None:
 
 
 def test_sampling_that_is_cut_off_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^algorithm=pf_ppo with sampling that is cut off"):
+    with pytest.raises(ConfigError, match="^algorithm=pf_ppo with truncated sampling"):
         load_requirements(from_dict({"algorithm": "pf_ppo", "rollout": {"top_p": 0.9}}))
 
 

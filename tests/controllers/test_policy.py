@@ -75,7 +75,7 @@ def step(
 ) -> tuple[Given, StepResult]:
     tree = {"algorithm": algorithm, "loss": {"truncated": truncated}, "run": {"num_update": updates}}
     advantage = {"whiten": False, "gamma": 1.0, "lam": 1.0}
-    config = from_dict(tree | {"kl": {"place": "reward", "coef": 0.0, "target": None}, "advantage": advantage})
+    config = from_dict(tree | {"kl": {"apply_to": "reward", "coef": 0.0, "target": None}, "advantage": advantage})
     flow: Any = Given(config, rollouts)
     controller = make_controller(config)
     return flow, controller.step(flow, [])
@@ -322,18 +322,18 @@ LESS = -math.log((5 + math.e) / 6)
 
 def test_a_kl_in_the_reward_is_taken_off() -> None:
     """Without the deviation: half of the difference of the rewards, each less its two tokens' KL."""
-    tree = {"algorithm": "dr_grpo", "kl": {"place": "reward", "coef": 0.1, "target": None}}
+    tree = {"algorithm": "dr_grpo", "kl": {"apply_to": "reward", "coef": 0.1, "target": None}}
     batch = with_kl(tree, (1.0, 0.5))
     half = (1.0 - 0.2 * MORE - (0.5 - 0.2 * LESS)) / 2
     assert batch.advantages is not None
     assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([half] * 2 + [-half] * 2, abs=1e-6)
 
 
-@pytest.mark.parametrize("place", ["reward", "loss", "none"])
+@pytest.mark.parametrize("apply_to", ["reward", "loss", "none"])
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "gspo"])
-def test_a_group_of_equal_rewards_has_advantage_zero_wherever_the_kl_is(algorithm: str, place: str) -> None:
+def test_a_group_of_equal_rewards_has_advantage_zero_wherever_the_kl_is(algorithm: str, apply_to: str) -> None:
     """The KL of its samples differs: divided by the deviation, it alone would be advantages of 0.7."""
-    kl = {"place": place, "estimator": None, "coef": 0.001, "target": None}
+    kl = {"apply_to": apply_to, "estimator": None, "coef": 0.001, "target": None}
     batch = with_kl({"algorithm": algorithm, "kl": kl}, (1.0, 1.0))
     assert batch.advantages is not None and batch.advantages.tolist() == [0.0] * 6
 
@@ -353,13 +353,13 @@ def test_reinforce_pp_takes_off_the_kl_from_a_token_on(gamma: float) -> None:
 @pytest.mark.parametrize("name", [name for name, one in RECIPES.items() if "advantage.group_std" in one.defaults])
 def test_no_recipe_divides_a_kl_by_a_groups_deviation(name: str) -> None:
     config = from_dict({"algorithm": name})
-    assert not (config.advantage.group_std and config.kl.place == "reward"), name
+    assert not (config.advantage.group_std and config.kl.apply_to == "reward"), name
 
 
 def test_grpo_has_the_kl_in_the_loss() -> None:
     """arXiv:2402.03300, eq. 3."""
     config = from_dict({"algorithm": "grpo"})
-    assert (config.kl.place, config.advantage.kind, config.advantage.group_std) == ("loss", "group", True)
+    assert (config.kl.apply_to, config.advantage.estimator, config.advantage.group_std) == ("loss", "grpo", True)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "remax", "reinforce_pp"])
@@ -367,7 +367,7 @@ def test_without_a_reference_there_is_no_kl_to_it(algorithm: str) -> None:
     """Not a 0: also with a lag, and with log-probs from before the update or without."""
     aged = dataclasses.replace(rollout(0, 1.0, "stop"), turns=(Turn((9,)), Turn((1, 4), (-1.8, -1.8), True, -1)))
     for updates in (1, 2):
-        config = from_dict({"algorithm": algorithm, "kl": {"place": "none"}, "run": {"num_update": updates}})
+        config = from_dict({"algorithm": algorithm, "kl": {"apply_to": "none"}, "run": {"num_update": updates}})
         flow: Any = Given(config, [aged, rollout(0, 0.0, "stop")])
         metrics = make_controller(config).step(flow, [Prompt("0", ())]).metrics
         assert "actor/grad_norm" in metrics or "actor/ppo_kl" in metrics

@@ -135,10 +135,10 @@ class Spoilt(TableFlow):
 
 @pytest.mark.parametrize("who", ["policy", "others"])
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-@pytest.mark.parametrize("place", ["reward", "loss"])
-def test_the_others_are_trained_on_and_no_mean_is_spoilt(algorithm: str, who: str, place: str) -> None:
+@pytest.mark.parametrize("apply_to", ["reward", "loss"])
+def test_the_others_are_trained_on_and_no_mean_is_spoilt(algorithm: str, who: str, apply_to: str) -> None:
     """Advantages are whitened, KLs are averaged, and a controller steers by that."""
-    settings: dict[str, Any] = {"algorithm": algorithm, "kl": {"place": place, "target": 0.1}}
+    settings: dict[str, Any] = {"algorithm": algorithm, "kl": {"apply_to": apply_to, "target": 0.1}}
     config = from_dict({**settings, "run": {"num_update": 2}, "rollout": {"samples_per_prompt": 4}})
     flow = Spoilt(config, who)
     result = make_controller(config).step(flow, [Prompt(f"p{i}", ()) for i in range(4)])  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "lab_sign.py").write_text("\n".join(line.removeprefix("    ") for line in example.splitlines()))
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        config = from_dict({"algorithm": "lab_sign:SignController", "kl": {"place": "none"}})
+        config = from_dict({"algorithm": "lab_sign:SignController", "kl": {"apply_to": "none"}})
         controller, flow = make_controller(config), TableFlow(config)
         given: Any = [Prompt(id=str(i), messages=()) for i in range(8)]
         means = [float(controller.step(flow, given).rollouts.reward.mean()) for _ in range(40)]  # type: ignore

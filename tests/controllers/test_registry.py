@@ -41,7 +41,7 @@ def test_what_ours_declare() -> None:
     assert declared("ppo") == Requirements(
         "ppo", "prompts", (*reference, "critic", "reward"), ("actor", "critic"), is_off_policy=True
     )
-    grpo = declared("grpo", kl={"place": "none"})
+    grpo = declared("grpo", kl={"apply_to": "none"})
     assert grpo.roles == ("rollout", "actor", "reward") and grpo.is_group_relative and grpo.is_off_policy
     assert grpo.has_rollout and grpo.main_role == "actor" and not grpo.has_scalar_head
     assert declared("sft") == Requirements("sft", "conversations", ("actor",), ("actor",))
@@ -91,7 +91,7 @@ def test_entries_are_those_of_the_group() -> None:
         ("lab_controllers:Mine", "import sys; sys.exit(3)", r"cannot import lab_controllers of .*SystemExit: 3$"),
         ("lab_controllers:Mine", "", r"lab_controllers has no 'Mine'; it has Controller, SFTController$"),
         ("lab_controllers:Mine", "Mine = 3", r"Mine is a int, not a Controller: derive it from megarl\.controllers"),
-        ("lab_controllers:Mine", "class Mine: ...", r"Mine is another class, and no Controller"),
+        ("lab_controllers:Mine", "class Mine: ...", r"Mine is another class, not a Controller"),
         ("lab_controllers:Mine", "class Mine(Controller): ...", r"Mine lacks load_items, roles, step, which every"),
         (
             "lab_controllers:Mine",

@@ -20,7 +20,7 @@ from megarl.types import Prompt, Rollouts  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-CONFIG = from_dict({"algorithm": "remax", "kl": {"place": "none"}})
+CONFIG = from_dict({"algorithm": "remax", "kl": {"apply_to": "none"}})
 
 
 def test_the_greedy_answer_is_the_baseline() -> None:

@@ -73,7 +73,7 @@ class AgedFlow(TableFlow):
 
 
 def config_of(correction: dict[str, Any], algorithm: str = "grpo", **run: int) -> Config:
-    tree = {"algorithm": algorithm, "kl": {"place": "none"}, "run": {"num_update": 2, "ppo_epochs": 2} | run}
+    tree = {"algorithm": algorithm, "kl": {"apply_to": "none"}, "run": {"num_update": 2, "ppo_epochs": 2} | run}
     return from_dict(tree | {"rollout": {"samples_per_prompt": 8}, "correction": correction})
 
 
@@ -173,7 +173,7 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
     found = {}
     for estimator in ("k2", "k3_unbiased"):
         config = from_dict(
-            {"correction": {"kind": "tis"}, "kl": {"place": "loss", "estimator": estimator}, "algorithm": "grpo"}
+            {"correction": {"kind": "tis"}, "kl": {"apply_to": "loss", "estimator": estimator}, "algorithm": "grpo"}
         )
         flow, _, batch = aged_batch(config)
         policy = compute_old_logprobs(flow, batch).wait()
@@ -238,7 +238,7 @@ def test_where_all_are_rejected_nothing_is_learned() -> None:
 
 def test_a_bypass_asks_the_trainer_each_so_many_steps_only() -> None:
     tree = {"correction": {"proximal": "engine"}, "rollout": {"verify_weights_every": 3, "samples_per_prompt": 8}}
-    config = from_dict(tree | {"algorithm": "grpo", "kl": {"place": "none"}})
+    config = from_dict(tree | {"algorithm": "grpo", "kl": {"apply_to": "none"}})
     flow: Any = AgedFlow(config)
     controller = make_controller(config)
     asked, said = [], []
@@ -259,9 +259,9 @@ def test_what_each_kind_is_by_default() -> None:
         "mis": "sequence",
         "reject": "geometric",
     }
-    assert [found.resolved_proximal for found in kinds.values()] == ["trainer", "trainer", "trainer", "drawn"]
+    assert [found.resolved_proximal for found in kinds.values()] == ["trainer", "trainer", "trainer", "behavior"]
     assert [found.has_weights for found in kinds.values()] == [True, True, True, False]
-    assert from_dict({}).correction.resolved_proximal == "drawn"
+    assert from_dict({}).correction.resolved_proximal == "behavior"
     assert from_dict({"correction": {"kind": "tis", "low": 0.25}}).correction.bounds == (0.25, 2.0)
 
 
@@ -272,7 +272,11 @@ def test_what_each_kind_is_by_default() -> None:
         ({"kind": "tis", "high": 0.5}, "grpo", "correction.low=0 and correction.high=0.5 must have 1"),
         ({"kind": "icepop", "level": "sequence"}, "grpo", "that is correction.kind=mis"),
         ({"kind": "mis", "level": "token"}, "ppo", "that is correction.kind=icepop"),
-        ({"kind": "tis", "proximal": "drawn"}, "grpo", "which with correction.proximal=drawn is in the ratio of the"),
+        (
+            {"kind": "tis", "proximal": "behavior"},
+            "grpo",
+            "which with correction.proximal=behavior is in the ratio of the",
+        ),
         ({"kind": "tis", "proximal": "engine"}, "grpo", "with correction.proximal=engine is in the ratio of the loss"),
         ({"kind": "reject", "proximal": "engine"}, "grpo", "set it to drawn"),
         ({"kind": "tis"}, "sft", "correction.kind=tis with algorithm=sft: it does not generate"),

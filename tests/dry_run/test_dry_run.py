@@ -147,16 +147,16 @@ def test_lora_is_planned(plan) -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["parallel.world_size=6", "parallel.pp=4"], r"=6 is not a multiple of tp x pp .* nearest that are: 8"),
+        (["parallel.world_size=6", "parallel.pp=4"], r"=6 is not a multiple of tp x pp .* nearest valid sizes: 8"),
         (["parallel.ep=3"], r"parallel.ep=3 does not divide the 4 ranks.*possible: 1, 2, 4"),
         (["parallel.ep=2", "parallel.etp=4"], r"parallel.ep=2 does not divide .* beside etp=4; possible: 1"),
-        (["parallel.cp=3"], r"=4 is not a multiple of tp x cp x pp .* nearest that are: "),
+        (["parallel.cp=3"], r"=4 is not a multiple of tp x cp x pp .* nearest valid sizes: "),
         (["critic.parallel={tp: 4}"], r"the critic: .*num_key_value_heads=2 does not divide by tensor parallel size 4"),
         (["critic.parallel={cp: 3}"], r"the critic: critic.parallel.world_size=4 is not a multiple of tp x cp x pp"),
         (["critic.parallel={tpp: 2}"], r"unknown key critic.parallel.tpp; did you mean critic.parallel.tp"),
-        (["critic.parallel={world_size: 2}"], r"critic.parallel.world_size: the critic's ranks are those of pl"),
+        (["critic.parallel={world_size: 2}"], r"critic.parallel.world_size: placement.critic sets"),
         (["train.ddp={overlap_grad_reduc: true}"], r"did you mean overlap_grad_reduce"),
-        (["train.ddp={overlap_param_gather: true}"], r"overlap_param_gather cannot be set: weights must be whole"),
+        (["train.ddp={overlap_param_gather: true}"], r"overlap_param_gather cannot be set: weights must be complete"),
         (["parallel.vpp=2"], r"parallel.vpp=2 needs at least 3 pipeline stages"),
         (["parallel.world_size=16", "parallel.ep=16", "parallel.tp=1"], r"ep=16 does not divide the model's 8 experts"),
         (["parallel.tp=4"], r"num_key_value_heads=2 does not divide by tensor parallel size 4; sizes that do: 1, 2"),
@@ -172,7 +172,10 @@ def test_lora_is_planned(plan) -> None:
         (["run.num_update=65"], r"cuts a batch of 64 sequences in 65 mini-batches"),
         (["algorithm=grpo", "rollout.samples_per_prompt=1"], r"every advantage is 0; set it to 2 or more"),
         (["algorithm=grpo", "rollout.temperature=0"], r"every advantage is 0; set it above 0"),
-        (["kl.place=loss", "kl.estimator=k1"], r"kl.estimator=k1 with kl.place=loss.*set kl.estimator to null, or kl."),
+        (
+            ["kl.apply_to=loss", "kl.estimator=k1"],
+            r"kl.estimator=k1 with kl.apply_to=loss.*set kl.estimator to null, or kl.",
+        ),
         (["rollout.temperature=1e-5"], r"rollout.temperature=1e-05 is neither 0, which is greedy, nor at least 0.001"),
         (["actor_optimizer.min_lr=1"], r"actor_optimizer.min_lr=1 is above actor_optimizer.lr=1e-06"),
         (["critic.optimizer.lr=0", "critic.optimizer.min_lr=1e-9"], r"critic.optimizer.min_lr=1e-09 is above"),
@@ -195,7 +198,7 @@ def test_lora_is_planned(plan) -> None:
             ["train.replay_routing=true", "rollout.replay=/"],
             r"rollout.replay=/ has no folder rollouts; name a run with track.save_rollouts=true",
         ),
-        (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot be told what to choose"),
+        (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot replay routing"),
         (
             ["train.replay_routing=true", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
             r"=sinkhorn is incompatible with train.replay_routing",
@@ -213,12 +216,12 @@ def test_lora_is_planned(plan) -> None:
         (["model.megatron.num_layers=2"], r"num_layers cannot be set: the model's config.json decides it"),
         (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
         (["model.megatron.q_lora_rank=3"], r"q_lora_rank cannot be set: the model's config.json decides it"),
-        (["model.megatron={fp8: hybrid, fp8_recipe: delayed}"], r"Engine 2 does not know; take tensorwise"),
+        (["model.megatron={fp8: hybrid, fp8_recipe: delayed}"], r"Engine 2 does not accept; use tensorwise"),
         (["model.megatron.cache_mla_latents=true"], r"latents is not a field of Megatron's TransformerConfig"),
         (["model.megatron.bf16=true"], r"model.megatron.bf16 has its own key: set model.dtype"),
         (["model.megatron.context_parallel_size=2"], r"has its own key: set parallel.cp"),
-        (["rollout.sglang.moe_runner_backend=flashinfer_cutlass"], r"has \[up; gate\]; take one of triton, deep_gemm"),
-        (["rollout.sglang.init_expert_location=/experts.json"], r"experts must be where their numbers say"),
+        (["rollout.sglang.moe_runner_backend=flashinfer_cutlass"], r"has \[up; gate\]; use one of triton, deep_gemm"),
+        (["rollout.sglang.init_expert_location=/experts.json"], r"experts must be at their index"),
         (["rollout.tool_call_parser=qwen26"], r"qwen26 is not a parser of SGLang; did you mean qwen25"),
         (["rollout.sglang.max_total_tokens=100"], r"less than one conversation of rollout.max_context="),
         (["rollout.sglang.mem_fraction=0.5"], r"mem_fraction is not a field of SGLang's.*did you mean mem_fr"),
@@ -238,7 +241,7 @@ def test_lora_is_planned(plan) -> None:
         ),
         (["model.hf_config=/nowhere/config.json"], r"no model folder or config.json at /nowhere/config.json"),
         (["model.hf_config=''"], r"model.path is not set"),
-        (["model.hf_config=''", "model.path=/nowhere"], r"model.path=/nowhere: there is no such folder"),
+        (["model.hf_config=''", "model.path=/nowhere"], r"model.path=/nowhere: no such folder"),
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(plan, overrides: list[str], message: str) -> None:
@@ -247,13 +250,13 @@ def test_a_mistake_is_named_with_its_remedy(plan, overrides: list[str], message:
     assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
     with pytest.raises(ConfigError, match=message):
         report.raise_errors()
-    assert "fits together" not in render(report)
+    assert "is valid" not in render(report)
 
 
 @pytest.mark.parametrize(
     "hf, overrides, message",
     [
-        (MOE | {"architectures": ["GPT2LMHeadModel"]}, [], r"no table for the architecture GPT2LMHeadModel"),
+        (MOE | {"architectures": ["GPT2LMHeadModel"]}, [], r"no model family for the architecture GPT2LMHeadModel"),
         (DENSE, [], r"parallel.ep=2, but Qwen2ForCausalLM has no experts; set it to 1"),
         (DENSE, ["parallel.ep=1", "rollout.tp=2", "rollout.ep=2"], r"rollout.ep=2, but the model has no experts"),
         (DENSE | {"intermediate_size": 98}, ["parallel.ep=1", "rollout.tp=4"], r"would cut.*diate_size=98 in 4"),
@@ -301,7 +304,7 @@ def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> 
 
 
 def test_every_mistake_is_told_at_once(plan) -> None:
-    report = plan("rollout.tp=3", "kl.place=loss", "kl.estimator=k1", "data.train=''")
+    report = plan("rollout.tp=3", "kl.apply_to=loss", "kl.estimator=k1", "data.train=''")
     assert len(report.errors) == 3
     with pytest.raises(ConfigError, match=r"rollout.tp=3.*; and .*k1.*; and .*data.train"):
         report.raise_errors()
@@ -335,7 +338,7 @@ def test_every_mistake_is_told_at_once(plan) -> None:
             "3 pairs do not divide evenly into 1 mini-batches on 2",
         ),
         (["algorithm=sft", "reward.model=/x"], "reward.model is set, but sft has no rollouts to score"),
-        (["algorithm=sft", "run.ppo_epochs=2", "run.num_update=2"], "passes over the data are steps: run.num_rollout"),
+        (["algorithm=sft", "run.ppo_epochs=2", "run.num_update=2"], "passes over the data follow from run.num_rollout"),
         (
             ["data.train=[nowhere.jsonl,train.parquet]", "data.mixture_weights=[1,2]"],
             "data.train=train.parquet not found",
@@ -356,11 +359,11 @@ def test_a_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Other than a dry run: the weights, the tokenizer and the data must be there."""
     folder = tmp_path / "model"
     overrides = [f"model.path={folder}", "data.train=nowhere.jsonl"]
-    for missing in ("there is no such folder", "no config.json", r"no \*.safetensors", "no tokenizer"):
+    for missing in ("no such folder", "no config.json", r"no \*.safetensors", "no tokenizer"):
         errors = plan(*overrides, dry_run=False).errors
         assert errors[0] == "data.train=nowhere.jsonl: no such file"
         assert re.search(missing, errors[1]), errors
-        if missing == "there is no such folder":
+        if missing == "no such folder":
             folder.mkdir()
         elif missing == "no config.json":
             (folder / "config.json").write_text(json.dumps(MOE))
@@ -421,7 +424,7 @@ def test_a_reward_model_must_have_a_head_and_the_policys_tokens(plan, tmp_path: 
     text = render(report)
     assert "reward model weights" in text and "reward model activations" in text and "reward model optim" not in text
     errors = plan(f"model.path={policy}", "reward.model=/nowhere", dry_run=False).errors
-    assert len(errors) == 1 and "reward.model=/nowhere: there is no such folder" in errors[0]
+    assert len(errors) == 1 and "reward.model=/nowhere: no such folder" in errors[0]
     # A classifier is no policy, but a reward model may start from one.
     errors = plan(f"model.path={good}", dry_run=False).errors
     assert len(errors) == 1 and "is a classifier, Qwen3MoeForSequenceClassification" in errors[0]
@@ -459,7 +462,7 @@ def test_a_teacher_is_planned(plan, lab: None) -> None:
     """Of the same model: its weights alone, on ranks of its own or beside the others."""
     distilled = ["algorithm=dry_lab:Distilled", "roles={teacher: {model: /big}}"]
     beside, without = plan(*distilled), plan("algorithm=grpo")
-    assert beside.ok and "roles.teacher.model=/big is not here; planned as if" in beside.warnings[0], beside
+    assert beside.ok and "roles.teacher.model=/big not found; planned as if" in beside.warnings[0], beside
     assert dict(beside.facts["model"])["teacher"] == dict(beside.facts["model"])["parameters"].partition(",")[0]
     states, before = beside.memory[0].states, without.memory[0].states
     assert states == before | {"teacher weights": before["actor weights"]}
@@ -524,8 +527,8 @@ def test_a_teacher_must_read_the_policys_tokens(plan, lab: None, tmp_path: Path)
     assert report.ok, report.errors
     for roles, message in (
         ("{}", "roles.teacher.model is not set; it must name the HF folder of the teacher"),
-        ("{teacher: {model: /nowhere}}", "roles.teacher.model=/nowhere: there is no such folder"),
-        ("{teacher: {model: /x, backend: sglang}}", "roles.teacher.backend=sglang: there is no such backend"),
+        ("{teacher: {model: /nowhere}}", "roles.teacher.model=/nowhere: no such folder"),
+        ("{teacher: {model: /x, backend: sglang}}", "roles.teacher.backend=sglang: no such backend"),
     ):
         errors = plan(*distilled, f"roles={roles}", dry_run=False).errors
         assert len(errors) == 1 and message in errors[0], errors
@@ -537,13 +540,13 @@ def test_a_model_of_a_forks_own_role_is_looked_at(plan, lab: None, tmp_path: Pat
     judged = ["algorithm=dry_lab:Judged", f"model.path={policy}"]
     assert plan(*judged, dry_run=False).ok  # it needs none
     errors = plan(*judged, "roles={judge: {model: /nowhere}}", dry_run=False).errors
-    assert len(errors) == 1 and "roles.judge.model=/nowhere: there is no such folder" in errors[0]
+    assert len(errors) == 1 and "roles.judge.model=/nowhere: no such folder" in errors[0]
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
     (other / "model.safetensors").touch()
     errors = plan(*judged, f"roles={{judge: {{model: {other}}}}}", dry_run=False).errors
-    assert len(errors) == 1 and "no table for the architecture BertForMaskedLM" in errors[0]
+    assert len(errors) == 1 and "no model family for the architecture BertForMaskedLM" in errors[0]
     assert plan(*judged, f"roles={{judge: {{model: {other}, backend: mine}}}}", dry_run=False).ok
     report = plan("roles={teacher: {model: /x}}")
     assert report.ok and report.warnings == ["roles.teacher is set, but ppo has no teacher"]
@@ -556,7 +559,7 @@ def test_any_classifier_may_judge(plan, tmp_path: Path) -> None:
     bert = {"architectures": ["BertForSequenceClassification"], "num_hidden_layers": 1, "hidden_size": 8}
     bert |= {"intermediate_size": 16, "max_position_embeddings": 512, "id2label": {"0": "bad", "1": "good"}}
     missing = {
-        "there is no such folder": folder.mkdir,
+        "no such folder": folder.mkdir,
         "no config.json": lambda: (folder / "config.json").write_text(json.dumps(bert)),
         r"no \*.safetensors files": lambda: save_file({"w": torch.zeros(3, 4), "b": torch.zeros(5)}, weights),
         "has 2 labels, and a score is one number": lambda: (folder / "config.json").write_text(json.dumps(single)),
@@ -597,10 +600,10 @@ def test_a_reward_model_may_have_a_layout_of_its_own(plan) -> None:
     "roles, overrides, message",
     [
         ("{backend: http}", [], "roles.reward.options.url is not set"),
-        ("{backend: http, options: {url: judge}}", [], "'judge' is no address"),
+        ("{backend: http, options: {url: judge}}", [], "'judge' is not a URL"),
         ("{backend: [http, judge]}", [], r"roles.reward.backend=\[http, judge\]: name one of http and judge"),
         ("{backend: [pool, megatron]}", [], "name one of pool and megatron, and http or judge beside it"),
-        ("{backend: [grpc, http]}", [], "roles.reward.backend=grpc: there is no such backend"),
+        ("{backend: [grpc, http]}", [], "roles.reward.backend=grpc: no such backend"),
         ("{backend: [transformers, http], options: {label: x}}", ["reward.model=/x"], "options.url is not set"),
         (
             "{backend: [transformers, http], options: {url: http://a/b, labels: 1}}",
@@ -679,7 +682,7 @@ def test_recipes_are_sound(recipe: Path, tmp_path: Path) -> None:
     config: Config = from_dict(tree)
     report = validate(config, dry_run=True)
     assert report.ok, report.errors
-    assert all("is not here; it must be" in line for line in report.warnings), report.warnings
+    assert all("not found; it must exist" in line for line in report.warnings), report.warnings
     assert "the configuration is valid" in render(report)
 
 

@@ -41,9 +41,9 @@ OPTIONS: dict[str, dict[str, float]] = {
 
 
 def configured(layout: dict[str, int], policy: str, mean: str) -> Config:
-    loss = {"policy": policy, "mean": mean, "length": 11, "options": OPTIONS.get(policy, {})}
+    loss = {"policy_loss": policy, "agg_mode": mean, "scale_factor": 11, "options": OPTIONS.get(policy, {})}
     optimizer = {"lr": 1e-4, "max_grad_norm": 0.0, "schedule": "constant", "warmup_fraction": 0.0}
-    return tiny.config(**layout, loss=loss, actor_optimizer=optimizer, kl={"place": "loss"})
+    return tiny.config(**layout, loss=loss, actor_optimizer=optimizer, kl={"apply_to": "loss"})
 
 
 def batches(logprobs: torch.Tensor) -> dict[str, TrainBatch]:
@@ -69,11 +69,15 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
     logprobs, entropy = reference.policy(trainer.model, tiny.batch())
     truth = ModelOutput(logprobs=logprobs, entropy=entropy.detach())
     params = dict(trainer.model.named_parameters())
-    model = MegatronModel(tiny.HF[FAMILY], configured(layout, "ppo", "token"), RANKS, "actor", total_updates=100)
+    model = MegatronModel(tiny.HF[FAMILY], configured(layout, "ppo", "token-mean"), RANKS, "actor", total_updates=100)
     results = {}
-    cases = [(name, mean, "") for name in POLICY_LOSSES for mean in ("token", "sequence", "constant")]
-    cases += [(name, "token", "stale") for name, loss in POLICY_LOSSES.items() if loss.mark is None]
-    cases.append(("ppo", "token", "single"))
+    cases = [
+        (name, mean, "")
+        for name in POLICY_LOSSES
+        for mean in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    ]
+    cases += [(name, "token-mean", "stale") for name, loss in POLICY_LOSSES.items() if loss.mark is None]
+    cases.append(("ppo", "token-mean", "single"))
     seen: dict[tuple[str, str], dict[str, float]] = {}
     for name, mean, kind in cases:
         config = configured(layout, name, mean)

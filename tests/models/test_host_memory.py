@@ -28,7 +28,7 @@ def of(batch: BatchSize, routing: RoutingShape | None = None, **sections: Any) -
 
 def test_columns_of_each_algorithm() -> None:
     """Ids, mask, two log-probs and advantages; the reference's; values, rewards and returns; lags and weights."""
-    alone = {"algorithm": "grpo", "kl": {"place": "none"}}
+    alone = {"algorithm": "grpo", "kl": {"apply_to": "none"}}
     corrected = {"correction": {"kind": "tis"}}
     kinds = [alone, {"algorithm": "grpo"}, {"algorithm": "ppo"}, alone | corrected]
     kinds.append(alone | corrected | {"rollout": {"oversample": 1.5}})

@@ -400,7 +400,7 @@ def test_a_critic_in_a_layout_of_its_own() -> None:
 def test_what_a_run_without_rollouts_needs() -> None:
     sft = planned(QWEN2, config_of(algorithm="sft"))[0]
     assert sft.generation == {} and sft.push == {} and sft.host == {}
-    grpo = planned(QWEN2, config_of(algorithm="grpo", kl={"place": "none"}))[0]
+    grpo = planned(QWEN2, config_of(algorithm="grpo", kl={"apply_to": "none"}))[0]
     assert grpo.generation["engine weights"] == sum(param_count(QWEN2).values()) * 2
     assert grpo.host == {}
     trained = planned(QWEN2, config_of(algorithm="reward_model", model={"dtype": "float32"}))[0]

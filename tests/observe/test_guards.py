@@ -44,14 +44,12 @@ def test_going_back_is_counted_and_the_third_in_a_row_ends_the_run() -> None:
     assert [found["guards/rollbacks"] for found in counts] == [1, 2, 2, 3, 4]
     said.guards.raise_if_stopped()  # two in a row, twice
     assert len(said.alarms) == 4
-    assert said.alarms[0].startswith("step 1: actor/ppo_kl 0.31 is above guards.ppo_kl=0.05: the policy is what it was")
+    assert said.alarms[0].startswith("step 1: actor/ppo_kl 0.31 is above guards.ppo_kl=0.05: rolled the policy back")
     assert "once in this run" in said.alarms[0] and "4 times" in said.alarms[3]
     assert "lower actor_optimizer.lr" in said.alarms[0]
     resumed = said.resumed(ppo_kl=0.05)
     assert resumed.guards.check(6, back) == {"guards/rollbacks": 5}
-    with pytest.raises(
-        ConfigError, match=r"^step 6: .* 3 steps in a row have ended in going back.*actor_optimizer\.lr"
-    ):
+    with pytest.raises(ConfigError, match=r"^step 6: .* 3 consecutive steps were rolled back.*actor_optimizer\.lr"):
         resumed.guards.raise_if_stopped()
 
 
@@ -124,8 +122,8 @@ def test_guards_of_what_is_not_there() -> None:
         return warnings
 
     assert check(config(guards={"kl": 1.0})) == []
-    with pytest.raises(ConfigError, match=r"guards\.kl is set, but .* kl\.place=none has no reference"):
-        check(config(guards={"kl": 1.0}, kl={"place": "none"}))
+    with pytest.raises(ConfigError, match=r"guards\.kl is set, but .* kl\.apply_to=none has no reference"):
+        check(config(guards={"kl": 1.0}, kl={"apply_to": "none"}))
     with pytest.raises(ConfigError, match=r"guards\.ppo_kl is set, but algorithm=sft has no actor/ppo_kl"):
         check(config("sft", guards={"ppo_kl": 0.05}))
     (warning,) = check(config(guards={"ppo_kl": 0.05}))

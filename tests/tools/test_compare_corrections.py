@@ -49,13 +49,13 @@ def test_the_table_is_of_means_and_of_runs_that_are_done_once(
     host = SimpleNamespace(path="socket", close=lambda: None)
     monkeypatch.setattr(compare_corrections, "start_host", lambda config, threads: host)
     monkeypatch.setattr(trials.subprocess, "run", run)
-    arguments = [str(folder), "--only", "drawn,tis", "--steps", "2", "--seeds", "2", "--staleness", "3"]
+    arguments = [str(folder), "--only", "behavior,tis", "--steps", "2", "--seeds", "2", "--staleness", "3"]
     tables = []
     for _ in range(2):
         assert compare_corrections.main(arguments) == 0
         tables.append(capsys.readouterr().out.splitlines())
     assert asked == [("1", "3", ""), ("2", "3", ""), ("1", "3", "tis"), ("2", "3", "tis")]
-    assert tables[0] == tables[1] and [line.split(",")[0] for line in tables[0][1:]] == ["drawn", "tis"]
+    assert tables[0] == tables[1] and [line.split(",")[0] for line in tables[0][1:]] == ["behavior", "tis"]
     assert tables[0][1].split()[3:6] == ["0.7", "0.25", "1.5"]
 
 

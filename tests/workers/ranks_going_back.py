@@ -42,7 +42,7 @@ CONFIG = from_dict(
         "actor_optimizer": {"lr": 1e-4, "schedule": "linear", "warmup_fraction": 0.25, "eps": 1e-6},
         "train": {"max_tokens_per_gpu": 48},
         "guards": {"ppo_kl": 0.05, "oom_retry": True},
-        "kl": {"place": "none"},
+        "kl": {"apply_to": "none"},
     }
 )
 

@@ -27,7 +27,7 @@ run: {num_rollout: 4, save_every: 1, keep_checkpoints: 3, num_update: 1, ppo_epo
 model: {dtype: float32}
 data: {prompts_per_step: 4}
 rollout: {samples_per_prompt: 4, max_context: 256, max_new_tokens: 64, max_turns: 1}
-kl: {place: none}
+kl: {apply_to: none}
 actor_optimizer: {lr: 0.01, warmup_fraction: 0.0}
 reward: {functions: ["faults.played:even"], processes: 1}
 track: {progress: false, trackers: []}
