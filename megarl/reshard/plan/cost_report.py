@@ -180,20 +180,8 @@ def build_report(build_plan: Callable[[], ReshardPlan]) -> CostReport:
         num_bytes += int(messages.nbytes[received].sum())
         node_in = total[:, rank // ranks_per_node]
         np.add.at(node_in, messages.peer[received] // ranks_per_node, messages.nbytes[received])
-    return CostReport(
-        plan=plan,
-        plan_seconds=max(seconds),
-        all_ranks_seconds=all_seconds,
-        num_messages=num_messages,
-        message_bytes=num_bytes,
-        network_out=network_out,
-        network_in=network_in,
-        inside_out=inside_out,
-        inside_in=inside_in,
-        staged_out=staged_out,
-        staged_in=staged_in,
-        node_matrix=total,
-    )
+    arrays = network_out, network_in, inside_out, inside_in, staged_out, staged_in
+    return CostReport(plan, max(seconds), all_seconds, num_messages, num_bytes, *arrays, node_matrix=total)
 
 
 def compute_metrics(report: CostReport, bound: Bound, links: LinkSpeeds) -> dict[str, Any]:
