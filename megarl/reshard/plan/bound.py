@@ -236,14 +236,14 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
         if engine.slot_of(param) is None:
             continue
         first = train.stage_of(param) * train.stage_ranks
-        owns = np.array([train.has_param(first + rank, param, experts) for rank in range(train.stage_ranks)])
-        wants = np.array([bool(engine.expert_indices(rank, param, experts)) for rank in range(engine.tp)])
-        key = (_param_signature(param, engine), owns.tobytes(), wants.tobytes())
-        by_signature[key] = (param, owns, wants, by_signature[key][3] + 1 if key in by_signature else 1)
+        is_holder = np.array([train.has_param(first + rank, param, experts) for rank in range(train.stage_ranks)])
+        is_receiver = np.array([bool(engine.expert_indices(rank, param, experts)) for rank in range(engine.tp)])
+        key = (_param_signature(param, engine), is_holder.tobytes(), is_receiver.tobytes())
+        by_signature[key] = (param, is_holder, is_receiver, by_signature[key][3] + 1 if key in by_signature else 1)
     columns = []
-    for param, owns, wants, count in by_signature.values():
-        holds = [train.slices_of_rank(rank, param) if owned else [] for rank, owned in enumerate(owns)]
-        needs = [engine.slices_of_rank(rank, param) if is_needed else [] for rank, is_needed in enumerate(wants)]
+    for param, is_holder, is_receiver, count in by_signature.values():
+        holds = [train.slices_of_rank(rank, param) if holds_any else [] for rank, holds_any in enumerate(is_holder)]
+        needs = [engine.slices_of_rank(rank, param) if needs_any else [] for rank, needs_any in enumerate(is_receiver)]
         is_fp8 = wire == "fp8" and is_quantised(param)
         for source, tensor in enumerate(param.hf):
             shape = (*tensor.shape, 1)[:2]
@@ -361,8 +361,8 @@ class TransferJobs:
         if not self.bytes:
             return Busiest(0.0, 0.0, (), np.zeros(world))
         members = [
-            begin + np.flatnonzero(np.unpackbits(np.frombuffer(able, np.uint8), count=width))
-            for _, begin, width, able in self.bytes
+            begin + np.flatnonzero(np.unpackbits(np.frombuffer(candidates, np.uint8), count=width))
+            for _, begin, width, candidates in self.bytes
         ]
         weight = np.array(list(self.bytes.values()), np.float64)
         network = np.array([over_network for over_network, *_ in self.bytes])

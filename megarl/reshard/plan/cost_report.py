@@ -348,10 +348,10 @@ def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds,
     """Return the HTML page. sentences: paragraphs at its top, in order."""
     has_several_nodes = len(report.node_matrix) > 1
     sent, received = report.network_out.sum(0), report.network_in.sum(0)
-    scope, least_out, least_in = "over the network", bound.nic_send, bound.nic_recv
+    scope, bound_out, bound_in = "over the network", bound.nic_send, bound.nic_recv
     if not has_several_nodes:
         sent, received = report.inside_out.sum(0), report.inside_in.sum(0)
-        scope, least_out, least_in = "", bound.send, bound.recv
+        scope, bound_out, bound_in = "", bound.send, bound.recv
     seconds = report.round_seconds(links) * 1e3
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>",
@@ -363,8 +363,8 @@ def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds,
         f"<h2>Each GPU's bytes {scope}</h2>",
         "<p class='note'>GPUs in order, the stages behind one another. Dashed: the least that is possible for the "
         "busiest one; dotted: the mean.</p>",
-        _render_chart(sent, least_out, f"sent {scope}", NETWORK_COLOUR, _stage_marks(report)),
-        _render_chart(received, least_in, f"received {scope}", NETWORK_COLOUR, _stage_marks(report)),
+        _render_chart(sent, bound_out, f"sent {scope}", NETWORK_COLOUR, _stage_marks(report)),
+        _render_chart(received, bound_in, f"received {scope}", NETWORK_COLOUR, _stage_marks(report)),
         "<h2>The busiest GPUs</h2>",
         _render_busiest(report),
         "<h2>Rounds</h2>",

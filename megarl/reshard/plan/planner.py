@@ -166,13 +166,13 @@ class ReshardPlan:
             if (size + whole).max() <= capacity:
                 pending += present
                 continue
-            room = capacity - cut
-            if room.min() <= 0:
+            available = capacity - cut
+            if available.min() <= 0:
                 raise ConfigError(
                     f"a bucket of {self.bucket_bytes} bytes (rollout.weight_sync_bucket_mb) is too small to move this "
                     f"model in rounds: at least {2 * int(cut.max()) + 2 * ALIGN} are needed"
                 )
-            parts = int(np.ceil(size / room).max())
+            parts = int(np.ceil(size / available).max())
             blocks.append(RoundBlock(parts, parts + int(any(forwards[group] for group in index)), tuple(present)))
         flush()
         return self._overlap_blocks(blocks, sizes, overheads, forwarded)
@@ -297,8 +297,8 @@ class RankPlan:
         add(RECEIVE, entries.src[is_received], is_received)
         is_sent = entries.src == rank
         add(SEND, entries.dst[is_sent], is_sent)
-        is_forwarded_here = (entries.dst // ranks_per_node == node) & ~is_received & (entries.receivers >> bit & 1 == 1)
-        add(FORWARD_RECEIVE, entries.dst[is_forwarded_here], is_forwarded_here)
+        is_forwarded = (entries.dst // ranks_per_node == node) & ~is_received & (entries.receivers >> bit & 1 == 1)
+        add(FORWARD_RECEIVE, entries.dst[is_forwarded], is_forwarded)
         for other_bit in range(ranks_per_node):
             if other_bit != bit:
                 forwards = is_received & (entries.receivers >> other_bit & 1 == 1)

@@ -32,10 +32,10 @@ def assign_req_to_token_pool_cpu(
     pool_len: int,
 ) -> None:
     """Write `out_cache_loc`, laid end to end by request, into rows [start, end) of `req_to_token`. In place."""
-    taken = 0
+    offset = 0
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
-        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
-        taken += end - start
+        req_to_token[row, start:end] = out_cache_loc[offset : offset + end - start].to(req_to_token.dtype)
+        offset += end - start
 
 
 def _mix(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
