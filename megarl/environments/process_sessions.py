@@ -1,12 +1,11 @@
 """The rank's side of tools and environments: one session per conversation. User code is never imported into the rank.
 
-`ProcessPool` leases processes of one kind to one conversation at a time, and reuses them.
+`WorkerPool` leases processes of one kind to one conversation at a time, and reuses them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -21,90 +20,10 @@ from megarl.environments.error_log import ErrorLog, ToolCallStats
 from megarl.environments.protocol import EnvironmentInfo, SessionLost, ToolResult
 from megarl.environments.tools import find_argument_error
 from megarl.processes.children import NO_LIMITS, ProcessLimits
-from megarl.processes.worker_process import ForkServer, WorkerProcess, WorkerUnavailable
+from megarl.processes.worker_process import ForkServer, WorkerPool, WorkerProcess, WorkerUnavailable
 from megarl.types import Message, Prompt, RewardFailure, RewardResult
 from megarl.types.reward_values import RewardError, parse_reward
 from megarl.utils.text import replace_surrogates
-
-
-class ProcessPool:
-    """Pool of worker processes for one event loop.
-
-    Processes start only while someone waits, so that fast calls need few.
-
-    Args:
-        order: first order of each process, see `environment_process.py`
-        size: maximum number of processes
-        at_once: maximum number of processes starting concurrently
-    """
-
-    def __init__(self, nursery: ForkServer, order: Mapping[str, Any], size: float = math.inf, at_once: int = 1) -> None:
-        self._fork_server, self._order, self._max_processes, self._max_starting = nursery, order, size, at_once
-        self._idle: asyncio.Queue[WorkerProcess | WorkerUnavailable] = asyncio.LifoQueue()
-        self._processes: set[WorkerProcess] = set()
-        self._num_waiting = self._num_starting = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def acquire(self) -> WorkerProcess:
-        """Lease an idle process. Raises WorkerUnavailable if none can be started."""
-        while True:
-            self._num_waiting += 1
-            self._grow()
-            try:
-                process = await self._idle.get()
-            finally:
-                self._num_waiting -= 1
-            if isinstance(process, WorkerUnavailable):
-                raise process
-            if process.is_alive:
-                return process
-            self.kill(process)
-
-    def release(self, process: WorkerProcess) -> None:
-        self._idle.put_nowait(process)
-
-    def kill(self, process: WorkerProcess) -> None:
-        """Kill a process and all its children; a new one starts if someone waits."""
-        self._processes.discard(process)
-        process.end()
-        self._grow()
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for process in list(self._processes):
-            process.end()
-
-    def _grow(self) -> None:
-        while (
-            self._num_starting < self._max_starting
-            and self._num_waiting > self._idle.qsize() + self._num_starting
-            and len(self._processes) + self._num_starting < self._max_processes
-        ):
-            self._num_starting += 1
-            task = asyncio.create_task(self._start())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _start(self) -> None:
-        try:
-            try:
-                process = await self._fork_server.start_worker(self._order)
-            except WorkerUnavailable:  # retry once: the fork server itself may have been lost
-                process = await self._fork_server.start_worker(self._order)
-        except WorkerUnavailable as error:
-            self._num_starting -= 1
-            if self._num_waiting > self._idle.qsize():
-                self._idle.put_nowait(error)
-            return
-        except BaseException:
-            self._num_starting -= 1
-            raise
-        self._num_starting -= 1
-        self._processes.add(process)
-        self._idle.put_nowait(process)
-        self._grow()
-
 
 AGENT_PRELOAD = ("openai", "openai.resources.chat")
 """Modules that most agents import, which takes a second; preloaded once for all agent processes, if installed."""
@@ -135,10 +54,10 @@ class EnvironmentPool:
         settings = {"preload": AGENT_PRELOAD} if has_agents else {}
         self._fork_server = ForkServer(SERVE, settings, Path(os.devnull) if log is None else log, limits)
         specs = dict.fromkeys(tool.spec for tool in known.tools.values())
-        self._tool_processes = ProcessPool(self._fork_server, {"load": [[TOOLS_KEY, spec] for spec in specs]}, size)
+        self._tool_processes = WorkerPool(self._fork_server, {"load": [[TOOLS_KEY, spec] for spec in specs]}, size)
         cores = len(os.sched_getaffinity(0))
         self._environment_processes = {
-            name: ProcessPool(self._fork_server, {"load": [[ENVIRONMENTS_KEY, info.spec]]}, at_once=cores)
+            name: WorkerPool(self._fork_server, {"load": [[ENVIRONMENTS_KEY, info.spec]]}, max_starting=cores)
             for name, info in known.environments.items()
         }
         self._closing_tasks: set[asyncio.Task[None]] = set()
@@ -279,7 +198,7 @@ class EnvironmentPool:
 class _EnvironmentProcess:
     """An environment's object, in its leased process."""
 
-    def __init__(self, known: EnvironmentInfo, leases: ProcessPool, process: WorkerProcess) -> None:
+    def __init__(self, known: EnvironmentInfo, leases: WorkerPool, process: WorkerProcess) -> None:
         self.info, self.pool, self.process = known, leases, process
         self.lock = asyncio.Lock()
         self.lost_reason = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -216,3 +217,89 @@ class WorkerProcess:
         for response in self._pending.values():
             if not response.done():
                 response.set_exception(_WorkerExited())
+
+
+class WorkerPool:
+    """Worker processes of one kind, leased to callers in one event loop.
+
+    A process starts only while someone waits, so that fast calls need few. Only when no other can start does a process
+    serve several callers at a time.
+
+    order: first order of each process. size: maximum number of processes. max_starting: maximum number that start
+    concurrently. max_leases: maximum number of concurrent callers of a process.
+    """
+
+    def __init__(
+        self,
+        fork_server: ForkServer,
+        order: Mapping[str, Any],
+        size: float = math.inf,
+        max_starting: float = 1,
+        max_leases: int = 1,
+    ) -> None:
+        self._fork_server, self._order = fork_server, order
+        self._size, self._max_starting, self._max_leases = size, max_starting, max_leases
+        self._leases: dict[WorkerProcess, int] = {}  # number of callers; the process that was released last comes last
+        self._waiting: list[asyncio.Future[WorkerProcess]] = []
+        self._starting: set[asyncio.Task[None]] = set()
+
+    async def acquire(self) -> WorkerProcess:
+        """Lease a process. Raises WorkerUnavailable if none can be started."""
+        lease = asyncio.get_running_loop().create_future()
+        self._waiting.append(lease)
+        self._assign()
+        try:
+            return await lease
+        except asyncio.CancelledError:
+            if not lease.cancelled() and lease.exception() is None:
+                self.release(lease.result())
+            raise
+
+    def release(self, process: WorkerProcess) -> None:
+        if process in self._leases:
+            self._leases[process] = self._leases.pop(process) - 1
+        self._assign()
+
+    def kill(self, process: WorkerProcess) -> None:
+        """Kill a process and all its children; a new one starts if someone waits."""
+        self._leases.pop(process, None)
+        process.end()
+        self._assign()
+
+    def close(self) -> None:
+        for task in self._starting:
+            task.cancel()
+        for process in self._leases:
+            process.end()
+
+    def _assign(self) -> None:
+        """Lease processes to those who wait, and start more."""
+        self._leases = {process: count for process, count in self._leases.items() if process.is_alive}
+        self._waiting = [lease for lease in self._waiting if not lease.done()]
+        while self._waiting and (process := self._find_free()):
+            self._leases[process] += 1
+            self._waiting.pop(0).set_result(process)
+        while len(self._starting) < min(self._max_starting, len(self._waiting), self._size - len(self._leases)):
+            self._starting.add(asyncio.create_task(self._start()))
+
+    def _find_free(self) -> WorkerProcess | None:
+        """Return the process with the fewest callers, if it may have another one."""
+        process = min(reversed(self._leases), key=lambda process: self._leases[process], default=None)
+        if process is None or not self._leases[process]:
+            return process
+        can_start = self._starting or len(self._leases) < self._size
+        return None if can_start or self._leases[process] >= self._max_leases else process
+
+    async def _start(self) -> None:
+        try:
+            try:
+                process = await self._fork_server.start_worker(self._order)
+            except WorkerUnavailable:  # retry once: the fork server itself may have died
+                process = await self._fork_server.start_worker(self._order)
+            self._leases[process] = 0
+        except WorkerUnavailable as error:
+            if lease := next((lease for lease in self._waiting if not lease.done()), None):
+                lease.set_exception(error)
+        finally:
+            self._starting -= {asyncio.current_task()}
+        self._assign()

@@ -62,9 +62,9 @@ class JudgeOptions(HttpOptions):
     """The message template. Must have `{answer}`; may have `{question}`, `{ground_truth}`, and `{fence}`."""
     pattern: str = r"(?i)score:?[\s*]*(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group, or whole match without groups, is the score. The last match counts."""
-    least: float = 0.0
+    min_score: float = 0.0
     """Minimum score. A lower one fails the rollout."""
-    most: float = 10.0
+    max_score: float = 10.0
     """Maximum score. The reward is the score unchanged; scale it with `reward.weights`."""
     request: dict[str, Any] = field(default_factory=dict)
     """Further request fields, which override the defaults of temperature 0 and 1024 tokens: seed, max_tokens, ..."""
@@ -98,10 +98,10 @@ class JudgeOptions(HttpOptions):
             raise ConfigError(
                 f"{OPTIONS_PREFIX}pattern: {result.pattern!r} is not a valid regular expression: {error}"
             ) from None
-        if not -MAX_REWARD <= result.least < result.most <= MAX_REWARD:
+        if not -MAX_REWARD <= result.min_score < result.max_score <= MAX_REWARD:
             raise ConfigError(
-                f"{OPTIONS_PREFIX}least={result.least:g} must be below {OPTIONS_PREFIX}most={result.most:g}, "
-                f"at most {MAX_REWARD:g}"
+                f"{OPTIONS_PREFIX}min_score={result.min_score:g} must be below "
+                f"{OPTIONS_PREFIX}max_score={result.max_score:g}, at most {MAX_REWARD:g}"
             )
         if reserved := sorted(set(result.request) & set(_RESERVED_KEYS)):
             raise ConfigError(f"{OPTIONS_PREFIX}request.{reserved[0]} is not configurable; remove it")
@@ -153,8 +153,10 @@ class Judge(HttpScorer):
             score = float(score_text)
         except ValueError:
             raise ValueError(f"{OPTIONS_PREFIX}pattern found {preview(score_text)!r}, which is not a number") from None
-        if not self.options.least <= score <= self.options.most:
-            raise ValueError(f"its score {score:g} is not from {self.options.least:g} to {self.options.most:g}")
+        if not self.options.min_score <= score <= self.options.max_score:
+            raise ValueError(
+                f"its score {score:g} is not from {self.options.min_score:g} to {self.options.max_score:g}"
+            )
         return score
 
 

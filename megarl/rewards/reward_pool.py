@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megarl.config import ConfigError, plugins
 from megarl.processes.children import NO_LIMITS, ProcessLimits
-from megarl.processes.worker_process import ForkServer, WorkerProcess, WorkerUnavailable
+from megarl.processes.worker_process import ForkServer, WorkerPool, WorkerProcess, WorkerUnavailable
 from megarl.rewards.functions import RewardFunction
 from megarl.rewards.reward_process import MAX_CONCURRENT, Kind, count_actions, decode_verdict, describe_timeout
 from megarl.types import Rollout
@@ -50,40 +50,14 @@ class PendingVerdicts:
         return dict(self.completed)
 
 
-@dataclass(frozen=True)
-class _Call:
-    function: int
-    rollout: Rollout
-    future: asyncio.Future[RewardResult]
-
-
-class _ProcessSlot:
-    """Slot for one worker process, which starts on first use and restarts after it has exited."""
-
-    def __init__(self, fork_server: ForkServer, kind: Kind) -> None:
-        self._fork_server, self._kind = fork_server, kind
-        self._process: WorkerProcess | None = None
-        self._making = asyncio.Lock()
-
-    async def get_process(self) -> WorkerProcess:
-        """Return a live process. Raises WorkerUnavailable."""
-        async with self._making:
-            if self._process is None or not self._process.is_alive:
-                try:
-                    self._process = await self._fork_server.start_worker({"kind": self._kind})
-                except WorkerUnavailable:  # retry once: the fork server itself may have died
-                    self._process = await self._fork_server.start_worker({"kind": self._kind})
-            return self._process
-
-
 class RewardPool:
     """Pool of worker processes for reward functions. Runs in its own thread until `close`.
 
     functions: by name, loaded from `specs`, in the same order. limit: seconds per call. size: number of processes, each
     started when first needed. Functions and coroutine functions use separate processes, at least one of each kind; one
     extra process isolates a call after a process of concurrent calls has died. log: file for what functions print.
-    limits: limits of the processes, which inherit nothing else of this process's environment. at_once: concurrent calls
-    of coroutine functions per process; time spent waiting for a free slot does not count.
+    limits: limits of the processes, which inherit nothing else of this process's environment. max_concurrent:
+    concurrent calls of coroutine functions per process; time spent waiting for a free slot does not count.
     """
 
     def __init__(
@@ -108,7 +82,7 @@ class RewardPool:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._starting, self._closed = threading.Lock(), False
-        self._first_starts: list[asyncio.Task[WorkerProcess]] = []
+        self._first_starts: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start a process of each kind in the background."""
@@ -156,79 +130,71 @@ class RewardPool:
     # --- in the pool's thread
 
     async def _set_up(self) -> None:
-        self._queues: dict[str, asyncio.Queue[_Call]] = {name: asyncio.Queue() for name in (*self._sizes, "alone")}
-        slots = {
-            kind: [_ProcessSlot(self._fork_server, kind) for _ in range(size)] for kind, size in self._sizes.items()
+        self._pools = {
+            kind: WorkerPool(
+                self._fork_server, {"kind": kind}, size, size, 1 if kind == "sync" else self._max_concurrent
+            )
+            for kind, size in self._sizes.items()
         }
-        self._first_starts = [asyncio.create_task(slots_of_kind[0].get_process()) for slots_of_kind in slots.values()]
-        slot_queues = [(slot, "sync") for slot in slots.get("sync", ())]
-        for _ in range(self._max_concurrent):  # round-robin: one call to each process, then the next ...
-            slot_queues += [(slot, "async") for slot in slots.get("async", ())]
-        if "async" in slots:
-            slot_queues.append((_ProcessSlot(self._fork_server, "async"), "alone"))
-        self._tasks = [asyncio.create_task(self._run_queue(slot, queue)) for slot, queue in slot_queues]
+        self._first_starts = [asyncio.create_task(_start_first(pool)) for pool in self._pools.values()]
+        self._pools["alone"] = WorkerPool(self._fork_server, {"kind": "async"}, size=1)
 
     async def _collect_verdicts(self, rollout: Rollout, completed: dict[str, RewardResult]) -> Verdicts:
-        loop = asyncio.get_running_loop()
-
-        async def call_function(number: int, name: str) -> RewardResult:
-            call = _Call(number, rollout, loop.create_future())
-            self._queues[self._kinds[number]].put_nowait(call)
-            completed[name] = await call.future
-            return completed[name]
-
-        verdicts = await asyncio.gather(*(call_function(number, name) for number, name in enumerate(self._names)))
-        return dict(zip(self._names, verdicts, strict=True))
-
-    async def _run_queue(self, slot: _ProcessSlot, queue: str) -> None:
-        """Run the calls of a queue, one at a time."""
-        while True:
-            call = await self._queues[queue].get()
-            if call.future.done():
-                continue
-            try:
-                verdict = await self._call_function(slot, call, is_concurrent=queue == "async")
-            except Exception as error:  # noqa: BLE001  a bug of ours: raise it at the waiter
-                call.future.set_exception(error)
-                continue
-            if isinstance(verdict, RewardFailure):
-                self._log_failure(call, verdict.reason)
+        async def call_function(function: int, name: str) -> None:
+            verdict = await self._call_function(self._kinds[function], function, rollout)
             if verdict is None:
-                self._queues["alone"].put_nowait(call)
-            elif not call.future.done():
-                call.future.set_result(verdict)
+                verdict = await self._call_function("alone", function, rollout)
+            assert verdict is not None
+            completed[name] = verdict
 
-    def _log_failure(self, call: _Call, reason: str) -> None:
-        """Append a failure to the log, next to what the function printed."""
-        when, line = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(reason.split())
-        try:
-            with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
-                log.write(f"{when}  {self._names[call.function]} of prompt {call.rollout.prompt.id!r}: {line}\n")
-        except OSError:
-            pass  # the rollout records it, too
+        await asyncio.gather(*(call_function(number, name) for number, name in enumerate(self._names)))
+        return {name: completed[name] for name in self._names}
 
-    async def _call_function(self, slot: _ProcessSlot, call: _Call, is_concurrent: bool) -> RewardResult | None:
+    async def _call_function(self, pool_name: str, function: int, rollout: Rollout) -> RewardResult | None:
         """Run one call. Returns None if the process died with other calls in flight, any of which may be the cause."""
-        limit = self._limit if self._kinds[call.function] == "sync" else self._limit + GRACE_S
+        pool = self._pools[pool_name]
         try:
-            order = pickle.dumps((call.function, call.rollout), 5)
-        except Exception as error:  # pickling of objects from a data set or a tool
-            return RewardFailure(f"the conversation cannot be sent to its process: {plugins.format_error(error)}")
-        try:
-            process = await slot.get_process()
+            process = await pool.acquire()
         except WorkerUnavailable as error:
-            return RewardFailure(str(error))
+            return self._log_failure(function, rollout, RewardFailure(str(error)))
+        # Once it has begun, a call goes on when nobody waits for it any more: its process is busy until it ends.
+        return await asyncio.shield(self._request(pool, process, function, rollout, pool_name == "async"))
+
+    async def _request(
+        self, pool: WorkerPool, process: WorkerProcess, function: int, rollout: Rollout, is_concurrent: bool
+    ) -> RewardResult | None:
+        limit = self._limit if self._kinds[function] == "sync" else self._limit + GRACE_S
         try:
-            response = await process.request(order, limit)
-            return decode_verdict(response, count_actions(call.rollout))
-        except TimeoutError:
-            process.end()
-            return None if is_concurrent else RewardFailure(describe_timeout(self._limit))
-        except WorkerUnavailable as error:
-            return None if is_concurrent else RewardFailure(str(error))
+            order = pickle.dumps((function, rollout), 5)
+        except Exception as error:  # objects from a data set or a tool
+            pool.release(process)
+            reason = f"the conversation cannot be sent to its process: {plugins.format_error(error)}"
+            return self._log_failure(function, rollout, RewardFailure(reason))
+        try:
+            verdict = decode_verdict(await process.request(order, limit), count_actions(rollout))
+        except (TimeoutError, WorkerUnavailable) as error:
+            pool.kill(process)
+            if is_concurrent:
+                return None
+            reason = describe_timeout(self._limit) if isinstance(error, TimeoutError) else str(error)
+            verdict = RewardFailure(reason)
         except (ConfigError, LookupError, TypeError) as error:
-            process.end()
-            return RewardFailure(f"its process sent a garbled answer: {error!r}")
+            pool.kill(process)
+            verdict = RewardFailure(f"its process sent a garbled answer: {error!r}")
+        else:
+            pool.release(process)
+        return self._log_failure(function, rollout, verdict)
+
+    def _log_failure(self, function: int, rollout: Rollout, verdict: RewardResult) -> RewardResult:
+        """Append a failure to the log, next to what the function printed. Returns the verdict."""
+        if isinstance(verdict, RewardFailure):
+            when, line = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(verdict.reason.split())
+            try:
+                with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                    log.write(f"{when}  {self._names[function]} of prompt {rollout.prompt.id!r}: {line}\n")
+            except OSError:
+                pass  # the rollout records it, too
+        return verdict
 
     async def _shut_down(self) -> None:
         for task in (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
@@ -237,5 +203,9 @@ class RewardPool:
         self._fork_server.close()
 
 
-async def _result(task: asyncio.Task[WorkerProcess]) -> None:
+async def _start_first(pool: WorkerPool) -> None:
+    pool.release(await pool.acquire())
+
+
+async def _result(task: asyncio.Task[None]) -> None:
     await task

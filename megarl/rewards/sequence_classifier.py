@@ -30,8 +30,9 @@ class ClassifierOptions:
     """Name or number of the label whose logit is the score. Optional for a single label."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights and of the computation."""
-    longer: Literal["stop", "cut"] = "stop"
-    """For a conversation beyond the context length: `stop` ends the run and names it, `cut` drops its beginning."""
+    on_overlong: Literal["error", "truncate"] = "error"
+    """For a conversation beyond the context length: `error` ends the run and names it, `truncate` drops its
+    beginning."""
 
     @staticmethod
     def read(options: dict[str, Any]) -> ClassifierOptions:
@@ -82,7 +83,7 @@ class ClassifierTokenizer:
     def __init__(self, path: str, hf: Mapping[str, Any], policy_tokenizer: Any, options: ClassifierOptions) -> None:
         from transformers import AutoTokenizer
 
-        self.path, self.longer = path, options.longer
+        self.path, self.on_overlong = path, options.on_overlong
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:  # a broken file raises many kinds
@@ -102,11 +103,11 @@ class ClassifierTokenizer:
         ids = rollout.token_ids if self.is_policy_tokenizer else self._render(rollout)
         if not len(ids):
             raise ConfigError(f"reward.model={self.path}: the sample is empty: {rollout.prompt.id!r}")
-        if len(ids) > self.limit and self.longer == "stop":
+        if len(ids) > self.limit and self.on_overlong == "error":
             raise ConfigError(
                 f"the sample {rollout.prompt.id!r} is {len(ids)} tokens for reward.model={self.path}, whose context is "
-                f"{self.limit}: lower rollout.max_context, or set {OPTIONS_PREFIX}longer=cut, which truncates its "
-                f"beginning"
+                f"{self.limit}: lower rollout.max_context, or set {OPTIONS_PREFIX}on_overlong=truncate, which "
+                "truncates its beginning"
             )
         return ids
 

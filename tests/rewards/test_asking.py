@@ -74,7 +74,7 @@ def test_public_addresses(address: str, public: bool) -> None:
 )
 def test_private_ones_are_refused_before_anything_starts(url: str) -> None:
     with pytest.raises(
-        ConfigError, match="in a private network: set roles.reward.options.private=true if it is one of"
+        ConfigError, match="in a private network: set roles.reward.options.private=true if it is"
     ):
         HttpOptions.read({"url": url})
     assert HttpOptions.read({"url": url, "private": True}).url == (url,)

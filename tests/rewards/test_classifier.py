@@ -34,11 +34,15 @@ def test_the_label_that_is_the_score() -> None:
         ({"architectures": ONE["architectures"]}, {}, r"has 2 labels.*\(LABEL_0, LABEL_1\)"),  # as transformers has it
         (THREE, {"label": "fine"}, r"^roles\.reward\.options\.label=fine: reward\.model=/judge has the labels bad, go"),
         (THREE, {"label": 3}, r"label=3: "),
-        ({"architectures": ["BertForMaskedLM"]}, {}, r"is no sequence classifier: config\.json has BertForMaskedLM"),
-        ({}, {}, "config.json has nothing for its architecture"),
+        (
+            {"architectures": ["BertForMaskedLM"]},
+            {},
+            r"is not a sequence classifier: its architecture in config\.json is Bert",
+        ),
+        ({}, {}, "its architecture in config.json is"),
         (ONE, {"labels": "good"}, r"^unknown key roles\.reward\.options\.labels; did you mean .*label\?"),
         (ONE, {"dtype": "int8"}, r"roles\.reward\.options\.dtype must be one of float32, bfloat16"),
-        (ONE, {"longer": "drop"}, r"roles\.reward\.options\.longer must be one of stop, cut"),
+        (ONE, {"on_overlong": "drop"}, r"roles\.reward\.options\.on_overlong must be one of error, truncate"),
     ],
 )
 def test_what_is_no_score(hf: dict[str, Any], options: dict[str, Any], complaint: str) -> None:

@@ -48,7 +48,7 @@ def judge(server: Judging, **options: Any) -> Judge:
 
 def test_what_is_sent(server: Judging) -> None:
     prompt = 'Q {question}\nA {answer}\nT {ground_truth} {"json": 1} {0} {}'
-    one = judge(server, prompt=prompt, pattern=r"\d+", request={"max_tokens": 7, "seed": 3}, most=100)
+    one = judge(server, prompt=prompt, pattern=r"\d+", request={"max_tokens": 7, "seed": 3}, max_score=100)
     assert one.score([rollout("five")]) == [(36.0, {})]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/v1/chat/completions")
@@ -112,7 +112,7 @@ def said(text: Any, **about: Any) -> tuple[int, bytes]:
         ),
         (said(""), "pattern found no score in its answer: nothing"),
         (said("<think>Score: 5"), None),
-        (said("Score: 5</think>"), "found no score in what it said: nothing"),
+        (said("Score: 5</think>"), "found no score in its answer: nothing"),
         (said("Score: 5" + "x" * 4000), "found no score"),
         (said("Score: 11"), "its score 11 is not from 0 to 10"),
         (said("Score: -1"), "its score -1 is not from 0 to 10"),
@@ -129,7 +129,7 @@ def said(text: Any, **about: Any) -> tuple[int, bytes]:
         ((200, b'{"choices": [3]}'), "its answer is not a completion (TypeError: "),
         ((200, b'{"error": "x"}'), 'its answer is not a completion (KeyError: \'choices\'): {"error": "x"}'),
         ((400, b"too long"), "it answered with status 400: too long"),
-        ((503, b"busy"), "status 503: busy (2 tries); see that it runs"),
+        ((503, b"busy"), "status 503: busy (2 tries); check that it runs"),
         (None, "Server"),
         ((302, b"", {"Location": "http://x"}), "it redirects to http://x, which is not followed"),
     ],
@@ -220,8 +220,8 @@ def test_questions() -> None:
         ({"prompt": 3}, "roles.reward.options.prompt must be text, not 3"),
         ({"pattern": "("}, "roles.reward.options.pattern: '(' is not a valid regular expression: "),
         ({"pattern": ""}, "roles.reward.options.pattern must be text, not ''"),
-        ({"least": 5, "most": 5}, "roles.reward.options.least=5 must be below roles.reward.options.most=5"),
-        ({"most": 1e7}, "at most 1e+06"),
+        ({"min_score": 5, "max_score": 5}, "options.min_score=5 must be below roles.reward.options.max_score=5"),
+        ({"max_score": 1e7}, "at most 1e+06"),
         ({"request": {"messages": []}}, "roles.reward.options.request.messages is not configurable"),
         ({"request": 3}, "roles.reward.options.request must be"),
         ({"batch": 3}, "unknown key roles.reward.options.batch"),

@@ -130,7 +130,7 @@ def test_where_the_result_is(answer, right, strict):
 
 @pytest.mark.parametrize("truth", ["", None, "  "])
 def test_no_ground_truth(truth):
-    with pytest.raises(ValueError, match="is no mathematics that could be read"):
+    with pytest.raises(ValueError, match="is not mathematics that can be parsed"):
         math_verify(said(r"\boxed{1}", truth))
 
 

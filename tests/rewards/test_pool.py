@@ -58,7 +58,7 @@ def test_each_way_to_fail_fails_alone(made: Made, tmp_path: Path) -> None:
     assert said.pop("fine") == Reward(1.0)
     complaints = {
         "nan": "returned nan; it must return a finite number",
-        "large": "beyond 1e+06 the advantages",
+        "large": "beyond 1e+06 all other advantages",
         "text": "returned a str, '1.0'; it must return a number",
         "raise": "it raised ZeroDivisionError: division by zero (",
         "exit": "it raised SystemExit: 3 (",

@@ -158,7 +158,7 @@ def test_what_cannot_be_sent_is_not(server: Judging) -> None:
 def test_a_look_takes_any_answer(server: Judging) -> None:
     service(server).check_reachable()
     assert server.requests == [("GET", "/score", None)]
-    with pytest.raises(ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); see that it runs"):
+    with pytest.raises(ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); check that it runs"):
         service(server, url=[server.url, server.gone], tries=2).check_reachable()
 
 
@@ -173,9 +173,9 @@ def test_how_long_it_may_take() -> None:
         ({}, "roles.reward.options.url is not set"),
         ({"url": []}, "roles.reward.options.url is not set"),
         ({"url": "judge:8000"}, "'judge:8000' is not a URL such as http"),
-        ({"url": ["http://a/b", "http://:80"]}, "'http://:80' is no address"),
-        ({"url": "http://a:99999/"}, "is no address"),
-        ({"url": "ftp://a/b"}, "is no address"),
+        ({"url": ["http://a/b", "http://:80"]}, "'http://:80' is not a URL"),
+        ({"url": "http://a:99999/"}, "is not a URL"),
+        ({"url": "ftp://a/b"}, "is not a URL"),
         ({"url": 3}, "roles.reward.options.url must be a list of text, not 3"),
         ({"urls": "http://a/b"}, "unknown key roles.reward.options.urls; did you mean roles.reward.options.url?"),
         ({"url": "http://a/b", "batch": 0}, "roles.reward.options.batch must be a whole number, at least 1"),

@@ -173,7 +173,7 @@ def test_answers_that_are_none(tmp_path):
     async def odd(body):
         return web.Response(text="{", content_type="text/plain")
 
-    for answer, why in ((busy, "503"), (odd, "does not respond as it should")):
+    for answer, why in ((busy, "503"), (odd, "does not answer correctly")):
         with pytest.raises(SandboxError, match=why):
             asked(tmp_path, lambda sandbox: sandbox.run(["true"]), answer=answer)
     with pytest.raises(ConfigError, match=r"^sandbox.backend: .*start the service"):
@@ -202,7 +202,7 @@ def test_where_nobody_answers():
         finally:
             await sandbox.close()
 
-    with pytest.raises(ConfigError, match="does not respond as it should"):
+    with pytest.raises(ConfigError, match="does not answer correctly"):
         asyncio.run(main())
 
 

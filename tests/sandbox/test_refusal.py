@@ -43,7 +43,7 @@ def refusal(sandbox, call="probe"):
 def test_without_bubblewrap(monkeypatch, call):
     monkeypatch.setattr(runner_client.shutil, "which", lambda *args, **kwargs: None)
     said = refusal(Sandbox(SandboxConfig()), call)
-    assert "there is no bwrap" in said and "apt install bubblewrap" in said and "SandboxFusion" in said
+    assert "bwrap is not installed" in said and "apt install bubblewrap" in said and "SandboxFusion" in said
 
 
 @pytest.mark.parametrize("call", ["probe", "run", "interpreter"])
@@ -74,7 +74,7 @@ from megarl.sandbox.runner import main
             "#!/bin/sh\necho 'bwrap: Creating new namespace failed: Operation not permitted' >&2\nexit 1\n",
             "Creating new namespace",
         ),
-        ("#!/bin/sh\nexit 0\n", "says nothing of why"),
+        ("#!/bin/sh\nexit 0\n", "without an error message"),
     ],
 )
 @needs_boxes
@@ -139,7 +139,7 @@ def test_a_folder_of_others_is_not_taken(tmp_path):
     mounts.make_private_folder(str(folder))
     mounts.make_private_folder(str(folder))
     folder.chmod(0o755)
-    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
+    with pytest.raises(PermissionError, match="not a private folder of this user"):
         mounts.make_private_folder(str(folder))
     folder.rmdir()
     folder.symlink_to(tmp_path)

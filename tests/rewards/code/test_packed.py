@@ -43,10 +43,10 @@ class Evil:
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        (Evil(), "a pickle that is more than a text (STACK_GLOBAL), which is not supported"),
-        (["x"], "more than a text"),
-        (b"x", "more than a text"),
-        (3, "more than a text"),
+        (Evil(), "a pickle of more than text (STACK_GLOBAL), which is not supported"),
+        (["x"], "more than text"),
+        (b"x", "more than text"),
+        (3, "more than text"),
     ],
 )
 def test_a_pickle_of_anything_else_is_not_read(value: Any, complaint: str) -> None:
@@ -59,14 +59,14 @@ def test_a_pickle_of_anything_else_is_not_read(value: Any, complaint: str) -> No
     ("text", "complaint"),
     [
         ("", "it is truncated"),
-        ("[1", "it is no JSON"),
+        ("[1", "it is not JSON"),
         ("hello!", "it is neither JSON nor base64"),
         ("aGVsbG8=", "it is base64, but not of zlib"),
         (pack(b"[1]")[:-8], "it is"),
-        (pack(b"hello"), "it is no JSON"),
+        (pack(b"hello"), "it is not JSON"),
         (pack(b"\x80\x04"), ""),
-        (pack(pickle.dumps("[1")), "it is no JSON"),
-        (pack(("[" * 200_000).encode()), "it is no JSON"),
+        (pack(pickle.dumps("[1")), "it is not JSON"),
+        (pack(("[" * 200_000).encode()), "it is not JSON"),
     ],
 )
 def test_what_cannot_be_read(text: str, complaint: str) -> None:
