@@ -1,4 +1,4 @@
-"""What a run must reach: read strictly, and compared with the figures of its steps."""
+"""What a run must reach: read strictly, and compared with the metrics of its steps."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ def read(**expect: Any) -> dict[str, Expectation]:
 def test_figures_are_compared_where_they_were_last_told() -> None:
     metrics = {1: {"a": 1.0, "b": 5.0}, 2: {"a": 2.0}, 3: {"c": float("nan")}}
     expected = {
-        "a": Expectation(least=2.0),
-        "b": Expectation(least=4.0, most=5.0),
-        "c": Expectation(most=1e9),
-        "d": Expectation(most=0.0),
+        "a": Expectation(min=2.0),
+        "b": Expectation(min=4.0, max=5.0),
+        "c": Expectation(max=1e9),
+        "d": Expectation(max=0.0),
     }
     found = check_expectations(expected, metrics)
     assert [good for _, good in found.values()] == [True, True, False, False]
     assert (found["a"][0], found["b"][0], found["d"][0]) == (2.0, 5.0, None)
-    assert check_expectations({"a": Expectation(most=1.0, step=1)}, metrics) == {"a": (1.0, True)}
-    assert check_expectations({"a": Expectation(most=1.0, step=0)}, metrics) == {"a": (None, False)}
+    assert check_expectations({"a": Expectation(max=1.0, step=1)}, metrics) == {"a": (1.0, True)}
+    assert check_expectations({"a": Expectation(max=1.0, step=0)}, metrics) == {"a": (None, False)}
 
 
 def test_they_are_read_strictly() -> None:
-    assert read(**{"eval/x": {"least": 1, "step": 3}}) == {"eval/x": Expectation(least=1.0, step=3)}
-    assert str(Expectation(least=0.5, most=1.0, step=3)) == "at least 0.5 and at most 1 at step 3"
+    assert read(**{"eval/x": {"min": 1, "step": 3}}) == {"eval/x": Expectation(min=1.0, step=3)}
+    assert str(Expectation(min=0.5, max=1.0, step=3)) == "at least 0.5 and at most 1 at step 3"
 
 
 @pytest.mark.parametrize(
     ("expect", "complaint"),
     [
-        ({"a": {}}, r"^expect\.a has no bounds: set `least`, `most` or both$"),
+        ({"a": {}}, r"^expect\.a has no bounds: set `min`, `max` or both$"),
         ({"a": 3}, r"^expect\.a must be a section"),
-        ({"a": {"lest": 3}}, r"expect\.a\.lest.*least"),
-        ({"a": {"least": "x"}}, r"expect\.a\.least"),
-        ({"a": {"least": 1, "step": 11}}, r"^expect\.a\.step=11 is beyond run\.num_rollout=10$"),
+        ({"a": {"mim": 3}}, r"expect\.a\.mim.*min"),
+        ({"a": {"min": "x"}}, r"expect\.a\.min"),
+        ({"a": {"min": 1, "step": 11}}, r"^expect\.a\.step=11 is beyond run\.num_rollout=10$"),
     ],
 )
 def test_mistakes_are_named(expect: dict[str, Any], complaint: str) -> None:

@@ -172,6 +172,9 @@ RENAMED_KEYS = {
     "loss.policy": "loss.policy_loss",
     "loss.mean": "loss.agg_mode",
     "loss.length": "loss.scale_factor",
+    "roles.reward.options.longer": "roles.reward.options.on_overlong",
+    "roles.reward.options.least": "roles.reward.options.min_score",
+    "roles.reward.options.most": "roles.reward.options.max_score",
 }
 """Keys of MegaRL 0.1 and their names today."""
 RENAMED_VALUES = {
@@ -186,6 +189,7 @@ RENAMED_VALUES = {
         "constant": "seq-mean-token-sum-norm",
     },
     "correction.proximal": {"drawn": "behavior"},
+    "roles.reward.options.on_overlong": {"stop": "error", "cut": "truncate"},
 }
 """Values of MegaRL 0.1 by key, and their names today."""
 
@@ -227,7 +231,7 @@ class Config:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     expect: dict[str, Any] = field(default_factory=dict)
-    """Expected metrics, `{eval/reward_greedy: {least: 0.9}}`, also with `most` and `step`: tools/check_recipes.py runs
+    """Expected metrics, `{eval/reward_greedy: {min: 0.9}}`, also with `max` and `step`: tools/check_recipes.py runs
     the configuration and compares. The run itself ignores them."""
 
 

@@ -296,11 +296,11 @@ def _read_classifier(
     if not list(Path(path).glob("tokenizer*")) and not (Path(path) / "vocab.txt").is_file():
         raise ConfigError(f"reward.model={path} has no tokenizer; put tokenizer.json beside config.json")
     longest = get_context_length(classifier_config, config.rollout.max_context)
-    if longest < config.rollout.max_context and options.longer == "stop":
+    if longest < config.rollout.max_context and options.on_overlong == "error":
         warnings.append(
             f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of "
             f"reward.model={path}: a longer conversation ends the run, or is truncated with "
-            f"roles.reward.options.longer=cut"
+            f"roles.reward.options.on_overlong=truncate"
         )
     weights = open_hf(path)
     return classifier_config, sum(prod(weights.shape(name)) for name in weights.names()), options.dtype

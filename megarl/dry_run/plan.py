@@ -9,8 +9,8 @@ a dry run also reads the tokenizer and the data (`data_and_tools.py`), which a r
 `Expectation` holds what a run must reach. A configuration states it under `expect`, which turns an example into a test:
 
     expect:
-      eval/reward_greedy: {least: 0.9}               # its last value
-      rollout/logprob_diff: {most: 1.0e-4, step: 5}  # its last value at step 5 or earlier
+      eval/reward_greedy: {min: 0.9}               # its last value
+      rollout/logprob_diff: {max: 1.0e-4, step: 5}  # its last value at step 5 or earlier
 """
 
 from __future__ import annotations
@@ -100,16 +100,15 @@ Bound = Annotated[float, Range(-1e300, 1e300)]
 
 @dataclass(frozen=True)
 class Expectation:
-    least: Bound | None = None
-    most: Bound | None = None
+    synonyms = {"least": "min", "most": "max"}
+    min: Bound | None = None
+    max: Bound | None = None
     step: Annotated[int, Range(0, 2**31 - 1)] | None = None
     """Use the newest value up to this step; null for the last."""
 
     def __str__(self) -> str:
         bounds = [
-            f"{word} {bound:g}"
-            for word, bound in (("at least", self.least), ("at most", self.most))
-            if bound is not None
+            f"{word} {bound:g}" for word, bound in (("at least", self.min), ("at most", self.max)) if bound is not None
         ]
         return " and ".join(bounds) + ("" if self.step is None else f" at step {self.step}")
 
@@ -119,8 +118,8 @@ def parse_expectations(config: Config) -> dict[str, Expectation]:
     expectations = {}
     for metric, tree in config.expect.items():
         expectation: Expectation = strict.build_dataclass(Expectation, tree, f"expect.{metric}.", root=Config)
-        if expectation.least is None and expectation.most is None:
-            raise ConfigError(f"expect.{metric} has no bounds: set `least`, `most` or both")
+        if expectation.min is None and expectation.max is None:
+            raise ConfigError(f"expect.{metric} has no bounds: set `min`, `max` or both")
         if expectation.step is not None and expectation.step > config.run.num_rollout:
             raise ConfigError(
                 f"expect.{metric}.step={expectation.step} is beyond run.num_rollout={config.run.num_rollout}"
@@ -143,8 +142,8 @@ def check_expectations(
         value = values[-1] if values else None
         is_met = (
             value is not None
-            and (expectation.least is None or value >= expectation.least)
-            and (expectation.most is None or value <= expectation.most)
+            and (expectation.min is None or value >= expectation.min)
+            and (expectation.max is None or value <= expectation.max)
         )
         result[name] = value, is_met  # NaN fails both bounds
     return result

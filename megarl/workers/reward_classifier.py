@@ -70,7 +70,7 @@ class ClassifierRewardWorker(RewardWorker):
         scores = self._score_texts(texts, lengths, whole)
         return [parse_model_score(score) for score in scores[whole.local_indices].tolist()]
 
-    def _score_texts(self, texts: Sequence[torch.Tensor], lengths: torch.Tensor, whole: Rollouts) -> torch.Tensor:
+    def _score_texts(self, texts: Sequence[torch.Tensor], lengths: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
         """Return [N] float64 scores on all ranks. texts: token ids of the local rollouts. lengths: [N] their lengths,
         over all ranks."""
         owner = partition(lengths.double().numpy(), len(self.members))
@@ -78,7 +78,7 @@ class ClassifierRewardWorker(RewardWorker):
         assigned = [shares.get(rank, []) for rank in range(self.job.world)]
         column = torch.cat([torch.zeros(0, dtype=torch.int32), *texts])
         received = self._row_exchange.deliver(
-            {"ids": column}, {"ids": (torch.int32, ())}, lengths, whole.home, assigned
+            {"ids": column}, {"ids": (torch.int32, ())}, lengths, rollouts.home, assigned
         )
         local_rows = assigned[self.job.rank]
         local_scores = (
@@ -87,8 +87,8 @@ class ClassifierRewardWorker(RewardWorker):
         indexed_scores = torch.tensor(list(zip(local_rows, local_scores, strict=True)), dtype=torch.float64).reshape(
             -1, 2
         )
-        table = whole.comm.all_gather_rows(indexed_scores)
-        scores = torch.full((len(whole),), math.nan, dtype=torch.float64)
+        table = rollouts.comm.all_gather_rows(indexed_scores)
+        scores = torch.full((len(rollouts),), math.nan, dtype=torch.float64)
         scores[table[:, 0].long()] = table[:, 1]
         return scores
 
@@ -98,5 +98,5 @@ class ClassifierRewardWorker(RewardWorker):
 
     def metrics(self) -> dict[str, float]:
         """Add the share of the step's conversations that lost their beginning to truncation."""
-        own = {"reward/truncated_frac": self._truncated_frac} if self.options.longer == "cut" else {}
+        own = {"reward/truncated_frac": self._truncated_frac} if self.options.on_overlong == "truncate" else {}
         return super().metrics() | own

@@ -581,7 +581,7 @@ def test_any_classifier_may_judge(plan, tmp_path: Path) -> None:
     assert stage.generation["reward model activations"] == 4 * 3072 * (6 * 8 + 3 * 16) and stage.layers == (0,)
     (folder / "config.json").write_text(json.dumps(bert | {"max_position_embeddings": 128}))
     (warning,) = plan(*judged, said, dry_run=False).warnings
-    assert "is beyond the 128 positions of reward.model=" in warning and "longer=cut" in warning
+    assert "is beyond the 128 positions of reward.model=" in warning and "on_overlong=truncate" in warning
     errors = plan(
         *judged, chosen.replace("transformers}", "transformers, options: {label: fine}}"), dry_run=False
     ).errors

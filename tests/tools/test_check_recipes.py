@@ -20,7 +20,7 @@ from megarl.dry_run.plan import parse_expectations  # noqa: E402
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "mine.yaml"
-    path.write_text("expect:\n  a: {least: 0.5}\n  b: {most: 1}\n")
+    path.write_text("expect:\n  a: {min: 0.5}\n  b: {max: 1}\n")
 
     def run(config: str, overrides: list[str], run_dir: Path) -> Any:
         assert config == str(path) and run_dir.name == "mine"

@@ -134,7 +134,7 @@ def found(
     beside = {"functions": ["lab_rewards:length"]}
     asked = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
     judging = {"reward": {"backend": "judge", "options": asked}}
-    narrow = {"reward": {"backend": "judge", "options": {**asked, "most": 5}}}
+    narrow = {"reward": {"backend": "judge", "options": {**asked, "max_score": 5}}}
     own = judge("own", functions=True, **service["reward"]["options"])
     own["config"]["roles"]["reward"]["backend"] = ["transformers", "http"]
     own["config"]["reward"]["weights"] = {"length": 0.4, "model": 0.5, "service": 0.1}
@@ -144,7 +144,7 @@ def found(
         "bare": judge("bare"),
         "bert": judge("bert", label="good"),
         "short": judge("short"),
-        "cut": judge("short", longer="cut"),
+        "cut": judge("short", on_overlong="truncate"),
         "strict": judge("strict"),
         "odd": judge("odd"),
         "labels": judge("bert"),
@@ -228,7 +228,7 @@ def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
         ("strict", "cannot render the sample '0': TemplateError: no system prompts"),
         ("odd", "has another tokenizer than the policy, and no chat template by which"),
         ("labels", "has 3 labels, and a score is one number: set roles.reward.options.label to the one whose logit"),
-        ("policy", "is no sequence classifier: config.json has LlamaForCausalLM for its architecture"),
+        ("policy", "is not a sequence classifier: its architecture in config.json is LlamaForCausalLM"),
         ("headless", "headless: score.weight is missing; it is not a whole classifier"),
         (
             "nan",
