@@ -15,8 +15,8 @@ from megarl.types import Comm, Rollouts, TrainBatch
 from megarl.types.requirements import ITEM_KINDS, ItemKind, Requirements
 
 if TYPE_CHECKING:
-    from megarl.item_reader import ItemReader
     from megarl.data.loader import PromptLoader
+    from megarl.item_reader import ItemReader
     from megarl.observe.run_log import RunLog
     from megarl.workers.actor import ActorWorker
     from megarl.workers.critic import CriticWorker

@@ -269,15 +269,13 @@ def mask_nonfinite(
         flow.step, [record for rank_records in batch.comm.all_gather_objects(step_records) for record in rank_records]
     )
     is_masked = torch.repeat_interleave(is_hit, batch.cu_seqlens.diff())
-    floats = [name for name in batch.columns() if getattr(batch, name).is_floating_point()]
+    floats = {name: x for name in batch.columns() if (x := getattr(batch, name)).is_floating_point()}
 
     def mask_columns(columns: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
         return {name: None if x is None else x.masked_fill(is_masked, 0.0) for name, x in columns.items()}
 
     return (
-        batch.with_(
-            loss_mask=batch.loss_mask & ~is_masked, **mask_columns({name: getattr(batch, name) for name in floats})
-        ),
+        batch.with_(loss_mask=batch.loss_mask & ~is_masked, **mask_columns(floats)),
         [ModelOutput(**mask_columns(vars(output))) for output in outputs],
         {METRIC: float(count)},
     )
