@@ -39,7 +39,7 @@ def list_connected_users() -> list[int]:
                     connections.add((remote_end, local_end))  # as the peer sees it
                 elif inode != "0":  # inode 0: the socket has no process and hence no user
                     users[local_end, remote_end] = int(user)
-    return sorted({users[ends] for ends in connections & users.keys()} - {os.getuid()})
+    return sorted({users[connection] for connection in connections & users.keys()} - {os.getuid()})
 
 
 def _list_sockets() -> set[str]:

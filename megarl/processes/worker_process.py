@@ -62,14 +62,14 @@ class ForkServer:
         self._count += 1
         number, exit_status = self._count, asyncio.get_running_loop().create_future()
         try:
-            ours, theirs = socket.socketpair()
-            with theirs:
+            local_end, remote_end = socket.socketpair()
+            with remote_end:
                 orders = self._start()
                 self._exit_statuses[number] = exit_status
                 message = json.dumps({"number": number, "order": order}).encode()
-                socket.send_fds(orders, [message], [theirs.fileno()])
-            ours.setblocking(False)
-            reader, writer = await asyncio.open_connection(sock=ours)
+                socket.send_fds(orders, [message], [remote_end.fileno()])
+            local_end.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=local_end)
         except OSError as error:
             raise WorkerUnavailable(f"could not start a process for it: {error}") from None
         process = WorkerProcess(reader, writer, exit_status)
@@ -81,22 +81,22 @@ class ForkServer:
         if self._socket is not None and self._listening is not None and not self._listening.done():
             return self._socket
         self.close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "megarl.processes.forkserver", str(theirs.fileno()), str(os.getpid())]
+        local_end, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "megarl.processes.forkserver", str(remote_end.fileno()), str(os.getpid())]
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self._log.open("ab") as log:
+        with remote_end, self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote_end.fileno()],
                 start_new_session=True,  # only the rank handles Ctrl-C
                 env=clean_environment(self._limits.pass_env),
             )
-        ours.setblocking(False)
-        self._socket, self._listening = ours, asyncio.create_task(self._listen(ours))
-        return ours
+        local_end.setblocking(False)
+        self._socket, self._listening = local_end, asyncio.create_task(self._listen(local_end))
+        return local_end
 
     async def _listen(self, orders: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -106,8 +106,8 @@ def has_contradiction(expression: Any) -> bool:
         return False
     sides = [side for part in chain for side in part.args if isinstance(side, sympy.Expr) and not side.free_symbols]
     return any(
-        is_different(one, other, tolerance=0.05 if one.has(sympy.Float) or other.has(sympy.Float) else 1e-4)
-        for one, other in itertools.combinations(sides, 2)
+        is_different(left, right, tolerance=0.05 if left.has(sympy.Float) or right.has(sympy.Float) else 1e-4)
+        for left, right in itertools.combinations(sides, 2)
     )
 
 

@@ -82,7 +82,7 @@ class Deadline:
             signal.signal(TIMEOUT_SIGNAL, self._previous_handler)
 
     def begin(self, description: str) -> None:
-        """Start the clock for a call. what: names the call in the error line if the process has to exit."""
+        """Start the clock for a call. description: names the call in the error line if the process has to exit."""
         self._raised = False
         self._call = description, time.monotonic() + self.seconds
 
@@ -104,7 +104,7 @@ class Deadline:
             if call is None or now < call[1]:
                 last_signal = 0.0
             elif now > call[1] + GRACE_S:
-                line = f"error: {call[0]} took longer than reward.timeout={self.seconds:g} sand does not stop\n"
+                line = f"error: {call[0]} took longer than reward.timeout={self.seconds:g} s and does not stop\n"
                 os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode(errors="replace"))
                 os._exit(2)
             elif self._main and now - last_signal >= _AGAIN_S:

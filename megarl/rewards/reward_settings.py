@@ -77,9 +77,9 @@ def check_reward(config: Config, requirements: Requirements, options: dict[str, 
     check_weights(config.reward.weights, [*function_names, *other_names])
 
 
-def check_names(functions: Collection[str], others: Collection[str]) -> None:
+def check_names(functions: Collection[str], other_parts: Collection[str]) -> None:
     """Raise ConfigError for a reward function with the name of another part of the reward."""
-    for name in others:
+    for name in other_parts:
         if name in functions:
             raise ConfigError(f"a reward function may not be called {name!r}, which is another part; rename it")
 

@@ -17,7 +17,7 @@ def join_thousands(text: str) -> str:
 
     Not for prose, where the first form may be two numbers.
     """
-    return _GROUPS.sub(lambda found: re.sub(r"[^0-9]", "", found.group()), text)
+    return _GROUPS.sub(lambda match: re.sub(r"[^0-9]", "", match.group()), text)
 
 
 def has_false_equation(text: str) -> bool:

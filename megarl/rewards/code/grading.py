@@ -337,12 +337,12 @@ def matches_json(expected: Any, value: Any) -> bool:
     if isinstance(expected, list):
         if not isinstance(value, list | tuple) or len(value) != len(expected):
             return False
-        return all(matches_json(one, other) for one, other in zip(expected, value, strict=True))
+        return all(matches_json(item, other) for item, other in zip(expected, value, strict=True))
     if isinstance(expected, dict):
         if not isinstance(value, dict) or len(value) != len(expected):
             return False
         named = {_key(key): item for key, item in value.items()}
-        return named.keys() == expected.keys() and all(matches_json(one, named[key]) for key, one in expected.items())
+        return named.keys() == expected.keys() and all(matches_json(item, named[key]) for key, item in expected.items())
     return bool(value == expected)
 
 
@@ -368,12 +368,12 @@ def matches_output(expected: str, printed: str) -> bool:
 
     Numbers with a point compare by value: with a tolerance if one is expected, exactly against an expected integer.
     """
-    ours, theirs = _lines(expected), _lines(printed)
-    if ours == theirs:
+    expected_lines, printed_lines = _lines(expected), _lines(printed)
+    if expected_lines == printed_lines:
         return True
-    if len(ours) != len(theirs):
+    if len(expected_lines) != len(printed_lines):
         return False
-    for expected_line, printed_line in zip(ours, theirs, strict=True):
+    for expected_line, printed_line in zip(expected_lines, printed_lines, strict=True):
         expected_words, printed_words = expected_line.split(), printed_line.split()
         if len(expected_words) != len(printed_words) or not all(map(_same_word, expected_words, printed_words)):
             return False
