@@ -114,7 +114,7 @@ class HttpResponse:
 
 
 class HttpClient:
-    """Client of one service. what: the service's name in messages."""
+    """Client of one service. service_name: its name in messages."""
 
     def __init__(self, options: HttpOptions, service_name: str) -> None:
         self.options, self.service_name = options, service_name

@@ -66,7 +66,7 @@ def test_a_function_that_raises_is_named_in_one_line():
         raise KeyError("no such\nkey")
 
     (why,) = failed(broken)
-    assert why.startswith("it raised KeyError: ") and "test_in_process.py:" in why
+    assert why.startswith("it raised KeyError: ") and "test_reward_process.py:" in why
 
 
 def test_coroutine_functions_are_awaited_at_the_same_time():
@@ -220,7 +220,7 @@ def test_a_function_that_cannot_be_interrupted_ends_the_process_with_a_line(monk
         line = said.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     about = "reward function stubborn on the sample 'sample-0' took longer than reward.timeout=0.2 s"
-    assert line == f"error: {about}and does not stop\n"
+    assert line == f"error: {about} and does not stop\n"
 
 
 def test_nothing_is_called_any_more_once_too_many_have_failed():
