@@ -17,7 +17,7 @@ from megarl.observe.run_folder import RESULT_NAMES
 
 PLAIN = ["algorithm=grpo", "run.export=false", "run.ppo_epochs=1", "run.num_update=2"]
 ONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
-RECORDS = ["train.replay_routing=true", "rollout.temperature=0.7", "rollout.top_k=20"]
+RECORDS = ["train.routing_replay=true", "rollout.temperature=0.7", "rollout.top_k=20"]
 
 ABSENT = """
 import sys
@@ -109,7 +109,7 @@ def test_in_another_world_and_from_a_later_step(folder: Path, recorded: Path, tr
 
 def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_path: Path, host: str) -> None:
     """Two steps, the second one by a run that goes on; rows in the order of the file, two engines, tools."""
-    alone = ["algorithm=generate", "train.replay_routing=true", "run.save_every=1"]
+    alone = ["algorithm=generate", "train.routing_replay=true", "run.save_every=1"]
     train(folder, tmp_path / "made", *alone, "run.num_rollout=1", "run.eval_every=1", "run.eval_samples=2", host=host)
     train(folder, tmp_path / "made", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:8]]
@@ -133,7 +133,7 @@ def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_pa
     }
     shown = [sys.executable, "tools/view_rollouts.py", str(tmp_path / "made"), "--step", "2", "--show", "1"]
     assert "turn 1: policy" in subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT).stdout
-    replay = ["run.num_rollout=2", "train.replay_routing=true", f"rollout.replay={tmp_path}/made"]
+    replay = ["run.num_rollout=2", "train.routing_replay=true", f"rollout.replay={tmp_path}/made"]
     done = start(folder, tmp_path / "trained", *PLAIN, *ONE, *replay)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     steps = [row for row in metrics_of(tmp_path / "trained") if "actor/grad_norm" in row]

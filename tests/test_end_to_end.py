@@ -236,7 +236,7 @@ def test_replayed_routing_closes_the_gap_of_bf16(
     model = tiny_models.qwen3_moe(num_experts=64, num_experts_per_tok=8, num_hidden_layers=4)
     overrides = [
         f"model.path={tiny_models.save(model, tmp_path / 'model')}",
-        *("algorithm=grpo", "model.dtype=bfloat16", "train.replay_routing=true"),
+        *("algorithm=grpo", "model.dtype=bfloat16", "train.routing_replay=true"),
         *("run.num_rollout=1", "run.save_every=0", "run.export=false", "rollout.max_turns=1"),
         *("parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"),
     ]
@@ -326,7 +326,7 @@ def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
         *("algorithm=grpo", "reward.functions=[sum_reward:same]", "kl.apply_to=none"),
         *(
             "train.mtp_loss_coef=1.0",
-            "rollout.draft_tokens=2",
+            "rollout.num_speculative_tokens=2",
             "rollout.tp=2",
             "rollout.temperature=0.1",
             "rollout.max_turns=1",
@@ -523,7 +523,7 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
             "parallel.cp=2",
             "critic.parallel={tp: 2, cp: 1}",
             "train.offload=true",
-            "train.replay_routing=true",
+            "train.routing_replay=true",
             "rollout.tp=2",
             "rollout.max_new_tokens=8",
             "rollout.max_turns=2",

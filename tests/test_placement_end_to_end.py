@@ -151,7 +151,7 @@ def test_answers_go_on_through_pushes(folder: Path, host: str, tmp_path: Path, h
     that the engine recorded."""
     run_dir = tmp_path / how
     long = ["rollout.max_new_tokens=150", "rollout.max_context=300", "run.num_rollout=5"]
-    long += ["train.replay_routing=true", "rollout.max_turns=1"] if how == "in_place" else []
+    long += ["train.routing_replay=true", "rollout.max_turns=1"] if how == "in_place" else []
     same = ["actor_optimizer.lr=0", "rollout.max_staleness=2", f"rollout.on_weight_sync={how}"]
     train(folder, run_dir, *TWO, *BESIDE, *long, *same, host=host)
     rows = steps_of(run_dir)

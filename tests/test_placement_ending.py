@@ -204,7 +204,7 @@ def test_grpo_with_a_reward_model_on_a_rank_of_its_own(folder: Path, host: str, 
     make_reward_model(folder / "model", model)
     given = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
     given += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
-    split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.replay_routing=true"]
+    split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.routing_replay=true"]
     train(folder, tmp_path / "split", *split, *given, host=host)
     rows = steps_of(tmp_path / "split")
     assert [row["step"] for row in rows] == [1, 2, 3]

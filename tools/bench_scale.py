@@ -238,7 +238,7 @@ def paper_job(chosen: Any, constants: Constants, console: Console) -> None:
             *extra,
             f"rollout.max_context={chosen.length}",
             f"train.max_tokens_per_gpu={chosen.length}",
-            "train.replay_routing=true",
+            "train.routing_replay=true",
         ],
     )
     parallel = config.parallel

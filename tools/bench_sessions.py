@@ -269,7 +269,7 @@ def _found(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, li
             "run": {"dir": str(run)},
             "model": {"path": str(model), "dtype": "float32"},
             "rollout": settings,
-            "train": {"replay_routing": True},
+            "train": {"routing_replay": True},
         }
     )
     chat = ChatTemplate.load(str(model))

@@ -208,7 +208,7 @@ def settings(options: argparse.Namespace, concurrency: int) -> dict[str, Any]:
     return {
         "model": {"path": str(options.folder / "model"), "dtype": "float32"},
         "rollout": rollout,
-        "train": {"replay_routing": False},
+        "train": {"routing_replay": False},
     }
 
 

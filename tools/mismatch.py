@@ -147,7 +147,7 @@ def take_apart(options: argparse.Namespace) -> int:
     print(f"{options.run}, step {step}: {result['tokens']:,} tokens of {result['rollouts']} rollouts")
     if not result["routing_measured"]:
         print(
-            "routing was not measured apart, which is done with train.replay_routing in the first step and each "
+            "routing was not measured apart, which is done with train.routing_replay in the first step and each "
             "rollout.verify_weights_every-th after it: with replay it is in none of these, without it is within them"
         )
     if gaps.num_nonfinite:

@@ -131,7 +131,7 @@ def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
                 "tp": engine["tp"],
                 "ep": engine["ep"],
                 "sglang": sglang,
-                "draft_tokens": int(drafts),
+                "num_speculative_tokens": int(drafts),
                 "weight_sync_bucket_mb": options.bucket_mb,
                 "max_context": 1024,  # has no effect here
             },

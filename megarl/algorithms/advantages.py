@@ -6,7 +6,6 @@ all its branches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,16 +23,16 @@ def sequence_advantages(
     reward: torch.Tensor,
     group: torch.Tensor,
     actions: torch.Tensor,
-    group_std: bool = True,
+    norm_by_std: bool = True,
     excluded: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [N] advantages by the estimator `advantage.estimator`. `spread_to_tokens` broadcasts them to tokens.
 
-    reward, group: [N]. actions: [N] action tokens of each. group_std: for `grpo` only. excluded: [N] bool, samples to
+    reward, group: [N]. actions: [N] action tokens of each. norm_by_std: for `grpo` only. excluded: [N] bool, samples to
     exclude from every mean, deviation and baseline; their reward may be anything, even NaN, and their advantage is 0.
     """
     if estimator == "grpo":
-        return group_advantages(reward, group, group_std, excluded)
+        return group_advantages(reward, group, norm_by_std, excluded)
     if estimator == "rloo":
         return rloo_advantages(reward, group, excluded)
     if estimator == "reinforce_pp_baseline":
@@ -189,7 +188,10 @@ def gae(
     sequences = list(zip(*(column.split(lengths) for column in columns), strict=True))
     counts = [int(torch.count_nonzero(sequence[2])) for sequence in sequences]
     lams = torch.as_tensor(lam, dtype=torch.float64).expand(len(lengths))
-    for block in _split_blocks(counts):
+    longest_first = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])
+    while longest_first:
+        block_size = max(1, MAX_BLOCK_STEPS // counts[longest_first[0]])
+        block, longest_first = longest_first[:block_size], longest_first[block_size:]
         _compute_block_gae([sequences[i] for i in block], [counts[i] for i in block], gamma, lams[block])
     return advantages, returns
 
@@ -234,19 +236,7 @@ def rewards_to_go(
 
 
 MAX_BLOCK_STEPS = 1 << 24
-"""Padded action tokens that `gae` processes at a time: 64 MB in fp32."""
-
-
-def _split_blocks(counts: list[int]) -> Iterator[list[int]]:
-    """Yield blocks of sequence indices, longest first, without empty sequences.
-
-    Padded to its longest sequence a block has at most `MAX_BLOCK_STEPS` entries, unless it is a single sequence.
-    """
-    order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])
-    while order:
-        block_size = max(1, MAX_BLOCK_STEPS // counts[order[0]])
-        yield order[:block_size]
-        order = order[block_size:]
+"""Padded action tokens that `gae` processes at a time, 64 MB in fp32, unless a single sequence has more."""
 
 
 def _compute_block_gae(

@@ -64,7 +64,7 @@ def partial_rollout_bytes(hf: HFConfig, config: Config) -> int:
     if rollout.replay or not groups:
         return 0
     token_bytes = TOKEN_BYTES + TEXT_BYTES
-    if config.train.replay_routing:
+    if config.train.routing_replay:
         shape = routing_shape(hf, config.model.megatron)
         token_bytes += len(shape.moe_layers) * shape.topk * shape.dtype.itemsize
     if rollout.has_truncated_sampling:

@@ -142,6 +142,32 @@ SYNONYMS = {
     "ppo_max_token_len_per_gpu": "train.max_tokens_per_gpu",
     "lora_rank": "lora.rank",
     "lora_alpha": "lora.alpha",
+    "lora_r": "lora.rank",
+    "staleness_threshold": "rollout.max_staleness",
+    "num_draft_tokens": "rollout.num_speculative_tokens",
+    "speculative_num_draft_tokens": "rollout.num_speculative_tokens",
+    "max_tool_response_length": "rollout.max_tool_response_tokens",
+    "use_rollout_routing_replay": "train.routing_replay",
+    "router_replay": "train.routing_replay",
+    "n_gpus_per_node": "parallel.ranks_per_node",
+    "num_gpus_per_node": "parallel.ranks_per_node",
+    "advantage_estimator": "advantage.estimator",
+    "norm_adv_by_std_in_grpo": "advantage.norm_by_std",
+    "scale_rewards": "advantage.norm_by_std",
+    "eps_clip": "loss.clip",
+    "eps_clip_high": "loss.clip_high",
+    "clip_ratio_c": "loss.dual_clip",
+    "loss_mode": "loss.policy_loss",
+    "loss_type": "loss.agg_mode",
+    "loss_scale_factor": "loss.scale_factor",
+    "kl_loss_type": "kl.estimator",
+    "kl_penalty": "kl.estimator",
+    "target_kl": "kl.target",
+    "use_kl_loss": "kl.apply_to",
+    "use_kl_in_reward": "kl.apply_to",
+    "distributed_timeout_minutes": "run.distributed_timeout_s",
+    "max_actor_ckpt_to_keep": "run.keep_checkpoints",
+    "save_total_limit": "run.keep_checkpoints",
 }
 """Names of keys in other projects, for suggestions in errors about unknown keys."""
 RENAMED_KEYS = {
@@ -175,6 +201,10 @@ RENAMED_KEYS = {
     "roles.reward.options.longer": "roles.reward.options.on_overlong",
     "roles.reward.options.least": "roles.reward.options.min_score",
     "roles.reward.options.most": "roles.reward.options.max_score",
+    "rollout.max_observation": "rollout.max_tool_response_tokens",
+    "rollout.draft_tokens": "rollout.num_speculative_tokens",
+    "train.replay_routing": "train.routing_replay",
+    "advantage.group_std": "advantage.norm_by_std",
 }
 """Keys of MegaRL 0.1 and their names today."""
 RENAMED_VALUES = {

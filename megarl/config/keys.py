@@ -175,7 +175,7 @@ class TrainConfig:
     logits_chunk_size: PositiveInt = 512
     """Tokens whose logits are materialized at once: about 18 bytes per token and vocabulary entry in bf16, divided by
     tp."""
-    replay_routing: bool = False
+    routing_replay: bool = False
     """MoE: compute the policy's log-probs and updates with the experts that the engine selected for each token,
     weighted by the trainer's own router (R3, arXiv:2510.11370). Matters in bf16. A rank that leads an engine stores one
     byte (two with more than 256 experts) per token of its conversations, MoE layer and selected expert, and as much
@@ -217,7 +217,7 @@ class TrackConfig:
     save_rollouts: bool = True
     """Record every rollout in the run folder, as parquet."""
     save_replay_data: bool = True
-    """With `track.save_rollouts`: also record each token's expert routing (`train.replay_routing`) and sampling mask
+    """With `track.save_rollouts`: also record each token's expert routing (`train.routing_replay`) and sampling mask
     (`rollout.top_k`) if there are any, which a replay of the rollouts needs. They take one byte per MoE layer and
     expert of a token (two with more than 256 experts), and 4 bytes per id of the sampling mask. For a large model this
     exceeds everything else: 464 bytes per token of DeepSeek-V3, next to 12."""
@@ -285,12 +285,12 @@ class RolloutConfig:
     pass_env: tuple[str, ...] = ()
     """Environment variables to pass to tools, environments and reward functions. By default they see only PATH, HOME,
     the locale and the like: no tokens, no keys."""
-    max_observation: PositiveInt = 1024
+    max_tool_response_tokens: PositiveInt = 1024
     """Tokens of one tool result that the policy sees: a longer result is cut to its beginning and its end, with a note
     between that gives the number of omitted tokens. Results are shortened further to fit `rollout.max_context`."""
     tool_call_parser: str = ""
     """SGLang's parser for this model's tool calls; empty for that of the model's family."""
-    draft_tokens: Annotated[int, Range(0, 1024)] = 0
+    num_speculative_tokens: Annotated[int, Range(0, 1024)] = 0
     """Tokens that the model's multi-token prediction layer drafts at a time, which the policy then accepts or replaces
     (speculative decoding): the same distribution in fewer steps. 0 disables it."""
     concurrency: BatchSize = 128
@@ -428,7 +428,7 @@ class AdvantageConfig:
     """GAE's lambda."""
     whiten: bool = True
     """PPO: normalize advantages to mean 0 and standard deviation 1 over the global batch's action tokens."""
-    group_std: bool = True
+    norm_by_std: bool = True
     """GRPO, `advantage.estimator=grpo`: divide by the group's standard deviation; Dr. GRPO does not."""
 
 

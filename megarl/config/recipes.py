@@ -31,7 +31,7 @@ GRPO = "megarl.controllers.grpo:GRPOController"
 
 _NO_KL = {"kl.apply_to": "none"}
 _KL_LOSS = {"kl.apply_to": "loss"}
-_GROUP = {"advantage.estimator": "grpo", "advantage.group_std": True}
+_GROUP = {"advantage.estimator": "grpo", "advantage.norm_by_std": True}
 
 RECIPES: dict[str, Recipe] = {
     # --- with a critic ---
@@ -60,7 +60,7 @@ RECIPES: dict[str, Recipe] = {
         {
             **_NO_KL,
             "advantage.estimator": "grpo",
-            "advantage.group_std": False,
+            "advantage.norm_by_std": False,
             "loss.agg_mode": "seq-mean-token-sum-norm",
         },
     ),

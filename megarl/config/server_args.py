@@ -39,12 +39,12 @@ _MANAGED_FIELDS = {
     "tokenizer_path": "model.path",
     "use_ray": "nothing: torchrun or Slurm starts all processes",
     "preferred_sampling_params": "rollout.temperature, rollout.top_p, rollout.top_k and rollout.min_p",
-    "enable_return_routed_experts": "train.replay_routing",
-    "speculative_algorithm": "rollout.draft_tokens",
-    "speculative_draft_model_path": "rollout.draft_tokens",
-    "speculative_num_steps": "rollout.draft_tokens",
-    "speculative_eagle_topk": "rollout.draft_tokens",
-    "speculative_num_draft_tokens": "rollout.draft_tokens",
+    "enable_return_routed_experts": "train.routing_replay",
+    "speculative_algorithm": "rollout.num_speculative_tokens",
+    "speculative_draft_model_path": "rollout.num_speculative_tokens",
+    "speculative_num_steps": "rollout.num_speculative_tokens",
+    "speculative_eagle_topk": "rollout.num_speculative_tokens",
+    "speculative_num_draft_tokens": "rollout.num_speculative_tokens",
     "speculative_accept_threshold_single": "nothing: drafts must not change what the policy samples",
     "speculative_accept_threshold_acc": "nothing: drafts must not change what the policy samples",
 }
@@ -164,15 +164,16 @@ def tool_call_parsers() -> tuple[str, ...]:
     return _read_choices("function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES")
 
 
-def speculative_args(draft_tokens: int) -> dict[str, Any]:
-    """Return the ServerArgs with which the model's multi-token prediction layer drafts `draft_tokens` at a time."""
-    if not draft_tokens:
+def speculative_args(num_speculative_tokens: int) -> dict[str, Any]:
+    """Return the ServerArgs with which the model's multi-token prediction layer drafts `num_speculative_tokens` at a
+    time."""
+    if not num_speculative_tokens:
         return {}
     return {
         "speculative_algorithm": "NEXTN",
-        "speculative_num_steps": draft_tokens,
+        "speculative_num_steps": num_speculative_tokens,
         "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": draft_tokens + 1,
+        "speculative_num_draft_tokens": num_speculative_tokens + 1,
     }
 
 
@@ -203,10 +204,10 @@ def check_sampling(rollout: RolloutConfig) -> None:
             f"{what} without rollout.top_k: SGLang does not return {why} unless their size is bounded; also set "
             f"rollout.top_k, for example to 1000"
         )
-    if rollout.draft_tokens:
+    if rollout.num_speculative_tokens:
         raise ConfigError(
-            f"{what} with rollout.draft_tokens={rollout.draft_tokens}: with drafts SGLang does not return {why}; set "
-            f"only one of them"
+            f"{what} with rollout.num_speculative_tokens={rollout.num_speculative_tokens}: with drafts SGLang does not "
+            f"return {why}; set only one of them"
         )
     most = rollout.sglang.get("sampling_mask_max_tokens")
     if most is not None and rollout.top_k > most:

@@ -120,7 +120,7 @@ class DistillController(PolicyController):
         if weight := self.options.reward_coef:
             episodes = batch.episodes
             reward, group = episodes.take_last(batch.sequence_reward), episodes.take_last(batch.group)
-            per_episode = episodes.expand(group_advantages(reward, group, config.advantage.group_std))
+            per_episode = episodes.expand(group_advantages(reward, group, config.advantage.norm_by_std))
             advantages = advantages + weight * spread_to_tokens(
                 per_episode[batch.local_indices], batch.cu_seqlens, batch.loss_mask
             )

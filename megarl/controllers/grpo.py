@@ -84,7 +84,7 @@ class GRPOController(PolicyUpdateController):
             if penalty is not None:
                 sums = episodes.sum_branches(batch.all_gather(sequence_sums(penalty, batch.cu_seqlens)))
                 reward = penalised_rewards(reward, sums, group)
-            per_episode = sequence_advantages(config.estimator, reward, group, actions, config.group_std)
+            per_episode = sequence_advantages(config.estimator, reward, group, actions, config.norm_by_std)
             return spread_to_tokens(episodes.expand(per_episode)[batch.local_indices], batch.cu_seqlens, mask)
         # One value per token: the outcome, minus the KL from this token on.
         outcome = batch.local_episodes.take_last(batch.sequence_reward[batch.local_indices])

@@ -102,7 +102,7 @@ def describe_mismatch(flow: Flow) -> str:
         return f"{describe_layers(names)}: the engines' weights differ from the trainer's ({', '.join(names[:3])})"
     return (
         "All tensors of the engines equal the trainer's, so the computation differs: see rollout.sglang, "
-        "train.replay_routing, and `tools/mismatch.py` for the share due to routing"
+        "train.routing_replay, and `tools/mismatch.py` for the share due to routing"
     )
 
 
@@ -206,7 +206,7 @@ def logprob_diff_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "
     Both hold the same weights when a batch is sampled. A difference beyond rounding is therefore a fault of the weight
     sync, of a layout or of a kernel, and then shows on all tokens. The largest alone can jump without a fault: where
     two experts of a token tie within rounding, engine and trainer may choose differently, and that token and a few
-    after it differ. `train.replay_routing` rules this out. suffix: appended to the names, if `policy` was not computed
+    after it differ. `train.routing_replay` rules this out. suffix: appended to the names, if `policy` was not computed
     as in training.
 
     Tokens sampled by older weights also differ by what the policy has learned since; their metrics are `..._stale`.

@@ -406,10 +406,10 @@ def _facts(
             ("SGLang engines", f"{engines} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
-        if rollout.draft_tokens:
+        if rollout.num_speculative_tokens:
             draft_weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
             facts["engines"].append(
-                ("drafts", f"{rollout.draft_tokens} tokens at a time; the draft layer is {draft_weights}")
+                ("drafts", f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {draft_weights}")
             )
     if declared.has_rollout:
         facts["host"] = _describe_host_memory(hf, config, declared, bool(experts))
@@ -434,7 +434,7 @@ def _describe_weight_sync(hf: HFConfig, config: Config, here: int) -> list[tuple
 def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, experts: bool) -> list[tuple[str, str]]:
     """Estimate the host memory of a step's values per machine and rank, by part, for responses of maximum length."""
     sequences, longest = checks.sequences_per_step(config, declared), config.rollout.max_context
-    routing = routing_shape(hf, config.model.megatron) if config.train.replay_routing and experts else None
+    routing = routing_shape(hf, config.model.megatron) if config.train.routing_replay and experts else None
     parts = step_bytes(config, declared, BatchSize(sequences * longest, sequences, longest), routing)
     ranks_per_node, total_bytes = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
     num_leads = max(1, ranks_per_node // config.rollout.tp)

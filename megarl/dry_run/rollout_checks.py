@@ -78,7 +78,7 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
     """
     rollout = config.rollout
     if (
-        not config.train.replay_routing
+        not config.train.routing_replay
         or not declared.trained_roles
         or not declared.has_rollout
         or not rollout.max_staleness
@@ -97,7 +97,7 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
     else:
         return
     raise ConfigError(
-        f"train.replay_routing with {key}: newer weights prefill a conversation's beginning again, through other "
+        f"train.routing_replay with {key}: newer weights prefill a conversation's beginning again, through other "
         f"experts than are replayed; set the first to false, {remedy}, or rollout.max_staleness to 0"
     )
 

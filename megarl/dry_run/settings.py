@@ -163,32 +163,34 @@ def check_engine_capacity(config: Config) -> None:
 
 
 def check_drafts(hf: HFConfig, config: Config) -> None:
-    """Raise ConfigError if the model cannot draft for `rollout.draft_tokens`, or the combination is untested."""
-    number, path = config.rollout.draft_tokens, Path(config.model.path)
+    """Raise ConfigError if the model cannot draft for `rollout.num_speculative_tokens`, or the combination is
+    untested."""
+    number, path = config.rollout.num_speculative_tokens, Path(config.model.path)
     if number == 0:
         return
     if (layers := family_of(hf).num_mtp_layers(hf)) != 1:
         raise ConfigError(
-            f"rollout.draft_tokens={number} needs a model with one layer of multi-token prediction "
+            f"rollout.num_speculative_tokens={number} needs a model with one layer of multi-token prediction "
             f"(num_nextn_predict_layers), but this {family_of(hf).architecture} has {layers}; set it to 0"
         )
     prefix = f"model.layers.{hf['num_hidden_layers']}."
     if config.model.path and path.is_dir() and not any(name.startswith(prefix) for name in open_hf(path).names()):
         raise ConfigError(
-            f"rollout.draft_tokens={number}: config.json declares a layer of multi-token prediction, but {path} has "
-            f"no tensors {prefix}*; set it to 0"
+            f"rollout.num_speculative_tokens={number}: config.json declares a layer of multi-token prediction, but "
+            f"{path} has no tensors {prefix}*; set it to 0"
         )
     longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if (needed := config.rollout.max_context + number + 1) > longest:
         raise ConfigError(
-            f"rollout.max_context={config.rollout.max_context} with rollout.draft_tokens={number} needs {needed} "
-            f"positions, because SGLang reserves a window for drafts, but the model has {longest}; lower the first"
+            f"rollout.max_context={config.rollout.max_context} with rollout.num_speculative_tokens={number} needs "
+            f"{needed} positions, because SGLang reserves a window for drafts, but the model has {longest}; lower the "
+            "first"
         )
     for key in ("attn_dp_size", "dp_size"):
         if int(config.rollout.sglang.get(key) or 1) > 1:
             raise ConfigError(
-                f"rollout.draft_tokens={number} with rollout.sglang.{key}: not tested with attention data parallelism; "
-                f"set only one of them"
+                f"rollout.num_speculative_tokens={number} with rollout.sglang.{key}: not tested with attention data "
+                "parallelism; set only one of them"
             )
 
 
@@ -203,18 +205,18 @@ def check_mtp(hf: HFConfig, config: Config, declared: Requirements) -> None:
 
 def check_routing(hf: HFConfig, config: Config, declared: Requirements) -> None:
     """Check routing replay: it needs experts, an engine that records routing, and a router that can be overridden."""
-    if not config.train.replay_routing:
+    if not config.train.routing_replay:
         return
     if not declared.has_rollout:
         raise ConfigError(
-            f"train.replay_routing=true, but {declared.name} has no engine whose routing could be replayed"
+            f"train.routing_replay=true, but {declared.name} has no engine whose routing could be replayed"
         )
     routing_shape(hf, config.model.megatron)
     sglang, megatron = config.rollout.sglang, config.model.megatron
     if megatron.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: Transformer Engine's router cannot replay routing")
     if "sinkhorn" in str(megatron.get(name := "moe_router_load_balancing_type")):
-        raise ConfigError(f"model.megatron.{name}=sinkhorn is incompatible with train.replay_routing")
+        raise ConfigError(f"model.megatron.{name}=sinkhorn is incompatible with train.routing_replay")
     if (sglang.get("chunked_prefill_size") or 1) < 1:
         raise ConfigError(
             "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of routing"

@@ -378,7 +378,7 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
     to another size or model.
     """
     if text is None:
-        raise RequestFailed("the engine did not record routing; set train.replay_routing=false")
+        raise RequestFailed("the engine did not record routing; set train.routing_replay=false")
     values = np.frombuffer(pybase64.b64decode(text, validate=True), dtype=np.int32)  # 100 times as fast as without
     if values.size != tokens * shape.num_layers * shape.topk:
         raise RequestFailed(

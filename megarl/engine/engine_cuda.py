@@ -58,7 +58,7 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
         "device": "cuda",
         "base_gpu_id": first_device,
         "enable_memory_saver": True,
-        "enable_draft_weights_cpu_backup": config.rollout.draft_tokens > 0,
+        "enable_draft_weights_cpu_backup": config.rollout.num_speculative_tokens > 0,
         "max_running_requests": config.rollout.concurrency,
         **runner,
     }

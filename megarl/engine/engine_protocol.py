@@ -29,7 +29,7 @@ class Generation:
     routing: [tokens, MoE layers, topk], the experts of the requested tokens, see `Policy`; as in `Rollout`.
     sampling_mask: if sampling was truncated, the tokens that could have been drawn at each position. The log-probs are
     then of the distribution over these.
-    drafted, accepted: number of draft tokens (rollout.draft_tokens), and how many of them were accepted.
+    drafted, accepted: number of draft tokens (rollout.num_speculative_tokens), and how many of them were accepted.
     cached: number of prompt tokens found in the engine's prefix cache; -1 if not reported.
     """
 

@@ -2,8 +2,9 @@
 
 Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layer k takes the previous layer's state of a token
 (the decoder's for k = 1) and the embedding of the k-th following token, and emits a state that predicts the token after
-that. Engines draft with these layers (`rollout.draft_tokens`). In RL they learn to predict the policy and must not
-change it: their inputs, the embedding and the output layer are detached, so gradients stay within these layers.
+that. Engines draft with these layers (`rollout.num_speculative_tokens`). In RL they learn to predict the policy and
+must not change it: their inputs, the embedding and the output layer are detached, so gradients stay within these
+layers.
 """
 
 from __future__ import annotations

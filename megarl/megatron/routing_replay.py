@@ -170,7 +170,7 @@ def check(routing: torch.Tensor, shape: RoutingShape, layers: Sequence[int]) -> 
         raise ConfigError(
             f"the recorded routing names the experts {routing[token, layer].tolist()} for a token in layer "
             f"{shape.moe_layers[layers[layer]]}, not {shape.topk} different ones of {shape.num_experts}; the engine "
-            "does not record this model's routing: set train.replay_routing=false"
+            "does not record this model's routing: set train.routing_replay=false"
         )
 
 

@@ -90,7 +90,7 @@ class MegatronModel:
             family, last = family_of(hf_config), unwrap(self.chunks[-1])
             vocab_size, cap = int(family.gpt_kwargs(hf_config)["vocab_size"]), family.extras(hf_config).logit_cap
             self._reader = OutputReader(last, role, vocab_size, config.train.logits_chunk_size, cap)
-            if role == "actor" and config.train.replay_routing:
+            if role == "actor" and config.train.routing_replay:
                 self.replay_shape = routing_shape(hf_config, config.model.megatron)
                 routing_replay.install(self.chunks, self.replay_shape)
             layers = routing_replay.replayed_layers(self.chunks) if self.replay_shape is not None else ()

@@ -139,7 +139,7 @@ def plan_memory(
     if declared.has_engines(config) and "rollout" in local_roles:
         # `max_total_tokens` caps the cache; otherwise it must hold all of the engine's conversations.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
-        drafts = bool(rollout.draft_tokens)
+        drafts = bool(rollout.num_speculative_tokens)
         engine["engine weights"] = engine_bytes(hf, rollout.tp, size, drafts)
         engine["engine KV cache"] = cached * kv_elements(hf, rollout.tp, drafts) * size
     stages: list[StageMemory] = []
@@ -222,7 +222,7 @@ def _states_and_activations(
             activations, runs[-1] = 0, runs[-1] + layers[-1][-1:] * stage_mtp
         activations += activation_elements(settings, runs, parallel.tp, tokens, in_flight, parallel.etp)
         is_first_and_last = stage == 0, stage == parallel.pp - 1
-        replays = role == "actor" and config.train.replay_routing
+        replays = role == "actor" and config.train.routing_replay
         micro_batch = micro_batch_bytes(
             settings, stage_layer_ids, tokens, parallel.tp, parallel.cp, *is_first_and_last, mtp, replays
         )

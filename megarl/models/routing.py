@@ -36,7 +36,7 @@ def routing_shape(hf: HFConfig, megatron: Mapping[str, Any]) -> RoutingShape:
     settings = {**family_of(hf).megatron_config(hf), **megatron}
     if not settings.get("num_moe_experts"):
         name = family_of(hf).architecture
-        raise ConfigError(f"train.replay_routing=true, but {name} has no experts; set it to false")
+        raise ConfigError(f"train.routing_replay=true, but {name} has no experts; set it to false")
     layers, frequency = int(settings["num_layers"]), settings.get("moe_layer_freq", 1)
     pattern = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in range(layers)]
     return RoutingShape(

@@ -81,7 +81,7 @@ BANDS: dict[str, Band] = {
         "advantage variance",
         None,
         1.0,
-        high_remedy="set advantage.whiten or advantage.group_std, bound the rewards, or raise kl.coef",
+        high_remedy="set advantage.whiten or advantage.norm_by_std, bound the rewards, or raise kl.coef",
     ),
     "critic/vf_clipfrac": Band(
         "clipped values",

@@ -1,7 +1,7 @@
 """Decompose the gap log p_trainer - log p_engine of the same token into its causes.
 
 For each sampled token a recorded rollout has the engine's log-prob at sampling time and, if the step computed it, the
-trainer's log-prob before the updates (`rollout_table`). With `train.replay_routing` the trainer has two: one through
+trainer's log-prob before the updates (`rollout_table`). With `train.routing_replay` the trainer has two: one through
 the experts that the engine chose, one through the experts that it chooses itself. So the gap is a sum:
 
     log p_trainer - log p_engine  =  (own experts - replayed experts)  +  (replayed experts - log p_engine)

@@ -54,7 +54,7 @@ class ReplaySource(NamedTuple):
 
 def needs_trainer_columns(config: Config) -> bool:
     """Return whether a replay needs `TRAINER_COLUMNS`: routing, or sampling masks."""
-    return config.train.replay_routing or config.rollout.has_truncated_sampling
+    return config.train.routing_replay or config.rollout.has_truncated_sampling
 
 
 def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int = 0) -> None:
@@ -96,7 +96,7 @@ def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int 
 def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabulary: str) -> None:
     """Raise ConfigError unless the step's rollouts could have been generated with this configuration."""
     prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
-    shape = routing_shape(hf, config.model.megatron) if config.train.replay_routing else None
+    shape = routing_shape(hf, config.model.megatron) if config.train.routing_replay else None
     expected_shape = None if shape is None else [len(shape.moe_layers), shape.topk]
     counts = ("support_counts",) if config.rollout.has_truncated_sampling else ()
     sizes: Counter[int] = Counter()
@@ -132,10 +132,10 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
                         else f"that of {recorded_routing[1]} layers with {recorded_routing[2]} experts each"
                     )
                     raise ConfigError(
-                        f"train.replay_routing=true, but {where}, has {recorded_shape}, and this model has "
+                        f"train.routing_replay=true, but {where}, has {recorded_shape}, and this model has "
                         f"{expected_shape[0]} layers with {expected_shape[1]}: replay a run that "
-                        "recorded it (with train.replay_routing and track.save_replay_data), or set "
-                        "train.replay_routing=false"
+                        "recorded it (with train.routing_replay and track.save_replay_data), or set "
+                        "train.routing_replay=false"
                     )
                 if counts and row["support_counts"] is None:
                     raise ConfigError(

@@ -25,7 +25,7 @@ columns hold the tokens of all turns concatenated; `turn_lengths` splits them:
     id, data_source      string   of the prompt, like the columns up to prompt_token_ids
     ground_truth, tools, extra, prompt_messages  JSON
     prompt_token_ids     [int32]  null if equal to turn 0
-    routing              bytes    experts chosen for the first tokens, with `train.replay_routing`; 1 or 2 bytes each
+    routing              bytes    experts chosen for the first tokens, with `train.routing_replay`; 1 or 2 bytes each
     routing_shape        [int32]  its tokens, MoE layers, and experts per token
     support_counts       [int32]  truncated sampling: size of the sampling mask of each generated token
     support_ids          [int32]  the token ids in these masks, concatenated
@@ -33,7 +33,7 @@ columns hold the tokens of all turns concatenated; `turn_lengths` splits them:
                                   history so far, the same for all branches
     drift                bool     agent episodes: whether rendering the last request afresh gives other token ids
     trainer_logprobs     [float]  the trainer's, before the step's updates; of steps that computed them
-    unreplayed_logprobs  [float]  the same through the trainer's own experts, with `train.replay_routing`
+    unreplayed_logprobs  [float]  the same through the trainer's own experts, with `train.routing_replay`
     turn_cached_tokens   [int32]  tokens before a policy turn that the engine had cached when the turn was requested; -1
                                   for other turns, and if the engine did not report it
 

@@ -54,9 +54,9 @@ class Halted(Exception):
 
 
 async def run_conversation(
-    begun: PartialRollout,
+    partial: PartialRollout,
     policy: Policy,
-    around: RolloutContext,
+    context: RolloutContext,
     params: dict[str, Any],
     deadline: float | None = None,
 ) -> PartialRollout:
@@ -67,8 +67,8 @@ async def run_conversation(
     from a checkpoint, restarts.
 
     The conversation stays within `max_context` tokens, the policy within `max_turns` turns, and each turn within
-    `max_new_tokens`, however often it is halted. Each tool result is truncated to `max_observation` tokens, and all
-    results of a turn to the remaining context.
+    `max_new_tokens`, however often it is halted. Each tool result is truncated to `max_tool_response_tokens` tokens,
+    and all results of a turn to the remaining context.
 
     The final status is one of:
 
@@ -81,7 +81,7 @@ async def run_conversation(
     Args:
         params: SGLang's sampling parameters without max_new_tokens, which follows from the budget
     """
-    conversation = _Conversation(begun, policy, around, params)
+    conversation = _Conversation(partial, policy, context, params)
     failure = ""
     try:
         async with asyncio.timeout_at(deadline):
@@ -105,9 +105,11 @@ async def run_conversation(
 class _Conversation:
     """One running conversation. `state` is its progress, and is what remains if it is interrupted."""
 
-    def __init__(self, begun: PartialRollout, policy: Policy, around: RolloutContext, params: dict[str, Any]) -> None:
-        self.state = begun
-        self._policy, self._context, self._params = policy, around, params
+    def __init__(
+        self, partial: PartialRollout, policy: Policy, context: RolloutContext, params: dict[str, Any]
+    ) -> None:
+        self.state = partial
+        self._policy, self._context, self._params = policy, context, params
 
     @property
     def _session(self) -> EnvironmentSession:
@@ -244,7 +246,7 @@ class _Conversation:
         ]
         max_tokens = config.max_context - state.num_tokens - 1
         truncated = truncate_observations(
-            chat, observations, schemas, config.max_observation, max_tokens, count_reserved_tokens(config)
+            chat, observations, schemas, config.max_tool_response_tokens, max_tokens, count_reserved_tokens(config)
         )
         num_failed = sum(not result.ok for result in results) + bool(reply.error)
         state = replace(state, tool_calls=state.tool_calls + len(results), tool_errors=state.tool_errors + num_failed)
@@ -278,12 +280,12 @@ class _Conversation:
                 await asyncio.gather(working, return_exceptions=True)
 
 
-def _make_assistant_message(reply: ParsedResponse, ids: Sequence[str]) -> Message:
-    message: Message = {"role": "assistant", "content": reply.text}
-    if reply.calls:
+def _make_assistant_message(parsed: ParsedResponse, ids: Sequence[str]) -> Message:
+    message: Message = {"role": "assistant", "content": parsed.text}
+    if parsed.calls:
         message["tool_calls"] = [
             {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call, call_id in zip(reply.calls, ids, strict=False)
+            for call, call_id in zip(parsed.calls, ids, strict=False)
         ]
     return message
 

@@ -138,7 +138,7 @@ class Rollout:
     sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
     """Sampling masks of the policy's tokens, in order. None if sampling was never truncated."""
     drafted: int = 0
-    """Draft tokens proposed to the policy (rollout.draft_tokens)."""
+    """Draft tokens proposed to the policy (rollout.num_speculative_tokens)."""
     accepted: int = 0
     """Draft tokens that the policy accepted."""
     failure: str = ""

@@ -56,7 +56,7 @@ class RolloutWorker(Worker):
             return
         lead_engine, num_engines = self.engines.lead_engine, len(self.engines.engine_ranks)
         if lead_engine is not None and self.engines.engine_restart is not None:
-            replays = self.config.train.replay_routing
+            replays = self.config.train.routing_replay
             routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
             self._runner = RolloutRunner(
                 lead_engine,
@@ -80,7 +80,7 @@ class RolloutWorker(Worker):
             row_exchange.WorldComm(),
             engine_index,
             num_engines,
-            self.config.train.replay_routing and "actor" in context.num_updates,
+            self.config.train.routing_replay and "actor" in context.num_updates,
         )
         self._stream = RolloutStream(
             self.config,
@@ -158,7 +158,7 @@ class RolloutWorker(Worker):
             if config.rollout.replay:
                 self.step_rollouts.append(self._replay(self._allocate_groups(len(prompts)), greedy))
                 return self.step_rollouts[-1]
-            self.engines.recovery.exchange_losses(look=True)
+            self.engines.recovery.exchange_losses(should_check=True)
             self.engines.wait_for_engine(self._resume_stream)
             self.engines.wake()
             is_first, loader = self.step > self._last_step and not greedy, self.context.prompt_loader
@@ -185,7 +185,7 @@ class RolloutWorker(Worker):
         After a weight sync it continues with the new weights, as configured by `rollout.on_weight_sync`; each token
         records its version.
         """
-        self.engines.recovery.exchange_losses(look=True)
+        self.engines.recovery.exchange_losses(should_check=True)
         self.engines.wait_for_engine(self._resume_stream)
         self.engines.wake()
         self._num_generations += 1
@@ -195,7 +195,7 @@ class RolloutWorker(Worker):
         if self._runner is not None and self.engines.recovery.is_available(self.engines.engine_index):
             future = self._runner.start_generation(
                 prompts,
-                tickets=group_queue,
+                queue=group_queue,
                 samples=samples,
                 greedy=greedy,
                 seed=self._step_seed(self.step),
@@ -204,9 +204,9 @@ class RolloutWorker(Worker):
             )
         return PendingGeneration(
             *(future, group_queue, row_exchange.WorldComm()),
-            begun=self.version,
-            now=lambda: self.version,
-            waiting=self._wait_phase,
+            start_version=self.version,
+            current_version=lambda: self.version,
+            wait_phase=self._wait_phase,
         )
 
     @contextmanager
@@ -232,10 +232,10 @@ class RolloutWorker(Worker):
             attempt += 1
             alarm = f"{name}/alarm/{attempt}"
 
-            def work(talks: RolloutRunner) -> GenerationResult:
+            def work(runner: RolloutRunner) -> GenerationResult:
                 with self.clock.span(f"generation of step {self.step}", "rollout", self.engines.device_ranks):
                     try:
-                        return talks.generate(
+                        return runner.generate(
                             plan.prompts,
                             tickets=group_queue,
                             samples=samples,
@@ -271,27 +271,27 @@ class RolloutWorker(Worker):
         self._oversampling.record_result(plan, result, group_queue.count_claimed(), rollouts)
         return rollouts
 
-    def _continued_groups(self, groups: Sequence[Group], tickets: GroupQueue) -> Sequence[Group]:
+    def _continued_groups(self, groups: Sequence[Group], queue: GroupQueue) -> Sequence[Group]:
         """Return the groups that this rank's engine continues. If it is not available, other engines continue them."""
         recovery = self.engines.recovery
         if not recovery.is_available(self.engines.engine_index):
             for group in groups:
-                tickets.return_group(ReturnedGroup(0, restart_unfinished(group)))
+                queue.return_group(ReturnedGroup(0, restart_unfinished(group)))
             groups = ()
         if recovery.restarting or recovery.unsynced:
             ranks.barrier()  # otherwise other engines might look for them before they are returned
         return groups
 
     def _run_engine(
-        self, work: Callable[[RolloutRunner], GenerationResult | None], alarm: str, lost_too: bool = False
+        self, work: Callable[[RolloutRunner], GenerationResult | None], alarm: str, include_lost: bool = False
     ) -> tuple[GenerationResult | None, bool]:
-        """Run `work` if this rank leads an available engine, or any engine with `lost_too`. Collective.
+        """Run `work` if this rank leads an available engine, or any engine with `include_lost`. Collective.
 
         Returns the result on this rank, and whether any engine was lost. Other failures are raised on all ranks, and
         set the flag `alarm` to stop the engines that are still generating.
         """
         error, result = "", None
-        if self._runner is not None and (lost_too or self.engines.recovery.is_available(self.engines.engine_index)):
+        if self._runner is not None and (include_lost or self.engines.recovery.is_available(self.engines.engine_index)):
             try:
                 result = work(self._runner)
             except _GenerationStopped:
@@ -304,12 +304,14 @@ class RolloutWorker(Worker):
                 ranks.set_flag(alarm)
         return result, self.engines.recovery.exchange_losses(error)
 
-    def _has_missing_groups(self, tickets: GroupQueue, needed: int | None) -> bool:
+    def _has_missing_groups(self, queue: GroupQueue, num_needed: int | None) -> bool:
         """True if groups are missing after an engine loss. No engine may claim groups meanwhile. Collective."""
-        return self._any_rank(tickets.count_unclaimed() > 0 if needed is None else tickets.count_complete() < needed)
+        return self._any_rank(
+            queue.count_unclaimed() > 0 if num_needed is None else queue.count_complete() < num_needed
+        )
 
-    def _any_rank(self, something: bool) -> bool:
-        return any(ranks.all_gather_objects(something))
+    def _any_rank(self, flag: bool) -> bool:
+        return any(ranks.all_gather_objects(flag))
 
     def _count_lost(self, counts: Sequence[int]) -> None:
         for name, more in zip(self._lost_counts, counts, strict=True):
@@ -324,7 +326,7 @@ class RolloutWorker(Worker):
             collected, _ = self._run_engine(
                 lambda talks: talks.collect(len(prompts), lambda: self._check_alarm(STREAM_NAME)).result(),
                 STREAM_NAME,
-                lost_too=True,
+                include_lost=True,
             )
             if collected is not None:
                 result = collected
@@ -347,8 +349,8 @@ class RolloutWorker(Worker):
     def _step_seed(self, step: int) -> int:
         return self.config.run.seed * 1_000_003 + step
 
-    def _record_generation(self, began: float, ended: float) -> None:
-        self.clock.add_span("generation", "rollout", began, ended, self.engines.device_ranks, thread="generation")
+    def _record_generation(self, start: float, end: float) -> None:
+        self.clock.add_span("generation", "rollout", start, end, self.engines.device_ranks, thread="generation")
 
     def _check_alarm(self, alarm: str) -> None:
         if self._is_closing or ranks.is_flag_set(alarm):
@@ -462,8 +464,8 @@ class RolloutWorker(Worker):
         return rollouts
 
 
-def _gather_rollouts(mine: Sequence[Rollout], version: int) -> Rollouts:
-    return Rollouts.gather(mine, [rollout.group for rollout in mine], row_exchange.WorldComm(), version)
+def _gather_rollouts(rollouts: Sequence[Rollout], version: int) -> Rollouts:
+    return Rollouts.gather(rollouts, [rollout.group for rollout in rollouts], row_exchange.WorldComm(), version)
 
 
 class _GenerationStopped(RuntimeError):

@@ -69,21 +69,21 @@ class OversamplingPlan:
 class Oversampling:
     """Plans over-sampled generations and keeps partial groups between steps.
 
-    source: loader of the training prompts. engine, engines: index of this lead's engine, None on ranks that lead none,
+    loader: loader of the training prompts. engine, engines: index of this lead's engine, None on ranks that lead none,
     and number of engines. replays_routing: whether the trainer replays the engine's routing.
     """
 
     def __init__(
         self,
         config: RolloutConfig,
-        source: PromptLoader[Prompt] | None,
-        everyone: Comm,
-        engine: int | None,
-        engines: int,
+        loader: PromptLoader[Prompt] | None,
+        comm: Comm,
+        engine_index: int | None,
+        num_engines: int,
         replays_routing: bool = False,
     ) -> None:
-        self._config, self._prompt_loader, self._comm = config, source, everyone
-        self._engine_index, self._num_engines, self._replays_routing = engine, engines, replays_routing
+        self._config, self._prompt_loader, self._comm = config, loader, comm
+        self._engine_index, self._num_engines, self._replays_routing = engine_index, num_engines, replays_routing
         self._partial_groups: list[Group] = []
         self._num_partial_groups = 0
         self._last_step = -1
@@ -109,16 +109,16 @@ class Oversampling:
         )
 
     def record_result(
-        self, plan: OversamplingPlan, mine: GenerationResult | None, taken: int, rollouts: Rollouts
+        self, plan: OversamplingPlan, result: GenerationResult | None, num_started: int, rollouts: Rollouts
     ) -> None:
         """Keep the partial groups and return unused prompts to the loader. Collective.
 
-        mine: this engine's result, None without an engine. taken: prompts that were started.
+        result: this engine's result, None without an engine. taken: prompts that were started.
         """
         rows = (
             []
-            if mine is None
-            else [[mine.num_slots, mine.seconds, mine.busy_seconds, len(mine.partials), mine.num_stale]]
+            if result is None
+            else [[result.num_slots, result.seconds, result.busy_seconds, len(result.partials), result.num_stale]]
         )
         table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 5))
         slots, seconds, busy, partials, restarted = table.T
@@ -129,8 +129,8 @@ class Oversampling:
         if plan.num_needed is None:
             return
         assert self._prompt_loader is not None
-        self._prompt_loader.return_unused(plan.num_drawn - taken)
-        self._partial_groups, self._num_partial_groups = mine.partials if mine else [], int(partials.sum())
+        self._prompt_loader.return_unused(plan.num_drawn - num_started)
+        self._partial_groups, self._num_partial_groups = result.partials if result else [], int(partials.sum())
         self.metrics |= {
             "rollout/partial_groups": float(plan.num_partial_groups),
             "rollout/restarted_rollouts": float(restarted.sum()),
@@ -180,6 +180,6 @@ class Oversampling:
         ):  # see check_replayed_prefixes
             raise ConfigError(
                 f"{folder} has {self._num_partial_groups} groups of partial rollouts (rollout.oversample), "
-                "whose routing train.replay_routing=true cannot replay: set it to false until a checkpoint has none, "
+                "whose routing train.routing_replay=true cannot replay: set it to false until a checkpoint has none, "
                 "or rollout.max_staleness to 0, which restarts them"
             )

@@ -33,7 +33,7 @@ class TeacherWorker(ModelWorker):
         hf, config = load_hf_config(path), role_config(self.config, self.name)
         if is_classifier(hf):
             raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of tokens")
-        train = dataclasses.replace(config.train, replay_routing=False)  # records hold the policy's experts
+        train = dataclasses.replace(config.train, routing_replay=False)  # records hold the policy's experts
         self.build(hf, path, dataclasses.replace(config, train=train, lora=LoraConfig()), trains=False)
 
     def forward(self, batch: TrainBatch, temperature: float | None = None) -> Future[ModelOutput]:

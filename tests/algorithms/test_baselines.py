@@ -163,7 +163,9 @@ def test_what_says_nothing_is_zero(kind):
 def test_only_the_group_has_a_deviation():
     reward, group, actions = torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int64), torch.ones(3)
     for kind in KINDS:
-        with_std, without = (sequence_advantages(kind, reward, group, actions, group_std=std) for std in (True, False))
+        with_std, without = (
+            sequence_advantages(kind, reward, group, actions, norm_by_std=std) for std in (True, False)
+        )
         assert torch.equal(with_std, without) == (kind != "grpo")
     with pytest.raises(ValueError, match="opo, not 'remax'"):
         sequence_advantages("remax", reward, group, actions)

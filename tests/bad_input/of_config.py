@@ -40,7 +40,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "rollout.concurrency": ("0", "10000000000"),
     "rollout.weight_sync_bucket_mb": ("-1",),
     "rollout.samples_per_prompt": ("1e12",),
-    "rollout.draft_tokens": ("-1",),
+    "rollout.num_speculative_tokens": ("-1",),
     "rollout.tools": ("3", "{a: b}"),
     "data.prompts_per_step": ("0", "1000000000000"),
     "data.shuffle": ("maybe", "0"),

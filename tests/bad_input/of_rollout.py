@@ -239,19 +239,19 @@ CASES = [
     ),
     Case(
         "sampling was not cut off when it was recorded",
-        ("rollout.top_p, top_k or min_p", "row 0, does not say what could have been sampled", "set these keys back"),
+        ("rollout.top_p, top_k or min_p", "row 0, has no sampling masks", "set these keys back"),
         (*REPLAY, "rollout.top_k=20"),
         recorded(),
     ),
     Case(
         "routing that was not recorded",
         (
-            "train.replay_routing=true",
+            "train.routing_replay=true",
             "row 0, has no routing",
             "track.save_replay_data",
-            "or set train.replay_routing=false",
+            "or set train.routing_replay=false",
         ),
-        (*REPLAY, "train.replay_routing=true"),
+        (*REPLAY, "train.routing_replay=true"),
         recorded(),
     ),
     Case(
@@ -379,7 +379,7 @@ CASES = [
     of_file("a status that may be null", column("status", [None], pa.string()), "'status' may be null"),
     # Rows of something else.
     of_row("no turn at all", cell("turn_lengths", [])),
-    of_row("fewer versions than turns", cell("turn_weight_version", [-1]), "not as many"),
+    of_row("fewer versions than turns", cell("turn_weight_version", [-1]), "disagree on the number"),
     of_row("an unknown status", cell("status", "done"), "'done'"),
     of_row("a first turn of the policy's", cell("turn_is_action", [True, True]), "not a prompt"),
     of_row("a turn of less than nothing", cell("turn_lengths", [5, -1]), "negative length"),

@@ -5,7 +5,7 @@ from pathlib import Path
 from case import Case
 
 GRPO = "algorithm=grpo"
-REPLAY = "train.replay_routing=true"
+REPLAY = "train.routing_replay=true"
 SFT = ("algorithm=sft", "data.train=FOLDER/sft.jsonl")
 HALF = """
 from megarl.controllers.controller import Controller
@@ -56,7 +56,7 @@ CASES = [
     ),
     Case(
         "a correction's bounds the wrong way round",
-        ("correction.low=3 and correction.high=2 must have 1 between them",),
+        ("correction.low=3 and correction.high=2 must enclose 1",),
         ("correction.kind=tis", "correction.low=3"),
     ),
     Case("a correction of that name", ("correction.kind", "icepop"), ("correction.kind=tip",)),
@@ -157,8 +157,8 @@ CASES = [
     ),
     Case(
         "SFT cannot replay routing",
-        ("train.replay_routing=true", "sft has no engine"),
-        (*SFT, "train.replay_routing=true"),
+        ("train.routing_replay=true", "sft has no engine"),
+        (*SFT, "train.routing_replay=true"),
     ),
     Case("an unknown schedule", ("actor_optimizer.schedule must be one of cosine",), ("actor_optimizer.schedule=cos",)),
     Case("targets without LoRA", ("lora.target_modules", "set lora.rank"), ("lora.target_modules=[linear_qkv]",)),
@@ -176,7 +176,9 @@ CASES = [
     ),
     Case("MTP that the model has not", ("train.mtp_loss_coef=0.1",), ("train.mtp_loss_coef=0.1",)),
     Case(
-        "drafts without a layer", ("rollout.draft_tokens=3 needs a model with one layer",), ("rollout.draft_tokens=3",)
+        "drafts without a layer",
+        ("rollout.num_speculative_tokens=3 needs a model with one layer",),
+        ("rollout.num_speculative_tokens=3",),
     ),
     Case(
         "a critic on ranks of its own",
@@ -188,13 +190,13 @@ CASES = [
     Case("misspelt DDP", ("train.ddp", "did you mean overlap_grad_reduce"), ("train.ddp.overlap_grad_reduc=true",)),
     Case(
         "routing of what goes on in another step",
-        ("train.replay_routing with rollout.oversample=1.5", "set the first to false"),
+        ("train.routing_replay with rollout.oversample=1.5", "set the first to false"),
         (REPLAY, "rollout.oversample=1.5"),
     ),
     Case("another router", ("moe_router_fusion",), (REPLAY, "model.megatron.moe_router_fusion=true")),
     Case(
         "another balance",
-        ("sinkhorn is incompatible with train.replay_routing",),
+        ("sinkhorn is incompatible with train.routing_replay",),
         (REPLAY, "model.megatron.moe_router_load_balancing_type=sinkhorn"),
     ),
     Case(

@@ -47,7 +47,7 @@ def test_copies_are_for_all_ranks_of_a_machine() -> None:
 
 def config(oversample: float = 1.5, replays: bool = False, **rollout: Any) -> Config:
     sizes = {"oversample": oversample, "samples_per_prompt": 4, "max_context": 1000, "max_new_tokens": 500}
-    tree = {"data": {"prompts_per_step": 5}, "rollout": {**sizes, **rollout}, "train": {"replay_routing": replays}}
+    tree = {"data": {"prompts_per_step": 5}, "rollout": {**sizes, **rollout}, "train": {"routing_replay": replays}}
     return from_dict(tree)
 
 

@@ -248,7 +248,7 @@ def test_groups_by_hand() -> None:
     for kind, first in (("grpo", 2 / 3), ("rloo", 1.0), ("opo", 1 / 2)):
         tree = {
             "algorithm": "grpo",
-            "advantage": {"estimator": kind, "group_std": False},
+            "advantage": {"estimator": kind, "norm_by_std": False},
             "loss": {"agg_mode": "seq-mean-token-mean"},
         }
         config = from_dict(tree | {"kl": {"apply_to": "none"}})

@@ -350,16 +350,16 @@ def test_reinforce_pp_takes_off_the_kl_from_a_token_on(gamma: float) -> None:
     assert batch.advantages[batch.loss_mask].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, one in RECIPES.items() if "advantage.group_std" in one.defaults])
+@pytest.mark.parametrize("name", [name for name, one in RECIPES.items() if "advantage.norm_by_std" in one.defaults])
 def test_no_recipe_divides_a_kl_by_a_groups_deviation(name: str) -> None:
     config = from_dict({"algorithm": name})
-    assert not (config.advantage.group_std and config.kl.apply_to == "reward"), name
+    assert not (config.advantage.norm_by_std and config.kl.apply_to == "reward"), name
 
 
 def test_grpo_has_the_kl_in_the_loss() -> None:
     """arXiv:2402.03300, eq. 3."""
     config = from_dict({"algorithm": "grpo"})
-    assert (config.kl.apply_to, config.advantage.estimator, config.advantage.group_std) == ("loss", "grpo", True)
+    assert (config.kl.apply_to, config.advantage.estimator, config.advantage.norm_by_std) == ("loss", "grpo", True)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "remax", "reinforce_pp"])

@@ -28,7 +28,7 @@ HF = {
 
 def drafts(folder: Path | None = None, number: int = 3, **rollout: Any) -> Config:
     model = {"path": str(folder)} if folder else {}
-    return from_dict({"model": model, "rollout": {"draft_tokens": number, "max_context": 1020, **rollout}})
+    return from_dict({"model": model, "rollout": {"num_speculative_tokens": number, "max_context": 1020, **rollout}})
 
 
 def test_drafts_need_a_layer_and_its_tensors(tmp_path: Path) -> None:
@@ -46,8 +46,16 @@ def test_drafts_need_a_layer_and_its_tensors(tmp_path: Path) -> None:
     ("changes", "rollout", "complaint"),
     [
         ({"num_nextn_predict_layers": 2}, {}, "this DeepseekV3ForCausalLM has 2; set it to 0"),
-        ({}, {"max_context": 1021}, "rollout.draft_tokens=3 needs 1025 positions.* the model has 1024; lower"),
-        ({}, {"sglang": {"attn_dp_size": 2}}, "rollout.draft_tokens=3 with rollout.sglang.attn_dp_size: never tried"),
+        (
+            {},
+            {"max_context": 1021},
+            "rollout.num_speculative_tokens=3 needs 1025 positions.* the model has 1024; lower",
+        ),
+        (
+            {},
+            {"sglang": {"attn_dp_size": 2}},
+            "rollout.num_speculative_tokens=3 with rollout.sglang.attn_dp_size: not tested",
+        ),
     ],
 )
 def test_drafts_that_cannot_be(changes: dict[str, Any], rollout: dict[str, Any], complaint: str) -> None:
@@ -86,7 +94,7 @@ def test_evaluation_on_training_data_is_warned_of(
     link.symlink_to(train)
     for held_out in (train, link):
         (line,) = warned(algorithm, train, held_out)
-        assert line.startswith(f"data.eval={held_out} is data.train={train}: an evaluation on training data")
+        assert line.startswith(f"data.eval={held_out} is data.train={train}: evaluating on training data")
     (line,) = warned(algorithm, train, same)
     assert line.startswith("data.eval: 1 of the first 2 rows are also in data.train, such as ")
     assert warned(algorithm, train, new) == []

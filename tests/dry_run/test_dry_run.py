@@ -193,26 +193,26 @@ def test_lora_is_planned(plan) -> None:
         (["algorithm=reward_model", "run.num_update=9"], r"cuts a batch of 8 pairs in 9 mini-batches"),
         (["run.eval_every=5"], r"run.eval_every=5 needs data.eval"),
         (["rollout.replay=/nowhere"], r"rollout.replay=/nowhere: no such run folder"),
-        (["train.replay_routing=true", "algorithm=sft"], r"sft has no engine whose routing could be replayed"),
+        (["train.routing_replay=true", "algorithm=sft"], r"sft has no engine whose routing could be replayed"),
         (
-            ["train.replay_routing=true", "rollout.replay=/"],
+            ["train.routing_replay=true", "rollout.replay=/"],
             r"rollout.replay=/ has no folder rollouts; name a run with track.save_rollouts=true",
         ),
-        (["train.replay_routing=true", "model.megatron.moe_router_fusion=true"], r"cannot replay routing"),
+        (["train.routing_replay=true", "model.megatron.moe_router_fusion=true"], r"cannot replay routing"),
         (
-            ["train.replay_routing=true", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
-            r"=sinkhorn is incompatible with train.replay_routing",
+            ["train.routing_replay=true", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
+            r"=sinkhorn is incompatible with train.routing_replay",
         ),
         (
             ["rollout.sglang.speculative_algorithm=EAGLE"],
-            r"speculative_algorithm cannot be set; it is decided by rollout.draft_tokens",
+            r"speculative_algorithm cannot be set; it is decided by rollout.num_speculative_tokens",
         ),
         (
-            ["rollout.draft_tokens=2"],
-            r"draft_tokens=2 needs a model with one layer of .*this Qwen3MoeForCausalLM has 0",
+            ["rollout.num_speculative_tokens=2"],
+            r"num_speculative_tokens=2 needs a model with one layer of .*this Qwen3MoeForCausalLM has 0",
         ),
-        (["train.replay_routing=true", "rollout.sglang.chunked_prefill_size=-1"], r"size must be positive"),
-        (["rollout.sglang.enable_return_routed_experts=true"], r"cannot be set; it is decided by train.replay_routing"),
+        (["train.routing_replay=true", "rollout.sglang.chunked_prefill_size=-1"], r"size must be positive"),
+        (["rollout.sglang.enable_return_routed_experts=true"], r"cannot be set; it is decided by train.routing_replay"),
         (["model.megatron.num_layers=2"], r"num_layers cannot be set: the model's config.json decides it"),
         (["model.megatron.num_layer=3"], r"num_layer is not a field of Megatron's.*; did you mean num_layers"),
         (["model.megatron.q_lora_rank=3"], r"q_lora_rank cannot be set: the model's config.json decides it"),
@@ -272,8 +272,8 @@ def test_a_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], override
 
 
 def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
-    report = plan("parallel.ep=1", "train.replay_routing=true", hf=DENSE)
-    assert report.errors == ["train.replay_routing=true, but Qwen2ForCausalLM has no experts; set it to false"]
+    report = plan("parallel.ep=1", "train.routing_replay=true", hf=DENSE)
+    assert report.errors == ["train.routing_replay=true, but Qwen2ForCausalLM has no experts; set it to false"]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
 def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> None:
     hf = json.loads((ROOT / "configs/models/deepseek_v3.json").read_text())
     small = ["parallel.tp=1", "train.mtp_loss_coef=0.1"]
-    report = plan(*small, "rollout.draft_tokens=2", hf=hf)
+    report = plan(*small, "rollout.num_speculative_tokens=2", hf=hf)
     assert dict(report.facts["model"])["trained besides"].startswith("1 layer(s) of multi-token prediction, 11.6")
     assert dict(report.facts["engines"])["drafts"] == "2 tokens at a time; the draft layer is synced with the policy"
     (error,) = plan(*small, *overrides, hf=hf).errors

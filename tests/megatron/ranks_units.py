@@ -430,7 +430,7 @@ def routing() -> dict[str, Any]:
 
 
 def who_gets_routing() -> dict[str, list[Any]]:
-    """Shapes of the routing of each micro-batch, by role, of a batch with a record, and with train.replay_routing."""
+    """Shapes of the routing of each micro-batch, by role, of a batch with a record, and with train.routing_replay."""
     from megarl.megatron import trainer_model as module
     from megarl.models.routing import routing_shape
 
@@ -439,7 +439,7 @@ def who_gets_routing() -> dict[str, list[Any]]:
     recorded = batch.with_(routing=tiny.records(batch, record))
     found: dict[str, list[Any]] = {}
     for role in ("actor", "critic", "reward_model"):
-        model, shapes = build("deepseek_v3", role, train={"replay_routing": True}), []
+        model, shapes = build("deepseek_v3", role, train={"routing_replay": True}), []
 
         def watch(*args: Any, shapes: list[Any] = shapes) -> Any:
             micro = make(*args)

@@ -84,7 +84,7 @@ def check(
 
     def stepped(batch: TrainBatch, **recompute: Any) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
         sections = {"actor_optimizer": optimizer, "model": {"megatron": megatron | recompute}}
-        config = tiny.config(**layout, **sections, train={"replay_routing": True})
+        config = tiny.config(**layout, **sections, train={"routing_replay": True})
         model = MegatronModel(hf, config, ranks, "actor")
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         given = tiny.in_shares(batch)

@@ -246,7 +246,7 @@ def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
 
 def test_a_device_has_the_records_of_routing_of_the_micro_batch_at_work() -> None:
     sizes = {"data": {"prompts_per_step": 3}, "rollout": {"samples_per_prompt": 5, "max_context": 100}}
-    plain, replayed = (planned(MOE, config_of(**sizes, train={"replay_routing": on}))[0] for on in (False, True))
+    plain, replayed = (planned(MOE, config_of(**sizes, train={"routing_replay": on}))[0] for on in (False, True))
     assert replayed.states == plain.states and replayed.host == plain.host
     assert replayed.training["micro-batches"] - plain.training["micro-batches"] == 3072 * 4 * 2 * 2
 
@@ -255,7 +255,7 @@ def test_a_device_has_the_micro_batches_at_work_and_its_own_part_of_them() -> No
     """Whatever the number of micro-batches in a step, and for the critic without routing."""
     sizes: dict[str, Any] = {
         "parallel": {"world_size": 8, "tp": 2, "pp": 2, "cp": 2},
-        "train": {"replay_routing": True},
+        "train": {"routing_replay": True},
     }
     few, many = (planned(MOE, config_of(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000))
     assert [stage.training for stage in few] == [stage.training for stage in many]

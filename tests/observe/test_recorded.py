@@ -70,13 +70,13 @@ def test_another_tokenizer_or_a_larger_vocabulary(tmp_path: Path) -> None:
         check_replay(config(tmp_path), HF, known)
     with pytest.raises(ConfigError, match="was recorded with another tokenizer than that of model.path"):
         check_replay(config(tmp_path), HF, "b" * 64)
-    with pytest.raises(ConfigError, match="has the token 8, and the model of model.path knows 8 words"):
+    with pytest.raises(ConfigError, match="has the token 8, and the model of model.path has 8 tokens"):
         check_replay(config(tmp_path), {**HF, "vocab_size": 8})
 
 
 def test_routing_is_asked_for_where_it_is_replayed(tmp_path: Path) -> None:
     """By as many layers and experts as the model has; not of what was aborted."""
-    replays = {"train": {"replay_routing": True}}
+    replays = {"train": {"routing_replay": True}}
     assert needs_trainer_columns(config(tmp_path, **replays)) and not needs_trainer_columns(config(tmp_path))
     written(tmp_path, [example(routing=torch.zeros((4, 48, 8), dtype=torch.uint8))])
     check_replay(config(tmp_path, **replays), HF)
@@ -85,7 +85,7 @@ def test_routing_is_asked_for_where_it_is_replayed(tmp_path: Path) -> None:
         check_replay(config(tmp_path, **replays), HF)
     written(tmp_path, [example()])
     check_replay(config(tmp_path), HF)
-    with pytest.raises(ConfigError, match="row 0, has no routing, .* or set train.replay_routing=false"):
+    with pytest.raises(ConfigError, match="row 0, has no routing, .* or set train.routing_replay=false"):
         check_replay(config(tmp_path, **replays), HF)
     written(tmp_path, [Rollout(Prompt("p", ()), (Turn((1,)),), status="aborted")])
     check_replay(config(tmp_path, **replays), HF)
@@ -97,7 +97,7 @@ def test_what_could_have_been_sampled_is_asked_for_where_that_is_cut_off(tmp_pat
     written(tmp_path, [example(sampling_mask=SamplingMask.from_rows([[7, 9], [8]]))])
     check_replay(config(tmp_path, **cut_off), HF)
     written(tmp_path, [example()])
-    with pytest.raises(ConfigError, match="row 0, does not say what could have been sampled"):
+    with pytest.raises(ConfigError, match="row 0, has no sampling masks"):
         check_replay(config(tmp_path, **cut_off), HF)
 
 

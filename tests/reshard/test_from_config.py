@@ -61,7 +61,7 @@ def test_ranks_of_their_own() -> None:
     assert (everywhere.train.ranks, everywhere.engine.ranks, everywhere.rank_map.is_colocated) == ((), (), True)
     for train, engines, message in (
         (range(4, 9), None, "the ranks of the trainer name rank 8: the job has ranks 0 to 7"),
-        ((), None, "the trainer's ranks: none are given"),
+        ((), None, "the trainer's ranks: none given"),
         (None, (0, 0), "the ranks of the engines name rank 0 more than once"),
         (None, (0, 1, 2), "tp=2 does not divide the 3 ranks of the engines"),
     ):
@@ -79,7 +79,9 @@ def test_engines() -> None:
     assert engine_layout(config(tp=8, ep=8, sglang=sent)) == EngineLayout(8, 8, shared_tp=1)
     assert engine_layout(config(tp=8, ep=8, sglang=dense | sent)) == EngineLayout(8, 8, mlp_tp=1, shared_tp=1)
     drafting = [
-        engine_layout(from_dict({"rollout": {"draft_tokens": tokens}, "train": {"mtp_loss_coef": weight}})).draft
+        engine_layout(
+            from_dict({"rollout": {"num_speculative_tokens": tokens}, "train": {"mtp_loss_coef": weight}})
+        ).draft
         for tokens, weight in ((0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1))
     ]
     assert drafting == [False, False, False, True]  # untrained, the draft model is as it was loaded
@@ -96,13 +98,16 @@ def test_what_cannot_be_served_is_refused_by_name(key: str) -> None:
     [
         ({"tp": 8, "sglang": {"moe_dense_tp_size": 2}}, "moe_dense_tp_size=2: SGLang knows 1 and rollout.tp=8 only"),
         ({"tp": 8, "ep": 4, "sglang": {"moe_a2a_backend": "deepep"}}, "set rollout.ep to rollout.tp=8"),
-        ({"tp": 8, "ep": 8, "draft_tokens": 2, "sglang": {"moe_a2a_backend": "deepep"}}, "set one of them only"),
+        (
+            {"tp": 8, "ep": 8, "num_speculative_tokens": 2, "sglang": {"moe_a2a_backend": "deepep"}},
+            "set only one of them",
+        ),
         (
             {"tp": 8, "ep": 8, "sglang": {"moe_a2a_backend": "deepep", "enforce_shared_experts_fusion": True}},
             "remove the second",
         ),
         ({"tp": 8, "sglang": {"max_total_tokens": "lots"}}, "must be a whole number"),
-        ({"tp": 8, "sglang": {"enable_dp_lm_head": True}}, "set attn_dp_size, too"),
+        ({"tp": 8, "sglang": {"enable_dp_lm_head": True}}, "also set attn_dp_size"),
     ],
 )
 def test_what_does_not_go_together(rollout: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ TOKENS = 8
 def recorded(engine: Engine) -> RoutingShape | None:
     """The shape of the engine's record of its routing, where it keeps one."""
     config = engine.config
-    return routing_shape(load_hf_config(config.model.path), {}) if config.train.replay_routing else None
+    return routing_shape(load_hf_config(config.model.path), {}) if config.train.routing_replay else None
 
 
 def generate(engine: Engine, temperature: float = 0.0) -> list[Generation]:

@@ -36,7 +36,7 @@ class Running:
 def start(host: str, model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Running]:
     path = tiny_models.save(model, folder / "model")
     config = make_config(path, folder / "run", **rollout)
-    records = replace(config.train, replay_routing=hasattr(model.config, "num_experts_per_tok"))
+    records = replace(config.train, routing_replay=hasattr(model.config, "num_experts_per_tok"))
     config = replace(config, train=records)
     engine = Engine(config, threads=1)
     with pytest.MonkeyPatch.context() as patched:

@@ -78,7 +78,7 @@ def test_generation_beside_training_needs_ranks_of_its_own_and_is_warned_of_wher
     assert len(warnings) == 1
     with pytest.raises(ConfigError, match="rank 0 is the actor's, too"):
         check_asynchronous(replace(config, placement={}), load_requirements(config), [])
-    for key, value, what in (("oversample", 1.5, "set one of them only"), ("replay", "runs/x", "are there at once")):
+    for key, value, what in (("oversample", 1.5, "set only one of them"), ("replay", "runs/x", "need no generation")):
         odd = replace(config, rollout=replace(config.rollout, **{key: value}))
         with pytest.raises(ConfigError, match=what):
             check_asynchronous(odd, load_requirements(odd), [])
@@ -114,10 +114,10 @@ TOOLS = {"tools": ["a:b"], "max_turns": 2}
     ],
 )
 def test_replayed_routing_is_of_conversations_that_one_version_reads(rollout: dict[str, Any], said: str) -> None:
-    tree = {"algorithm": "grpo", "train": {"replay_routing": True}}
+    tree = {"algorithm": "grpo", "train": {"routing_replay": True}}
     config = from_dict(tree | {"rollout": rollout})
     if said:
-        with pytest.raises(ConfigError, match=f"^train.replay_routing with .*{said}"):
+        with pytest.raises(ConfigError, match=f"^train.routing_replay with .*{said}"):
             check_replayed_prefixes(config, load_requirements(config))
     else:
         check_replayed_prefixes(config, load_requirements(config))

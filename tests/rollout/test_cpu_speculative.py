@@ -119,7 +119,7 @@ def test_truncated_distributions_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def drafting(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with start(host, foreseeable(), tmp_path_factory.mktemp("drafting"), draft_tokens=DRAFTS) as running:
+    with start(host, foreseeable(), tmp_path_factory.mktemp("drafting"), num_speculative_tokens=DRAFTS) as running:
         yield running
 
 

@@ -77,7 +77,7 @@ def glm4_moe_drafting(seed: int) -> PreTrainedModel:
 )
 def test_two_ranks(build: Callable[[int], PreTrainedModel], layout: EngineLayout, host: str, tmp_path: Path) -> None:
     drafts = 2 if layout.draft else 0
-    with start(host, build(0), tmp_path, tp=layout.tp, ep=layout.ep, draft_tokens=drafts) as running:
+    with start(host, build(0), tmp_path, tp=layout.tp, ep=layout.ep, num_speculative_tokens=drafts) as running:
         assert_equals(running.engine, running.model, 0)
         check_orders(running, layout, build(6), tmp_path)
 
@@ -140,7 +140,7 @@ def test_an_order_that_does_not_fit_harms_nothing_but_the_engine_waits_for_a_who
     with pytest.raises(EngineError, match="the engine has no tensor no.such.tensor"):
         box.read_answer()
     engine.end_update(None)
-    with pytest.raises(EngineError, match="no whole set of weights"):
+    with pytest.raises(EngineError, match="lacks weights"):
         engine.check_alive()
     engine.begin_update()
     engine.end_update(3)

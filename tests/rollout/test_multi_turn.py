@@ -214,7 +214,7 @@ def test_the_name_of_a_tool_that_does_not_exist_reaches_no_template() -> None:
     observed, expected = rollout.turns[2].token_ids, honest.turns[2].token_ids
     assert [token for token in observed if token in controls] == [token for token in expected if token in controls]
     assert chat.decode(observed).startswith(
-        "<|im_system|>error<|im_middle|>## Return of functions.error:0\nError: there"
+        "<|im_system|>error<|im_middle|>## Return of functions.error:0\nError: unknown"
     )
     assert rollout.tool_errors == 1
     call, answer = rollout.messages[1]["tool_calls"][0], rollout.messages[2]
@@ -263,7 +263,7 @@ def test_a_long_result_is_cut_to_its_share_and_to_the_room_there_is() -> None:
     number, value = call("9**70"), str(9**70)
     size = len(CHAT.encode_prompt(PROMPT)) + len(said(number).token_ids)
     frame = len(CHAT.encode_continuation([{"role": "tool", "content": ""}]))
-    for settings in ({"max_observation": 48}, {"max_context": size + frame + 60}):
+    for settings in ({"max_tool_response_tokens": 48}, {"max_context": size + frame + 60}):
         rollout, script = converse(number, "done", **settings)
         assert rollout.status == "stop" and len(script.asked) == 2
         result = rollout.messages[2]["content"]
@@ -312,7 +312,7 @@ def test_a_prompt_that_fills_the_context_has_no_action() -> None:
     ("line", "calls", "complaint"),
     [
         ("<tool_call>\n{oops\n</tool_call>", 0, "malformed"),
-        (call("1", name="weather"), 1, "there is no tool 'weather'; there are: calculator"),
+        (call("1", name="weather"), 1, "unknown tool 'weather'; available: calculator"),
         ('<tool_call>\n{"name": "calculator", "arguments": {"x": 1}}\n</tool_call>', 1, "expression is missing"),
         (call("1/0"), 1, "division by zero"),
     ],

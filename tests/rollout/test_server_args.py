@@ -39,7 +39,7 @@ def test_how_sglang_is_told_to_draft() -> None:
     assert (told["speculative_num_steps"], told["speculative_num_draft_tokens"]) == (3, 4)
     assert told.keys() <= server_args.load_field_names()
     for key in told:
-        with pytest.raises(ConfigError, match="decided by rollout.draft_tokens"):
+        with pytest.raises(ConfigError, match="decided by rollout.num_speculative_tokens"):
             server_args.check({key: told[key]})
 
 
@@ -64,7 +64,7 @@ def test_every_default_fits_its_own_field() -> None:
         ("attention_backend", "flashh", "did you mean flashmla?"),
         ("sampling_backend", "torch", "must be one of"),
         ("deepep_mode", "slow", "must be one of auto, normal, low_latency"),
-        ("mem_fraction_static", 1.2, "must lie between 0 and 1"),
+        ("mem_fraction_static", 1.2, "must be between 0 and 1"),
         ("disable_radix_cache", "yes", "must be true or false"),
         ("cuda_graph_bs_decode", [1, "2"], "must be a list, each a whole number"),
         ("extra_metric_labels", ["a"], "must be a mapping"),
@@ -108,7 +108,7 @@ def test_an_engine_is_told_of_how_many_tokens_to_say_that_it_could_have_sampled_
         {},
         {"top_k": 20},
         {"top_k": 2, "top_p": 0.9, "min_p": 0.1},
-        {"top_p": 0.9, "temperature": 0.0, "draft_tokens": 2},  # which is greedy, whatever else
+        {"top_p": 0.9, "temperature": 0.0, "num_speculative_tokens": 2},  # which is greedy, whatever else
         {"top_k": 100, "sglang": {"sampling_mask_max_tokens": 100, "sampling_backend": "pytorch"}},
         {"top_k": 100, "sglang": {"enable_deterministic_inference": True}},
     ],
@@ -121,16 +121,16 @@ def test_sampling_that_an_engine_can_tell_of(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"top_p": 0.9}, "rollout.top_p=0.9 without rollout.top_k: SGLang does not say what could have been sampled"),
-        ({"min_p": 0.1}, "rollout.min_p=0.1 without rollout.top_k: .*; set rollout.top_k, too, such as to 1000"),
+        ({"top_p": 0.9}, "rollout.top_p=0.9 without rollout.top_k: SGLang does not return the sampling masks"),
+        ({"min_p": 0.1}, "rollout.min_p=0.1 without rollout.top_k: .*; also set rollout.top_k, for example to 1000"),
         ({"top_k": 0}, "rollout.top_k=0 leaves nothing to sample; set it to -1 for all tokens"),
-        ({"top_k": 1}, "rollout.top_k=1 leaves nothing to choose; .* or rollout.temperature=0, which is greedy"),
+        ({"top_k": 1}, "rollout.top_k=1 leaves nothing to sample; .* or rollout.temperature=0, which is greedy"),
         (
-            {"top_p": 0.9, "top_k": 20, "draft_tokens": 2},
+            {"top_p": 0.9, "top_k": 20, "num_speculative_tokens": 2},
             "rollout.top_p=0.9 and rollout.top_k=20 with rollout.draft_to",
         ),
         ({"top_k": 20, "sglang": {"sampling_mask_max_tokens": 10}}, "rollout.top_k=20 is beyond rollout.sglang.sampl"),
-        ({"top_k": 20, "sglang": {"sampling_backend": "ascend"}}, "sampling_backend=ascend, which does not say what"),
+        ({"top_k": 20, "sglang": {"sampling_backend": "ascend"}}, "sampling_backend=ascend, which does not return the"),
         (
             {"top_k": 20, "min_p": 0.1, "sglang": {"enable_deterministic_inference": True}},
             "rollout.top_k=20 and rollout.min_p=0.1 with .*enable_deterministic_inference: .* set rollout.min_p to 0",

@@ -72,7 +72,7 @@ def test_results_are_cut_by_tokens_head_and_tail_kept() -> None:
         assert "tokens cut) ..." in served.texts()[-1][0]  # also where all is rendered anew
         assert served.recording.metrics.observations_truncated == 2
 
-    run(test, policy, config=replace(CONFIG, max_observation=40))
+    run(test, policy, config=replace(CONFIG, max_tool_response_tokens=40))
 
 
 def test_a_flood_is_refused_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ import json, sys
 sys.path.append("tools")
 import bench_scale
 from megarl.config import load_config
-config = load_config("configs/deepseek_v3_671b.yaml", ["train.replay_routing=true"])
+config = load_config("configs/deepseek_v3_671b.yaml", ["train.routing_replay=true"])
 paper, homes, routing, layers = bench_scale.job(config, 32, 512)
 sent = {rank: vars(paper.step(rank, 0)) for rank in (32, 33)}
 print(json.dumps([homes.tolist(), layers, routing.topk, sent]))

@@ -79,8 +79,8 @@ class Run:
                 samples=SAMPLES,
                 greedy=greedy,
                 seed=step,
-                needed=plan.num_needed,
-                carried=plan.partial_groups,
+                num_needed_groups=plan.num_needed,
+                partial_groups=plan.partial_groups,
                 version=step,
             )
         )
@@ -240,7 +240,7 @@ def test_what_was_kept_is_not_dropped_where_generation_goes_on_beside_training(t
     state = before.save(tmp_path)
     after = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
     after.ahead._config = replace(after.ahead._config, asynchronous=True)
-    with pytest.raises(ConfigError, match="groups of conversations under way .* rollout.asynchronous=true does not"):
+    with pytest.raises(ConfigError, match="groups of partial rollouts .* rollout.asynchronous=true cannot"):
         after.resume(tmp_path, state)
 
 
@@ -251,7 +251,7 @@ def test_what_was_kept_is_not_gone_on_with_where_routing_is_replayed(tmp_path: P
     state = before.save(tmp_path)
     after = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
     after.ahead._replays_routing = True
-    with pytest.raises(ConfigError, match="groups of conversations under way .* train.replay_routing=true cannot"):
+    with pytest.raises(ConfigError, match="groups of partial rollouts .* train.routing_replay=true cannot"):
         after.resume(tmp_path, state)
     anew = Run(LOCAL, 1, LocalKVStore(), oversample=1.0, max_staleness=0)
     anew.ahead._replays_routing = True

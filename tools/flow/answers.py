@@ -109,7 +109,7 @@ def config_of(order: Mapping[str, Any], folder: Path) -> Config:
             },
             "rollout": {"samples_per_prompt": samples, "max_context": longest, "tp": order["engine_tp"]},
             "data": {"prompts_per_step": sequences // samples},
-            "train": {"max_tokens_per_gpu": order["token_budget"], "replay_routing": bool(order["shape"]["layers"])},
+            "train": {"max_tokens_per_gpu": order["token_budget"], "routing_replay": bool(order["shape"]["layers"])},
             "track": {"progress": False, "trackers": []},
         }
     )

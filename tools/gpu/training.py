@@ -122,7 +122,7 @@ def measure(wanted: dict[str, Any]) -> None:
     tree = {
         "model": {"dtype": wanted["dtype"], "megatron": wanted.get("megatron", {})},
         "parallel": {"world_size": 1},
-        "train": {"max_tokens_per_gpu": 512, "replay_routing": "replay" in wanted},
+        "train": {"max_tokens_per_gpu": 512, "routing_replay": "replay" in wanted},
         "actor_optimizer": optimizer,
     }
     config = from_dict(tree)

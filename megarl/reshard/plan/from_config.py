@@ -129,7 +129,7 @@ def engine_layout(config: Config) -> EngineLayout:
         shared_tp=1 if sends_tokens else 0,  # SGLang then has the shared experts whole on each rank
         head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
         draft=bool(
-            config.rollout.draft_tokens and config.train.mtp_loss_coef
+            config.rollout.num_speculative_tokens and config.train.mtp_loss_coef
         ),  # an untrained draft model stays as loaded
     )
 
@@ -142,10 +142,10 @@ def _check_a2a(config: Config) -> None:
         raise ConfigError(
             f"{where} divides the experts among all ranks of an engine: set rollout.ep to rollout.tp={rollout.tp}"
         )
-    if rollout.draft_tokens:
+    if rollout.num_speculative_tokens:
         raise ConfigError(
-            f"{where} with rollout.draft_tokens={rollout.draft_tokens}: not reviewed for the shared experts of a draft "
-            f"model; set only one of them"
+            f"{where} with rollout.num_speculative_tokens={rollout.num_speculative_tokens}: not reviewed for the "
+            "shared experts of a draft model; set only one of them"
         )
     if settings.get("enforce_shared_experts_fusion"):
         raise ConfigError(f"{where} with enforce_shared_experts_fusion: not tested; remove the second")

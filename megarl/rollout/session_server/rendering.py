@@ -135,7 +135,7 @@ class MessageRenderer:
         ]
         self._check_length(texts, room, before)
         truncated = truncate_observations(
-            self.chat, messages, schemas, config.max_observation, room, count_reserved_tokens(config), make
+            self.chat, messages, schemas, config.max_tool_response_tokens, room, count_reserved_tokens(config), make
         )
         if truncated is None:
             raise ContextOverflow(str(before + len(make(messages))))
