@@ -107,12 +107,9 @@ class _SignalForwarder(threading.Thread):
         if self.stop_signal != signal.SIGINT:
             self.stop_signal = signum
         if not num_signaled:
-            self.remove_logs()
+            self.log_folder.close()
             _write_final_line(f"ended by {signal_name(signum)}")
             os._exit(128 + signum)
-
-    def remove_logs(self) -> None:
-        self.log_folder.close()
 
 
 def _write_final_line(text: str) -> None:
@@ -177,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: torchrun: {_rendezvous_error(error)}", file=sys.stderr, flush=True)
         return 1
     finally:
-        forwarder.remove_logs()
+        forwarder.log_folder.close()
 
 
 def _run_with_restarts(options: argparse.Namespace, forwarder: _SignalForwarder) -> int:

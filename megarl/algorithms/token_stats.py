@@ -39,13 +39,14 @@ def token_mean(x: torch.Tensor, mask: torch.Tensor, all_reduce: AllReduce = loca
 
     `x` must be 0 where `mask` [T] is False. Computed in the dtype of `x`, with one rounding per rank.
     """
-    return _reduce_mean(x.sum(), int(torch.count_nonzero(mask)), all_reduce)
+    x_sum, count = _reduce_sum_and_count(x.sum(), int(torch.count_nonzero(mask)), all_reduce)
+    return float(x_sum / max(1, count))
 
 
 def diff_stats(
     a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor, all_reduce: AllReduce = local_all_reduce
 ) -> DiffStats | None:
-    """Return statistics of |one - other| over all ranks' action tokens; None without any. All [T]; values fp32."""
+    """Return statistics of |a - b| over all ranks' action tokens; None without any. All [T]; values fp32."""
     difference = masked_select(a, mask).sub_(masked_select(b, mask)).abs_()
     difference_sum, count = _reduce_sum_and_count(difference.sum(), len(difference), all_reduce)
     if not count:
@@ -110,11 +111,6 @@ def masked_select(x: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype | None
 def iter_blocks(*columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Iterate over views of [T] columns, `BLOCK` tokens at a time."""
     return zip(*(column.split(BLOCK) for column in columns), strict=True)
-
-
-def _reduce_mean(local_sum: torch.Tensor, local_count: int, all_reduce: AllReduce) -> float:
-    sum_, count = _reduce_sum_and_count(local_sum, local_count, all_reduce)
-    return float(sum_ / max(1, count))
 
 
 def _reduce_sum_and_count(local_sum: torch.Tensor, local_count: int, all_reduce: AllReduce) -> tuple[torch.Tensor, int]:

@@ -39,7 +39,8 @@ class RewardModelController(Controller):
 
         means = MetricMeans()
         for part in split_indices(len(items), self.config.run.num_update, self.config.run.ppo_epochs, seed=0):
-            means.add(flow.reward_model.update(make_pair_batch(flow, [items[i] for i in part]), loss))
+            _, batch = shard_pairs(flow, [items[i] for i in part])
+            means.add(flow.reward_model.update(batch, loss))
         return StepResult(means.sync())
 
     def load_eval_items(self, flow: Flow) -> Sequence[Pair]:
@@ -60,14 +61,9 @@ class RewardModelController(Controller):
         return means.result()
 
 
-def make_pair_batch(flow: Flow, pairs: Sequence[Pair]) -> TrainBatch:
-    """Return a batch in which sequences 2k and 2k + 1 are the chosen and the rejected one of pair k; the weights make
-    the loss a mean over pairs."""
-    return shard_pairs(flow, pairs)[1]
-
-
 def shard_pairs(flow: Flow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch]:
-    """Return the two conversations of each pair, and their batch as `make_pair_batch` returns it."""
+    """Return the two conversations of each pair, and their batch: sequences 2k and 2k + 1 are the chosen and the
+    rejected one of pair k, and the weights make the loss a mean over pairs."""
     rollouts = flow.data.shard([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], group_size=2)
     batch = TrainBatch.from_rollouts(rollouts)
     group = torch.arange(len(pairs)).repeat_interleave(2)

@@ -25,7 +25,9 @@ def parse_chat_messages(value: Any, location: str, key: str, role: str = "user")
     if isinstance(value, str):
         if not value.strip() and role == "user":
             raise ConfigError(f"{location}: {key!r} is empty text; write a prompt or drop the row")
-        if (messages := _parse_json_messages(value)) is None:
+        messages = _parse_json(value) if value.lstrip().startswith("[") else None
+        is_chat = isinstance(messages, list) and all(isinstance(item, dict) and "role" in item for item in messages)
+        if not messages or not is_chat:
             return ({"role": role, "content": value},)
         value = messages
     if not isinstance(value, list) or not value:
@@ -33,20 +35,12 @@ def parse_chat_messages(value: Any, location: str, key: str, role: str = "user")
     return tuple(_message(item, f"{location}: message {number} of {key!r}") for number, item in enumerate(value))
 
 
-def _parse_json_messages(text: str) -> list[Any] | None:
-    """Parse text that is the JSON of a list of messages, as in tables without nested columns; otherwise return None."""
-    if not text.lstrip().startswith("["):
-        return None
+def _parse_json(text: str) -> Any:
+    """Parse a column of JSON text, as in tables without nested columns; None if it is not JSON."""
     try:
-        messages = replace_surrogates(json.loads(text))
+        return replace_surrogates(json.loads(text))
     except (ValueError, RecursionError):
         return None
-    are_messages = (
-        isinstance(messages, list)
-        and messages
-        and all(isinstance(message, dict) and "role" in message for message in messages)
-    )
-    return messages if are_messages else None
 
 
 def _message(value: Any, location: str) -> Message:
@@ -74,17 +68,15 @@ def _message(value: Any, location: str) -> Message:
 
 def content_text(parts: list[Any], location: str) -> str:
     """Join text parts. Raises ConfigError, naming the kind, for a part of another kind."""
-    return "".join(_part_text(part, location) for part in parts)
-
-
-def _part_text(part: Any, location: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(part, str):
-        return part
-    if kind != "text" or not isinstance(part.get("text"), str):
-        what = f"a part of type {str(kind)[:80]!r}" if kind not in (None, "text") else f"the part {_short(part)}"
-        raise ConfigError(f"{location} holds {what}; only text can be trained on, {{'type': 'text', 'text': ...}}")
-    return str(part["text"])
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part["text"] if kind == "text" and isinstance(part.get("text"), str) else part
+        if not isinstance(text, str):
+            what = f"a part of type {str(kind)[:80]!r}" if kind not in (None, "text") else f"the part {_short(part)}"
+            raise ConfigError(f"{location} holds {what}; only text can be trained on, {{'type': 'text', 'text': ...}}")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _check_calls(calls: Any, location: str) -> None:
@@ -264,10 +256,8 @@ def parse_answer(value: Any, location: str, key: str) -> tuple[Message, ...]:
 def _parse_list(value: Any, location: str, key: str) -> list[Any]:
     """Return a list, or parse the JSON of one."""
     if isinstance(value, str):
-        try:
-            value = replace_surrogates(json.loads(value))
-        except (ValueError, RecursionError):
-            pass
+        parsed = _parse_json(value)
+        value = value if parsed is None else parsed
     if not isinstance(value, list):
         raise ConfigError(f"{location} has no list `{key}`, but {str(value)[:80]!r}; write its messages as a list")
     return value
@@ -284,22 +274,17 @@ def _convert_sharegpt(item: Any, location: str) -> Any:
         raise ConfigError(f"{location} has {str(value)[:80]!r} as value, which must be text")
     if speaker not in CALL_SPEAKERS:
         return {"role": SHAREGPT_ROLES[speaker], "content": value}
-    try:
-        calls = replace_surrogates(json.loads(value))
-    except (ValueError, RecursionError):
-        calls = None
+    calls = _parse_json(value)
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list) or not calls:
         raise ConfigError(f'{location} calls {value[:80]!r}, not {{"name": ..., "arguments": ...}} or a list of such')
+    # A call that is not an object is rejected where calls are checked.
     tool_calls = [
-        call if "function" in call else {"type": "function", "function": call} for call in map(_as_call, calls)
+        call if isinstance(call, dict) and "function" in call else {"type": "function", "function": call}
+        for call in calls
     ]
     return {"role": "assistant", "content": "", "tool_calls": tool_calls}
-
-
-def _as_call(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {"function": value}  # rejected where calls are checked
 
 
 def _parse_hh_dialogue(text: str, location: str, key: str) -> tuple[Message, ...]:

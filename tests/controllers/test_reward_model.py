@@ -9,7 +9,7 @@ import torch
 
 from megarl.config import from_dict
 from megarl.controllers.controller import make_controller
-from megarl.controllers.reward_model import make_pair_batch
+from megarl.controllers.reward_model import shard_pairs
 from megarl.data.datasets import Pair
 from megarl.types import ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 from megarl.workers.futures import Future, UpdateMetrics
@@ -57,7 +57,7 @@ PAIRS = [Pair(talk(1, 5), talk(2)), Pair(talk(1), talk(6, 2)), Pair(talk(3), tal
 
 def test_pairs_are_packed_in_turn() -> None:
     flow: Any = TableFlow()
-    batch = make_pair_batch(flow, PAIRS[:2])
+    _, batch = shard_pairs(flow, PAIRS[:2])
     assert batch.tokens.tolist() == [9, 1, 5, 9, 2, 9, 1, 9, 6, 2]
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.loss_weights is not None and batch.loss_weights.tolist() == [0, 0, 0.5, 0, 0, 0, 0.5, 0, 0, 0]
