@@ -1,4 +1,4 @@
-"""The rank's side of worker processes for user code, for one event loop. Every wait is bounded."""
+"""The rank's side of worker processes for user code, and pools of them, for one event loop. Every wait is bounded."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class RewardPool:
     # --- in the pool's thread
 
     async def _set_up(self) -> None:
-        self._pools = {
+        self._pools: dict[str, WorkerPool] = {
             kind: WorkerPool(
                 self._fork_server, {"kind": kind}, size, size, 1 if kind == "sync" else self._max_concurrent
             )

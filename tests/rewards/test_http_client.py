@@ -73,9 +73,7 @@ def test_public_addresses(address: str, public: bool) -> None:
     "url", ["http://127.0.0.1:1/", "http://localhost/x", "http://a.localhost", "http://[::1]:80/", "http://10.0.0.1"]
 )
 def test_private_ones_are_refused_before_anything_starts(url: str) -> None:
-    with pytest.raises(
-        ConfigError, match="in a private network: set roles.reward.options.private=true if it is"
-    ):
+    with pytest.raises(ConfigError, match="in a private network: set roles.reward.options.private=true if it is"):
         HttpOptions.read({"url": url})
     assert HttpOptions.read({"url": url, "private": True}).url == (url,)
 

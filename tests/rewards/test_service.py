@@ -158,7 +158,9 @@ def test_what_cannot_be_sent_is_not(server: Judging) -> None:
 def test_a_look_takes_any_answer(server: Judging) -> None:
     service(server).check_reachable()
     assert server.requests == [("GET", "/score", None)]
-    with pytest.raises(ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); check that it runs"):
+    with pytest.raises(
+        ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); check that it runs"
+    ):
         service(server, url=[server.url, server.gone], tries=2).check_reachable()
 
 
