@@ -181,6 +181,9 @@ class RewardPool:
         except (ConfigError, LookupError, TypeError) as error:
             pool.kill(process)
             verdict = RewardFailure(f"its process sent a garbled answer: {error!r}")
+        except BaseException:  # a bug of ours, or the end of the pool
+            pool.kill(process)
+            raise
         else:
             pool.release(process)
         return self._log_failure(function, rollout, verdict)

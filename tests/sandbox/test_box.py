@@ -237,7 +237,7 @@ def test_another_process_starts_boxes_when_the_first_was_killed():
     process = boxes.sandbox._client._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    with pytest.raises(SandboxError, match="has ended"):
+    with pytest.raises(SandboxError, match="the process that starts boxes exited"):
         boxes.run(["sleep", "1"])
     assert boxes.run(["true"]).ok
     boxes.end()

@@ -49,7 +49,7 @@ def test_rewards_that_are_all_too_slow_end_the_run_when_the_limit_is_passed(foun
     said, is_soon = found["all too slow"]
     match = re.fullmatch(
         r"(\d+) of 40 rollouts have no reward, more than reward.max_failed_frac=0.1 allows \(the other (\d+) were not "
-        rf"judged any more\): \1 x sleeps: {re.escape(LATE.replace('0.3', '1.5'))} \(on the sample 'p0'\)",
+        rf"graded\): \1 x sleeps: {re.escape(LATE.replace('0.3', '1.5'))} \(on the sample 'p0'\)",
         said,
     )
     assert match, said
