@@ -8,7 +8,17 @@ import pytest
 import yaml
 
 import megarl.config
-from megarl.config import Config, ConfigError, describe_keys, from_dict, load_config, strict, to_dict
+from megarl.config import (
+    RENAMED_KEYS,
+    RENAMED_VALUES,
+    Config,
+    ConfigError,
+    describe_keys,
+    from_dict,
+    load_config,
+    strict,
+    to_dict,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -56,6 +66,20 @@ def test_every_key_is_documented():
                 bare.add(ast.unparse(node.target))
     assert not bare
     assert documented > 50  # that is, the search found the keys
+
+
+@pytest.mark.parametrize("old", [key for key in RENAMED_KEYS if key.count(".") == 1])
+def test_a_former_key_names_the_present_one(old: str) -> None:
+    (section, key), new = old.split("."), RENAMED_KEYS[old]
+    assert new in dict(describe_keys())
+    with pytest.raises(ConfigError, match=rf"^unknown key {old}: MegaRL 0.2 renamed it to {new}$"):
+        from_dict({section: {key: 1}})
+
+
+def test_a_former_value_names_the_present_one() -> None:
+    for value, new in RENAMED_VALUES["loss.agg_mode"].items():
+        with pytest.raises(ConfigError, match=rf"^loss.agg_mode={value}: MegaRL 0.2 renamed this value to {new}$"):
+            from_dict({"loss": {"agg_mode": value}})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.name)

@@ -23,7 +23,7 @@ CLIP = Clip(0.2, 0.3, 3.0)
 OPTIONS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low": 0.1, "clip_high": 0.2},
     "gspo_token": {"clip_low": 0.1, "clip_high": 0.2},
-    "cispo": {"most": 1.3, "least": 0.6},
+    "cispo": {"max_ratio": 1.3, "min_ratio": 0.6},
     "gmpo": {"clip_low": 0.3, "clip_high": 0.4},
 }
 NAMES = list(POLICY_LOSSES)
